@@ -68,9 +68,9 @@ def append_to(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def is_leftover(path: Path) -> bool:
-    """Whether a file has a name under which `write_atomically` begins one, of earlier versions too."""
-    return re.fullmatch(r"\..+\.([0-9a-f]{16}|[0-9]+)\.tmp", path.name) is not None
+def is_leftover(name: str) -> bool:
+    """Whether this is the name of a file that `write_atomically` has begun, in an earlier version too."""
+    return re.fullmatch(r"\..+\.([0-9a-f]{16}|[0-9]+)\.tmp", name) is not None
 
 
 class ChangedFolder(OSError):

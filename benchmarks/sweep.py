@@ -3,29 +3,57 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import math
+import os
+import sqlite3
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from report import RESULTS, Report, machine, paired, save
 
+import fpsim
 from ada_loss.lab.cells.cells import plan
 from ada_loss.lab.cells.ledger import Ledger
+from ada_loss.lab.cells.telemetry import npz, telemetry_digest
+from ada_loss.lab.cells.telemetry import telemetry as arrays_of_run
+from ada_loss.lab.environment import environment
 from ada_loss.lab.sweep.config import read_sweep
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.sweep.engines import open_engine
 from ada_loss.lab.sweep.execution import Execution
-from ada_loss.lab.tasks import digits
+from ada_loss.lab.tasks import digits, find_task
 from ada_loss.lab.training import TrainOptions, train
 
 TESTS = str(Path(__file__).parents[1] / "tests")
 TINY = "sweep_tasks:tiny"  # a logistic regression of 8 points
+GRID = f"ada_loss.sweep({TINY!r}, out=out, show_progress=False, baseline=False"
+# What is done with a large folder, and the seconds of a processor that it may take, with the start of Python
+STEPS: dict[str, tuple[str, float | None]] = {
+    "nothing but importing": ("", None),
+    "Results": ("Results(out)", None),
+    "table": ("Results(out).table()", None),
+    "verdict": ("Results(out).verdicts()", None),
+    "200 in a folder of their own": (
+        "import tempfile; out = tempfile.mkdtemp(dir=out); "
+        f"{GRID}, formats=['fp16', 'bf16'], scaling=['none'], seeds=range(100))",
+        None,
+    ),
+    "200 more": (f"{GRID}, formats=['fp16', 'bf16'], scaling=['none'], seeds=range(seeds, seeds + 100))", None),
+    "report": ("Results(out).report()", 120),
+}
+DONE = "state = ?, attempts = ?, finished = ?, seconds = ?, metrics = ?, diverged = ?, skipped = ?, underflow = ?, "
+DONE += "telemetry_bytes = ?, telemetry_sha256 = ?, error = ?, traceback = ?, bits = ?, digest = ?"
+LINKS = 50_000  # to a file; ext4 has 65,000
 FORMATS, METHODS = ["fp16", "bf16", "e5m2", "e4m3fn"], ["none", 8, "torch", "nnabla", "adaptive"]
 
 
@@ -68,6 +96,48 @@ def ledger(report: Report) -> None:
         again = seconds_of(lambda: sweep(TINY, FORMATS, METHODS, seeds=500, out=out, show_progress=False))
         report.add("ledger", "10,000 cells planned, written and looked up", first + again, "s", 5, at_least=False)
         report.add("ledger", "status of 10,000 cells", process(["status", folder]), "s", 0.5, at_least=False)
+
+
+def write_large(out: Path, seeds: int) -> None:
+    """Write the folder of a sweep of so many seeds with 20 settings and float32, all done, as a sweep leaves it.
+
+    The results are written at once: with two transactions for each, 100,000 would take an hour.
+    """
+    cells = [*plan(TINY, ["fp32"], ["none"], seeds=seeds), *plan(TINY, FORMATS, METHODS, seeds=seeds)]
+    content = npz(arrays_of_run(train(find_task(TINY)(0), "e5m2", scaling="torch", epochs=20, record_every=1)))
+    with Ledger(out / "ledger.sqlite") as book:
+        book.add((cell.id, cell.config) for cell in cells)
+        book.add_session({**environment(), "engine": "here"})
+    originals = out / "originals"  # a file system has a most of links to a file
+    for folder in (out / "telemetry", originals):
+        folder.mkdir()
+    digest = telemetry_digest(content)
+    with closing(sqlite3.connect(out / "ledger.sqlite")) as sql, sql:
+        for i, (cell, config) in enumerate(sql.execute("SELECT id, config FROM cells ORDER BY position").fetchall()):
+            metrics = json.dumps({"accuracy": 0.8 + 0.1 * math.sin(7 * i)})
+            done = ["done", 1, 1.7e9 + i, 0.25, metrics, 0, 0, 0.01, len(content), digest, None, None, fpsim.BITS]
+            sealed = hashlib.sha256(json.dumps([cell, i, config, *done]).encode()).hexdigest()  # as `Ledger` does
+            sql.execute(f"UPDATE cells SET {DONE} WHERE id = ?", [*done, sealed, cell])
+            original = originals / str(i // LINKS)
+            if not original.exists():
+                original.write_bytes(content)
+            os.link(original, out / "telemetry" / f"{cell}.npz")
+
+
+def large(report: Report, cells: int = 100_000) -> None:
+    """What is done with the folder of a large sweep: processor seconds and memory, each step in its own process."""
+    with TemporaryDirectory() as folder:
+        seeds = cells // (len(FORMATS) * len(METHODS) + 1)
+        write_large(Path(folder), seeds)
+        for name, (step, most) in STEPS.items():
+            code = f"out, seeds = {folder!r}, {seeds}; import ada_loss; from ada_loss import Results; {step}"
+            process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+            _, status, used = os.wait4(process.pid, 0)
+            if status:
+                raise RuntimeError(f"{name} of {cells:,} cells failed: {step}")
+            words = f"{cells:,} cells: {name}"
+            report.add("large", words, used.ru_utime + used.ru_stime, "s of processor", most, at_least=False)
+            report.add("large", f"{words}, memory", used.ru_maxrss / 2**20, "GiB", 1, at_least=False)
 
 
 def engine(report: Report, cells: int = 100) -> None:
@@ -117,14 +187,17 @@ def telemetry(report: Report, repeats: int = 9) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", help="sections: command ledger engine workers telemetry")
+    parser.add_argument("--only", nargs="+", help="sections: command ledger large engine workers telemetry")
+    parser.add_argument("--cells", type=int, default=100_000, help="of the section large")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     sys.path.insert(0, TESTS)
+    os.environ["PYTHONPATH"] = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
     report = Report()
     sections = {
         "command": command_line,
         "ledger": ledger,
+        "large": lambda report: large(report, options.cells),
         "engine": engine,
         "workers": workers,
         "telemetry": telemetry,

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -37,6 +38,7 @@ def versions() -> dict[str, str | None]:
     return {package: _version(package) for package in PACKAGES}
 
 
+@cache  # each cell asks, and a look takes milliseconds
 def _version(package: str) -> str | None:
     try:
         return version(package)

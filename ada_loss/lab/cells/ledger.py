@@ -8,12 +8,13 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ada_loss.files import ChangedFolder
 from ada_loss.lab.cells.missing import Plan
-from ada_loss.lab.cells.stored_text import as_float64, digest_of, is_json_number, json_object, storable
+from ada_loss.lab.cells.stored_text import Configs, as_float64, digest_of, is_json_number, json_object, storable
 from ada_loss.lab.errors import UnreadableLedger
 
 __all__ = [
@@ -181,7 +182,7 @@ class Ledger:
         self._sql = sqlite3.connect(uri, uri=uri != ":memory:", isolation_level=None, timeout=10)
         self._sql.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES_OF_A_ROW)
         self._sql.row_factory = sqlite3.Row
-        self._sql.text_factory = lambda text: text.decode("utf-8", "backslashreplace")  # digests find what is wrong
+        self._sql.text_factory = partial(str, encoding="utf-8", errors="backslashreplace")  # digests find what is wrong
 
     def _is_at_rest(self) -> bool:
         """Whether no transaction waits beside the file, so that it can be read alone."""
@@ -439,18 +440,22 @@ class Ledger:
 
         state: only cells in this state; None for all.
         """
-        rows = [self._decoded(row) for row in self._query("SELECT rowid AS number, * FROM cells ORDER BY position, id")]
+        where = "" if state in (None, "failed") else "WHERE state = :state"  # a row that was changed has failed
+        found = self._query(f"SELECT rowid AS number, * FROM cells {where} ORDER BY position, id", {"state": state})
+        configs, names = Configs(), found[0].keys() if found else []
+        rows = [self._decoded(dict(zip(names, row)), configs) for row in found]
         return [row for row in rows if state in (None, row["state"])]
 
-    def _decoded(self, stored: sqlite3.Row) -> dict[str, Any]:
-        row: dict[str, Any] = dict.fromkeys(COLUMNS) | dict(stored)
-        config, metrics = json_object(row["config"]), json_object(row["metrics"] or "{}")
+    def _decoded(self, stored: dict[str, Any], configs: Configs) -> dict[str, Any]:
+        row: dict[str, Any] = stored if "bits" in stored else dict.fromkeys(COLUMNS) | stored
+        changed = self._has_digests and row.get("digest") != _cell_digest(row)
+        config, metrics = configs.decoded(row["config"]), json_object(row["metrics"] or "{}")
         metrics = metrics and {name: as_float64(value) for name, value in metrics.items()}
         row |= {"config": config or {}, "metrics": metrics or {}, "damaged": 0}
         if row["state"] == "done" and row["bits"] is None:
             row["bits"] = FIRST_BITS
-        digest, number = row.pop("digest", None), row.pop("number")
-        changed = self._has_digests and digest != _cell_digest(stored)
+        row.pop("digest", None)
+        number = row.pop("number")
         if changed or config is None or metrics is None or not all(map(is_json_number, metrics.values())):
             row |= {**dict.fromkeys(RESULT), "state": "failed", "metrics": {}, "error": DAMAGED, "damaged": number}
         return row
@@ -507,8 +512,8 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _cell_digest(row: Any) -> str:
-    bits = row["bits"] if "bits" in row.keys() else None  # noqa: SIM118  # a row of SQLite is no mapping
-    return digest_of([*(row[name] for name in SEALED), *([] if bits is None else [bits])])
+    values = [row[name] for name in SEALED]
+    return digest_of(values if row["bits"] is None else [*values, row["bits"]])
 
 
 def _session_digest(row: Any) -> str:

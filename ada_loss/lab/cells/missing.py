@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from ada_loss.lab.cells.lock import is_driven
 __all__ = ["CELL_ID", "Missing", "Plan", "Snapshot", "read_snapshot"]
 
 CELL_ID = re.compile("[0-9a-f]{16}")
+FILE = re.compile(rf"({CELL_ID.pattern})\.npz")  # of telemetry
 
 
 class Plan(NamedTuple):
@@ -102,7 +104,7 @@ def read_snapshot(ledger: _Ledger, out: Path, *, drives: bool = False) -> Snapsh
     driven = not drives and is_driven(out)
     plan = ledger.plan()  # before the rows: a driver that adds some meanwhile is to be missing none
     rows, sessions = ledger.rows(), ledger.sessions()
-    files = _with_telemetry(out)
+    files = _with_telemetry(out, {row["id"] for row in rows if _is_done(row)})
     if driven or (not drives and is_driven(out)):
         files = set()
     return Snapshot(rows, sessions, _missing(rows, len(sessions), plan, files))
@@ -122,13 +124,15 @@ def _missing(rows: Iterable[Mapping[str, Any]], sessions: int, plan: Plan | None
     )
 
 
-def _with_telemetry(out: Path) -> set[str]:
-    """The ids of the cells that have a file which is not empty."""
+def _with_telemetry(out: Path, done: Collection[str]) -> set[str]:
+    """The ids of the cells that have a file, which is not empty where they are not done."""
     ids = set()
-    for path in out.glob("telemetry/*.npz"):
-        with suppress(FileNotFoundError):  # a driver that has just begun deletes some
-            if CELL_ID.fullmatch(path.stem) and path.stat().st_size:
-                ids.add(path.stem)
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(out / "telemetry") as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # a driver that has just begun deletes some
+                found = FILE.fullmatch(entry.name)
+                if found and (found[1] in done or entry.stat().st_size):  # no look at each of 100,000 files
+                    ids.add(found[1])
     return ids
 
 

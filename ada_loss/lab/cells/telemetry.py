@@ -6,7 +6,7 @@ import hashlib
 import io
 import math
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ __all__ = [
     "Numbers",
     "arrays_of",
     "curves_of",
+    "is_of_curve",
     "is_whole",
     "npz",
     "read_telemetry",
@@ -35,6 +36,7 @@ Curves = dict[str, tuple[Numbers, Numbers]]  # {name: (steps, values)}
 NAMES = {"loss": "losses", "scale": "scales"}  # the arrays of every training
 MOST_BYTES = 1 << 29  # of a file, packed or not: losses and scales of ten million steps take 160 MB
 HEADS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+OF_CURVES = {"losses", "scales", "sites.role", "history.steps", "history.underflow", "history.nonzero"}
 ROLES = ("error", "weight_grad", "activation", "weight")
 
 
@@ -168,17 +170,25 @@ def is_whole(content: bytes, size: int | None, digest: str | None) -> bool:
     return len(content) == size and digest in (None, telemetry_digest(content))
 
 
-def read_telemetry(out: Path, cell: str, digest: str | None = None) -> dict[str, np.ndarray[Any, Any]]:
+def is_of_curve(array: str) -> bool:
+    """Whether `curves_of` reads an array: most of a file is of the sites."""
+    return array in OF_CURVES or array.partition(".")[0] in ("evaluations", "curves", "updates")
+
+
+def read_telemetry(
+    out: Path, cell: str, digest: str | None = None, is_wanted: Callable[[str], bool] | None = None
+) -> dict[str, np.ndarray[Any, Any]]:
     """The arrays of a cell's file. Raises ValueError for a file that is missing or damaged.
 
     digest: that of the ledger; None where it has none.
+    is_wanted: tells by its name whether an array is read; None for all.
     """
     path = telemetry_path(out, cell)
     try:
         content = telemetry_content(out, cell)
         if digest not in (None, telemetry_digest(content)):
             raise ValueError("it has not the digest that the ledger has")
-        return arrays_of(content)
+        return arrays_of(content, is_wanted)
     except Exception as error:  # without a digest: an archive with a flipped bit may raise anything
         raise ValueError(
             f"The telemetry {path} is missing or damaged ({printable(error)}). Run the sweep again: it repeats that "
@@ -191,7 +201,7 @@ def telemetry_content(out: Path, cell: str) -> bytes:
     return content_of(telemetry_path(out, cell), MOST_BYTES)
 
 
-def arrays_of(content: bytes) -> dict[str, np.ndarray[Any, Any]]:
+def arrays_of(content: bytes, is_wanted: Callable[[str], bool] | None = None) -> dict[str, np.ndarray[Any, Any]]:
     """The arrays of an .npz file, which may come from someone else: 2 MB can unpack to 2 GB.
 
     Raises ValueError and others for what is none, and for one that unpacks to more than `MOST_BYTES`.
@@ -200,11 +210,14 @@ def arrays_of(content: bytes) -> dict[str, np.ndarray[Any, Any]]:
     left = MOST_BYTES
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         for entry in archive.infolist():
+            name = entry.filename.removesuffix(".npy")
+            if is_wanted is not None and not is_wanted(name):
+                continue
             left -= entry.file_size
             if left < 0:
                 raise ValueError(f"it unpacks to more than {MOST_BYTES:,} bytes")
             with archive.open(entry) as packed:  # no more than file_size is unpacked, whatever is in there
-                arrays[entry.filename.removesuffix(".npy")] = _array(packed.read())
+                arrays[name] = _array(packed.read())
     return arrays
 
 

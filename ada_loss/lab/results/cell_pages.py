@@ -27,10 +27,11 @@ MOST_NAMES = 8  # curves of a cell that the page keeps
 
 
 def cell_page(
-    results: StoredResults, cell: dict[str, Any], row: dict[str, Any] | None, with_curves: bool
+    results: StoredResults, place: int, cell: dict[str, Any], row: dict[str, Any] | None, with_curves: bool
 ) -> dict[str, Any]:
     """What the page has of a cell.
 
+    place: of the cell among all of the sweep, counted from 0.
     row: of `Results.rows`; None for a cell that is not done.
     with_curves: whether its curves and its heat map are read.
     """
@@ -48,6 +49,7 @@ def cell_page(
         except Exception as error:  # arrays of another kind than a training gives
             damage = str(error)
     return {
+        "number": place + 1,
         "id": cell["id"],
         "state": "diverged" if row is not None and row["diverged"] else cell["state"],
         "values": {name: _value(value) for name, value in {**settings, **(row or {})}.items() if name != "id"},

@@ -11,12 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ada_loss.files import data_frame
-from ada_loss.lab.cells.telemetry import curves_of
+from ada_loss.lab.cells.telemetry import Curves as CurvesOfCell
+from ada_loss.lab.cells.telemetry import curves_of, is_of_curve
 from ada_loss.lab.results.results import StoredResults, telling_axes
 from fpsim.checks import did_you_mean, is_whole, shown
 from fpsim.insight.rows import Rows
 
-__all__ = ["Curve", "Curves", "curves"]
+__all__ = ["Curve", "CurveReader", "Curves", "curves"]
+
+MOST_BYTES = 1 << 28  # of curves that are kept
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,37 @@ def _over_seeds(reduce: Any, values: NDArray[np.float64]) -> NDArray[np.float64]
         return reduce(values, axis=0)  # type: ignore[no-any-return]
 
 
-def curves(results: StoredResults, name: str, where: Mapping[str, Any] | None, points: int) -> Curves:
-    """See `Results.curves`."""
+class CurveReader:
+    """The curves of cells by their ids: each file is read once, as long as there is room for what it holds."""
+
+    def __init__(self, results: StoredResults) -> None:
+        self._results, self._known, self._left = results, dict[str, CurvesOfCell](), MOST_BYTES
+
+    def __call__(self, cell: str) -> CurvesOfCell:
+        if (known := self._known.get(cell)) is not None:
+            return known
+        found = curves_of(self._results.readable_telemetry(cell, is_of_curve))
+        size = sum(part.nbytes for points in found.values() for part in points)
+        if size <= self._left:
+            self._left -= size
+            self._known[cell] = found
+        return found
+
+
+def curves(
+    results: StoredResults,
+    name: str,
+    where: Mapping[str, Any] | None,
+    points: int,
+    read: CurveReader | None = None,
+    most_seeds: int | None = None,
+) -> Curves:
+    """See `Results.curves`.
+
+    read: what reads the files; a new one unless given.
+    most_seeds: of each combination, the first ones; None for all.
+    """
+    read = read or CurveReader(results)
     if not is_whole(points, least=1):
         raise ValueError(f"points={shown(points)} is invalid. Expected: 1 or more.")
     if not isinstance(name, str):
@@ -107,12 +139,17 @@ def curves(results: StoredResults, name: str, where: Mapping[str, Any] | None, p
     axes = telling_axes(results.settings, rows) or ["format"]
     groups: dict[tuple[str, ...], dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]]] = {}
     known: dict[str, None] = {}
+    seen: dict[tuple[str, ...], int] = {}
     for row in rows:
-        there = curves_of(results.readable_telemetry(row["id"]))
+        group = tuple(str(row.get(axis)) for axis in axes)
+        seen[group] = seen.get(group, 0) + 1
+        if most_seeds is not None and seen[group] > most_seeds:
+            continue
+        there = read(row["id"])
         known |= dict.fromkeys(there)
         curve = there.get(name)
         if curve is not None:
-            groups.setdefault(tuple(str(row.get(axis)) for axis in axes), {})[row["seed"]] = curve
+            groups.setdefault(group, {})[row["seed"]] = curve
     if not groups:
         hint = did_you_mean(name, known)
         others = f"Known: {', '.join(known)}." if known else "No training left a curve: no cell is done."

@@ -6,7 +6,7 @@ The page scales them to its width and draws its own words, so that they can be r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from ada_loss.lab.cells.cell_formats import BASELINE
 from ada_loss.lab.results.comparison import in_units
-from ada_loss.lab.results.curves import Curve, curves
+from ada_loss.lab.results.curves import Curve, CurveReader, curves
+from ada_loss.lab.results.figures import MOST_DOTS, evenly
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.results.table import heading, is_share
 from ada_loss.lab.results.verdict import Combination, Verdict
@@ -33,17 +34,19 @@ CLOSE = 0.6  # of a panel's height of 100: closer curves cover one another
 STRIPE = 7  # pixels of each of the curves that are drawn as one
 
 
-def difference_panels(verdict: Verdict) -> dict[str, Any] | None:
+def difference_panels(verdict: Verdict, listed: Collection[str] | None = None) -> dict[str, Any] | None:
     """A panel for each format, a line for each other setting: its differences from float32, with their interval.
 
     Formats that have one setting only share a panel, with a line for each. None where there is nothing to compare.
+
+    listed: the cells that the page has, by their ids; None for all.
     """
     if not verdict.baseline or not verdict.combinations or not verdict.tolerance > 0 or not verdict.sign:
         return None
     axis = _Axis(verdict)
     panels: dict[str, list[dict[str, Any]]] = {}
     for one in verdict.combinations[:500]:
-        panels.setdefault(one.fmt, []).append(_line(one, axis))
+        panels.setdefault(one.fmt, []).append(_line(one, axis, listed))
     alone = [fmt for fmt, lines in panels.items() if len(lines) == 1]
     shown = [{"name": fmt, "lines": lines, "of": "settings"} for fmt, lines in panels.items() if fmt not in alone]
     if alone:
@@ -115,7 +118,7 @@ def _tick(verdict: Verdict, value: float) -> str:
     return words if value else "0"
 
 
-def _line(one: Combination, axis: _Axis) -> dict[str, Any]:
+def _line(one: Combination, axis: _Axis, listed: Collection[str] | None) -> dict[str, Any]:
     comparison, sign = one.comparison, axis.verdict.sign
     low, high = (math.nan, math.nan) if one.judgement is None else sorted(sign * b for b in one.judgement.interval)
     words = (
@@ -130,23 +133,32 @@ def _line(one: Combination, axis: _Axis) -> dict[str, Any]:
     return {
         "name": one.rest or one.fmt,
         "outcome": one.outcome,
-        "dots": [axis.place(v) for v in comparison.differences.values() if math.isfinite(v)],
+        "dots": [axis.place(v) for v in evenly([*filter(math.isfinite, comparison.differences.values())], MOST_DOTS)],
         "mean": axis.place(comparison.mean) if math.isfinite(comparison.mean) else None,
         "interval": None if math.isnan(low) else (axis.place(low), axis.place(high)),
         "words": words,
         "reasons": one.reasons,
-        "cells": " ".join(one.cells),
+        "cells": " ".join(cell for cell in one.cells if listed is None or cell in listed),
     }
 
 
-def curve_panels(results: StoredResults, name: str = "loss") -> dict[str, Any] | None:
+def curve_panels(
+    results: StoredResults,
+    name: str = "loss",
+    read: CurveReader | None = None,
+    most_seeds: int | None = None,
+    listed: Collection[str] | None = None,
+) -> dict[str, Any] | None:
     """A panel for each format, a line for each other setting: mean and deviation over the seeds, beside float32's.
 
     Curves that cover one another are drawn as the stripes of one line, and named: "torch = adaptive". None where no
     cell has such a curve of two points.
+
+    read, most_seeds: as in `curves`.
+    listed: the cells that the page has, by their ids; None for all.
     """
     try:
-        drawn = [*curves(results, name, None, POINTS)]
+        drawn = [*curves(results, name, None, POINTS, read, most_seeds)]
     except ValueError:
         return None
     drawn = [curve for curve in drawn if len(curve.steps) > 1 and np.isfinite(curve.mean).any()]
@@ -162,7 +174,7 @@ def curve_panels(results: StoredResults, name: str = "loss") -> dict[str, Any] |
     methods = [*dict.fromkeys(map(_rest, others))]
     last = max(float(curve.steps[-1]) for curve in drawn)
     panels: dict[str, list[dict[str, Any]]] = {}
-    cells = _cells(results)
+    cells = _cells(results, drawn, listed)
     for curve in others:
         panels.setdefault(curve.settings.get("format", ""), []).append(
             {
@@ -173,6 +185,7 @@ def curve_panels(results: StoredResults, name: str = "loss") -> dict[str, Any] |
             }
         )
     panels = panels or {BASELINE: []}
+    seeds = "the seeds" if most_seeds is None else f"the first {most_seeds} seeds"
     lines = [  # float32 is one line, though several grids may have trained it
         {"name": "float32", "colour": "float32", "cells": "", **_paths(curve, low, high, last, is_log), "band": ""}
         for curve in float32[:1]
@@ -183,7 +196,7 @@ def curve_panels(results: StoredResults, name: str = "loss") -> dict[str, Any] |
     ]
     return {
         "name": name,
-        "title": f"{', '.join(filter(None, (name, _direction(results, name))))}: mean over the seeds, and deviation",
+        "title": f"{', '.join(filter(None, (name, _direction(results, name))))}: mean over {seeds}, and deviation",
         "panels": shown,
         "legend": [(i, word or "all") for i, word in enumerate(methods[:MOST_LINES])],
         "float32": bool(float32),
@@ -199,16 +212,16 @@ def _direction(results: StoredResults, name: str) -> str:
     return results.directions.words(name.split("/")[0])
 
 
-def _cells(results: StoredResults) -> Callable[[Curve], list[str]]:
-    """Finds the ids of the cells of a curve."""
-    rows = results.rows()
-    axes = [*results.settings]
-
-    def cells(curve: Curve) -> list[str]:
-        chosen = {axis: value for axis, value in curve.settings.items() if axis in axes}
-        return [row["id"] for row in rows if all(str(row.get(axis)) == value for axis, value in chosen.items())]
-
-    return cells
+def _cells(
+    results: StoredResults, drawn: Sequence[Curve], listed: Collection[str] | None
+) -> Callable[[Curve], list[str]]:
+    """Finds the ids of the cells of a curve, of those that the page has."""
+    axes = [axis for axis in drawn[0].settings if axis in results.settings]  # the same of all
+    found: dict[tuple[str, ...], list[str]] = {}
+    for row in results.chosen_rows(None):
+        if listed is None or row["id"] in listed:
+            found.setdefault(tuple(str(row.get(axis)) for axis in axes), []).append(row["id"])
+    return lambda curve: found.get(tuple(curve.settings[axis] for axis in axes), [])
 
 
 def _task_and_options(curve: Curve) -> tuple[str, ...]:

@@ -27,7 +27,9 @@ __all__ = [
     "COLOURS",
     "DASHES",
     "LETTERS_AN_INCH",
+    "MOST_DOTS",
     "colour",
+    "evenly",
     "figure_bytes",
     "in_the_dark",
     "ink",
@@ -50,6 +52,7 @@ MARKERS = "osD^vP*X<>h"
 DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))  # each line can be told from the others in print
 # where a training diverged, at the edge of a panel
 CROSS = {"marker": "x", "markersize": 7, "color": COLOURS[5], "linestyle": "", "label": "diverged", "clip_on": False}
+MOST_DOTS = 200  # seeds of a place that are drawn
 PANELS_A_ROW = 4
 LETTERS_AN_INCH = 13  # of the labels of plot_table
 SHORT = 18  # letters of a name for which one panel has room
@@ -375,6 +378,18 @@ def plot_table(
     return figure
 
 
+def evenly(values: Sequence[float], most: int) -> list[float]:
+    """All of some numbers, or so many of them in order, from the least to the largest in even steps.
+
+    >>> evenly([3, 1, 2], 3), evenly(range(100, -1, -1), 3)
+    ([3, 1, 2], [0, 50, 100])
+    """
+    if len(values) <= most:
+        return [*values]
+    ordered = sorted(values)
+    return [ordered[round(i * (len(ordered) - 1) / (most - 1))] for i in range(most)]
+
+
 def _draw(axes: Any, y: int, values: Sequence[float], edge: float) -> None:
     finite = [v for v in values if math.isfinite(v)]
     plot = axes.plot
@@ -382,7 +397,8 @@ def _draw(axes: Any, y: int, values: Sequence[float], edge: float) -> None:
         plot([edge], [y], **CROSS)
     if not finite:
         return
-    plot(finite, [y] * len(finite), linestyle="", marker="o", markersize=3, color=COLOURS[4], alpha=0.9, zorder=2)
+    dots = evenly(finite, MOST_DOTS)
+    plot(dots, [y] * len(dots), linestyle="", marker="o", markersize=3, color=COLOURS[4], alpha=0.9, zorder=2)
     mean = statistics.fmean(finite)
     if len(finite) > 1:
         deviation = statistics.stdev(finite)

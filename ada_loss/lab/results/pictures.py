@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from ada_loss.lab.training.methods import scales_by_layer
 
 __all__ = ["NothingToShow", "picture_layer_scales", "picture_metric", "picture_scales", "picture_underflow"]
 
+MOST_READ = 500  # files that are looked into for a picture
 MANY_CONSTANTS = 6  # constant scales that make a line
 
 
@@ -56,17 +58,20 @@ def _lossiest(results: StoredResults, known: Mapping[str, Mapping[str, Any]]) ->
     """The id of the recorded cell that lost the largest share of its gradients."""
     lossy = sorted((row for row in known.values() if row["underflow"]), key=lambda row: -row["underflow"])
     ids = [str(row["id"]) for row in lossy]
-    recorded = (cell for cell in ids if "history.steps" in results.readable_telemetry(cell))
+    recorded = (cell for cell in ids[:MOST_READ] if has_array(results, cell, "history.steps"))
     return next(recorded, ids[0] if ids else "with underflow")
 
 
 def picture_scales(results: StoredResults, where: Mapping[str, Any] | None = None) -> Any:
     """See `Results.plot_scales`."""
     first: dict[str, Any] = {}
+    tried = Counter[str]()
     for row in results.chosen_rows(where):
         name = f"{row['format']} {row['scaling']}"
-        if name not in first and "scales" in (arrays := results.readable_telemetry(row["id"])):
-            first[name] = arrays["scales"]
+        tried[name] += name not in first
+        if name not in first and tried[name] <= MOST_READ:
+            if "scales" in (arrays := results.readable_telemetry(row["id"], {"scales"}.__contains__)):
+                first[name] = arrays["scales"]
     scaled = {name: scales for name, scales in first.items() if len(scales) and (scales != 1).any()}
     if not scaled:
         raise NothingToShow(f"No cell of {results.words} scaled its loss. Give the sweep a method that does: 'torch'.")
@@ -75,9 +80,8 @@ def picture_scales(results: StoredResults, where: Mapping[str, Any] | None = Non
 
 def picture_layer_scales(results: StoredResults, where: Mapping[str, Any] | None = None) -> Any:
     """See `Results.plot_layer_scales`."""
-    for row in results.chosen_rows(where):
-        if not scales_by_layer(row["scaling"]):
-            continue  # its file need not be read
+    rows = [row for row in results.chosen_rows(where) if scales_by_layer(row["scaling"])]  # others need not be read
+    for row in rows[:MOST_READ]:
         arrays = results.readable_telemetry(row["id"])
         if "layers.steps" in arrays:
             sites = [str(site) for site in arrays["layers.site"]]
@@ -87,6 +91,11 @@ def picture_layer_scales(results: StoredResults, where: Mapping[str, Any] | None
         f"No recorded cell of {results.words} scaled layer by layer. Give the sweep the method 'adaptive', and "
         f"task_options={{'record_every': 4}}."
     )
+
+
+def has_array(results: StoredResults, cell: str, name: str) -> bool:
+    """Whether the telemetry of a cell can be read, and has an array."""
+    return name in results.readable_telemetry(cell, {name}.__contains__)
 
 
 def _words(row: Mapping[str, Any]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,10 @@ import numpy as np
 from ada_loss.files import strict_json, write_atomically
 from ada_loss.lab.cells.cells import AXES
 from ada_loss.lab.results.cell_pages import cell_page
+from ada_loss.lab.results.curves import CurveReader
 from ada_loss.lab.results.drawings import curve_panels, difference_panels
 from ada_loss.lab.results.figures import figure_bytes, in_the_dark
-from ada_loss.lab.results.overview import overview
+from ada_loss.lab.results.overview import OverviewRow, overview
 from ada_loss.lab.results.pictures import (
     NothingToShow,
     picture_layer_scales,
@@ -26,7 +28,7 @@ from ada_loss.lab.results.pictures import (
     picture_scales,
     picture_underflow,
 )
-from ada_loss.lab.results.results import StoredResults
+from ada_loss.lab.results.results import StoredResults, telling_axes
 from ada_loss.lab.results.table import Table
 from ada_loss.lab.results.verdict import verdicts
 from fpsim.checks import pip_install
@@ -40,6 +42,9 @@ except ImportError as error:
 
 __all__ = ["write_report"]
 
+MOST_CELLS = 5000  # that the page lists: each takes 2 kB and a millisecond
+MOST_READ = 2000  # files that are read for the curves of a name
+MOST_FAILURES, MOST_LINKS = 200, 30  # that are told apart, and cells of each
 MOST_CURVES = 500  # cells whose curves are drawn: a curve takes 2 kB
 MOST_NAMES = 8  # curves of different names that are drawn
 MANY = 5  # formats that the question does not name
@@ -64,10 +69,16 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    rows = {row["id"]: row for row in results.rows()}
-    cells = [cell_page(results, cell, rows.get(cell["id"]), i < MOST_CURVES) for i, cell in enumerate(results.cells)]
+    rows = {row["id"]: row for row in results.chosen_rows(None)}
+    chosen = _listed(results, rows)
+    pages = enumerate(chosen)
+    cells = [
+        cell_page(results, n, results.cells[n], rows.get(results.cells[n]["id"]), i < MOST_CURVES) for i, n in pages
+    ]
+    listed = {cell["id"] for cell in cells}
     answers = verdicts(results)
-    differences = [panels for panels in map(difference_panels, answers) if panels is not None]
+    drawn = (difference_panels(answer, listed) for answer in answers)
+    differences = [panels for panels in drawn if panels is not None]
     parts = {name: (Path(__file__).parent / f"report.{kind}").read_text() for name, kind in PARTS.items()}
     content = environment.get_template("report.html.j2").render(
         **{name: Markup(text) for name, text in parts.items()},
@@ -77,7 +88,11 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
         question=question or _question(results),
         verdicts=[Markup(verdict.to_html()) for verdict in answers],
         differences=differences,
-        overviews=[(verdict, overview(results, verdict)) for verdict in answers if verdict.combinations],
+        overviews=[
+            (verdict, [_of_listed(row, listed) for row in overview(results, verdict)])
+            for verdict in answers
+            if verdict.combinations
+        ],
         legend=results.legend,
         curves=_curves(results, cells),
         data=Markup(_data(cells)),
@@ -90,15 +105,36 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
         shared=_shared(results),
         tables=_tables(results),
         pictures=_pictures(results, with_metrics=not differences),
-        failures=_failures(cells),
+        failures=_failures(results, rows, cells),
         columns=_columns(rows.values()),
         cells=cells,
         without_curves=max(len(cells) - MOST_CURVES, 0),
+        unlisted=len(results.cells) - len(cells),
         sessions=[_session(session) for session in results.sessions],
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
     write_atomically(path, content.encode())
     return path
+
+
+def _listed(results: StoredResults, rows: Mapping[str, Mapping[str, Any]]) -> list[int]:
+    """The places of the cells that the page lists: all of them, or of more than `MOST_CELLS` some, in their order.
+
+    Those that failed or diverged, then the first of the others.
+    """
+    if len(results.cells) <= MOST_CELLS:
+        return [*range(len(results.cells))]
+    went_wrong = [_is_wrong(cell, rows) for cell in results.cells]
+    places = sorted(range(len(results.cells)), key=lambda place: not went_wrong[place])[:MOST_CELLS]
+    return sorted(places)
+
+
+def _is_wrong(cell: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> bool:
+    return cell["state"] == "failed" or bool(cell["id"] in rows and rows[cell["id"]]["diverged"])
+
+
+def _of_listed(row: OverviewRow, listed: Collection[str]) -> OverviewRow:
+    return row._replace(cells=tuple(cell for cell in row.cells if cell in listed))
 
 
 def _security(style: str, script: str) -> str:
@@ -200,11 +236,11 @@ def _pictures(results: StoredResults, with_metrics: bool) -> list[dict[str, Any]
 
 def _has_a_moving_scale(results: StoredResults, fmt: str) -> bool:
     """Whether a loss scale of a format's trainings changes: a picture of constants tells nothing."""
-    for row in results.rows():
-        if row["format"] == fmt and row["scaling"] != "none":
-            scales = results.readable_telemetry(row["id"]).get("scales", np.empty(0))
-            if len(scales) and (scales != scales[0]).any():
-                return True
+    rows = [row for row in results.chosen_rows(None) if row["format"] == fmt and row["scaling"] != "none"]
+    for row in rows[:MOST_CURVES]:
+        scales = results.readable_telemetry(row["id"], {"scales"}.__contains__).get("scales", np.empty(0))
+        if len(scales) and (scales != scales[0]).any():
+            return True
     return False
 
 
@@ -244,21 +280,41 @@ def _curves(results: StoredResults, cells: Sequence[dict[str, Any]]) -> list[dic
     names = _names(cells)
     names.sort(key=lambda name: name != "loss")
     wanted = (names or ["loss"])[:MOST_NAMES]
-    return [panels for name in wanted if (panels := curve_panels(results, name)) is not None]
+    rows, listed = results.chosen_rows(None), {cell["id"] for cell in cells}
+    axes = telling_axes(results.settings, rows)
+    settings = Counter(tuple(str(row.get(axis)) for axis in axes) for row in rows)
+    seeds = max(MOST_READ // max(len(settings), 1), 1)  # of each setting
+    most_seeds = seeds if max(settings.values(), default=0) > seeds else None
+    read = CurveReader(results)
+    drawn = (curve_panels(results, name, read, most_seeds, listed) for name in wanted)
+    return [panels for panels in drawn if panels is not None]
 
 
-def _failures(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each failure with its cells: those that failed, that diverged, or whose file is lost."""
+def _failures(
+    results: StoredResults, rows: Mapping[str, Mapping[str, Any]], cells: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Each failure with its cells: those that failed, that diverged, or whose file is lost, as far as it was read.
+
+    cells: those that the page lists, which can be linked to.
+    """
+    listed = {cell["id"]: cell for cell in cells}
     failures: dict[str, dict[str, Any]] = {}
-    for number, cell in enumerate(cells, 1):
+    for number, cell in enumerate(results.cells, 1):
         words = []
-        if cell["state"] in ("failed", "diverged"):
-            words.append((cell["state"], cell["error"] or "a loss or a metric is not finite in the end"))
-        if cell["damage"]:
+        if _is_wrong(cell, rows):
+            state = "failed" if cell["state"] == "failed" else "diverged"
+            words.append((state, cell["error"] or "a loss or a metric is not finite in the end"))
+        if cell["id"] in listed and listed[cell["id"]]["damage"]:
             words.append(("telemetry lost", "its file is missing or damaged; run the sweep again: it repeats the cell"))
         for state, error in words:
-            failure = failures.setdefault(f"{state}: {error}", {"state": state, "error": error, "cells": []})
-            failure["cells"].append((number, cell["id"]))
+            if f"{state}: {error}" not in failures and len(failures) == MOST_FAILURES:
+                state, error = "failed", "for other reasons"
+            failure = failures.setdefault(
+                f"{state}: {error}", {"state": state, "error": error, "count": 0, "cells": []}
+            )
+            failure["count"] += 1
+            if cell["id"] in listed and len(failure["cells"]) < MOST_LINKS:
+                failure["cells"].append((number, cell["id"]))
     return [*failures.values()]
 
 

@@ -7,7 +7,8 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,17 @@ class StoredResults:
             if not is_configuration(cell["config"]):
                 cell |= {"state": "failed", "metrics": {}, "error": DAMAGED, "damaged": 1}
                 cell["config"] = {**dict.fromkeys(AXES, "?"), "options": {}}
-        columns = {*AXES, *RESULTS, *(name for cell in self.cells for name in _options(cell))}
+        self._label, self._options = _OnceEach(lambda value: in_line(label(value))), _OnceEach(_columns_of)
+        columns = {*AXES, *RESULTS, *self._option_names()}
+        named: dict[str, str] = {}
         for cell in self.cells:
-            cell["metrics"] = {_column(in_line(name), columns): value for name, value in cell["metrics"].items()}
+            for name in cell["metrics"].keys() - named.keys():
+                named[name] = _column(in_line(name), columns)
+            cell["metrics"] = {named[name]: value for name, value in cell["metrics"].items()}
         self.counts = counted(self.cells)
         self.reasons = read_reasons(self.out)
-        names = names_of((cell["config"]["format"] for cell in self.cells), read_names(self.out))
+        formats = {self._label(fmt): fmt for fmt in (cell["config"]["format"] for cell in self.cells)}
+        names = names_of(formats.values(), read_names(self.out))
         self.names = {in_line(words): in_line(name) for words, name in names.items()}
 
     @property
@@ -112,6 +118,10 @@ class StoredResults:
         Where a sweep asked for them (`why=True`), "reason" is why the cell diverged or fell short, "" for the others.
         Where numbers of another version of the library are among them, "bits_version" tells which; see `old`.
         """
+        return Rows(map(dict, self._rows))
+
+    @cached_property
+    def _rows(self) -> Rows:
         rows, is_mixed = Rows(), bool(self.old)
         for cell in self.cells:
             if cell["state"] == "done":
@@ -124,9 +134,14 @@ class StoredResults:
     def settings_of(self, cell: Mapping[str, Any]) -> dict[str, Any]:
         """A cell's id and its configuration, flat: the names of formats and methods, the seed, the options."""
         config = cell["config"]
-        words = {axis: in_line(label(config[axis])) for axis in AXES if axis != "seed"}
+        words = {axis: self._label(config[axis]) for axis in AXES if axis != "seed"}
         words["format"] = self.names[words["format"]]
-        return {"id": cell["id"], **words, "seed": config["seed"], **_options(cell)}
+        return {"id": cell["id"], **words, "seed": config["seed"], **self._options(config["options"])}
+
+    def _option_names(self) -> list[str]:
+        """The columns of options, in the order of the cells."""
+        different = {id(options): options for options in (cell["config"]["options"] for cell in self.cells)}
+        return [*dict.fromkeys(name for options in different.values() for name in self._options(options))]
 
     @property
     def float32(self) -> str:
@@ -142,7 +157,7 @@ class StoredResults:
         """The rows with these values, {column: value}; None for all. Raises ValueError for a value that no row has."""
         if where is not None:
             require_mapping("where", where, "{'format': 'fp16'}")
-        chosen = every = self.rows()
+        chosen = every = self._rows
         for name, value in (where or {}).items():
             value = self._named_format(value) if name == "format" else value
             rows = chosen
@@ -168,7 +183,7 @@ class StoredResults:
     @property
     def settings(self) -> list[str]:
         """The columns that say what was trained, but for the seed: task, format, rounding, scaling, the options."""
-        return [*AXES[:-1], *dict.fromkeys(key for cell in self.cells for key in _options(cell))]
+        return [*AXES[:-1], *self._option_names()]
 
     def failures(self) -> list[dict[str, Any]]:
         """The cells that failed, with "error" and "traceback"."""
@@ -258,11 +273,10 @@ class StoredResults:
                 raise TypeError(f"The column {shown(axis)} is not a string. Known: {known}.")
             if selected and axis not in set().union(*selected):
                 raise ValueError(f"Unknown column {shown(axis)}. Known: {known}.")
+        places_asked = _count(selected, [rows, columns])
         for axis in self.settings:
             values = list(dict.fromkeys(str(row.get(axis)) for row in selected))
-            if axis not in (rows, columns) and _count(selected, [rows, columns, axis]) > _count(
-                selected, [rows, columns]
-            ):
+            if len(values) > 1 and _count(selected, [rows, columns, axis]) > places_asked:
                 raise ValueError(
                     f"The cells differ in {axis} ({', '.join(values)}) too, and a mean over those says nothing. "
                     f"Choose one with where={{{axis!r}: {values[0]!r}}} (--where {axis}={values[0]}), or make it the "
@@ -285,12 +299,12 @@ class StoredResults:
 
         metric: the first of each task unless named.
         """
-        all_rows = self.rows()
+        all_rows = self._rows
         if metric is not None:
             self.require_metric(metric)
         if not any(cell["metrics"] for cell in self.cells):
             return []
-        others = [*AXES[:1], "rounding", *dict.fromkeys(k for cell in self.cells for k in _options(cell))]
+        others = [*AXES[:1], "rounding", *self._option_names()]
         varying: list[str] = []
         for axis in others:
             before = [*varying, "format", "scaling"] if axis == "rounding" else varying  # it may follow from them
@@ -305,23 +319,33 @@ class StoredResults:
                 tables.append(self.table(metric=first, where=dict(group)))
         return tables
 
-    def telemetry(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
+    def cell(self, cell: str) -> dict[str, Any]:
+        """The cell with an id."""
+        return self._by_id[cell]
+
+    @cached_property
+    def _by_id(self) -> dict[str, dict[str, Any]]:
+        return {cell["id"]: cell for cell in self.cells}
+
+    def telemetry(self, cell: str, is_wanted: Callable[[str], bool] | None = None) -> dict[str, np.ndarray[Any, Any]]:
         """The arrays of a cell's file; see `ada_loss.lab.cells.telemetry`.
 
         cell: its id.
+        is_wanted: tells by its name whether an array is read; None for all.
         Raises ValueError for a file that is missing or damaged.
         """
         if not isinstance(cell, str):
             raise TypeError(f"cell={shown(cell)} is not a string. Expected: the id of a cell.")
-        if cell not in {row["id"] for row in self.cells}:
+        if cell not in self._by_id:
             raise ValueError(f"cell={shown(cell)} is not in {shown(str(self.out))}. Expected: the id of a cell.")
-        digests = {row["id"]: row["telemetry_sha256"] for row in self.cells if row["id"] == cell}
-        return read_telemetry(self.out, cell, digests.get(cell))
+        return read_telemetry(self.out, cell, self._by_id[cell]["telemetry_sha256"], is_wanted)
 
-    def readable_telemetry(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
+    def readable_telemetry(
+        self, cell: str, is_wanted: Callable[[str], bool] | None = None
+    ) -> dict[str, np.ndarray[Any, Any]]:
         """`telemetry`, or no arrays where the file cannot be read: for a choice among cells."""
         try:
-            return self.telemetry(cell)
+            return self.telemetry(cell, is_wanted)
         except ValueError:
             return {}
 
@@ -352,13 +376,12 @@ def since(versions: Iterable[int]) -> str:
 
 def _count(rows: list[dict[str, Any]], axes: list[str]) -> int:
     """How many combinations of values the rows have in some columns."""
-    return len({tuple(str(row.get(axis)) for axis in axes) for row in rows})
+    return len({tuple(map(str, map(row.get, axes))) for row in rows})
 
 
 def first_metric(results: StoredResults, cells: Iterable[str]) -> str | None:
     """The metric that most of some cells, by their ids, have as their first; None where none has any."""
-    known = {cell["id"]: [*cell["metrics"]] for cell in results.cells}
-    firsts = Counter(names[0] for cell in cells if (names := known[cell]))
+    firsts = Counter(next(iter(metrics)) for cell in cells if (metrics := results.cell(cell)["metrics"]))
     return max(firsts, key=lambda name: firsts[name], default=None)
 
 
@@ -371,9 +394,22 @@ def telling_axes(axes: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list
     return [axis for axis in telling if axis in AXES or len(pairs[axis]) > len(pairs["task"])]
 
 
-def _options(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a cell by their columns."""
-    options = cell["config"]["options"]
+class _OnceEach:
+    """Calls a function once for each object: cells share their settings, but for the seed; see `Ledger.rows`."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+        self._known: dict[str | int, tuple[Any, Any]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        key = value if isinstance(value, str) else id(value)
+        if key not in self._known:
+            self._known[key] = value, self._function(value)  # the object is kept, or another could get its id
+        return self._known[key][1]
+
+
+def _columns_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by their columns."""
     return {_option(name): in_line(value) if isinstance(value, str) else value for name, value in options.items()}
 
 

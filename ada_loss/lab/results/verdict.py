@@ -20,6 +20,8 @@ from fpsim.checks import is_finite_number, is_number, shown
 __all__ = ["LEAST_SEEDS", "Combination", "Verdict", "compare", "verdicts"]
 
 TOLERANCE = 0.01  # a point of a share; of another metric, a hundredth of float32's mean
+MOST_READ = 100  # seeds of a setting whose files say what it lost
+OF_SHARES = {"losses", "sites.role", "sites.nonzero", "sites.underflow", "sites.overflow"}
 GRADIENTS = {"weight_grad": " of weight gradients", "error": ""}  # roles, in words
 
 
@@ -99,10 +101,11 @@ def _verdict(
         size = max(map(abs, baseline.values())) + tolerance  # of what is at the tolerance
         step = smallest_step([value for row in rows if math.isfinite(value := _number(row, metric))], size)
         combinations = _tested(combinations, tolerance, level, sign, equivalence, step)
+    by_id = {row["id"]: row for row in rows}
     combinations = [
         replace(
             one,
-            shares=_shares(results, [row for row in rows if row["id"] in one.cells and "diverged" in row]),
+            shares=_shares(results, [by_id[cell] for cell in one.cells if "diverged" in by_id[cell]][:MOST_READ]),
             why=next((results.reasons[cell] for cell in one.cells if cell in results.reasons), ""),
         )
         if one.outcome in SECTIONS["short"]
@@ -185,7 +188,7 @@ def _shares(results: StoredResults, rows: Sequence[Mapping[str, Any]]) -> dict[s
     """
     lost: dict[str, list[float]] = {}
     for row in rows:
-        arrays = results.readable_telemetry(row["id"])
+        arrays = results.readable_telemetry(row["id"], OF_SHARES.__contains__)
         for kind in ("underflow", "overflow"):
             shares = {words: _share(arrays, role, kind) for role, words in GRADIENTS.items()}
             if kind == "underflow" and row["underflow"] is not None:

@@ -184,7 +184,8 @@ def search(
         minimize, maximize: the metrics of which a smaller, or a larger, value is better, as in `sweep`.
         workers: processes of this machine, and how many policies are proposed at once.
         seed: of the sampler.
-        options: the other arguments of `sweep`: device, limits, resources, engine_timeout, retry_failed, track.
+        options: the other arguments of `sweep`: device, limits, resources, engine_timeout, retry_failed,
+            keep_old, track.
 
     Raises:
         ValueError: for an invalid search, where nothing tells whether a larger metric is better, and where even the

@@ -448,8 +448,9 @@ class _Driver:
     def _try_to_release(self) -> None:
         """Plan again whatever the ledger says is running."""
         try:
-            states = self.ledger.states()  # not only self.running: a cell may have been interrupted on its way there
-            self.ledger.release([cell for cell, state in states.items() if state == "running"])
+            # not only self.running: a cell may have been interrupted on its way there
+            running = self.ledger.rows("running")
+            self.ledger.release([row["id"] for row in running])
         except (CannotWrite, ChangedFolder):
             return  # the disk is full: the next driver finds them running, and plans them again
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ def prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: bool
     of another sweep into the folder stay as they are.
     """
     asked = {cell.id: cell for cell in cells}
-    _say_lost(read_snapshot(ledger, out, drives=True).missing, asked)
+    rows, _, missing = read_snapshot(ledger, out, drives=True)
+    _say_lost(missing, asked)
     ledger.add((cell.id, cell.config) for cell in cells)
-    _repair(ledger, asked)
+    gone = _repair(ledger, rows, asked)
+    states = {**dict.fromkeys(asked, "planned"), **{row["id"]: row["state"] for row in rows if row["id"] not in gone}}
     again = []
-    for row in ledger.rows():
+    for row in rows:
         cell, state = row["id"], row["state"]
         if state == "running" or (cell in asked and retry_failed and state == "failed"):
             again.append(cell)
@@ -37,7 +40,7 @@ def prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: bool
             say(f"The telemetry of cell {cell} is missing or damaged: it will be run again.")
             again.append(cell)
     ledger.release(again)
-    states = ledger.states()
+    states |= dict.fromkeys(again, "planned")
     _remove_leftovers(out, states)
     return [cell for cell in cells if states[cell.id] == "planned"]
 
@@ -64,9 +67,9 @@ def _names(cells: Sequence[str]) -> str:
     return ", ".join(cells[:MOST_NAMED]) + more
 
 
-def _repair(ledger: Ledger, asked: Mapping[str, Cell]) -> None:
-    """Plan damaged cells again, and delete the damaged rows whose ids are those of no cell."""
-    changed = [row for row in ledger.rows() if row["damaged"]]
+def _repair(ledger: Ledger, rows: Sequence[Mapping[str, Any]], asked: Mapping[str, Cell]) -> set[str]:
+    """Plan damaged cells again, and delete the damaged rows whose ids are those of no cell; gives the ids of both."""
+    changed = [row for row in rows if row["damaged"]]
     ours = {row["id"]: asked[row["id"]].config for row in changed if row["id"] in asked}
     lost = {
         row["id"]: row["damaged"]
@@ -78,6 +81,7 @@ def _repair(ledger: Ledger, asked: Mapping[str, Cell]) -> None:
             say(f"The row of cell {cell} in the ledger was changed or damaged: {words}.")
     ledger.repair(ours)
     ledger.forget(lost.values())
+    return {*ours, *lost}
 
 
 def _has_telemetry(out: Path, row: Mapping[str, Any]) -> bool:
@@ -95,11 +99,11 @@ def _remove_leftovers(out: Path, states: Mapping[str, str]) -> None:
     """
     for folder in (out / "telemetry", out / "checkpoints"):
         require_own(folder)
-    leftovers = [path for kind in (".", "telemetry", "checkpoints") for path in out.glob(f"{kind}/.*.tmp")]
-    leftovers = [path for path in leftovers if is_leftover(path)]
-    leftovers += [path for path in out.glob("telemetry/*.npz") if states.get(path.stem, "done") != "done"]
-    leftovers += [path for path in out.glob("checkpoints/*.pt") if states.get(path.stem) == "done"]
-    leftovers += [path for path in out.glob("checkpoints/*.steps") if CELL_ID.fullmatch(path.stem)]
-    leftovers += [path for path in out.glob("checkpoints/*.live") if CELL_ID.fullmatch(path.stem)]
-    for path in leftovers:
-        path.unlink(missing_ok=True)
+    for folder in (out, out / "telemetry", out / "checkpoints"):
+        for name in os.listdir(folder) if folder.is_dir() else ():
+            cell, kind = os.path.splitext(name)
+            state = states.get(cell)
+            is_old = state is not None and (kind, state == "done") in ((".npz", False), (".pt", True))
+            was_running = kind in (".steps", ".live") and CELL_ID.fullmatch(cell) is not None
+            if is_leftover(name) or (folder != out and (is_old or was_running)):
+                (folder / name).unlink(missing_ok=True)
