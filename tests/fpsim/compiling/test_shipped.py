@@ -110,6 +110,14 @@ def test_a_damaged_entry_is_as_good_as_none(archive: Path) -> None:
     assert new_loop()(20, 1.5) == 41.5
 
 
+def test_an_entry_that_unpacks_to_more_than_a_loop_is_as_good_as_none(tmp_path: Path) -> None:
+    file = tmp_path / "loops.zip"
+    write_shipped(file, {"loop": "x" * (shipped.MAX_BYTES + 1)})
+    assert file.stat().st_size < shipped.MAX_BYTES // 100
+    with zipfile.ZipFile(file) as opened, pytest.raises(ValueError, match="unpacks to more than"):
+        shipped._read(opened, "loop.ll")
+
+
 def test_the_same_loops_give_the_same_bytes(tmp_path: Path) -> None:
     texts = {"b": "two", "a": "one"}
     write_shipped(tmp_path / "1.zip", texts)
