@@ -9,9 +9,10 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 __all__ = [
     "ChangedFolder",
@@ -23,6 +24,7 @@ __all__ = [
     "is_leftover",
     "mapping_in",
     "opened",
+    "remove_from",
     "require_own",
     "strict_json",
     "write_atomically",
@@ -36,7 +38,7 @@ BINARY = getattr(os, "O_BINARY", 0)  # on Windows alone
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | BINARY
 
 
-def write_atomically(path: Path, content: bytes, *, is_kept: bool = True) -> None:
+def write_atomically(path: Path, content: bytes, *, is_kept: bool = True, is_own: bool = False) -> None:
     """Write a file beside the target and rename it, so that a reader finds the old file or the whole new one.
 
     Nothing else is written to: a link in the place of the target is replaced, and what it leads to stays. The file
@@ -46,26 +48,71 @@ def write_atomically(path: Path, content: bytes, *, is_kept: bool = True) -> Non
     path: the target. Folders that are missing are made.
     content: the bytes of the new file.
     is_kept: whether the file has to survive a crash of the machine. False is quicker.
+    is_own: whether its folder is one that a sweep makes, and so is no link; ChangedFolder is raised for one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name[:LONGEST_NAME]}.{secrets.token_hex(8)}.tmp")
+    with _held(path.parent, is_own) as (folder, at):
+        temporary, target = at(f".{path.name[:LONGEST_NAME]}.{secrets.token_hex(8)}.tmp"), at(path.name)
+        try:
+            with open(os.open(temporary, NEW, 0o666, dir_fd=folder), "wb") as file:
+                file.write(content)
+                file.flush()
+                if is_kept:
+                    os.fsync(file.fileno())  # or a crash of the machine could leave the new name on an empty file
+            os.replace(temporary, target, src_dir_fd=folder, dst_dir_fd=folder)
+            if is_kept and folder is not None:
+                with suppress(OSError):  # some network file systems cannot
+                    os.fsync(folder)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=folder)
+
+
+@contextmanager
+def _held(folder: Path, is_own: bool) -> Iterator[tuple[int | None, Callable[[str], str]]]:
+    """A folder, open, and how files in it are named: what takes its place meanwhile is not written to.
+
+    On Windows, which opens no folder: None, and whole paths.
+    """
+    if is_own:
+        require_own(folder)
+    if os.unlink not in os.supports_dir_fd:
+        yield None, lambda name: str(folder / name)
+        return
     try:
-        with open(os.open(temporary, NEW, 0o666), "wb") as file:
-            file.write(content)
-            file.flush()
-            if is_kept:
-                os.fsync(file.fileno())  # or a crash of the machine could leave the new name on an empty file
-        os.replace(temporary, path)
-        if is_kept:
-            _sync_folder(path.parent)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | (NO_LINK if is_own else 0))
+    except OSError:
+        if is_own:
+            require_own(folder)
+        raise
+    try:
+        yield handle, lambda name: name
     finally:
-        temporary.unlink(missing_ok=True)
+        os.close(handle)
 
 
 def append_to(path: Path, content: bytes) -> None:
-    """Append to a file, made where it is missing. Raises OSError for a link, ValueError for what is no file."""
-    with _regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_LINK, "ab") as file:
-        file.write(content)
+    """Append to a file in a folder that a sweep makes; it is made where it is missing.
+
+    Raises OSError for a link, ValueError for what is no file.
+    """
+    with _held(path.parent, is_own=True) as (folder, at):
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_LINK
+        with _regular(path, os.open(at(path.name), flags | NO_WAIT | BINARY, 0o666, dir_fd=folder), "ab") as file:
+            file.write(content)
+
+
+def remove_from(folder: Path, is_left: Callable[[str], bool], *, is_own: bool = True) -> None:
+    """Delete files of a folder by their names, if there is such a folder.
+
+    is_own: as in `write_atomically`.
+    """
+    if not folder.is_dir():
+        return
+    with _held(folder, is_own) as (handle, at):
+        for name in filter(is_left, os.listdir(folder if handle is None else handle)):
+            with suppress(FileNotFoundError):
+                os.unlink(at(name), dir_fd=handle)
 
 
 def is_leftover(name: str) -> bool:
@@ -87,20 +134,6 @@ def require_own(path: Path) -> None:
             f"{path} is a link, through which this would write and delete elsewhere. Remove it, or put what it leads "
             f"to in its place."
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a new name in a folder survive a crash, where the system can."""
-    try:
-        opened = os.open(folder, os.O_RDONLY)
-    except OSError:  # Windows opens no folder
-        return
-    try:
-        os.fsync(opened)
-    except OSError:  # some network file systems cannot
-        return
-    finally:
-        os.close(opened)
 
 
 def csv_bytes(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> bytes:
@@ -140,12 +173,13 @@ def strict_json(content: Any) -> str:
     return json.dumps(json.loads(json.dumps(content), parse_constant=lambda _: None))
 
 
-def opened(path: Path) -> BinaryIO:
+def opened(path: Path) -> io.BufferedReader:
     """A file of a folder that came from someone else, opened for reading.
 
     Raises OSError for one that cannot be opened, ValueError for a pipe or a device, which might never end.
     """
-    return _regular(path, os.O_RDONLY, "rb")
+    file: io.BufferedReader = _regular(path, os.open(path, os.O_RDONLY | NO_WAIT | BINARY), "rb")
+    return file
 
 
 def content_of(path: Path, most: int = MOST_BYTES) -> bytes:
@@ -161,12 +195,11 @@ def content_of(path: Path, most: int = MOST_BYTES) -> bytes:
     return content
 
 
-def _regular(path: Path, flags: int, mode: str) -> BinaryIO:
-    handle = os.open(path, flags | NO_WAIT | BINARY, 0o666)
+def _regular(path: Path, handle: int, mode: str) -> Any:
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise ValueError(f"{path} is not a regular file")
-    return open(handle, mode)  # type: ignore[return-value]
+    return open(handle, mode)
 
 
 def mapping_in(path: Path) -> dict[str, Any]:

@@ -61,13 +61,14 @@ class Audit:
         self.folder: Path | None = None
         self.places: dict[str, None] = {}
         self.unsafe: dict[str, None] = {}
+        self.opened = ""  # the last folder that was
         self.meanwhile: tuple[str, Callable[[Path], None]] | None = None
         sys.addaudithook(self)
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self.folder is None or event not in OPENS:
             return
-        for path in map(self._inside, arguments[:2] if event == "os.rename" else arguments[:1]):
+        for path in self._named(event, arguments):
             if path is None:
                 continue
             place = str(path.relative_to(self.folder))
@@ -80,11 +81,22 @@ class Audit:
                 self.meanwhile = None
                 found[1](path)
 
-    def _inside(self, given: object) -> Path | None:
-        """The path, if it is one in the folder."""
+    def _named(self, event: str, arguments: tuple[Any, ...]) -> list[Path | None]:
+        """The paths of an event that are in the folder; those without a folder are beside the one that is open."""
+        if event == "os.rename":
+            return [self._inside(path, at) for path, at in zip(arguments[:2], arguments[2:], strict=True)]
+        if event == "open" and (arguments[2] or 0) & os.O_DIRECTORY:
+            self.opened = str(arguments[0])
+        at = arguments[1] if event == "os.remove" else self.opened if event == "open" else -1
+        return [self._inside(arguments[0], at)]
+
+    def _inside(self, given: object, at: int | str) -> Path | None:
+        """The path, if it is one in the folder. at: the folder that it is named from, or its handle."""
         if not isinstance(given, str | os.PathLike):
             return None
         path = Path(str(given).removeprefix("file://").partition("?")[0])
+        if at != -1 and len(path.parts) == 1:  # a name beside an open folder
+            path = Path(at if isinstance(at, str) else os.readlink(f"/proc/self/fd/{at}")) / path
         return path if self.folder is not None and path.is_relative_to(self.folder) else None
 
 

@@ -39,7 +39,7 @@ class LiveFile:
         self.path, self._run, self._told = path, run, dict[str, int]()
         self._next = time.monotonic() + EVERY
         with suppress(OSError):
-            write_atomically(path, b"", is_kept=False)
+            write_atomically(path, b"", is_kept=False, is_own=True)
 
     def __call__(self, steps: int) -> None:
         began = time.monotonic()

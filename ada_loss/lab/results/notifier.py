@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ada_loss.files import remove_from
 from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.cells.live import LiveReader, live_path
 from ada_loss.lab.cells.names import names_of, read_names
@@ -95,7 +97,9 @@ class Notifier:
     def _forget(self, cell: str) -> None:
         training = self._training.pop(cell, None)
         if training is not None:
-            training[1].path.unlink(missing_ok=True)
+            path = training[1].path
+            with suppress(OSError):
+                remove_from(path.parent, path.name.__eq__)
 
     def _follow(self) -> None:
         while not self._over.wait(READ_EVERY):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ada_loss.files import require_own
+from ada_loss.files import remove_from
 from ada_loss.lab.cells.cell_updates import UPDATE, split
 from ada_loss.lab.cells.cells import Cell, digest
 from ada_loss.lab.cells.identity import is_own
@@ -16,7 +16,7 @@ from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Star
 
 __all__ = ["Branches"]
 
-NAME = re.compile("[0-9a-f]{16}")  # what `digest` gives
+NAME = re.compile(r"[0-9a-f]{16}\.branch")  # of a file: what `digest` gives
 
 
 class Branches:
@@ -66,10 +66,9 @@ class Branches:
         return ahead - self._given_up
 
     def _remove_all_but(self, needed: Collection[Path]) -> None:
-        require_own(self.folder)
-        for path in self.folder.glob("*.branch") if not self.keep else ():
-            if path not in needed and NAME.fullmatch(path.stem):
-                path.unlink(missing_ok=True)
+        names = {path.name for path in needed}
+        if not self.keep:
+            remove_from(self.folder, lambda name: NAME.fullmatch(name) is not None and name not in names)
 
     def _shared(self, cells: Sequence[Cell]) -> list[tuple[Path, Start, list[str]]]:
         """The file, the start and the cells of each state that is shared, there already, or to be kept."""

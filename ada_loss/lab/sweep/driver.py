@@ -408,9 +408,7 @@ class _Driver:
             self._fail(cell, result["error"], trace)
             return True
         self.ledger.require_the_same()
-        path = telemetry_path(self.out, cell.id)
-        require_own(path.parent)
-        write_atomically(path, telemetry)
+        write_atomically(telemetry_path(self.out, cell.id), telemetry, is_own=True)
         written = {"telemetry_bytes": len(telemetry), "telemetry_sha256": telemetry_digest(telemetry)}
         self._write(cell, "running", lambda: self.ledger.finish(cell.id, {**result, **written}))
         self.notifier.tell(cell.id, cell.config, result)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ada_loss.files import is_leftover, require_own
+from ada_loss.files import is_leftover, remove_from, require_own
 from ada_loss.lab.cells.cells import Cell, is_intact
 from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.cells.missing import CELL_ID, Missing, read_snapshot
@@ -97,13 +97,15 @@ def _remove_leftovers(out: Path, states: Mapping[str, str]) -> None:
 
     Nothing but what a sweep names so is deleted, and nothing where a link leads.
     """
+
+    def is_old(name: str) -> bool:
+        cell, kind = os.path.splitext(name)
+        was_running = kind in (".steps", ".live") and CELL_ID.fullmatch(cell) is not None
+        state = states.get(cell)
+        is_over = state is not None and (kind, state == "done") in ((".npz", False), (".pt", True))
+        return was_running or is_over or is_leftover(name)
+
+    remove_from(out, is_leftover, is_own=False)
     for folder in (out / "telemetry", out / "checkpoints"):
         require_own(folder)
-    for folder in (out, out / "telemetry", out / "checkpoints"):
-        for name in os.listdir(folder) if folder.is_dir() else ():
-            cell, kind = os.path.splitext(name)
-            state = states.get(cell)
-            is_old = state is not None and (kind, state == "done") in ((".npz", False), (".pt", True))
-            was_running = kind in (".steps", ".live") and CELL_ID.fullmatch(cell) is not None
-            if is_leftover(name) or (folder != out and (is_old or was_running)):
-                (folder / name).unlink(missing_ok=True)
+        remove_from(folder, is_old)

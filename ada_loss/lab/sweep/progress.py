@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ada_loss.files import content_of, write_atomically
+from ada_loss.files import content_of, remove_from, write_atomically
 from ada_loss.lab.directions import Directions, keep_directions
 from ada_loss.lab.terminal import say, tqdm
 
@@ -45,12 +45,12 @@ class StepFile:
         if time.monotonic() - self._last >= WRITTEN_EVERY:
             self._last = time.monotonic()
             with suppress(OSError):
-                write_atomically(self.path, f"{self.done} {self.total}".encode(), is_kept=False)
+                write_atomically(self.path, f"{self.done} {self.total}".encode(), is_kept=False, is_own=True)
 
     def remove(self) -> None:
         """Delete the file: the training is over."""
         with suppress(OSError):
-            self.path.unlink(missing_ok=True)
+            remove_from(self.path.parent, self.path.name.__eq__)
 
 
 class Progress:

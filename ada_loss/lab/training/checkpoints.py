@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fpsim
-from ada_loss.files import opened, write_atomically
+from ada_loss.files import opened, remove_from, write_atomically
 from ada_loss.lab.errors import printable
 from ada_loss.lab.training.generators import generator_states, restore_generators
 
@@ -56,6 +56,7 @@ class Checkpoints:
         so is one that cannot be read.
     seconds: the time between two checkpoints.
     cuda_devices: the CUDA devices that draw random numbers besides the CPU.
+    is_own: whether the file's folder is one that a sweep makes, and so is no link.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class Checkpoints:
         identity: Mapping[str, Any],
         seconds: float,
         cuda_devices: Sequence[str],
+        is_own: bool = False,
     ) -> None:
         self.path, self.stateful, self.seconds = path, stateful, seconds
         self.identity = {**identity, BITS: fpsim.BITS}  # half of a training with other numbers is none
-        self.cuda_devices = cuda_devices
+        self.cuda_devices, self.is_own = cuda_devices, is_own
         self._last = time.monotonic()
 
     def is_due(self) -> bool:
@@ -81,7 +83,7 @@ class Checkpoints:
         states = {name: thing.state_dict() for name, thing in self.stateful.items()}
         torch.save({"identity": self.identity, "states": states, **generator_states(self.cuda_devices)}, content)
         packed = content.getvalue()
-        write_atomically(self.path, hashlib.sha256(packed).digest() + packed)
+        write_atomically(self.path, hashlib.sha256(packed).digest() + packed, is_own=self.is_own)
         self._last = time.monotonic()
 
     def load(self) -> bool:
@@ -134,4 +136,4 @@ class Checkpoints:
 
     def remove(self) -> None:
         """Delete the file: the training is over."""
-        self.path.unlink(missing_ok=True)
+        remove_from(self.path.parent, self.path.name.__eq__, is_own=self.is_own)

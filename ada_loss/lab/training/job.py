@@ -292,7 +292,7 @@ class Job:
                 words |= {} if self.update is None else {"update": str(self.update)}
                 identity = {**words, "seed": self.seed, "names": [*present], "versions": versions()}
                 cuda = [self.device] if self.device.startswith("cuda") else []
-                self._checkpoints = Checkpoints(self._path, present, identity, 30.0, cuda)
+                self._checkpoints = Checkpoints(self._path, present, identity, 30.0, cuda, is_own=True)
                 if self._checkpoints.load():
                     self._resumed_at = self._done, self._last
             self._is_named = True

@@ -214,7 +214,7 @@ class Training:
             last that exists is where this one begins, unless it has a checkpoint; those that do not are written.
         Raises Stopped where the loss rule stops the training.
         """
-        self._open_checkpoints(checkpoint, checkpoint_seconds, branches or {})
+        self._open_checkpoints(checkpoint, checkpoint_seconds, branches)
         self.progress = progress or self.progress
         with (
             kept_generators(self.cuda_devices),  # fpsim's own stream follows no seed of ours and is in no checkpoint
@@ -352,7 +352,8 @@ class Training:
         """Take the format of the last step that is done."""
         self.formats.enter(max(self.state.steps - 1, 0), self.total)
 
-    def _open_checkpoints(self, path: Path | None, seconds: float, branches: Mapping[Start, Path]) -> None:
+    def _open_checkpoints(self, path: Path | None, seconds: float, shared: Mapping[Start, Path] | None) -> None:
+        is_own, branches = shared is not None, shared or {}  # a sweep says what its cells share
         if path is None and not branches:
             return
         stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "adaptive": self.adaptive}
@@ -365,7 +366,8 @@ class Training:
         identity["update"] = "" if self.update is None else str(self.update)
 
         def opened(where: Path, formats: str) -> Checkpoints:
-            return Checkpoints(where, present, {"format": formats, **identity}, seconds, self.cuda_devices)
+            words = {"format": formats, **identity}
+            return Checkpoints(where, present, words, seconds, self.cuda_devices, is_own)
 
         self.checkpoints = None if path is None else opened(path, str(self.schedule))
         steps = {step_of(start, self.total): start for start in branches}
