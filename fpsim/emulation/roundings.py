@@ -132,7 +132,9 @@ class Roundings:
         state = writes_to(x) if x.is_inference() else version_of(x)  # what writes_to gives, in fewer calls
         if not aliases.is_blank:
             alias, state = aliases.of(x), aliases.state_of(x)
-            if alias is not None and alias.rounded is not None and alias.state == state:
+            # a custom Function or a reentrant checkpoint makes the view without a gradient, and gives it one after that
+            needs_grad = x.requires_grad and torch.is_grad_enabled()
+            if alias is not None and alias.rounded is not None and alias.state == state and not needs_grad:
                 return alias.rounded
         kept = scope.listeners.kept_weights
         if kept is not None and type(x) is nn.Parameter and spec is not None and self._may_keep(x, spec):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 from emulated_cases import FP16, h, is_fp16, randn
@@ -413,3 +415,82 @@ def test_in_inference_mode_too_a_tensor_that_is_changed_is_rounded_again() -> No
             y = ones * 1.5
             y[1:] = 1.5 + tiny
             assert torch.equal(y, torch.full((3,), 1.5))
+
+
+class Given(torch.autograd.Function):
+    """Gives back views of its input, and turns their gradients round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, views: Callable[[Tensor], Any]) -> Any:
+        return views(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return -torch.cat([g.reshape(4, -1) for g in gradients], -1), None
+
+
+class GivenWithContext(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, views: Callable[[Tensor], Any]) -> Any:
+        return views(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    backward = Given.backward
+
+
+def of_function(views: Callable[[Tensor], Any], function: Any = Given) -> Callable[[Tensor], Any]:
+    return lambda x: function.apply(x, views)
+
+
+def recomputed(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    return lambda x: checkpoint(function, x, use_reentrant=True)
+
+
+GIVEN_BACK: dict[str, Callable[[Tensor], Any]] = {
+    "the input": of_function(lambda x: x),
+    "view_as": of_function(lambda x: x.view_as(x)),
+    "view": of_function(lambda x: x.view(4, 6)),
+    "unsqueeze": of_function(lambda x: x.unsqueeze(0)),
+    "detach": of_function(lambda x: x.detach()),
+    "data": of_function(lambda x: x.data),
+    "two parts": of_function(lambda x: (x[:, :3], x[:, 3:])),
+    "with setup_context": of_function(lambda x: x.view_as(x), GivenWithContext),
+    "two in a row": lambda x: of_function(lambda y: y.view_as(y))(of_function(lambda y: y)(x)),
+    "of a view": lambda x: of_function(lambda y: y.view_as(y))(x[:, :]),
+    "checkpoint of Identity": recomputed(nn.Identity()),
+    "checkpoint of Flatten": recomputed(nn.Flatten()),
+    "checkpoint of chunk": recomputed(lambda x: x.chunk(2, -1)),
+    "checkpoint of an idle dropout": recomputed(nn.Dropout().eval()),
+}
+
+
+@tiers.parametrize("form", GIVEN_BACK, keep={"the input", "view_as", "detach", "two parts", "checkpoint of Flatten"})
+@tiers.parametrize("fmt", ["bf16", "e4m3fn", "recipe:mxfp8"], keep={"e4m3fn"})
+@tiers.parametrize("is_weight", [False, True], keep={False, True}, ids=["input", "parameter"])
+def test_what_a_function_gives_back_of_its_input_carries_the_gradient(form: str, fmt: str, is_weight: bool) -> None:
+    """Of small integers, which are in every format and so are their sums: the gradients are torch's, bit for bit."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randint(-1, 2, (4, 6)).float())
+
+        def forward(self, x: Tensor) -> Tensor:
+            given = self.w if is_weight else x
+            out = GIVEN_BACK[form](given)
+            out = torch.cat(out, -1) if isinstance(out, tuple) else out
+            return out.reshape(4, 6) * (x if is_weight else self.w) + given * 2.0  # once more, otherwise
+
+    def gradients(model: nn.Module) -> list[Tensor | None]:
+        x = torch.randint(-2, 3, (4, 6), generator=torch.Generator().manual_seed(1)).float().requires_grad_()
+        model(x).sum().backward()
+        return [x.grad, *(p.grad for p in model.parameters())]
+
+    model = Model()
+    for expected, got in zip(gradients(model), gradients(quantize(model, fmt)), strict=True):
+        assert expected is not None
+        assert got is not None
+        assert torch.equal(expected, got)
