@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.utils import stateless
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -42,6 +43,7 @@ __all__ = [
     "has_history",
     "has_no_holes",
     "held_by",
+    "is_called_functionally",
     "is_compiled_wrapper",
     "is_held_by_autograd_alone",
     "is_legacy_batched",
@@ -113,19 +115,27 @@ held_by: Callable[[nn.Module], Any] = attrgetter("_parameters", "_buffers", "_mo
 
 
 @contextmanager
-def standing_in(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+def standing_in(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[dict[int, Tensor]]:
     """A block in which these tensors stand in the place of parameters and buffers, tied ones in each of their places.
+
+    What stands in for a parameter is one to `isinstance`, wherever it is handed on: in a list, as an argument, in the
+    slice of a ParameterList, which makes a new parameter of any other tensor, without a gradient. The block is given
+    what stands in for each parameter and buffer, by the id of that.
 
     tensors: by the names of `named_parameters()` and `named_buffers()`.
     Raises NotImplementedError where the block puts another buffer in the place of one of these: it would be lost.
     """
-    names = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
+    parameters = [*module.named_parameters()]
+    names = {id(x): name for name, x in (*parameters, *module.named_buffers())}
     homes = [place for m in module.modules() for place in (m._parameters, m._buffers)]
     places = [(place, key, x) for place in homes for key, x in place.items() if x is not None]
+    marked = [x for name, _ in parameters if type(x := tensors[name]) is not Tensor and not isinstance(x, nn.Parameter)]
     for place, key, x in places:
         place[key] = tensors[names[id(x)]]  # type: ignore[assignment]
     try:
-        yield
+        for x in marked:
+            x._is_param = True  # what isinstance(x, nn.Parameter) asks
+        yield {of: tensors[name] for of, name in names.items()}
         for place, key, x in places:
             if place.get(key) is not tensors[names[id(x)]]:
                 raise NotImplementedError(
@@ -135,6 +145,8 @@ def standing_in(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]
     finally:
         for place, key, x in places:
             place[key] = x  # type: ignore[assignment]
+        for x in marked:
+            del x._is_param
 
 
 def parametrization_lists(module: nn.Module) -> Iterator[ParametrizationList]:
@@ -175,18 +187,27 @@ def computing_hooks(module: nn.Module) -> Iterator[ComputingHook]:
             yield ComputingHook(hook, "apply_mask", hook._tensor_name, (f"{hook._tensor_name}_orig",))
 
 
-_CALLERS = frozenset(
-    {
-        nn.Module._call_impl.__code__,
-        *(c for c in nn.Module._call_impl.__code__.co_consts if isinstance(c, types.CodeType)),
-    }
-)
+# Compared by identity: to look for a code among several takes its hash, which is made anew each time, in 1 us.
+_CALLER, _OUTER_CALLER = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
+_INNER_CALLER = next((c for c in _CALLER.co_consts if isinstance(c, types.CodeType)), None)  # with hooks
+_FUNCTIONAL_CALL = stateless._functional_call.__code__
 
 
 def called_module() -> nn.Module | None:
     """The module that was called, asked by what stands in its `forward`; None where somebody else called that."""
     frame = sys._getframe(2)
-    return frame.f_locals.get("self") if frame.f_code in _CALLERS else None
+    code = frame.f_code
+    return frame.f_locals.get("self") if code is _CALLER or code is _INNER_CALLER else None
+
+
+def is_called_functionally() -> bool:
+    """Whether `torch.func.functional_call` called the module, with tensors in the place of parameters; asked there."""
+    frame = sys._getframe(2)
+    while (code := frame.f_code) is _CALLER or code is _INNER_CALLER or code is _OUTER_CALLER:
+        if (outer := frame.f_back) is None:
+            return False
+        frame = outer
+    return code is _FUNCTIONAL_CALL
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:

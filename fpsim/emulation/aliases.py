@@ -288,4 +288,4 @@ def spec_of_memory(emulation: Any, x: Tensor) -> RoundingSpec | None:
 
 
 def _is_weight(emulation: Any, base: Tensor) -> bool:
-    return is_weight(base) or id(base) in emulation.scope.weights
+    return is_weight(base) or emulation.scope.stands_in(base)

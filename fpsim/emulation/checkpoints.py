@@ -10,7 +10,14 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fpsim.emulation.marks import format_of, is_view_of_weight, mark_as_view_of_weight, mark_like
+from fpsim.emulation.marks import (
+    format_of,
+    is_view_of_weight,
+    is_weight,
+    mark_as_view_of_weight,
+    mark_as_weight,
+    mark_like,
+)
 from fpsim.emulation.scope import active
 from fpsim.tensors.noise import noise_state, replay_noise
 from fpsim.torch_internals import wrap_checkpoints
@@ -24,13 +31,15 @@ class _Replay:
 
     function: what the checkpoint runs.
     args: what it is given: of each tensor the mark is kept, for the tensors that come again are others.
-    start: where the forward pass is; it has `enter(undo)`.
+    start: where the forward pass is; it has `scope` and `enter(undo)`.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], start: Any) -> None:
         self.function, self.start = function, start
         self.formats = [format_of(x) if isinstance(x, Tensor) else None for x in args]
-        self.weights = [isinstance(x, Tensor) and is_view_of_weight(x) for x in args]
+        stands_in = start.scope.stands_in
+        self.weights = [isinstance(x, Tensor) and (is_weight(x) or stands_in(x)) for x in args]
+        self.views = [isinstance(x, Tensor) and is_view_of_weight(x) for x in args]
         self.noise = noise_state()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -39,8 +48,10 @@ class _Replay:
         for x, known in zip(args, self.formats, strict=False):
             if isinstance(x, Tensor) and known is not None:
                 mark_like(x, known)
-        for x, known_weight in zip(args, self.weights, strict=False):
-            if known_weight:
+        for x, was_weight, was_view in zip(args, self.weights, self.views, strict=False):
+            if was_weight and not self.start.scope.stands_in(x):
+                mark_as_weight(x)  # a reentrant checkpoint detaches it: it is a parameter no longer
+            elif was_view:
                 mark_as_view_of_weight(x)
 
         def again(undo: Undo) -> Any:

@@ -14,7 +14,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fpsim.emulation.checkpoints import watch_checkpoints
 from fpsim.emulation.marks import note_inference_write
-from fpsim.emulation.mode import Emulation
+from fpsim.emulation.mode import Emulation, TracedEmulation
 from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.emulation.steps import watch_steps
 from fpsim.policies.policy import FormatLike
@@ -104,6 +104,8 @@ def _new_emulation(scope: Scope, has_names: bool) -> Emulation:
     watch_steps()
     note_inference_write()  # what happened outside was not seen
     take_off_leftovers()
+    if active.stand_ins is not None:
+        return TracedEmulation(active.stand_ins, scope, has_names)
     return Emulation(scope, has_names=has_names)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -80,9 +80,9 @@ from fpsim.emulation.short_way import by_short_way
 from fpsim.emulation.steps import Step
 from fpsim.tensors.spec import FLOATING, ContainerError, rounding_spec
 from fpsim.torch_internals import base_of, blind_to_modes
-from fpsim.torch_modes import hooks_of_saved_tensors
+from fpsim.torch_modes import has_transform, hooks_of_saved_tensors
 
-__all__ = ["Emulation"]
+__all__ = ["Emulation", "TracedEmulation"]
 
 # torch functions of many operations, in Python: their inside is emulated call by call.
 _decomposed: dict[Any, Callable[..., Any]] = {
@@ -243,7 +243,7 @@ class Emulation(Roundings, TorchFunctionMode):
 
     def is_stored(self, x: Tensor) -> bool:
         """Whether `x` is a parameter or a buffer, or lies in the memory of something from outside."""
-        is_master = is_state(x) or isinstance(x, nn.Parameter) or id(x) in self.scope.weights
+        is_master = is_state(x) or isinstance(x, nn.Parameter) or self.scope.stands_in(x)
         return (is_master or self.aliases.of(x) is not None) and not is_marked_wide(x)
 
     def compute(
@@ -449,3 +449,42 @@ class Emulation(Roundings, TorchFunctionMode):
 
     def _is_narrow(self, x: Tensor) -> bool:
         return format_of(x) not in (None, WIDE)
+
+
+_HISTORY_OF: Any = Tensor.grad_fn.__get__  # type: ignore[attr-defined]  # what a mode is told of `x.grad_fn`
+
+
+class TracedEmulation(Emulation):
+    """The same where torch.compile makes a program: what code keeps of parameters is what stands in for them.
+
+    A list, a closure or an object keeps the parameter itself, which the program would take for a constant, and give no
+    gradient.
+
+    stand_ins: what stands in for a parameter or a buffer, by the id of that.
+    """
+
+    def __init__(self, stand_ins: Mapping[int, Tensor], scope: Scope, has_names: bool = True) -> None:
+        super().__init__(scope, has_names=has_names)
+        self.stand_ins = stand_ins
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == _HISTORY_OF and isinstance(args[0], nn.Parameter):
+            return None  # as of a leaf: a module that is given it would refuse it
+        args, kwargs = self._standing_in(args), self._standing_in(kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _standing_in(self, x: Any) -> Any:
+        if type(x) is Tensor or type(x) is nn.Parameter:
+            found = self.stand_ins.get(id(x))
+            if found is None and x.requires_grad and not has_transform():
+                raise NotImplementedError(
+                    f"A forward of a compiled program uses a tensor of shape {tuple(x.shape)} that requires a gradient "
+                    f"and is neither an input nor one of the model's parameters and buffers: it would be a constant, "
+                    f"and get no gradient. Give it to the forward as an argument, or register it as a parameter."
+                )
+            return x if found is None else found
+        if type(x) in (list, tuple):
+            return type(x)(map(self._standing_in, x))
+        return {name: self._standing_in(y) for name, y in x.items()} if type(x) is dict else x

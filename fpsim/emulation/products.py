@@ -137,7 +137,7 @@ class ProductCall:
 def weights_among(scope: Scope, originals: tuple[Any, ...], prepared: tuple[Any, ...]) -> dict[int, Tensor]:
     """Those of the prepared arguments, by id, that are weights, as the call's own arguments say."""
     pairs = zip(tensors_in(originals), tensors_in(prepared), strict=True)
-    return {id(made): made for x, made in pairs if is_view_of_weight(x) or id(x) in scope.weights}
+    return {id(made): made for x, made in pairs if is_view_of_weight(x) or scope.stands_in(x)}
 
 
 def note_views_of_weights(scope: Scope, call: Call, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ def note_views_of_weights(scope: Scope, call: Call, out: Any, args: tuple[Any, .
     if scope.products is None or call.action not in (Action.MOVE, Action.CAST) or call.name in LOOK_UPS:
         return
     operands = typed_in(args, kwargs)
-    if operands and all(is_view_of_weight(x) or id(x) in scope.weights for x in operands):
+    if operands and all(is_view_of_weight(x) or scope.stands_in(x) for x in operands):
         for x in tensors_in(out):
             if is_roundable(x) or x.is_complex():
                 mark_as_view_of_weight(x)

@@ -113,7 +113,7 @@ class Roundings:
     def brought(self, x: Tensor, known: str | None, rounds: Rounds) -> Tensor:
         """`operand` for who knows the format that `x` is in."""
         scope = self.scope
-        has_weights_role = type(x) is nn.Parameter or is_weight(x) or id(x) in scope.weights
+        has_weights_role = type(x) is nn.Parameter or is_weight(x) or (id(x) in scope.weights and scope.stands_in(x))
         if not has_weights_role and known is not None and known == scope.activation and x.dtype is torch.float32:
             return x
         specs = scope.specs
@@ -173,7 +173,10 @@ class Roundings:
         site, keep_masks = self.scope.site(role), keep_masks and role == "activation"
         is_now = is_plain(x)
         if not (is_now or is_traced(x)):
-            return self._straight_through(x, spec, backward, keep_masks=keep_masks)
+            copy = self._straight_through(x, spec, backward, keep_masks=keep_masks)
+            if role == "weight" and spec is not None:
+                mark(copy, self.scope.weight)  # which its views carry: they are no activations
+            return copy
         has_gradient = x.requires_grad and torch.is_grad_enabled()
         if is_now and spec is not None and not has_gradient and spec.rounding != "stochastic":
             copy = rounded(x, spec, keep_masks=keep_masks)  # in one pass

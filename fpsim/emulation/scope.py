@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Collection, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,9 +18,12 @@ from fpsim.policies.products import Products
 from fpsim.tensors.shared_scales import Cut
 from fpsim.tensors.spec import RoundingSpec, Spec
 
-__all__ = ["NO_SPECS", "Listeners", "Observer", "Scaling", "Scope", "active", "make_scope"]
+__all__ = ["NO_SPECS", "Listeners", "Observer", "Scaling", "Scope", "Weights", "active", "make_scope"]
 
 NO_SPECS = RoleSpecs()
+# References by id. Weak: a hook keeps its scope alive, and a weight that was computed keeps the hook.
+Weights = Mapping[int, weakref.ref[Tensor]]
+_NO_WEIGHTS: Weights = {}
 
 
 class Scaling(Protocol):
@@ -107,7 +111,7 @@ class Scope:
     specs: the roundings by role.
     float32: operations whose results are not rounded.
     listeners: those of the model.
-    weights: the id of each tensor that stands in for a parameter.
+    weights: the tensors that stand in for parameters, of the model and of those around it.
     wide: gathers the operations whose results were float32 on purpose, in the order they came.
     products: how operands of products are quantised; None where they are not.
     dtype: torch's name of the activations' format, if it has one.
@@ -128,7 +132,7 @@ class Scope:
         specs: RoleSpecs,
         float32: tuple[str, ...],
         listeners: Listeners,
-        weights: Collection[int] = (),
+        weights: Weights = _NO_WEIGHTS,
         wide: dict[str, None] | None = None,
         products: Products | None = None,
     ) -> None:
@@ -144,7 +148,7 @@ class Scope:
         self.counts: dict[str, int] = {}
         self.write: Callable[[Tensor, Callable[[], Any]], Any] | None = None
 
-    def again(self, weights: Collection[int], wide: dict[str, None]) -> Scope:
+    def again(self, weights: Weights, wide: dict[str, None]) -> Scope:
         """The same place in another call, with no operation counted yet."""
         scope = object.__new__(Scope)
         scope.name, scope.specs, scope.float32, scope.listeners = self.name, self.specs, self.float32, self.listeners
@@ -152,6 +156,11 @@ class Scope:
         scope.activation, scope.weight = self.activation, self.weight
         scope.weights, scope.wide, scope.counts, scope.write = weights, wide, {}, self.write
         return scope
+
+    def stands_in(self, x: Tensor) -> bool:
+        """Whether `x` stands in for a parameter. In each call: ask first whether `weights` has its id."""
+        reference = self.weights.get(id(x))
+        return reference is not None and reference() is x
 
     def site(self, operation: str) -> str:
         """A name for the next call of `operation`: 'layer1.conv1:conv2d', the second one ':conv2d_1'."""
@@ -175,6 +184,7 @@ def make_scope(name: str, policy: Policy, listeners: Listeners) -> Scope:
 
 class _Active(threading.local):
     emulation: Any = None  # the mode that is entered in this thread
+    stand_ins: Mapping[int, Tensor] | None = None  # of a program that is made: what stands in for which tensor, by id
 
 
 active = _Active()

@@ -190,7 +190,8 @@ def _are_words(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 def _has_role(scope: Scope, x: Tensor) -> bool:
     """Whether a tensor has the role of a weight, as in `Roundings.operand`."""
-    return type(x) is nn.Parameter or getattr(x, "_fpsim_weight", False) or id(x) in scope.weights
+    is_one = type(x) is nn.Parameter or getattr(x, "_fpsim_weight", False)
+    return is_one or (id(x) in scope.weights and scope.stands_in(x))
 
 
 def _one_format_of(scope: Scope, args: Sequence[Any]) -> str | None:

@@ -77,8 +77,8 @@ class _Listed:
     """Notes which operations multiply by a weight that something computed: torch's prune and parametrizations."""
 
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
-        weights = active.emulation.scope.weights if active.emulation is not None else ()
-        operation.notes["has_weight"] = any(id(x) in weights for x in operands)
+        scope = None if active.emulation is None else active.emulation.scope
+        operation.notes["has_weight"] = scope is not None and any(map(scope.stands_in, operands))
 
     def backward(self, operation: Operation, gradient: Tensor) -> None:
         pass

@@ -23,6 +23,7 @@ from fpsim.torch_internals import (
     map_leaves,
     register_container,
     standing_in,
+    tensors_of,
 )
 
 __all__ = ["call_under_dynamo", "note_copy", "open_objects", "register"]
@@ -60,10 +61,10 @@ def call_under_dynamo(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 def _recorded_forward(token: str, tensors: dict[str, Tensor], flags: list[bool], args: Any, kwargs: Any) -> Any:
     """The forward known by `token`, with these tensors in the place of parameters and buffers; flags are conditions."""
     forward = _forwards[token]
-    if tensors and not any(map(is_traced, tensors.values())):  # Dynamo gave up and calls it
-        return forward.run(forward.module, args, kwargs)
+    if not any(map(is_traced, (*tensors.values(), *tensors_of((args, kwargs))))):  # Dynamo gave up and calls it
+        return _run_apart(forward, args, kwargs)
     try:
-        with standing_in(forward.module, tensors):
+        with standing_in(forward.module, tensors) as active.stand_ins:
             out = forward.run(forward.module, args, kwargs)
         out, unknown = open_objects(out)
         if unknown is not None:
@@ -79,6 +80,8 @@ def _recorded_forward(token: str, tensors: dict[str, Tensor], flags: list[bool],
             stacklevel=2,
         )
         raise
+    finally:
+        active.stand_ins = None
     return out
 
 

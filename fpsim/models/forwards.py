@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Generator
 from types import FunctionType, GeneratorType, MethodType
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from fpsim.emulation.entering import run_entered
 from fpsim.emulation.marks import is_made_here, is_roundable, is_seen_from_outside, is_state, mark_as_state
 from fpsim.emulation.operands import Rounds
-from fpsim.emulation.scope import Listeners, Scope, active, make_scope
+from fpsim.emulation.scope import Listeners, Scope, Weights, active, make_scope
 from fpsim.models.compiled_forwards import call_under_dynamo, note_copy, register
 from fpsim.models.computed_weights import adopt
 from fpsim.policies.policy import FEW_BITS, Policy, RoleSpecs
@@ -29,6 +30,7 @@ from fpsim.torch_internals import (
     called_module,
     direct_parameters,
     held_by,
+    is_called_functionally,
 )
 
 __all__ = ["KEY", "EmulatedForward", "UnboundForward"]
@@ -149,10 +151,12 @@ class EmulatedForward:
             called = called_module()
             if called is not None and called is not module and vars(called).get(KEY) is self:
                 module = called  # a shallow copy, with attributes of its own
-        return self.run(module, args, kwargs)
+        return self.run(module, args, kwargs, active.emulation is not None and is_called_functionally())
 
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The true forward of `module` under its scope."""
+    def run(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_functional: bool = False
+    ) -> Any:
+        """The true forward of `module` under its scope. is_functional: whether tensors were put in it for this call."""
         method = self._method
         if vars(type(module)).get("forward") is method and method is not None:  # still: somebody may replace it
             forward: Callable[..., Any] = MethodType(method, module)
@@ -162,8 +166,16 @@ class EmulatedForward:
             return forward(*args, **kwargs)
         self.wide = {}  # of this call, the last one
         known = self._scopes.get(self.listeners.rounds_few_bits_stochastically) or self.scope
-        scope = known.again(_prepare_weights(module), self.wide)
-        is_outermost = active.emulation is None
+        emulation = active.emulation
+        around = None if emulation is None else emulation.scope
+        if around is None:
+            weights = _prepared_inside(module, {})
+        elif is_functional or around.listeners is not self.listeners:
+            weights = _prepared_inside(module, around.weights)
+        else:
+            weights = _prepared(module, around.weights)
+        scope = known.again(weights, self.wide)
+        is_outermost = emulation is None
         has_names = self.listeners.has_names and scope.dtype is not None
         has_names = has_names and is_outermost and _dtype_of_model(module) is not scope.dtype
         out = run_entered(
@@ -237,29 +249,41 @@ class UnboundForward:
         return type(module).forward(module, *args, **kwargs) if emulated is None else emulated.run(module, args, kwargs)
 
 
-def _prepare_weights(module: nn.Module) -> list[int]:
-    """Adopt the weights that are computed around here, and know the buffers.
+# The weights of a call, and its buffers
 
-    Returns the ids of the plain tensors in the place of parameters: torch.func.functional_call puts them there.
 
-    Asked of all modules whose weights may be used in the module's scope: its own, and those inside. Children too: an
-    attention uses the weights of its last layer itself. What was added to the model after it was quantised runs under
-    the scope around it, however deep.
+def _prepared_inside(module: nn.Module, around: Weights) -> Weights:
+    """Prepare a module and all that are inside of it, before the outermost call of a model.
+
+    Asked once for all: a scope inside of another one knows the weights of that one. So a weight has its role wherever
+    it is used, by a module above its own, by one that is given it as an argument, or by one that keeps it in a list.
     """
-    plain_ids, waiting = [], [module]
+    weights, waiting, seen = around, [module], set[int]()
     while waiting:
         m = waiting.pop()
-        if m is None:
-            continue
-        parameters, buffers, children, hooks = held_by(m)
-        if hooks or "parametrizations" in children:
-            adopt(m)
-        for b in buffers.values():
-            if b is not None and not is_state(b):
-                mark_as_state(b)
-        for p in parameters.values() if FORMER not in vars(m) else direct_parameters(m):
-            if type(p) is not nn.Parameter and p is not None and not isinstance(p, nn.Parameter):
-                plain_ids.append(id(p))
-        if m is module or KEY not in vars(m):
-            waiting += children.values()
-    return plain_ids
+        if m is not None and id(m) not in seen:  # absent, or in several places
+            seen.add(id(m))
+            weights = _prepared(m, weights)
+            waiting += m._modules.values()
+    return weights
+
+
+def _prepared(module: nn.Module, around: Weights) -> Weights:
+    """Adopt the weights that are computed for this one module, and know its buffers; before each of its calls.
+
+    Returns the tensors that stand in for parameters: torch.func.functional_call puts them there. Those `around` are
+    among them.
+    """
+    parameters, buffers, children, hooks = held_by(module)
+    if hooks or "parametrizations" in children:
+        adopt(module)
+    for b in buffers.values():
+        if b is not None and not is_state(b):
+            mark_as_state(b)
+    weights = around
+    for p in parameters.values() if FORMER not in vars(module) else direct_parameters(module):
+        is_one = type(p) is nn.Parameter or p is None or isinstance(p, nn.Parameter)
+        if not (is_one or id(p) in weights):
+            weights = {**weights} if weights is around else weights
+            weights[id(p)] = weakref.ref(p)  # type: ignore[index]
+    return weights
