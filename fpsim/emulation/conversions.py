@@ -32,6 +32,7 @@ from fpsim.torch_modes import layers_behind
 __all__ = [
     "DTYPE_OF",
     "Asked",
+    "asks_for_wide",
     "cast",
     "dtype_of",
     "fill",
@@ -53,6 +54,7 @@ _ZERO_OR_NOTHING = frozenset(
 )
 # A type of tensors, without the "torch." or "torch.cuda." before it.
 _TYPES = {torch.bfloat16: "BFloat16Tensor", torch.float16: "HalfTensor"}
+_FLOAT64 = (torch.float64, torch.complex128)
 _WIDE_TYPES = {"FloatTensor": torch.float32, "DoubleTensor": torch.float64}
 
 
@@ -159,6 +161,20 @@ def mark_gradients(emulation: Any, out: Any, args: tuple[Any, ...], kwargs: dict
 # Casts
 
 
+def is_float64(x: Any) -> bool:
+    """Whether `x` is a tensor of float64, or of complex numbers of two."""
+    return isinstance(x, Tensor) and x.dtype in _FLOAT64
+
+
+def asks_for_wide(
+    emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether a call that is given a dtype asks for float32 in words; or for float64, which no tensor of the format has."""
+    if dtype_in(args, kwargs) in _FLOAT64 and not emulation.scope.is_float64:
+        return True
+    return asks_for_float32(func, call.name, args, kwargs)
+
+
 def cast(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
 ) -> Any:
@@ -174,7 +190,10 @@ def cast(
             return out
         func, args = Tensor.to, (args[0], torch.float32)
     if is_roundable(args[0]) and leaves_float32(specs, args[0]):
-        return call(func, args, kwargs)  # the format is float32: a copy would change the order of gradients' sums
+        out = call(func, args, kwargs)  # the format is float32: a copy would change the order of gradients' sums
+        if is_float64(out):
+            emulation.mark_wide(out)
+        return out
     x = args[0]
     like = next((y for y in (*args[1:], *kwargs.values()) if isinstance(y, Tensor)), None)
     if call.name in ("float", "double") or asked is Asked.WIDE or (like is not None and is_marked_wide(like)):
@@ -188,6 +207,9 @@ def cast(
     if is_roundable(x) and not (is_state(x) or emulation.leaves_raw(x) or stays):  # a buffer is read as it is
         x = emulation.operand(x, Rounds.ALL_BUT_WIDE)
     out = call(func, (x, *args[1:]), kwargs)
+    if is_float64(out) and not (emulation.scope.is_float64 or is_float64(x)):
+        emulation.mark_wide(out)
+        return out
     if not isinstance(out, Tensor) or not is_roundable(out):
         return out
     if like is None and dtype_in(args, kwargs) is None and call.name == "to":
@@ -238,7 +260,7 @@ def make(
     if asked is not Asked.NOTHING:
         is_wide = asked is Asked.WIDE
     elif dtype_in(args, kwargs) is not None:
-        is_wide = asks_for_float32(func, call.name, args, kwargs)
+        is_wide = asks_for_wide(emulation, func, call, args, kwargs)
     elif call.action is Action.LIKE:
         like = args[0] if args else kwargs.get("input")
         is_wide = isinstance(like, Tensor) and is_marked_wide(like)  # whatever it is filled with

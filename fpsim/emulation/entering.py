@@ -155,7 +155,7 @@ class Position:
 
     def __init__(self, emulation: Emulation) -> None:
         scope, is_grad = emulation.scope, torch.is_grad_enabled()
-        self.scope = scope.again(scope.weights, scope.wide)
+        self.scope = scope.again(scope.weights, scope.wide, scope.is_float64)
         self.counts, self.aliases = dict(scope.counts), emulation.aliases
         self.has_names, self.names = emulation.has_names, set(emulation.names)
         self.operands = {

@@ -37,7 +37,6 @@ from fpsim.emulation.calls import (
 )
 from fpsim.emulation.casts import (
     WIDE_DTYPES,
-    asks_for_float32,
     autocast_depth,
     dtype_in,
     has_process_group,
@@ -48,6 +47,7 @@ from fpsim.emulation.checkpoints import packed_afterwards
 from fpsim.emulation.conversions import (
     DTYPE_OF,
     Asked,
+    asks_for_wide,
     cast,
     dtype_of,
     fill,
@@ -410,7 +410,7 @@ class Emulation(Roundings, TorchFunctionMode):
             return asked is not Asked.NARROW
         if "dtype" in kwargs or call.takes_dtype:
             if not isinstance(target, Tensor) and dtype_in(args, kwargs) in WIDE_DTYPES:
-                return asks_for_float32(func, call.name, args, kwargs)
+                return asks_for_wide(self, func, call, args, kwargs)
         if not self.has_wide:
             return False
         if isinstance(target, Tensor) and kwargs.get("out") is not target:

@@ -118,12 +118,13 @@ class Scope:
     activation: the mark of a tensor in the activations' format; None where they have none.
     weight: the mark of a weight's rounded copy; empty where weights are not rounded.
     plans: what is done with each function that was called, shared by all calls of the module.
+    is_float64: whether the model's own parameters are float64: its dtype then says nothing of what a call asks for.
     write: given a parameter and what writes to it, does so; None where parameters take numbers as they are.
     """
 
     __slots__ = (
-        "activation", "counts", "dtype", "float32", "listeners", "name", "plans", "products", "specs", "weight",
-        "weights", "wide", "write",
+        "activation", "counts", "dtype", "float32", "is_float64", "listeners", "name", "plans", "products", "specs",
+        "weight", "weights", "wide", "write",
     )  # fmt: skip
 
     def __init__(
@@ -146,14 +147,15 @@ class Scope:
             self.weight += OF_A_WEIGHT
         self.plans = Plans()
         self.counts: dict[str, int] = {}
+        self.is_float64 = False
         self.write: Callable[[Tensor, Callable[[], Any]], Any] | None = None
 
-    def again(self, weights: Weights, wide: dict[str, None]) -> Scope:
+    def again(self, weights: Weights, wide: dict[str, None], is_float64: bool) -> Scope:
         """The same place in another call, with no operation counted yet."""
         scope = object.__new__(Scope)
         scope.name, scope.specs, scope.float32, scope.listeners = self.name, self.specs, self.float32, self.listeners
         scope.products, scope.dtype, scope.plans = self.products, self.dtype, self.plans
-        scope.activation, scope.weight = self.activation, self.weight
+        scope.activation, scope.weight, scope.is_float64 = self.activation, self.weight, is_float64
         scope.weights, scope.wide, scope.counts, scope.write = weights, wide, {}, self.write
         return scope
 

@@ -168,16 +168,15 @@ class EmulatedForward:
         known = self._scopes.get(self.listeners.rounds_few_bits_stochastically) or self.scope
         emulation = active.emulation
         around = None if emulation is None else emulation.scope
-        if around is None:
-            weights = _prepared_inside(module, {})
-        elif is_functional or around.listeners is not self.listeners:
-            weights = _prepared_inside(module, around.weights)
+        is_outermost, dtype = emulation is None, None
+        if around is None or around.listeners is not self.listeners:
+            dtype = _dtype_of_model(module)
+            weights, is_float64 = _prepared_inside(module, {} if around is None else around.weights), dtype is torch.float64
         else:
-            weights = _prepared(module, around.weights)
-        scope = known.again(weights, self.wide)
-        is_outermost = emulation is None
-        has_names = self.listeners.has_names and scope.dtype is not None
-        has_names = has_names and is_outermost and _dtype_of_model(module) is not scope.dtype
+            prepared = _prepared_inside if is_functional else _prepared
+            weights, is_float64 = prepared(module, around.weights), around.is_float64
+        scope = known.again(weights, self.wide, is_float64)
+        has_names = self.listeners.has_names and scope.dtype is not None and is_outermost and dtype is not scope.dtype
         out = run_entered(
             scope, functools.partial(_run_whole, forward) if is_outermost else forward, args, kwargs, has_names
         )

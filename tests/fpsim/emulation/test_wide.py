@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import parametrize
 from torch import Tensor, nn
 
 import fpsim
@@ -179,6 +180,94 @@ def test_float64_stays_float64_in_a_model_of_float32() -> None:
         emulated = codes(x)
     assert emulated.dtype is torch.float64
     assert torch.equal(emulated, codes(x))
+
+
+def variance(d: Tensor) -> Tensor:
+    """Of numbers near 10,000, of which float32 leaves nothing."""
+    return d.pow(2).mean() - d.mean().pow(2)
+
+
+def float64_of(x: Tensor) -> Tensor:
+    return torch.linspace(0.1, 1, x.shape[-1], dtype=torch.float64)
+
+
+# Each is given numbers and a buffer.
+FLOAT64: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "double": lambda x, b: variance(x.double()).float(),
+    "to": lambda x, b: variance(x.to(torch.float64)).to(torch.float32),
+    "to, by name": lambda x, b: variance(x.to(dtype=torch.float64)),
+    "to a device": lambda x, b: variance(x.to("cpu", torch.float64)),
+    "to, of another's dtype": lambda x, b: variance(x.to(float64_of(x).dtype)),
+    "to, like another": lambda x, b: variance(x.to(float64_of(x))),
+    "type_as": lambda x, b: variance(x.type_as(float64_of(x))),
+    "type": lambda x, b: variance(x.type(torch.float64)),
+    "type, in words": lambda x, b: variance(x.type("torch.DoubleTensor")),
+    "type, a class": lambda x, b: variance(x.type(torch.DoubleTensor)),
+    "as_tensor": lambda x, b: variance(torch.as_tensor(x, dtype=torch.float64)),
+    "complex128": lambda x, b: (x.to(torch.complex128) / 3).real,
+    "times float64": lambda x, b: variance(x * torch.full_like(x, 1.5, dtype=torch.float64)),
+    "times ones of another's dtype": lambda x, b: variance(x * torch.ones_like(x, dtype=float64_of(x).dtype)),
+    "a factory": lambda x, b: torch.full((6,), 1 / 3, dtype=torch.float64) * x,
+    "a factory of another's dtype": lambda x, b: torch.full((6,), 1 / 3, dtype=float64_of(x).dtype) * x,
+    "new_tensor": lambda x, b: x.new_tensor([1 / 3] * 6, dtype=torch.float64) * x,
+    "a sum": lambda x, b: x.sum(0, dtype=torch.float64) / 3,
+    "a mean of another's dtype": lambda x, b: x.double().square().mean() - x.mean(dtype=float64_of(x).dtype) ** 2,
+    "softmax": lambda x, b: torch.softmax(x, -1, dtype=torch.float64) / 3,
+    "a product": lambda x, b: x.double() @ float64_of(x),
+    "a product with a buffer": lambda x, b: x.double() @ b.double(),
+    "a buffer": lambda x, b: b.double() / 3 * x,
+    "a buffer, to": lambda x, b: b.to(torch.float64) / 3,
+    "a Fourier transform": lambda x, b: torch.fft.rfft(x.double()).abs(),
+    "joined": lambda x, b: variance(torch.cat([x.double(), x])),
+    "in place": lambda x, b: x.double().mul_(1 / 3).add_(x),
+    "without a gradient": lambda x, b: x.detach().double() / 3 * x,
+}
+
+
+@parametrize("way", FLOAT64, keep={"double", "to", "type, in words", "a factory of another's dtype", "a buffer"})
+@parametrize("fmt", ["fp32", "bf16", "e4m3fn", "recipe:mxfp8"], keep={"fp32", "e4m3fn"})
+def test_float64_that_a_forward_asks_for_stays_float64(way: str, fmt: str) -> None:
+    """Numbers are those of torch itself: of inputs that the format has, or of any input in float32."""
+
+    class Detour(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("b", torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0, 4.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return FLOAT64[way](x, self.b)
+
+    x = torch.randn(200, 6) + 1e4 if fmt == "fp32" else round_to(torch.randn(200, 6) * 16, "e4m3fn")
+    results = []
+    for model in (Detour(), quantize(Detour(), fmt)):
+        given = x.clone().requires_grad_()
+        out = model(given)
+        if out.requires_grad:
+            out.square().sum().backward()
+        results.append((out.detach(), given.grad))
+    (expected, gradient), (got, emulated) = results
+    assert got.dtype is expected.dtype
+    assert torch.equal(got, expected)
+    if fmt == "fp32" and gradient is not None:
+        assert emulated is not None
+        assert torch.equal(emulated, gradient)
+
+
+def test_a_model_of_float64_is_rounded_in_float64() -> None:
+    """There `x.to(y.dtype)` asks for the model's own dtype, which holds the format's numbers."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.rand(6, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to(self.w.dtype) * self.w
+
+    q, x = quantize(Own(), "e4m3fn"), torch.rand(50, 6)
+    out, w = q(x).detach(), q.w.detach()
+    assert out.dtype is torch.float64
+    assert torch.equal(out, round_to(round_to(x, "e4m3fn").double() * round_to(w, "e4m3fn"), "e4m3fn"))
 
 
 UNARY: list[Callable[[Tensor], Tensor]] = [
