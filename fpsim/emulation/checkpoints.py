@@ -31,7 +31,7 @@ class _Replay:
 
     function: what the checkpoint runs.
     args: what it is given: of each tensor the mark is kept, for the tensors that come again are others.
-    start: where the forward pass is; it has `scope` and `enter(undo)`.
+    start: where the forward pass is; it has `scope`, `copies_of(x)` and `enter(undo)`.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], start: Any) -> None:
@@ -40,6 +40,7 @@ class _Replay:
         stands_in = start.scope.stands_in
         self.weights = [isinstance(x, Tensor) and (is_weight(x) or stands_in(x)) for x in args]
         self.views = [isinstance(x, Tensor) and is_view_of_weight(x) for x in args]
+        self.copies = [start.copies_of(x) if isinstance(x, Tensor) else None for x in args]
         self.noise = noise_state()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,6 +58,9 @@ class _Replay:
         def again(undo: Undo) -> Any:
             replay_noise(self.noise, undo)
             self.start.enter(undo)
+            for x, copies in zip(args, self.copies, strict=False):
+                if copies:
+                    active.emulation.know_values(x, copies)
             return self.function(*args, **kwargs)
 
         return undone(again)

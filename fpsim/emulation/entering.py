@@ -9,12 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from fpsim.emulation.checkpoints import watch_checkpoints
 from fpsim.emulation.marks import note_inference_write
 from fpsim.emulation.mode import Emulation, TracedEmulation
+from fpsim.emulation.roundings import Copy, values_of
 from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.emulation.steps import watch_steps
 from fpsim.policies.policy import FormatLike
@@ -159,9 +161,13 @@ class Position:
         self.counts, self.aliases = dict(scope.counts), emulation.aliases
         self.has_names, self.names = emulation.has_names, set(emulation.names)
         self.operands = {
-            TensorWeakRef(x): {key: copy for key, copy in copies.items() if copy[1].requires_grad <= is_grad}
+            TensorWeakRef(x): copies if is_grad else values_of(copies)  # a reentrant checkpoint has a graph of its own
             for x, copies in emulation.rounded_operands()
         }
+
+    def copies_of(self, x: Tensor) -> dict[Any, Copy] | None:
+        """The rounded copies of this tensor."""
+        return next((copies for reference, copies in self.operands.items() if reference() is x), None)
 
     def enter(self, undo: Undo) -> None:
         """Run from here on as the first time, until it is undone."""

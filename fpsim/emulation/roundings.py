@@ -31,14 +31,16 @@ from fpsim.emulation.marks import (
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.products import ProductCall
 from fpsim.emulation.scope import Scope
-from fpsim.tensors.autograd import straight_through
+from fpsim.tensors.autograd import straight_through, with_values
 from fpsim.tensors.expressions import round_here_
 from fpsim.tensors.launch import round_memory_, rounded
 from fpsim.tensors.spec import FLOATING, RoundingSpec
 from fpsim.torch_internals import base_of, calibrate_holders, has_history, is_traced, share_storage, version_of
 from fpsim.torch_modes import has_transform, hook_gradient, is_plain, layers_behind, memory_behind
 
-__all__ = ["Roundings"]
+__all__ = ["Copy", "Roundings", "values_of"]
+
+Copy = tuple[Any, Tensor, bool | None]  # None: its values alone are those of the original
 
 
 class Roundings:
@@ -58,19 +60,24 @@ class Roundings:
         self.aliases = Aliases() if aliases is None else aliases
         self.has_wide = was_any_made_wide()
         self._is_calibrated = False  # whether it was asked in this pass who else may hold a gradient
-        # of an original: {(its format, its gradient's): (its state, rounded copy)}
-        self._operands: ByIdentity[dict[Any, tuple[Any, Tensor]]] = ByIdentity()
+        # of an original: {(its format, its gradient's): (its state, rounded copy, whether that has a gradient)}
+        self._operands: ByIdentity[dict[Any, Copy]] = ByIdentity()
 
-    def rounded_operands(self) -> list[tuple[Tensor, dict[Any, tuple[Any, Tensor]]]]:
+    def rounded_operands(self) -> list[tuple[Tensor, dict[Any, Copy]]]:
         """The tensors from outside that were rounded, with their copies."""
         return self._operands.items()
 
-    def take_over(self, operands: dict[Any, dict[Any, tuple[Any, Tensor]]]) -> None:
+    def take_over(self, operands: dict[Any, dict[Any, Copy]]) -> None:
         """Know these copies, which another pass has made."""
         self.has_wide = True  # what comes in may be
         for reference, copies in operands.items():
             if (x := reference()) is not None:
                 self._operands[x] = dict(copies)
+
+    def know_values(self, x: Tensor, copies: dict[Any, Copy]) -> None:
+        """Know what the numbers of `x` were rounded to while another tensor held them, which had these copies."""
+        if self._operands.get(x) is None:
+            self._operands[x] = {key: (writes_to(x), *copy[1:]) for key, copy in values_of(copies).items()}
 
     def forget_operands(self) -> None:
         """Round again whatever comes from outside: it may have been written to."""
@@ -130,21 +137,25 @@ class Roundings:
             return x
         aliases = self.aliases
         state = writes_to(x) if x.is_inference() else version_of(x)  # what writes_to gives, in fewer calls
+        # asked of the mode, not of the copy: a transform shows no sample of a batch with its gradient
+        needs_grad = torch.is_grad_enabled() and (x.requires_grad or has_transform())
+        values: Tensor | None = None
         if not aliases.is_blank:
             alias, state = aliases.of(x), aliases.state_of(x)
-            # a custom Function or a reentrant checkpoint makes the view without a gradient, and gives it one after that
-            needs_grad = x.requires_grad and torch.is_grad_enabled()
-            if alias is not None and alias.rounded is not None and alias.state == state and not needs_grad:
-                return alias.rounded
+            if alias is not None and alias.rounded is not None and alias.state == state:
+                if not needs_grad:
+                    return alias.rounded
+                values = alias.rounded  # a Function or a reentrant checkpoint gave the view a gradient since
         kept = scope.listeners.kept_weights
         if kept is not None and type(x) is nn.Parameter and spec is not None and self._may_keep(x, spec):
             return kept.copy_of(x, scope.weight, partial(_rounded_weight, spec, scope.weight))
         copies = self._operands.setdefault(x, {})
-        key, needs_grad = (spec and spec.text, backward and backward.text), x.requires_grad and torch.is_grad_enabled()
-        state_then, rounded = copies.get(key, (None, x))
-        if state_then != state or rounded.requires_grad != needs_grad:
-            rounded = self._rounded_operand(x, spec, backward, "weight" if has_weights_role else "activation")
-            copies[key] = state, rounded
+        key = spec and spec.text, backward and backward.text
+        state_then, rounded, had_grad = copies.get(key, (None, x, False))
+        if state_then != state or had_grad is not needs_grad:
+            role = "weight" if has_weights_role else "activation"
+            values = rounded if state_then == state else values
+            copies[key] = state, rounded, _ = state, self._rounded_operand(x, spec, backward, role, values), needs_grad
         return rounded
 
     def new_operand(self, x: Tensor) -> Tensor:
@@ -168,21 +179,34 @@ class Roundings:
         return (backward is None or backward.is_float32) and not is_seen and x.dtype is torch.float32
 
     def _rounded_operand(
-        self, x: Tensor, spec: RoundingSpec | None, backward: RoundingSpec | None, role: str, keep_masks: bool = True
+        self,
+        x: Tensor,
+        spec: RoundingSpec | None,
+        backward: RoundingSpec | None,
+        role: str,
+        values: Tensor | None = None,
+        keep_masks: bool = True,
     ) -> Tensor:
+        """values: what `x` was rounded to before, without a gradient or with one: noise is drawn once for a tensor."""
         site, keep_masks = self.scope.site(role), keep_masks and role == "activation"
-        is_now = is_plain(x)
+        is_now, is_drawn = is_plain(x), spec is not None and spec.rounding == "stochastic"
         if not (is_now or is_traced(x)):
-            copy = self._straight_through(x, spec, backward, keep_masks=keep_masks)
+            if values is not None and is_drawn:
+                copy = with_values(x, values, backward)
+            else:
+                copy = self._straight_through(x, spec, backward, keep_masks=keep_masks)
             if role == "weight" and spec is not None:
                 mark(copy, self.scope.weight)  # which its views carry: they are no activations
             return copy
         has_gradient = x.requires_grad and torch.is_grad_enabled()
-        if is_now and spec is not None and not has_gradient and spec.rounding != "stochastic":
+        if is_now and spec is not None and not has_gradient and not is_drawn:
             copy = rounded(x, spec, keep_masks=keep_masks)  # in one pass
         else:
             copy = x.clone()
-            if spec is not None:
+            if values is not None and is_drawn:
+                with torch.no_grad():
+                    copy.data.copy_(values)
+            elif spec is not None:
                 (round_memory_ if is_now else round_here_)(copy, spec, keep_masks=keep_masks)
         if spec is not None:
             mark(copy, spec.text if role == "activation" else self.scope.weight)
@@ -351,6 +375,11 @@ class Roundings:
             out.register_hook(hook)
         else:
             hook_gradient(out, hook)
+
+
+def values_of(copies: dict[Any, Copy]) -> dict[Any, Copy]:
+    """What is known of the numbers of a tensor, whichever graph they are in."""
+    return {key: (state, rounded.detach(), None) for key, (state, rounded, _) in copies.items()}
 
 
 def _rounded_weight(spec: RoundingSpec, text: str, x: Tensor) -> Tensor:

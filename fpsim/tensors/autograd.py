@@ -129,6 +129,19 @@ def straight_through(x: Tensor, spec: RoundingSpec | None, backward_spec: Roundi
     return out.clone() if spec is None else out  # torch lets nobody write to what a Function returned as it was given
 
 
+class _WithValues(_StraightThroughBothModes):
+    """Numbers that are known, in the place of others that are rounded to them."""
+
+    @staticmethod
+    def forward(x: Tensor, values: Tensor, backward_spec: RoundingSpec | None) -> Tensor:  # type: ignore[override]
+        return values.clone()
+
+
+def with_values(x: Tensor, values: Tensor, backward_spec: RoundingSpec | None) -> Tensor:
+    """`values`, to which `x` was rounded, with the gradient of `x`, rounded or not."""
+    return _WithValues.apply(x, values.detach(), backward_spec)  # type: ignore[no-any-return]
+
+
 def round_differentiably(x: Tensor, spec: RoundingSpec, log2_scale: Tensor | None = None) -> Tensor:
     if not is_plain(x):
         return straight_through(x, spec, None)

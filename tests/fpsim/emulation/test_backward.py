@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import tiers
 import torch
 import torch.nn.functional as F
 from emulated_cases import FP16, h, is_fp16, randn
+from tiers import parametrize
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -467,9 +467,9 @@ GIVEN_BACK: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@tiers.parametrize("form", GIVEN_BACK, keep={"the input", "view_as", "detach", "two parts", "checkpoint of Flatten"})
-@tiers.parametrize("fmt", ["bf16", "e4m3fn", "recipe:mxfp8"], keep={"e4m3fn"})
-@tiers.parametrize("is_weight", [False, True], keep={False, True}, ids=["input", "parameter"])
+@parametrize("form", GIVEN_BACK, keep={"the input", "view_as", "detach", "two parts", "checkpoint of Flatten"})
+@parametrize("fmt", ["bf16", "e4m3fn", "recipe:mxfp8"], keep={"e4m3fn"})
+@parametrize("is_weight", [False, True], keep={False, True}, ids=["input", "parameter"])
 def test_what_a_function_gives_back_of_its_input_carries_the_gradient(form: str, fmt: str, is_weight: bool) -> None:
     """Of small integers, which are in every format and so are their sums: the gradients are torch's, bit for bit."""
 
@@ -494,3 +494,79 @@ def test_what_a_function_gives_back_of_its_input_carries_the_gradient(form: str,
         assert expected is not None
         assert got is not None
         assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "e4m3fn"])
+@pytest.mark.parametrize("used", ["input", "parameter"])
+def test_under_vmap_what_was_used_without_a_gradient_before_has_one_later(fmt: str, used: str) -> None:
+    """Of small integers and a norm that is a power of two, so that the gradients are torch's, bit for bit."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([1.0, -2.0, 3.0, 0.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            given = x if used == "input" else self.w
+            with torch.no_grad():
+                norm = (given * 0 + 1).sum()
+            return (given / norm * (self.w if used == "input" else x)).sum()
+
+    def gradients(model: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+        x = torch.tensor([[1.0, 2.0, 3.0, 4.0], [-4.0, 3.0, 0.0, 1.0]], requires_grad=True)
+        torch.func.vmap(model)(x).sum().backward()
+        return x.grad, model.w.grad
+
+    model = Normed()
+    for expected, got in zip(gradients(model), gradients(quantize(model, fmt)), strict=True):
+        assert expected is not None
+        assert got is not None
+        assert torch.equal(expected, got)
+
+
+class Twice(nn.Module):
+    """Uses its input and its parameter again and again, with gradients and without."""
+
+    def __init__(self, order: Sequence[bool]) -> None:
+        super().__init__()
+        self.order, self.w = order, nn.Parameter(torch.randn(300))
+
+    def forward(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        used = []
+        for has_gradient in self.order:
+            with torch.set_grad_enabled(has_gradient):
+                used.append((x * 1, self.w * 1))
+        return used
+
+
+@pytest.mark.parametrize("order", [(False, True), (True, False, True)], ids=str)
+@parametrize("way", ["eager", "vmap", "compiled"], keep={"eager", "vmap"})
+def test_noise_is_drawn_once_for_a_tensor_in_a_forward(order: Sequence[bool], way: str) -> None:
+    q, x = quantize(Twice(order), "e4m3fn", rounding="stochastic"), torch.randn(2, 300, requires_grad=True)
+    run: Any = {
+        "eager": lambda q: q,
+        "vmap": lambda q: torch.func.vmap(q, randomness="different"),
+        "compiled": lambda q: torch.compile(q, backend="aot_eager", fullgraph=True),
+    }[way](q)
+    used = run(x)
+    for i, original in enumerate((x, q.w)):
+        first = used[0][i]
+        assert not torch.equal(first, fpsim.round_to(original, "e4m3fn").expand_as(first))  # it is drawn
+        for later in used[1:]:
+            assert torch.equal(later[i], first)
+    assert not torch.equal(run(x)[0][0], used[0][0])
+    sum(a.sum() + b.sum() for a, b in used if a.requires_grad).backward()  # type: ignore[union-attr]
+    uses = sum(order)
+    assert torch.equal(x.grad, torch.full((2, 300), float(uses)))
+    assert torch.equal(q.w.grad, torch.full((300,), 2.0 * uses if way == "vmap" else float(uses)))
+
+
+@pytest.mark.parametrize("form", ["view_as", "checkpoint of Identity"])
+def test_a_view_that_a_function_gives_back_has_the_noise_of_its_input(form: str) -> None:
+    class Given(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 1, GIVEN_BACK[form](x).reshape(x.shape) * 1
+
+    q = quantize(Given(), "e4m3fn", rounding="stochastic")
+    a, b = q(torch.randn(4, 6, requires_grad=True))
+    assert torch.equal(a, b)

@@ -162,3 +162,27 @@ def test_a_checkpoint_outside_of_an_emulation_is_left_alone() -> None:
     same = Net(plain)
     same.load_state_dict(net.state_dict())
     assert_equal(gradients_of(same, x), gradients_of(net, x))
+
+
+@WAYS
+def test_what_was_rounded_before_a_checkpoint_keeps_its_noise_inside(way: Wrap) -> None:
+    """The input and a weight are used before it, inside, and where it runs again: one value each."""
+
+    class Model(nn.Module):
+        def __init__(self, wrap: Wrap) -> None:
+            super().__init__()
+            self.wrap, self.linear = wrap, nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            before = self.linear(x).detach() + x * 2
+            return self.wrap(lambda a: torch.tanh(self.linear(a)) * a, x) + before  # type: ignore[no-any-return]
+
+    policy = fpsim.Policy(weight="e4m3fn", activation="e4m3fn").with_rounding("stochastic")
+    results = []
+    for wrap in (plain, way):
+        torch.manual_seed(0)
+        q, x = fpsim.quantize(Model(wrap), policy), torch.randn(4, 6, requires_grad=True)
+        out = q(x)
+        out.sum().backward()
+        results.append((out, q.linear.weight.grad, q.linear.bias.grad, x.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
