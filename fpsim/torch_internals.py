@@ -7,6 +7,7 @@ silent (who else holds this gradient's memory?) it is measured at run time, and 
 from __future__ import annotations
 
 import functools
+import random
 import sys
 import threading
 import types
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -24,6 +26,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fpsim.torch_modes import has_transform
 
@@ -57,6 +60,7 @@ __all__ = [
     "standing_in",
     "tensors_of",
     "version_of",
+    "watched_seeds",
     "wrap_checkpoints",
     "written_arguments",
 ]
@@ -217,6 +221,50 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 
 
 # Who watches the calls of torch
+
+
+_UNLIKELY = 0x5EED_0F_F9_51_4D  # a seed that nobody else takes
+
+
+@contextmanager
+def watched_seeds() -> Iterator[Callable[[], str | None]]:
+    """A block that is given a function: who drew from a global state of random numbers within it, or seeded one.
+
+    To be entered where torch.compile traces: no operation of torch draws then. All are put back, as Dynamo does with
+    torch's and Python's, for the forward may run again without a compiler.
+    """
+    generator, forked, set_state = torch.default_generator, [], torch.set_rng_state
+
+    def noted(*args: Any, **kwargs: Any) -> Any:  # of fork_rng: nothing else is left of a seed in it
+        forked.append(True)
+        return set_state(*args, **kwargs)
+
+    def state_of_torch() -> bytes:
+        with _disable_current_modes():  # a state is a tensor, and would be a fake one
+            return bytes(generator.get_state().numpy())
+
+    def state_of_numpy() -> tuple[bytes, int]:
+        state: Any = np.random.get_state(legacy=False)["state"]  # type: ignore[call-overload]  # noqa: NPY002
+        return bytes(state["key"]), state["pos"]
+
+    def drawn() -> str | None:
+        changed = (name for name, state in sources.items() if state() != states[name])
+        return "torch" if forked else next(changed, None)
+
+    with _disable_current_modes():
+        before = generator.get_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    generator.manual_seed(_UNLIKELY)
+    sources = {"torch": state_of_torch, "random": random.getstate, "numpy.random": state_of_numpy}
+    states = {name: state() for name, state in sources.items()}
+    try:
+        torch.set_rng_state = torch.random.set_rng_state = noted
+        yield drawn
+    finally:
+        torch.set_rng_state = torch.random.set_rng_state = set_state
+        random.setstate(before[1])
+        np.random.set_state(before[2])  # noqa: NPY002
+        with _disable_current_modes():
+            generator.set_state(before[0])
 
 
 def is_traced(x: Tensor) -> bool:

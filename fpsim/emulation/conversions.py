@@ -169,7 +169,7 @@ def is_float64(x: Any) -> bool:
 def asks_for_wide(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether a call that is given a dtype asks for float32 in words; or for float64, which no tensor of the format has."""
+    """Whether a call that is given a dtype asks for float32 in words; or for float64, which is none of the format's."""
     if dtype_in(args, kwargs) in _FLOAT64 and not emulation.scope.is_float64:
         return True
     return asks_for_float32(func, call.name, args, kwargs)

@@ -472,6 +472,11 @@ class TracedEmulation(Emulation):
     ) -> Any:
         if func == _HISTORY_OF and isinstance(args[0], nn.Parameter):
             return None  # as of a leaf: a module that is given it would refuse it
+        if any(isinstance(x, torch.Generator) for x in (*args, *(kwargs or {}).values())):
+            raise NotImplementedError(
+                f"{call_of(func).name} at {self.scope.name or 'the top level'} is given a torch.Generator, which a "
+                f"compiled program would make and seed once. Give it numbers that were drawn before, or draw without one."
+            )
         args, kwargs = self._standing_in(args), self._standing_in(kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
 

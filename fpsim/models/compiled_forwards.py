@@ -24,6 +24,7 @@ from fpsim.torch_internals import (
     register_container,
     standing_in,
     tensors_of,
+    watched_seeds,
 )
 
 __all__ = ["call_under_dynamo", "note_copy", "open_objects", "register"]
@@ -64,8 +65,13 @@ def _recorded_forward(token: str, tensors: dict[str, Tensor], flags: list[bool],
     if not any(map(is_traced, (*tensors.values(), *tensors_of((args, kwargs))))):  # Dynamo gave up and calls it
         return _run_apart(forward, args, kwargs)
     try:
-        with standing_in(forward.module, tensors) as active.stand_ins:
+        with standing_in(forward.module, tensors) as active.stand_ins, watched_seeds() as seeded:
             out = forward.run(forward.module, args, kwargs)
+            if (source := seeded()) is not None:
+                raise NotImplementedError(
+                    f"The forward seeds random numbers of {source}, or draws some that are no tensor, which a compiled "
+                    f"program would do once. Seed before the model is called, and draw with torch.rand and its like."
+                )
         out, unknown = open_objects(out)
         if unknown is not None:
             raise NotImplementedError(

@@ -153,9 +153,7 @@ class EmulatedForward:
                 module = called  # a shallow copy, with attributes of its own
         return self.run(module, args, kwargs, active.emulation is not None and is_called_functionally())
 
-    def run(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_functional: bool = False
-    ) -> Any:
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_functional: bool = False) -> Any:
         """The true forward of `module` under its scope. is_functional: whether tensors were put in it for this call."""
         method = self._method
         if vars(type(module)).get("forward") is method and method is not None:  # still: somebody may replace it
@@ -171,7 +169,8 @@ class EmulatedForward:
         is_outermost, dtype = emulation is None, None
         if around is None or around.listeners is not self.listeners:
             dtype = _dtype_of_model(module)
-            weights, is_float64 = _prepared_inside(module, {} if around is None else around.weights), dtype is torch.float64
+            weights = _prepared_inside(module, {} if around is None else around.weights)
+            is_float64 = dtype is torch.float64
         else:
             prepared = _prepared_inside if is_functional else _prepared
             weights, is_float64 = prepared(module, around.weights), around.is_float64

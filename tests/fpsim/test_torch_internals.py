@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,7 @@ from fpsim.torch_internals import (
     current_graph_task,
     direct_parameters,
     has_no_holes,
+    is_called_functionally,
     is_compiled_wrapper,
     is_held_by_autograd_alone,
     is_legacy_batched,
@@ -37,8 +40,10 @@ from fpsim.torch_internals import (
     operation_homes,
     parametrization_lists,
     share_storage,
+    standing_in,
     tensors_of,
     version_of,
+    watched_seeds,
 )
 from fpsim.torch_modes import is_plain, is_watched, without_torch_function
 
@@ -389,3 +394,66 @@ def test_tensors_are_found_and_mapped_in_all_containers_of_torch_and_python_in_t
     assert all(torch.equal(x, y + 1) for x, y in zip(tensors_of(mapped), found, strict=True))
     assert mapped[0][1:] == [None, "word"]
     assert (mapped[3], mapped[4].stop is e) == ((2, 3), True)  # a size becomes a tuple, which torch takes for one
+
+
+def test_functional_call_is_known_to_the_module_that_it_calls() -> None:
+    asked: list[bool] = []
+
+    def stands_in_forward(x: Tensor) -> Tensor:
+        asked.append(is_called_functionally())
+        return x
+
+    module, x = nn.Identity(), torch.ones(1)
+    module.forward = stands_in_forward  # type: ignore[method-assign, assignment]
+    torch.func.functional_call(module, {}, (x,))
+    module(x)
+    handle = module.register_forward_hook(lambda module, args, out: None)
+    torch.func.functional_call(module, {}, (x,))
+    handle.remove()
+    torch.func.functional_call(nn.Sequential(module), {}, (x,))  # it was another module that it called
+    assert asked == [True, False, True, False]
+
+
+def test_what_stands_in_for_a_parameter_is_one_where_torch_asks() -> None:
+    """To `isinstance`, so that a list of parameters takes it as it is; and it is none any more after the block."""
+    module = nn.ParameterList([torch.ones(2), torch.ones(3)])
+    with torch._subclasses.FakeTensorMode():
+        tensors: dict[str, Tensor] = {name: torch.ones(2) for name, _ in module.named_parameters()}
+    with standing_in(module, tensors) as stand_ins:
+        assert [*stand_ins.values()] == [*tensors.values()]
+        assert all(isinstance(x, nn.Parameter) for x in tensors.values())
+        assert next(iter(module[:1])) is tensors["0"]
+    assert not any(isinstance(x, nn.Parameter) for x in tensors.values())
+    assert all(type(p) is nn.Parameter for p in module)
+
+
+def set_back() -> None:
+    with torch.random.fork_rng(devices=[]):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("draw", "source"),
+    [
+        (lambda: torch.manual_seed(7), "torch"),
+        (set_back, "torch"),
+        (random.random, "random"),
+        (np.random.rand, "numpy.random"),
+        (lambda: np.random.default_rng(1).random(), None),
+        (lambda: random.Random(1).random(), None),
+    ],
+    ids=["torch", "a fork", "random", "numpy", "a generator of NumPy", "one of Python"],
+)
+def test_who_seeds_global_random_numbers_is_named_and_they_are_put_back(
+    draw: Callable[[], object], source: str | None
+) -> None:
+    def states() -> list[Any]:
+        of_numpy: Any = np.random.get_state()  # noqa: NPY002
+        return [torch.get_rng_state().tolist(), random.getstate(), of_numpy[1].tolist()]
+
+    torch.manual_seed(7)
+    before = states()
+    with watched_seeds() as drawn:
+        draw()
+        assert drawn() == source
+    assert states() == before

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import tiers
 import torch
+from tiers import parametrize
 from torch import Tensor, nn
 
 from fpsim import dequantize, quantize, record
@@ -268,3 +271,54 @@ def test_what_the_compiler_cannot_give_back_is_named() -> None:
     with pytest.warns(UserWarning, match=r"Got a list_iterator.*Expected tensors.*DynamicCache"):
         out = compiled(torch.ones(2))
     assert torch.equal(out[0][0], compiled.weight.half().float()[0])  # it ran without the compiler
+
+
+class Draws(nn.Module):
+    """Draws numbers in its forward, in some way."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.w, self.kept = way, nn.Parameter(torch.ones(4)), torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.w * DRAWS[self.way](self)
+
+
+def seeded(way: Any) -> Tensor:
+    torch.manual_seed(7)
+    return torch.rand(4)
+
+
+def forked(way: Any) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return seeded(way)
+
+
+DRAWS: dict[str, Callable[[Any], Any]] = {
+    "a generator that is made": lambda m: torch.rand(4, generator=torch.Generator().manual_seed(5)),
+    "a generator that is kept": lambda m: torch.rand(4, generator=m.kept),
+    "in place": lambda m: torch.empty(4).uniform_(generator=torch.Generator().manual_seed(5)),
+    "an order": lambda m: torch.randperm(4, generator=torch.Generator().manual_seed(5)),
+    "a seed": seeded,
+    "a seed of the default generator": lambda m: torch.default_generator.manual_seed(7) and torch.rand(4),
+    "a fork": forked,
+    "random": lambda m: random.random(),
+    "numpy.random": lambda m: float(np.random.rand()),  # noqa: NPY002
+}
+
+
+@parametrize("way", DRAWS, keep={"a generator that is made", "a seed", "a fork", "numpy.random"})
+def test_numbers_that_a_program_would_draw_once_break_the_graph(way: str) -> None:
+    """As in torch.compile itself: the calls are those of eager code."""
+
+    def calls(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        return [function(torch.ones(4)) for _ in range(3)]
+
+    expected = calls(quantize(Draws(way), "bf16"))
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="compiled program would"):
+        found = calls(torch.compile(quantize(Draws(way), "bf16"), backend="aot_eager"))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

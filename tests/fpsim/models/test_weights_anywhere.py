@@ -67,7 +67,7 @@ PLACES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "an argument": lambda m, x: m.product(x, m.leaf.table.weight),
     "an argument of a checkpoint": lambda m, x: checkpoint(m.product, x, m.leaf.table.weight, use_reentrant=False),
     "a ParameterList of a child": lambda m, x: m.keeps_list(x),
-    "a slice of a ParameterList": lambda m, x: m.product(x, [*m.list[:1]][0]),
+    "a slice of a ParameterList": lambda m, x: m.product(x, next(iter(m.list[:1]))),
     "a ParameterDict": lambda m, x: x @ m.dict["w"].T,
     "a list of the forward": lambda m, x: m.product(x, [m.leaf.table.weight, m.own][0]),
     "a list of a child": lambda m, x: m.keeps(x),
