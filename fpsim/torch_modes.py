@@ -28,8 +28,10 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "CALL_SLOT",
+    "SEES_BODIES",
     "Place",
     "any_mode",
+    "body_of",
     "call_inside",
     "guard_step",
     "has_transform",
@@ -55,6 +57,7 @@ __all__ = [
     "unguard_step",
     "unhook_call",
     "unhook_steps",
+    "watch_bodies",
     "without_torch_function",
 ]
 
@@ -142,6 +145,40 @@ def memory_behind(x: Tensor) -> Tensor:
 def modes() -> Iterator[TorchFunctionMode]:
     """The function modes of this thread, the outermost first. Within the function of a mode it is not among them."""
     return map(_at, range(_size()))
+
+
+# torch.cond, while_loop and their like: operations that are given functions
+
+
+SEES_BODIES = "_fpsim_sees_bodies"  # an attribute of a mode that wants each call of those functions
+
+
+def body_of(operation: Any) -> Callable[..., Any] | None:
+    """What such an operation does without a compiler: Python that calls the functions. None for any other operation."""
+    if not isinstance(operation, torch._ops.HigherOrderOperator):
+        return None
+    return operation.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+
+
+@functools.cache
+def watch_bodies() -> None:
+    """From here on such an operation tells a mode that wants to see its functions that it was called.
+
+    torch compiles the functions first, also in eager code, and refuses to do so under a mode.
+    """
+    from torch._higher_order_ops import utils
+
+    compile_and_call = getattr(utils, "_hop_compile_and_call", None)
+    if compile_and_call is None:  # before torch 2.13: torch's error stays
+        return
+
+    @functools.wraps(compile_and_call)
+    def call(function: Any, args: Any, kwargs: Any = None) -> Any:
+        if any(getattr(mode, SEES_BODIES, False) for mode in modes()):
+            return function(*args, **(kwargs or {}))
+        return compile_and_call(function, args, kwargs)
+
+    utils._hop_compile_and_call = call
 
 
 _FakeTensor: type = torch._subclasses.FakeTensor

@@ -20,6 +20,7 @@ from fpsim.emulation.marks import note_inference_write
 from fpsim.emulation.operations import TABLE, Kind, Number, spelling_of
 from fpsim.emulation.scope import active
 from fpsim.torch_internals import written_arguments
+from fpsim.torch_modes import body_of
 
 __all__ = [
     "LOOK_UPS",
@@ -217,14 +218,15 @@ class Call:
     may_write: whether it writes to its first argument with some of its arguments.
     may_renormalise: whether it changes a weight first, if it is given a `max_norm`.
     gives_float64: whether it gives float64, whatever it is given.
+    body: what it does, in Python, with the functions that it is given; None for what is given none.
     only_computes: whether nothing but the rounding of its operands and results is to be done.
     writes: positions and names of the arguments that it writes to, as its schema says; `out=` aside.
     skip_positions, skip_names: arguments that are not operands, or that the function writes to: a copy would not do.
     """
 
     __slots__ = (
-        "action", "chooses_inside", "converts", "copies", "drops", "expands", "gives_float64", "has_dtype_of_first",
-        "has_pole", "has_threshold", "in_place", "inplace_at", "is_comparison", "is_of_each", "is_quotient",
+        "action", "body", "chooses_inside", "converts", "copies", "drops", "expands", "gives_float64",
+        "has_dtype_of_first", "has_pole", "has_threshold", "in_place", "inplace_at", "is_comparison", "is_of_each", "is_quotient",
         "is_view", "may_renormalise", "may_write", "name", "narrows", "number", "only_compared", "only_computes",
         "scales", "skip_names", "skip_positions", "takes_dtype", "threshold", "writes",
     )  # fmt: skip
@@ -240,6 +242,9 @@ class Call:
             self.action = Action.SET_DATA
         else:
             self.action = _action_of(function, name)
+        self.body = body_of(function)
+        if self.body is not None:
+            self.action = Action.DECOMPOSE
         self.converts = self.action in _CONVERTING
         self.chooses_inside = name in CHOOSE_INSIDE
         self.is_view, self.is_comparison = name in VIEWS, name in COMPARISONS

@@ -21,7 +21,7 @@ from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.emulation.steps import watch_steps
 from fpsim.policies.policy import FormatLike
 from fpsim.policies.recipes import as_policy
-from fpsim.torch_modes import any_mode, keeps_grad_mode, modes, push_mode, take_off
+from fpsim.torch_modes import any_mode, keeps_grad_mode, modes, push_mode, take_off, watch_bodies
 from fpsim.undoing import Block, Undo
 
 __all__ = ["Position", "computing_a_weight", "emulate", "enter", "run_entered", "take_off_leftovers"]
@@ -104,6 +104,7 @@ def _new_emulation(scope: Scope, has_names: bool) -> Emulation:
         )
     watch_checkpoints(Position)
     watch_steps()
+    watch_bodies()
     note_inference_write()  # what happened outside was not seen
     take_off_leftovers()
     if active.stand_ins is not None:

@@ -97,6 +97,8 @@ FLOAT32 = rounding_spec("fp32")  # what an observer is told of a result that is 
 class Emulation(Roundings, TorchFunctionMode):
     """The emulated twin of `torch.autocast`: one per thread, with the scope of the module that runs."""
 
+    _fpsim_sees_bodies = True  # torch_modes.SEES_BODIES
+
     def __init__(self, scope: Scope, aliases: Aliases | None = None, has_names: bool = True) -> None:
         super().__init__(scope, aliases)
         self.has_names = has_names  # whether torch's name of the format may stand for it; not where it is a real dtype
@@ -118,6 +120,9 @@ class Emulation(Roundings, TorchFunctionMode):
         action = call.action
         if action is Action.DTYPE:
             return result_type(self, func, args, kwargs)
+        if call.body is not None:
+            with self:
+                return call.body(*args, **kwargs)
         if (self.step is not None and self.step.is_running(scope)) or (types and has_lazy(types)):
             return call(func, args, kwargs)
         asked = Asked.NOTHING
@@ -475,7 +480,12 @@ class TracedEmulation(Emulation):
         if any(isinstance(x, torch.Generator) for x in (*args, *(kwargs or {}).values())):
             raise NotImplementedError(
                 f"{call_of(func).name} at {self.scope.name or 'the top level'} is given a torch.Generator, which a "
-                f"compiled program would make and seed once. Give it numbers that were drawn before, or draw without one."
+                f"compiled program would make and seed once. Give it numbers drawn before, or draw without one."
+            )
+        if call_of(func).body is not None:
+            raise NotImplementedError(
+                f"torch's {call_of(func).name} at {self.scope.name or 'the top level'} is given functions, whose operations "
+                f"a compiled program of an emulated model cannot hold. Use Python's own `if` and `while`."
             )
         args, kwargs = self._standing_in(args), self._standing_in(kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)

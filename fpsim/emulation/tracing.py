@@ -33,6 +33,7 @@ from fpsim.torch_modes import (
     module_called,
     push_mode,
     take_off,
+    watch_bodies,
     without_torch_function,
 )
 from fpsim.undoing import Undo, undone
@@ -413,8 +414,11 @@ class _Inside(TorchFunctionMode):
     has_ended: whether what it was entered for is over; it is then to be found on no stack.
     """
 
+    _fpsim_sees_bodies = True  # torch_modes.SEES_BODIES
+
     def __init__(self, trace: Trace) -> None:
         super().__init__()
+        watch_bodies()
         self.trace, self.has_ended = trace, False
 
     def end(self) -> None:
@@ -427,6 +431,10 @@ class _Inside(TorchFunctionMode):
     ) -> Any:
         if self.has_ended or not self.trace.is_installed:
             return func(*args, **(kwargs or {}))
+        body = call_of(func).body
+        if body is not None:
+            with self:
+                return body(*args, **(kwargs or {}))
         return self.trace.call(func, args, kwargs or {})
 
 

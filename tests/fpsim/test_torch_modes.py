@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from fpsim.torch_modes import (
     CALL_SLOT,
+    SEES_BODIES,
+    body_of,
     call_inside,
     has_transform,
     hook_gradient,
@@ -31,6 +33,7 @@ from fpsim.torch_modes import (
     take_off,
     unhook_call,
     unhook_steps,
+    watch_bodies,
 )
 
 
@@ -267,3 +270,28 @@ def test_a_call_is_watched_by_modes_transforms_forward_derivatives_and_hooks_of_
     with torch._subclasses.FakeTensorMode():
         ask(x)
     assert seen == [True, False, False, False, False]
+
+
+def test_an_operation_that_is_given_functions_shows_itself_to_a_mode_that_asks_for_it() -> None:
+    """Its body, which is Python, calls them; without such a mode torch compiles it, as ever."""
+    seen = []
+
+    class Asks(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if (body := body_of(func)) is None:
+                return func(*args, **(kwargs or {}))
+            seen.append(func)
+            return body(*args, **(kwargs or {}))
+
+    def run() -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))  # type: ignore[no-any-return]
+
+    setattr(Asks, SEES_BODIES, True)
+    watch_bodies()
+    x = torch.ones(2)
+    with Asks():
+        assert torch.equal(run(), x + 1)
+    assert seen == [torch.ops.higher_order.cond]
+    assert torch.equal(run(), x + 1)
+    assert len(seen) == 1
+    assert body_of(torch.add) is None

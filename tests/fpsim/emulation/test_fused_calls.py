@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from emulated_cases import FP16, is_fp16, randn
-from torch import nn
+from tiers import parametrize
+from torch import Tensor, nn
+from torch._higher_order_ops import scan, while_loop
+from torch._higher_order_ops.map import map as control_map
 
 import fpsim
 from fpsim import emulate, quantize
@@ -39,3 +45,59 @@ def test_a_fused_call_that_cannot_be_looked_into_is_refused() -> None:
     x, w, b = randn(2, 5, 8), randn(24, 8), randn(24)
     with emulate(FP16), pytest.raises(NotImplementedError, match=r"hides several.*nn\.MultiheadAttention"):
         torch._native_multi_head_attention(x, x, x, 8, 2, w, b, w[:8], b[:8])
+
+
+NATIVE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "cond": lambda m, x: torch.cond(x.sum() > 0, lambda x: m.a * x * 1.1, lambda x: x * m.b, (x,)),
+    "the other branch": lambda m, x: torch.cond(x.sum() < 0, lambda x: m.a * x * 1.1, lambda x: x * m.b, (x,)),
+    "cond in cond": lambda m, x: torch.cond(
+        x.sum() > 0, lambda x: torch.cond(x.sum() < 0, lambda x: x + 1, lambda x: x * m.b, (x,)), lambda x: x * 2, (x,)
+    ),
+    "while_loop": lambda m, x: while_loop(
+        lambda i, x: i < 3, lambda i, x: (i + 1, x * m.a * 1.1), (torch.tensor(0), x)
+    )[1],
+    "map": lambda m, x: control_map(lambda row: row * m.a * 1.1, x),
+    "scan": lambda m, x: scan(lambda kept, row: (kept * 1.1 + row * m.a, kept * 1.1), torch.zeros_like(x[0]), x)[1],
+}
+
+
+class Bodied(nn.Module):
+    """Gives functions to an operation of torch."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.a, self.b = way, nn.Parameter(torch.rand(4) + 0.5), nn.Parameter(torch.rand(4) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return BODIES[self.way](self, x)
+
+
+@parametrize("way", BODIES, keep={"cond", "while_loop"})
+@parametrize("fmt", NATIVE, keep={"fp32", "bf16"})
+def test_functions_that_are_given_to_an_operation_are_emulated(way: str, fmt: str) -> None:
+    """As native code computes them, bit for bit, of operations that are rounded once."""
+    model, x = Bodied(way), torch.rand(5, 4)
+    q, native = quantize(model, fmt), model.to(NATIVE[fmt])
+    given, of_native = x.clone().requires_grad_(), x.to(NATIVE[fmt]).requires_grad_()
+    out, expected = q(given), native(of_native)
+    assert torch.equal(out, expected.float())
+    out.sum().backward()
+    expected.sum().backward()
+    assert given.grad is not None
+    if fmt == "fp32":  # sums over rows, in whatever order
+        torch.testing.assert_close(given.grad, of_native.grad)
+        for p, expected_p in zip(q.parameters(), native.parameters(), strict=True):
+            if p.grad is None:  # of the branch that is not taken, where torch has zeros
+                assert expected_p.grad is None or not expected_p.grad.any()
+            else:
+                torch.testing.assert_close(p.grad, expected_p.grad)
+
+
+def test_a_compiled_model_runs_functions_that_are_given_to_an_operation_as_without_a_compiler() -> None:
+    q, x = quantize(Bodied("cond"), "bf16"), torch.rand(5, 4)
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match=r"torch's cond at the top level is given functions.*Use Python's own"):
+        out = torch.compile(q, backend="aot_eager")(x)
+    assert torch.equal(out, q(x))
+    torch._dynamo.reset()

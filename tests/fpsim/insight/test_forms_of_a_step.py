@@ -128,3 +128,45 @@ def test_old_forms_of_watch_stay() -> None:
         with watching:
             model(X).sum().backward()
         assert {row["format"] for row in watching.rows()} >= {"fp16"}
+
+
+class Branches(nn.Module):
+    """Takes a branch, in which it divides by zero if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: 1 / self.inner(x), lambda x: self.other(x), (x,))  # type: ignore[no-any-return]
+
+
+def test_diagnose_looks_into_the_branch_that_is_taken() -> None:
+    model = Branches()
+    with torch.no_grad():
+        model.inner.weight.zero_()
+        model.inner.bias.zero_()
+    assert str(fpsim.diagnose(model, lambda: model(-X.abs()).sum())).startswith("Nothing is inf")
+    found = str(fpsim.diagnose(model, lambda: model(X.abs()).sum()))
+    assert found.startswith("inf first appears forward at :rdiv, activation: 24 of 24 (100 %), a division by zero")
+
+
+def test_watch_sees_the_modules_of_the_branch_that_is_taken() -> None:
+    model = Branches()
+    with fpsim.watch(model) as watched:
+        model(X.abs()).sum().backward()
+    sites = {row["site"] for row in watched.rows()}
+    assert "inner:linear" in sites
+    assert "other:linear" not in sites
+
+
+def test_why_and_sensitivity_take_a_step_with_branches() -> None:
+    model = Branches()
+
+    def step() -> Tensor:
+        total = model(X.abs()).square().mean()
+        total.backward()
+        return total
+
+    assert fpsim.why(model, step) is not None
+    assert "inner" in str(fpsim.sensitivity(model, step, "e4m3fn"))
