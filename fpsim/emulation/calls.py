@@ -226,9 +226,9 @@ class Call:
 
     __slots__ = (
         "action", "body", "chooses_inside", "converts", "copies", "drops", "expands", "gives_float64",
-        "has_dtype_of_first", "has_pole", "has_threshold", "in_place", "inplace_at", "is_comparison", "is_of_each", "is_quotient",
-        "is_view", "may_renormalise", "may_write", "name", "narrows", "number", "only_compared", "only_computes",
-        "scales", "skip_names", "skip_positions", "takes_dtype", "threshold", "writes",
+        "has_dtype_of_first", "has_pole", "has_threshold", "in_place", "inplace_at", "is_comparison", "is_of_each",
+        "is_quotient", "is_view", "may_renormalise", "may_write", "name", "narrows", "number", "only_compared",
+        "only_computes", "scales", "skip_names", "skip_positions", "takes_dtype", "threshold", "writes",
     )  # fmt: skip
 
     def __init__(self, function: Callable[..., Any]) -> None:

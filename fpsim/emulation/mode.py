@@ -484,8 +484,8 @@ class TracedEmulation(Emulation):
             )
         if call_of(func).body is not None:
             raise NotImplementedError(
-                f"torch's {call_of(func).name} at {self.scope.name or 'the top level'} is given functions, whose operations "
-                f"a compiled program of an emulated model cannot hold. Use Python's own `if` and `while`."
+                f"torch's {call_of(func).name} at {self.scope.name or 'the top level'} is given functions, whose "
+                f"operations a compiled program of an emulated model cannot hold. Use Python's own `if` and `while`."
             )
         args, kwargs = self._standing_in(args), self._standing_in(kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import types
 import weakref
-from collections.abc import Callable, Generator
-from types import FunctionType, GeneratorType, MethodType
+from collections.abc import AsyncGenerator, Callable, Generator
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -179,7 +180,8 @@ class EmulatedForward:
         out = run_entered(
             scope, functools.partial(_run_whole, forward) if is_outermost else forward, args, kwargs, has_names
         )
-        return _driven(out, scope, has_names) if type(out) is GeneratorType else out
+        driver = _DRIVERS.get(type(out))
+        return out if driver is None else driver(out, scope, has_names)
 
 
 def _run_whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -222,6 +224,39 @@ def _driven(generator: Generator[Any, Any, Any], scope: Scope, has_names: bool) 
             raise
         except BaseException as error:
             value, send = error, generator.throw
+
+
+# What is awaited takes its steps as a generator does, and code that awaits meanwhile computes as it is.
+_steps = types.coroutine(_driven)
+
+
+async def _awaited(coroutine: Any, scope: Scope, has_names: bool) -> Any:
+    """A forward that is `async def`."""
+    return await _steps(coroutine, scope, has_names)
+
+
+async def _streamed(generator: AsyncGenerator[Any, Any], scope: Scope, has_names: bool) -> AsyncGenerator[Any, Any]:
+    """A forward that is `async def` and yields."""
+    step: Any = generator.asend(None)
+    while True:
+        try:
+            given = await _steps(step, scope, has_names)
+        except StopAsyncIteration:
+            return
+        try:
+            step = generator.asend((yield given))
+        except GeneratorExit:
+            await generator.aclose()
+            raise
+        except BaseException as error:
+            step = generator.athrow(error)
+
+
+_DRIVERS: dict[type, Callable[..., Any]] = {
+    types.GeneratorType: _driven,
+    types.CoroutineType: _awaited,
+    types.AsyncGeneratorType: _streamed,
+}
 
 
 class UnboundForward:

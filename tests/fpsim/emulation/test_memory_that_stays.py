@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import warnings
@@ -335,6 +336,85 @@ def test_closing_a_forward_that_is_a_generator_closes_the_models_own_at_once() -
     next(steps)
     steps.close()
     assert inspect.getgeneratorstate(model.steps) == inspect.GEN_CLOSED
+
+
+class Thirds(nn.Module):
+    async def forward(self, x: Tensor) -> Tensor:
+        await asyncio.sleep(0)
+        return x / 3
+
+
+class Awaits(nn.Module):
+    """Awaits others in its forward, and a module that is awaited too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Thirds()
+
+    async def forward(self, x: Tensor) -> Tensor:
+        y = x * 1.1
+        await asyncio.sleep(0)
+        return await self.inner(y) * 1.1  # type: ignore[no-any-return]
+
+
+class Streams(nn.Module):
+    async def forward(self, x: Tensor) -> Any:
+        while True:
+            await asyncio.sleep(0)
+            given = yield x * 1.1
+            x = x if given is None else given
+
+
+def test_a_forward_that_is_awaited_is_emulated_and_what_takes_turns_with_it_is_not() -> None:
+    x = torch.randn(50)
+    models = [quantize(Awaits(), fmt) for fmt in NATIVE]
+    between = []
+
+    async def beside() -> None:
+        for _ in range(5):
+            between.append(torch.ones(1) / 3)
+            await asyncio.sleep(0)
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*(model(x) for model in models), beside())
+
+    found = asyncio.run(together())
+    for y, dtype in zip(found[:-1], NATIVE.values(), strict=True):
+        assert torch.equal(y, asyncio.run(Awaits()(x.to(dtype))).float())
+    assert all(torch.equal(y, torch.tensor([1 / 3])) for y in between)
+
+
+def test_a_forward_that_is_awaited_and_yields_is_emulated() -> None:
+    async def drawn(model: nn.Module, x: Tensor) -> list[Tensor]:
+        steps = model(x)
+        found = [await anext(steps), await steps.asend(x * 0.5), await steps.asend(None)]
+        await steps.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await anext(steps)
+        return found
+
+    x = torch.randn(50).bfloat16()
+    expected = asyncio.run(drawn(Streams(), x))
+    found = asyncio.run(drawn(quantize(Streams(), "bf16"), x.float()))
+    assert all(torch.equal(a, b.float()) for a, b in zip(found, expected, strict=True))
+
+
+def test_an_awaited_forward_is_cancelled_where_it_waits() -> None:
+    class Waits(nn.Module):
+        async def forward(self, x: Tensor) -> Tensor:
+            try:
+                return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+            finally:
+                self.left = x / 3
+
+    async def cancelled(model: nn.Module) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(model(torch.ones(1)), 0.001)
+
+    model = quantize(Waits(), "bf16")
+    asyncio.run(cancelled(model))
+    assert torch.equal(model.left, (torch.ones(1) / 3).bfloat16().float())
+    assert torch.equal(torch.ones(1) / 3, torch.tensor([1 / 3]))
 
 
 def test_a_policy_for_weights_alone_rounds_no_activation() -> None:
