@@ -31,6 +31,7 @@ __all__ = [
     "SEES_BODIES",
     "Place",
     "any_mode",
+    "below_transforms",
     "body_of",
     "call_inside",
     "guard_step",
@@ -140,6 +141,11 @@ def is_sample(x: Tensor) -> bool:
 def memory_behind(x: Tensor) -> Tensor:
     """The tensor that holds the numbers of what transforms of torch.func show as `x`."""
     return [x, *layers_behind(x)][-1]
+
+
+def below_transforms() -> AbstractContextManager[None]:
+    """A block in which transforms of torch.func see no call: on the memory behind what they show."""
+    return torch._C._DisableFuncTorch()  # type: ignore[attr-defined, no-any-return]
 
 
 def modes() -> Iterator[TorchFunctionMode]:

@@ -31,18 +31,20 @@ from fpsim.emulation.marks import (
     mark_as_state,
     mark_as_view_of_weight,
     mark_as_weight,
-    writes_to,
+    writes_behind,
 )
 from fpsim.emulation.operands import Rounds
 from fpsim.tensors.expressions import round_here_
+from fpsim.tensors.launch import round_memory_
 from fpsim.tensors.spec import RoundingSpec
 from fpsim.torch_internals import is_traced, share_storage
-from fpsim.torch_modes import is_plain
+from fpsim.torch_modes import below_transforms, has_transform, is_plain, memory_behind
 
 __all__ = [
     "Alias",
     "Aliases",
     "note_write",
+    "round_behind",
     "spec_of_memory",
     "view_from_outside",
     "write_outside",
@@ -111,7 +113,7 @@ class Aliases:
         alias = self.of(x)
         base = x if alias is None else alias.base
         unseen = self._writes.get(base) if self._writes.held else 0
-        return (writes_to(base), unseen) if unseen else writes_to(base)
+        return (writes_behind(base), unseen) if unseen else writes_behind(base)
 
     def copies_of(self, base: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The views of the base's rounded copy, each with the same view of its own memory."""
@@ -262,12 +264,12 @@ def write_outside(
     if spec is not None:
         if emulation.has_wide and call.copies:
             args = emulation.cast_to_format(args)
-        round_here_(target, spec, keep_masks=True)
+        round_seen_(target, spec)
     run = partial(call, func, (target, *args[1:]), kwargs)
     write = emulation.scope.write
     out = run() if write is None or not _is_weight(emulation, base) else write(base, run)
     if spec is not None:
-        round_here_(target, spec, keep_masks=True)
+        round_seen_(target, spec)
     note_write(emulation, x)
     return x if out is target else out
 
@@ -276,7 +278,7 @@ def written_outside(emulation: Any, x: Tensor) -> None:
     """Settle what a call with `out=x` has written."""
     spec = spec_of_memory(emulation, x)
     if spec is not None:
-        round_here_(x, spec, keep_masks=True)
+        round_seen_(x, spec)
     note_write(emulation, x)
 
 
@@ -285,6 +287,27 @@ def spec_of_memory(emulation: Any, x: Tensor) -> RoundingSpec | None:
     alias = emulation.aliases.of(x)
     base = x if alias is None else alias.base
     return None if is_state(x) or _is_weight(emulation, base) else emulation.scope.specs.activation
+
+
+def round_seen_(x: Tensor, spec: RoundingSpec) -> None:
+    """Round what was written, or is about to be, in its own memory."""
+    if not (has_transform() and round_behind(x, spec)):
+        round_here_(x, spec, keep_masks=True)
+
+
+def round_behind(x: Tensor, spec: RoundingSpec, keep_infinity: bool = True) -> bool:
+    """Round what a transform shows, in its own memory: what an operation saved of it is rounded too.
+
+    False where that cannot be: of noise, each transform wants its own.
+    """
+    memory = memory_behind(x)
+    if spec.rounding == "stochastic" or type(memory) is not Tensor or not (memory.is_cpu or memory.is_cuda):
+        return False
+    if not is_roundable(memory):
+        return False
+    with below_transforms():
+        round_memory_(memory, spec, keep_masks=True, keep_infinity=keep_infinity)
+    return True
 
 
 def _is_weight(emulation: Any, base: Tensor) -> bool:

@@ -42,6 +42,7 @@ __all__ = [
     "note_inference_write",
     "unmark",
     "was_any_made_wide",
+    "writes_behind",
     "writes_to",
 ]
 
@@ -132,6 +133,13 @@ def note_inference_write() -> None:
 def writes_to(x: Tensor) -> int:
     """A number that changes whenever `x` is written to."""
     return _inference_version if x.is_inference() else version_of(x)
+
+
+def writes_behind(x: Tensor) -> Any:
+    """`writes_to`, also of what a transform shows: what vmap shows counts no write, the memory behind it does."""
+    if not has_transform():
+        return writes_to(x)
+    return (writes_to(x), *[version_of(y) for y in layers_behind(x) if not y.is_inference()])
 
 
 def is_leaf(x: Tensor) -> bool:

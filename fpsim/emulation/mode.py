@@ -347,9 +347,9 @@ class Emulation(Roundings, TorchFunctionMode):
     ) -> Any:  # fmt: skip
         """The result of a call that moves values, which are in the format that they were in."""
         self.carry_marks(out, floats, first, was_marked)
-        if rounds is Rounds.VIEWED and not (isinstance(out, Tensor) and is_made_here(out)):
+        if (rounds is Rounds.VIEWED or has_transform()) and not (isinstance(out, Tensor) and is_made_here(out)):
             for x in tensors_in(out):
-                if not is_made_here(x) and is_roundable(x):
+                if not is_made_here(x) and is_roundable(x) and not any(x is y for y in operands):
                     unmark(x)
         if call.name not in LOOK_UPS or not isinstance(out, Tensor):
             return out

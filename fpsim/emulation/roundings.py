@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpsim.emulation.aliases import Aliases
+from fpsim.emulation.aliases import Aliases, round_behind
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.backward import BackwardRounding, ScaledBackwardRounding
 from fpsim.emulation.calls import WRITTEN_TO, Call
@@ -19,14 +19,13 @@ from fpsim.emulation.marks import (
     ByIdentity,
     format_of,
     is_leaf,
-    is_roundable,
     is_weight,
     is_wide_tensor,
     mark,
     mark_wide,
     unmark,
     was_any_made_wide,
-    writes_to,
+    writes_behind,
 )
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.products import ProductCall
@@ -36,7 +35,7 @@ from fpsim.tensors.expressions import round_here_
 from fpsim.tensors.launch import round_memory_, rounded
 from fpsim.tensors.spec import FLOATING, RoundingSpec
 from fpsim.torch_internals import base_of, calibrate_holders, has_history, is_traced, share_storage, version_of
-from fpsim.torch_modes import has_transform, hook_gradient, is_plain, layers_behind, memory_behind
+from fpsim.torch_modes import has_transform, hook_gradient, is_plain, layers_behind
 
 __all__ = ["Copy", "Roundings", "values_of"]
 
@@ -77,7 +76,7 @@ class Roundings:
     def know_values(self, x: Tensor, copies: dict[Any, Copy]) -> None:
         """Know what the numbers of `x` were rounded to while another tensor held them, which had these copies."""
         if self._operands.get(x) is None:
-            self._operands[x] = {key: (writes_to(x), *copy[1:]) for key, copy in values_of(copies).items()}
+            self._operands[x] = {key: (writes_behind(x), *copy[1:]) for key, copy in values_of(copies).items()}
 
     def forget_operands(self) -> None:
         """Round again whatever comes from outside: it may have been written to."""
@@ -136,9 +135,11 @@ class Roundings:
         if (spec is None or spec.is_float32) and self._rounds_no(x, backward):
             return x
         aliases = self.aliases
-        state = writes_to(x) if x.is_inference() else version_of(x)  # what writes_to gives, in fewer calls
         # asked of the mode, not of the copy: a transform shows no sample of a batch with its gradient
-        needs_grad = torch.is_grad_enabled() and (x.requires_grad or has_transform())
+        is_shown = has_transform()
+        needs_grad = torch.is_grad_enabled() and (is_shown or x.requires_grad)
+        # what writes_to gives, in fewer calls
+        state = writes_behind(x) if is_shown or x.is_inference() else version_of(x)
         values: Tensor | None = None
         if not aliases.is_blank:
             alias, state = aliases.of(x), aliases.state_of(x)
@@ -326,13 +327,15 @@ class Roundings:
             role = "output"
         keep_infinity = not call.has_pole or (call.is_quotient and not isinstance(operands[1], Tensor))
         if not plain:
-            if spec is not None and has_transform() and _round_behind(out, spec, keep_infinity):
+            if spec is not None and has_transform() and round_behind(out, spec, keep_infinity):
                 spec = None
+                if is_target:
+                    return out  # its gradient is rounded where it is used: to write to it again would be seen
             rounded = self._straight_through(out, spec, error, keep_infinity=keep_infinity)
             if is_target:
                 return out.copy_(rounded)
-            for x in layers_behind(rounded) if has_transform() else ():
-                unmark(x)  # what it is called outside of the transform was made here
+            for x in (rounded, *layers_behind(rounded)) if has_transform() else ():
+                unmark(x)  # it was made here, also what it is called outside of the transform: a view of it is no copy
             return rounded
         if product is not None and product.asks and error is not None and out.requires_grad:
             # its gradient is rounded here, and then as an operand: two places in the graph, two sites
@@ -362,8 +365,8 @@ class Roundings:
         self, out: Tensor, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...]
     ) -> None:
         scaling, traced = self.scope.listeners.scaling, type(out) is not Tensor and is_traced(out)
-        if not (self._is_calibrated or traced):
-            calibrate_holders()  # it takes a backward pass, and none should run in another
+        if not (self._is_calibrated or traced or has_transform()):
+            calibrate_holders()  # it takes a backward pass, and none should run in another, nor may in a transform
             self._is_calibrated = True
         if scaling is None:
             hook = BackwardRounding(self.scope, site, role, spec)
@@ -387,20 +390,6 @@ def _rounded_weight(spec: RoundingSpec, text: str, x: Tensor) -> Tensor:
     copy = rounded(x, spec)
     mark(copy, text)
     return copy
-
-
-def _round_behind(x: Tensor, spec: RoundingSpec, keep_infinity: bool) -> bool:
-    """Round what a transform shows, in its own memory: what an operation saved of it is rounded too.
-
-    False where that cannot be: of noise, each transform wants its own.
-    """
-    memory = memory_behind(x)
-    if spec.rounding == "stochastic" or type(memory) is not Tensor or not (memory.is_cpu or memory.is_cuda):
-        return False
-    if not is_roundable(memory) or not memory.is_contiguous():
-        return False
-    round_memory_(memory, spec, keep_masks=True, keep_infinity=keep_infinity)
-    return True
 
 
 def _is_sharded(x: Tensor) -> bool:
