@@ -23,6 +23,7 @@ __all__ = [
     "as_numbers",
     "has_lazy",
     "keep_masks",
+    "mask_among",
     "masks_to_scale",
     "renormalised",
     "roundable_in",
@@ -64,6 +65,12 @@ def are_integers(args: tuple[Any, ...]) -> bool:
 def has_lazy(types: tuple[type, ...]) -> bool:
     """Whether a parameter or a buffer that has no memory yet is among the arguments."""
     return any(issubclass(kind, UninitializedParameter | UninitializedBuffer) for kind in types)
+
+
+@cache
+def mask_among(types: tuple[type, ...]) -> Any:
+    """The class of a mask of torch.nn.attention.bias among these. It holds no numbers, and a copy of it no mask."""
+    return next((kind for kind in types if kind.__module__ == "torch.nn.attention.bias"), None)
 
 
 def renormalised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from fpsim.emulation.arguments import (
     as_numbers,
     has_lazy,
     keep_masks,
+    mask_among,
     masks_to_scale,
     renormalised,
     roundable_in,
@@ -125,6 +126,9 @@ class Emulation(Roundings, TorchFunctionMode):
                 return call.body(*args, **kwargs)
         if (self.step is not None and self.step.is_running(scope)) or (types and has_lazy(types)):
             return call(func, args, kwargs)
+        if types and (mask := mask_among(types)) is not None:
+            with self:  # it calls attention with what it stands for
+                return mask.__torch_function__(func, types, args, kwargs)
         asked = Asked.NOTHING
         if call.takes_dtype or "dtype" in kwargs:
             args, kwargs, asked = named_dtype(self, call, args, kwargs)

@@ -302,10 +302,11 @@ class Roundings:
         """A result, rounded. is_now: whether it is known to be plain; else that is asked."""
         specs = self.scope.specs
         if out.dtype not in FLOATING or out.layout is not torch.strided:  # as is_roundable
-            if out.is_nested and out.is_floating_point() and specs.activation and not specs.activation.is_float32:
+            kind = _NESTED if out.is_nested else _MKLDNN if out.is_mkldnn else None
+            if kind is not None and out.is_floating_point() and specs.activation and not specs.activation.is_float32:
                 raise NotImplementedError(
-                    f"Got a nested tensor from {call.name} at {self.scope.name or 'the top level'}, and its numbers "
-                    f"cannot be rounded. Use x.to_padded_tensor(0.0), or leave these modules in float32: "
+                    f"Got a {kind[0]} from {call.name} at {self.scope.name or 'the top level'}, and its numbers "
+                    f"cannot be rounded. Use {kind[1]}, or leave these modules in float32: "
                     f"Policy(overrides={{name: None}})."
                 )
             return out
@@ -378,6 +379,9 @@ class Roundings:
             out.register_hook(hook)
         else:
             hook_gradient(out, hook)
+
+
+_NESTED, _MKLDNN = ("nested tensor", "x.to_padded_tensor(0.0)"), ("tensor in mkldnn's layout", "x.to_dense()")
 
 
 def values_of(copies: dict[Any, Copy]) -> dict[Any, Copy]:

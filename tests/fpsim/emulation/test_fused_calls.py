@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from emulated_cases import FP16, is_fp16, randn
 from tiers import parametrize
 from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.map import map as control_map
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import fpsim
 from fpsim import emulate, quantize
@@ -101,3 +103,42 @@ def test_a_compiled_model_runs_functions_that_are_given_to_an_operation_as_witho
         out = torch.compile(q, backend="aot_eager")(x)
     assert torch.equal(out, q(x))
     torch._dynamo.reset()
+
+
+@parametrize("fmt", [*NATIVE, "e4m3fn", "recipe:mxfp8"], keep={"fp32", "e4m3fn"})
+@pytest.mark.parametrize("mask", [causal_lower_right, causal_upper_left])
+def test_a_causal_mask_of_torch_is_that_mask_written_out(mask: Any, fmt: str) -> None:
+    class Attention(nn.Module):
+        def __init__(self, make: Callable[[], Tensor]) -> None:
+            super().__init__()
+            self.make = make
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x[:, :, :3] * 1.1, x, x, attn_mask=self.make())
+
+    x = randn(2, 2, 5, 4)
+    written = torch.ones(3, 5, dtype=torch.bool).tril(2 if mask is causal_lower_right else 0)
+    got, expected = (quantize(Attention(make), fmt)(x) for make in (lambda: mask(3, 5), lambda: written))
+    ulp = {"fp32": 2**-20, "fp16": 2**-10, "e4m3fn": 2**-3}.get(fmt, 2**-7)
+    torch.testing.assert_close(got, expected, rtol=ulp, atol=0)  # of another kernel: it may fall on the other side
+    plain = Attention(lambda: mask(3, 5))(x)
+    if fmt == "fp32":
+        assert torch.equal(got, plain)
+    assert float((got - plain).norm()) < 0.1 * float(plain.norm())
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without mkldnn")
+def test_a_tensor_in_mkldnns_layout_is_refused() -> None:
+    class Moved(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.to_mkldnn()).to_dense()
+
+    model, x = Moved(4, 3), randn(2, 4)
+    with torch.no_grad():
+        assert torch.equal(quantize(model, "fp32")(x), model(x))
+        with pytest.raises(
+            NotImplementedError, match=r"Got a tensor in mkldnn's layout from to_mkldnn.*x\.to_dense\(\)"
+        ):
+            quantize(model, "bf16")(x)
+        with pytest.raises(NotImplementedError, match=r"Got a tensor in mkldnn's layout from linear at the top level"):
+            quantize(nn.Linear(4, 3), "bf16")(x.to_mkldnn())
