@@ -402,7 +402,7 @@ def wrap_checkpoints(
 ) -> None:
     """Let every function that torch.utils.checkpoint will run again be replaced by `wrap(function, args)` first.
 
-    settle: called with the outputs of a reentrant checkpoint, before autograd sees them.
+    settle: called with the outputs of a reentrant checkpoint, before autograd sees them. It may refuse them.
     """
     from torch.utils import checkpoint
 

@@ -70,6 +70,11 @@ def _settle(outputs: Any) -> None:
     """The gradients of what a reentrant checkpoint gives are rounded where it runs again: they have their place."""
     if active.emulation is None:
         return
+    if active.stand_ins is not None:
+        raise NotImplementedError(
+            f"A reentrant checkpoint at {active.emulation.scope.name or 'the top level'} runs a backward pass of its "
+            f"own, which a compiled program cannot hold. Use checkpoint(..., use_reentrant=False)."
+        )
     for x in outputs if isinstance(outputs, tuple | list) else (outputs,):
         if isinstance(x, Tensor) and (known := format_of(x)) is not None:
             mark_like(x, known)

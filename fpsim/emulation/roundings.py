@@ -39,7 +39,8 @@ from fpsim.torch_modes import has_transform, hook_gradient, is_plain, layers_beh
 
 __all__ = ["Copy", "Roundings", "values_of"]
 
-Copy = tuple[Any, Tensor, bool | None]  # None: its values alone are those of the original
+INFERENCE = "inference"  # such a copy can be saved for no backward pass
+Copy = tuple[Any, Tensor, bool | str | None]  # None: its values alone are those of the original
 
 
 class Roundings:
@@ -59,7 +60,7 @@ class Roundings:
         self.aliases = Aliases() if aliases is None else aliases
         self.has_wide = was_any_made_wide()
         self._is_calibrated = False  # whether it was asked in this pass who else may hold a gradient
-        # of an original: {(its format, its gradient's): (its state, rounded copy, whether that has a gradient)}
+        # of an original: {(its format, its gradient's): (its state, copy, whether that has a gradient or INFERENCE)}
         self._operands: ByIdentity[dict[Any, Copy]] = ByIdentity()
 
     def rounded_operands(self) -> list[tuple[Tensor, dict[Any, Copy]]]:
@@ -137,14 +138,16 @@ class Roundings:
         aliases = self.aliases
         # asked of the mode, not of the copy: a transform shows no sample of a batch with its gradient
         is_shown = has_transform()
-        needs_grad = torch.is_grad_enabled() and (is_shown or x.requires_grad)
+        needs_grad: bool | str = torch.is_grad_enabled() and (is_shown or x.requires_grad)
+        if not needs_grad and torch.is_inference_mode_enabled():
+            needs_grad = INFERENCE
         # what writes_to gives, in fewer calls
         state = writes_behind(x) if is_shown or x.is_inference() else version_of(x)
         values: Tensor | None = None
         if not aliases.is_blank:
             alias, state = aliases.of(x), aliases.state_of(x)
             if alias is not None and alias.rounded is not None and alias.state == state:
-                if not needs_grad:
+                if needs_grad is not True and (needs_grad is INFERENCE or not alias.rounded.is_inference()):
                     return alias.rounded
                 values = alias.rounded  # a Function or a reentrant checkpoint gave the view a gradient since
         kept = scope.listeners.kept_weights

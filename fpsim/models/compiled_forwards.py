@@ -27,11 +27,12 @@ from fpsim.torch_internals import (
     watched_seeds,
 )
 
-__all__ = ["call_under_dynamo", "note_copy", "open_objects", "register"]
+__all__ = ["call_under_dynamo", "note_copy", "open_objects", "register", "require_own_thread"]
 
 _forwards: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by their tokens
 _tokens = itertools.count()
 _copies: weakref.WeakSet[Any] = weakref.WeakSet()  # and what was loaded: not prepared yet
+_recorded: dict[int, list[str]] = {}  # of models that are being recorded, by their listeners: what others have called
 
 
 def register(forward: Any) -> str:
@@ -40,6 +41,20 @@ def register(forward: Any) -> str:
     _forwards[token] = forward
     _copies.discard(forward)
     return token
+
+
+def require_own_thread(forward: Any) -> None:
+    """Refuse a call of a model that another thread is recording: stand-ins lie in the place of its parameters."""
+    if _recorded and active.stand_ins is None and (others := _recorded.get(id(forward.listeners))) is not None:
+        others.append(forward.name or type(forward.module).__name__)
+        raise _of_another_thread(others[0])
+
+
+def _of_another_thread(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"A thread called {name} while torch.compile made a program of its model in another one, which cannot hold "
+        f"that. Run all of a compiled forward in the thread that calls it, and compile it before other threads do."
+    )
 
 
 def note_copy(forward: Any) -> None:
@@ -66,7 +81,17 @@ def _recorded_forward(token: str, tensors: dict[str, Tensor], flags: list[bool],
         return _run_apart(forward, args, kwargs)
     try:
         with standing_in(forward.module, tensors) as active.stand_ins, watched_seeds() as seeded:
-            out = forward.run(forward.module, args, kwargs)
+            _recorded[id(forward.listeners)] = others = []
+            try:
+                out = forward.run(forward.module, args, kwargs)
+            except Exception as error:
+                if others:
+                    raise _of_another_thread(others[0]) from error
+                raise
+            finally:
+                del _recorded[id(forward.listeners)]
+            if others:
+                raise _of_another_thread(others[0])
             if (source := seeded()) is not None:
                 raise NotImplementedError(
                     f"The forward seeds random numbers of {source}, or draws some that are no tensor, which a compiled "

@@ -22,7 +22,7 @@ from fpsim.emulation.entering import run_entered
 from fpsim.emulation.marks import is_made_here, is_roundable, is_seen_from_outside, is_state, mark_as_state
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.scope import Listeners, Scope, Weights, active, make_scope
-from fpsim.models.compiled_forwards import call_under_dynamo, note_copy, register
+from fpsim.models.compiled_forwards import call_under_dynamo, note_copy, register, require_own_thread
 from fpsim.models.computed_weights import adopt
 from fpsim.policies.policy import FEW_BITS, Policy, RoleSpecs
 from fpsim.policies.products import Products
@@ -169,6 +169,7 @@ class EmulatedForward:
         around = None if emulation is None else emulation.scope
         is_outermost, dtype = emulation is None, None
         if around is None or around.listeners is not self.listeners:
+            require_own_thread(self)
             dtype = _dtype_of_model(module)
             weights = _prepared_inside(module, {} if around is None else around.weights)
             is_float64 = dtype is torch.float64
@@ -297,7 +298,7 @@ def _prepared_inside(module: nn.Module, around: Weights) -> Weights:
         if m is not None and id(m) not in seen:  # absent, or in several places
             seen.add(id(m))
             weights = _prepared(m, weights)
-            waiting += m._modules.values()
+            waiting += held_by(m)[2].values()  # its children
     return weights
 
 

@@ -570,3 +570,31 @@ def test_a_view_that_a_function_gives_back_has_the_noise_of_its_input(form: str)
     q = quantize(Given(), "e4m3fn", rounding="stochastic")
     a, b = q(torch.randn(4, 6, requires_grad=True))
     assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_what_was_used_in_inference_mode_first_is_used_with_a_gradient_later(is_view: bool, has_gradient: bool) -> None:
+    """Of small integers, so that the gradient is torch's, bit for bit."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen = x[:, :] if is_view else x
+            with torch.inference_mode():
+                norm = float((seen * 0 + 1).sum() + (self.w * 0).sum())
+            return seen * self.w / norm
+
+    x, model = torch.tensor([[2.0, 4.0, -1.0], [1.0, 0.0, 3.0], [0.0, 1.0, 1.0], [2.0, 2.0, 0.0]]), Normed()
+    results = []
+    for m in (model, quantize(model, "e4m3fn")):
+        given = x.clone().requires_grad_(has_gradient)
+        (m(given) * 12).sum().backward()
+        results.append((m.w.grad, given.grad))
+    (w, of_x), (emulated, emulated_x) = results
+    assert torch.equal(w, emulated)
+    assert (of_x is None) == (emulated_x is None) == (not has_gradient)
+    assert of_x is None or torch.equal(of_x, emulated_x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import tiers
 import torch
 from tiers import parametrize
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fpsim import dequantize, quantize, record
 
@@ -322,3 +324,47 @@ def test_numbers_that_a_program_would_draw_once_break_the_graph(way: str) -> Non
     with pytest.warns(UserWarning, match="compiled program would"):
         found = calls(torch.compile(quantize(Draws(way), "bf16"), backend="aot_eager"))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def in_a_thread(function: Callable[[], Tensor]) -> Tensor:
+    given: list[Tensor] = []
+    thread = threading.Thread(target=lambda: given.append(function()))
+    thread.start()
+    thread.join()
+    return given[0]
+
+
+BREAKING: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "a reentrant checkpoint": (
+        lambda m, x: checkpoint(lambda y: m.inner(y).tanh(), m.inner(x), use_reentrant=True),
+        r"reentrant checkpoint at the top level.*use_reentrant=False",
+    ),
+    "another thread": (lambda m, x: in_a_thread(lambda: m.inner(x)), "A thread called inner while torch.compile made"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("way", BREAKING)
+def test_what_a_program_cannot_hold_is_named_and_runs_without_the_compiler(way: str) -> None:
+    run, words = BREAKING[way]
+
+    class Breaking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return run(self, x)
+
+    q, x = quantize(Breaking(), "bf16"), torch.randn(3, 4)
+    results = []
+    for step in (q, torch.compile(q, backend="aot_eager")):
+        q.zero_grad()
+        if step is q:
+            out = step(x)
+        else:
+            with pytest.warns(UserWarning, match=words):
+                out = step(x)
+        out.sum().backward()
+        results.append((out, q.inner.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
