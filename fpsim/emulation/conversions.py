@@ -37,6 +37,7 @@ __all__ = [
     "dtype_of",
     "fill",
     "for_each",
+    "is_float64",
     "make",
     "mark_gradients",
     "named_dtype",

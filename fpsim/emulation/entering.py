@@ -37,7 +37,9 @@ def enter(scope: Scope, undo: Undo) -> None:
         _activate(emulation, undo)
         undo.by(partial(_warn_of_inner, emulation, scope))
         return
-    undo.by(partial(_go_back, emulation, scope, emulation.scope))
+    around = emulation.scope
+    undo.by(partial(_go_back, emulation, scope, around))
+    scope.weights, scope.is_float64 = around.weights, around.is_float64
     emulation.scope = scope
 
 

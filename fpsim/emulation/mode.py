@@ -53,6 +53,7 @@ from fpsim.emulation.conversions import (
     dtype_of,
     fill,
     for_each,
+    is_float64,
     make,
     mark_gradients,
     named_dtype,
@@ -129,6 +130,10 @@ class Emulation(Roundings, TorchFunctionMode):
         if types and (mask := mask_among(types)) is not None:
             with self:  # it calls attention with what it stands for
                 return mask.__torch_function__(func, types, args, kwargs)
+        if scope.is_float32 and any(map(is_float64, tensors_in((*args, *(kwargs or {}).values())))):
+            out = self._pass(func, call, args, kwargs)
+            self.mark_wide(*filter(is_float64, tensors_in(out)))
+            return out
         asked = Asked.NOTHING
         if call.takes_dtype or "dtype" in kwargs:
             args, kwargs, asked = named_dtype(self, call, args, kwargs)

@@ -118,13 +118,14 @@ class Scope:
     activation: the mark of a tensor in the activations' format; None where they have none.
     weight: the mark of a weight's rounded copy; empty where weights are not rounded.
     plans: what is done with each function that was called, shared by all calls of the module.
+    is_float32: whether every role is that of float32, in a model that is not of float64: its float64 is left alone.
     is_float64: whether the model's own parameters are float64: its dtype then says nothing of what a call asks for.
     write: given a parameter and what writes to it, does so; None where parameters take numbers as they are.
     """
 
     __slots__ = (
-        "activation", "counts", "dtype", "float32", "is_float64", "listeners", "name", "plans", "products", "specs",
-        "weight", "weights", "wide", "write",
+        "_rounds_nothing", "activation", "counts", "dtype", "float32", "is_float32", "is_float64", "listeners", "name",
+        "plans", "products", "specs", "weight", "weights", "wide", "write",
     )  # fmt: skip
 
     def __init__(
@@ -147,7 +148,8 @@ class Scope:
             self.weight += OF_A_WEIGHT
         self.plans = Plans()
         self.counts: dict[str, int] = {}
-        self.is_float64 = False
+        self._rounds_nothing = products is None and all(spec is None or spec.is_float32 for spec in specs)
+        self.is_float32, self.is_float64 = False, False  # of no model
         self.write: Callable[[Tensor, Callable[[], Any]], Any] | None = None
 
     def again(self, weights: Weights, wide: dict[str, None], is_float64: bool) -> Scope:
@@ -155,7 +157,8 @@ class Scope:
         scope = object.__new__(Scope)
         scope.name, scope.specs, scope.float32, scope.listeners = self.name, self.specs, self.float32, self.listeners
         scope.products, scope.dtype, scope.plans = self.products, self.dtype, self.plans
-        scope.activation, scope.weight, scope.is_float64 = self.activation, self.weight, is_float64
+        scope.activation, scope.weight, scope._rounds_nothing = self.activation, self.weight, self._rounds_nothing
+        scope.is_float32, scope.is_float64 = self._rounds_nothing and not is_float64, is_float64
         scope.weights, scope.wide, scope.counts, scope.write = weights, wide, {}, self.write
         return scope
 

@@ -253,6 +253,48 @@ def test_float64_that_a_forward_asks_for_stays_float64(way: str, fmt: str) -> No
         assert torch.equal(emulated, gradient)
 
 
+OF_FLOAT64: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a buffer": lambda m, x: x * m.b / 3,
+    "a buffer, cast back": lambda m, x: (x * m.b / 3).float() * m.w,
+    "a view of a buffer": lambda m, x: m.b[1:3] * x[0, 0] / 3,
+    "written to a buffer": lambda m, x: x * m.seen.add_(x.detach().double().mean(0) / 3),
+    "a parameter": lambda m, x: x.double() @ m.w64 / 3 + m.w.sum(),
+    "a layer": lambda m, x: m.layer(x.double()).to(x.dtype) * m.w,
+    "an LSTM": lambda m, x: m.lstm(x.double())[0],
+    "joined": lambda m, x: torch.cat([x[0], m.b]) / 3,
+    "in place": lambda m, x: (x * 1).mul_(m.b / 3),
+    "an input": lambda m, x: x / 3 * m.w,
+}
+
+
+@parametrize("way", OF_FLOAT64, keep={"a buffer", "a parameter", "an LSTM"})
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_fp32_leaves_float64_of_a_model_of_float32_alone(way: str, dtype: torch.dtype) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.w64 = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4).double() / 3)
+            self.layer, self.lstm = nn.Linear(4, 4).double(), nn.LSTM(4, 4).double()
+            self.register_buffer("b", torch.randn(4).double() / 3)
+            self.register_buffer("seen", torch.zeros(4, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return OF_FLOAT64[way](self, x)
+
+    x, model = torch.randn(3, 4).to(dtype), Mixed()
+    results: list[list[Tensor | None]] = []
+    for m in (quantize(model, "fp32"), model):
+        given = x.clone().requires_grad_()
+        out = m(given)
+        out.square().sum().backward()
+        results.append([out, given.grad, m.seen, *(p.grad for p in m.parameters())])
+    for found, expected in zip(*results, strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            assert found.dtype is expected.dtype
+            assert torch.equal(found, expected)
+
+
 def test_a_model_of_float64_is_rounded_in_float64() -> None:
     """There `x.to(y.dtype)` asks for the model's own dtype, which holds the format's numbers."""
 

@@ -15,7 +15,7 @@ from tiers import parametrize
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fpsim import Policy, quantize
+from fpsim import Policy, emulate, quantize
 
 POLICY = Policy(weight="fp16", activation="bf16", error="bf16", weight_grad="e5m2")
 
@@ -214,6 +214,20 @@ def test_a_buffer_is_one_however_deep_it_lies(is_written: bool) -> None:
     expected = torch.full((6,), 0.3)
     assert torch.equal(q.body[0][0].scale, expected * 1.003 if is_written else expected)
     assert is_written or torch.equal(out, expected)
+
+
+def test_a_block_inside_of_a_forward_knows_the_weights_around_it() -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randint(2**12, 2**13, (5, 6)) / 2**12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with emulate(POLICY):
+                return x @ self.w.T
+
+    q, x = quantize(Blocks(), "bf16"), torch.randint(-8, 9, (7, 6)).float()
+    assert torch.equal(functional(q, x)[0], (x @ q.w.detach().half().float().T).bfloat16().float())
 
 
 def test_what_changes_between_two_calls_is_seen_by_the_second() -> None:
