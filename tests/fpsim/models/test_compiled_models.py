@@ -309,7 +309,7 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@parametrize("way", DRAWS, keep={"a generator that is made", "a seed", "a fork", "numpy.random"})
+@parametrize("way", DRAWS, keep={"a generator that is made", "a fork", "numpy.random"})
 def test_numbers_that_a_program_would_draw_once_break_the_graph(way: str) -> None:
     """As in torch.compile itself: the calls are those of eager code."""
 
