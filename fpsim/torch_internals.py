@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -28,7 +28,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fpsim.torch_modes import has_transform
+from fpsim.torch_modes import has_transform, memory_behind
 
 __all__ = [
     "FORMER",
@@ -50,6 +50,7 @@ __all__ = [
     "is_compiled_wrapper",
     "is_held_by_autograd_alone",
     "is_legacy_batched",
+    "is_recorded",
     "is_traced",
     "map_leaves",
     "may_compute_weights",
@@ -119,7 +120,9 @@ held_by: Callable[[nn.Module], Any] = attrgetter("_parameters", "_buffers", "_mo
 
 
 @contextmanager
-def standing_in(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[dict[int, Tensor]]:
+def standing_in(
+    module: nn.Module, tensors: dict[str, Tensor], others: Sequence[Tensor] = ()
+) -> Iterator[dict[int, Tensor]]:
     """A block in which these tensors stand in the place of parameters and buffers, tied ones in each of their places.
 
     What stands in for a parameter is one to `isinstance`, wherever it is handed on: in a list, as an argument, in the
@@ -127,13 +130,15 @@ def standing_in(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[dict[
     what stands in for each parameter and buffer, by the id of that.
 
     tensors: by the names of `named_parameters()` and `named_buffers()`.
+    others: what stands in for parameters of other modules.
     Raises NotImplementedError where the block puts another buffer in the place of one of these: it would be lost.
     """
     parameters = [*module.named_parameters()]
     names = {id(x): name for name, x in (*parameters, *module.named_buffers())}
     homes = [place for m in module.modules() for place in (m._parameters, m._buffers)]
     places = [(place, key, x) for place in homes for key, x in place.items() if x is not None]
-    marked = [x for name, _ in parameters if type(x := tensors[name]) is not Tensor and not isinstance(x, nn.Parameter)]
+    replaced = {id(x): x for x in (*(tensors[name] for name, _ in parameters), *others) if type(x) is not Tensor}
+    marked = [x for x in replaced.values() if not isinstance(x, nn.Parameter)]
     for place, key, x in places:
         place[key] = tensors[names[id(x)]]  # type: ignore[assignment]
     try:
@@ -271,9 +276,17 @@ def is_traced(x: Tensor) -> bool:
     """Whether `x` stands for a tensor of a program that torch.compile makes, outside of transforms."""
     if type(x) is Tensor or type(x) is nn.Parameter or torch.compiler.is_exporting():
         return False
+    return _is_of_program(x) and not has_transform() and forward_ad._current_level < 0
+
+
+def is_recorded(x: Tensor) -> bool:
+    """`is_traced`, also within a transform that the program takes."""
+    return not torch.compiler.is_exporting() and _is_of_program(memory_behind(x))
+
+
+def _is_of_program(x: Tensor) -> bool:
     known = {"fake_tensor": "FakeTensor", "functional_tensor": "FunctionalTensor"}
-    is_stand_in = type(x).__name__ == known.get(type(x).__module__.removeprefix("torch._subclasses."))
-    return is_stand_in and not has_transform() and forward_ad._current_level < 0
+    return type(x).__name__ == known.get(type(x).__module__.removeprefix("torch._subclasses."))
 
 
 def compile_as_one(function: Callable[..., Any]) -> None:

@@ -19,13 +19,14 @@ from fpsim.emulation.scope import active
 from fpsim.torch_internals import (
     compile_as_one,
     constant_under_compile,
-    is_traced,
+    is_recorded,
     map_leaves,
     register_container,
     standing_in,
     tensors_of,
     watched_seeds,
 )
+from fpsim.torch_modes import has_transform
 
 __all__ = ["call_under_dynamo", "note_copy", "open_objects", "register", "require_own_thread"]
 
@@ -71,16 +72,43 @@ def call_under_dynamo(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return _run_apart(forward, args, kwargs)
     tensors = {**dict(forward.module.named_parameters()), **dict(forward.module.named_buffers())}
     flags = [module.training for module in forward.module.modules()]  # each becomes a condition of the program
-    return _recorded_forward(forward.token, tensors, flags, args, kwargs)
+    given = [isinstance(x, nn.Parameter) for x in _tensors_among((args, kwargs))]
+    return _recorded_forward(forward.token, tensors, flags, given, args, kwargs)
 
 
-def _recorded_forward(token: str, tensors: dict[str, Tensor], flags: list[bool], args: Any, kwargs: Any) -> Any:
-    """The forward known by `token`, with these tensors in the place of parameters and buffers; flags are conditions."""
+def _tensors_among(x: Any) -> list[Tensor]:
+    """The tensors in tuples, lists and dictionaries. Dynamo reads it line by line."""
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, dict):
+        x = [*x.values()]
+    return [y for item in x for y in _tensors_among(item)] if isinstance(x, tuple | list) else []
+
+
+def _parameters_of(arguments: Any, given: list[bool]) -> list[Tensor]:
+    return [x for x, is_parameter in zip(_tensors_among(arguments), given, strict=True) if is_parameter]
+
+
+def _recorded_forward(
+    token: str, tensors: dict[str, Tensor], flags: list[bool], given: list[bool], args: Any, kwargs: Any
+) -> Any:
+    """The forward known by `token`, with these tensors in the place of parameters and buffers; flags are conditions.
+
+    given: of each tensor among the arguments, whether it is a parameter: one of a module around this one.
+    """
     forward = _forwards[token]
-    if not any(map(is_traced, (*tensors.values(), *tensors_of((args, kwargs))))):  # Dynamo gave up and calls it
+    if not any(map(is_recorded, (*tensors.values(), *tensors_of((args, kwargs))))):  # Dynamo gave up and calls it
         return _run_apart(forward, args, kwargs)
     try:
-        with standing_in(forward.module, tensors) as active.stand_ins, watched_seeds() as seeded:
+        if has_transform():
+            raise NotImplementedError(
+                "A transform of torch.func, such as grad or vmap, calls the model inside of a compiled program, which "
+                "cannot hold its emulation. Leave what calls the transform uncompiled."
+            )
+        with (
+            standing_in(forward.module, tensors, _parameters_of((args, kwargs), given)) as active.stand_ins,
+            watched_seeds() as seeded,
+        ):
             _recorded[id(forward.listeners)] = others = []
             try:
                 out = forward.run(forward.module, args, kwargs)

@@ -368,3 +368,25 @@ def test_what_a_program_cannot_hold_is_named_and_runs_without_the_compiler(way: 
         out.sum().backward()
         results.append((out, q.inner.weight.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_a_transform_in_a_compiled_function_runs_the_model_without_the_compiler(transform: str) -> None:
+    """With the tensors that it is given in the place of parameters, not with the model's own."""
+    q, x = quantize(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "bf16"), torch.randn(3, 4)
+    given = {name: p.detach() * 2 for name, p in q.named_parameters()}
+
+    def call(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(q, p, (x,)).square().sum()  # type: ignore[no-any-return]
+
+    def step(p: dict[str, Tensor], x: Tensor) -> Any:
+        return torch.func.grad(call)(p, x) if transform == "grad" else torch.func.vmap(partial(call, p))(x)
+
+    expected = step(given, x)
+    with pytest.warns(UserWarning, match=r"A transform of torch\.func.*calls the model inside of a compiled program"):
+        found = torch.compile(step, backend="aot_eager")(given, x)
+    if transform == "vmap":
+        assert torch.equal(found, expected)
+    else:
+        assert expected["0.weight"].any()
+        assert all(torch.equal(found[name], expected[name]) for name in given)

@@ -216,6 +216,23 @@ def test_a_buffer_is_one_however_deep_it_lies(is_written: bool) -> None:
     assert is_written or torch.equal(out, expected)
 
 
+def test_a_weight_of_a_module_around_a_compiled_model_is_one() -> None:
+    """A plain module gives its own parameter to a quantised one, and the whole is compiled."""
+
+    class Gives(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.inner = nn.Parameter(torch.randint(2**12, 2**13, (5, 6)) / 2**12), quantize(Product(), POLICY)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, self.w)  # type: ignore[no-any-return]
+
+    model, x = Gives(), torch.randint(-8, 9, (7, 6)).float()
+    out, gradients = compiled(model, x)
+    assert torch.equal(out, (x @ model.w.detach().half().float().T).bfloat16().float())
+    assert torch.equal(gradients["w"], (torch.ones(5, 7) @ x).to(torch.float8_e5m2).float())
+
+
 def test_a_block_inside_of_a_forward_knows_the_weights_around_it() -> None:
     class Blocks(nn.Module):
         def __init__(self) -> None:
