@@ -191,6 +191,10 @@ class Emulation(Roundings, TorchFunctionMode):
         written = first if isinstance(first, Tensor) and call.writes_to_first(args, kwargs) else None
         if written is not None and self.is_stored(written):
             return write_outside(self, func, call, args, kwargs)
+        if call.name == "data" and isinstance(first, Tensor) and has_transform():  # of its own memory, whatever it holds
+            out = call(func, args, kwargs)
+            self.aliases.add(out, Alias(first))
+            return out
         if call.is_view and isinstance(first, Tensor) and (not is_made_here(first) or self.aliases.of(first)):
             view = view_from_outside(self, func, call, args, kwargs)
             if view is not NotImplemented:

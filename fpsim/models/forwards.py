@@ -312,7 +312,8 @@ def _prepared(module: nn.Module, around: Weights) -> Weights:
     if hooks or "parametrizations" in children:
         adopt(module)
     for b in buffers.values():
-        if b is not None and not is_state(b):
+        # functional_call puts there what it is given: what is a weight around stays one
+        if b is not None and not is_state(b) and not isinstance(b, nn.Parameter) and id(b) not in around:
             mark_as_state(b)
     weights = around
     for p in parameters.values() if FORMER not in vars(module) else direct_parameters(module):

@@ -79,3 +79,16 @@ def test_a_write_under_a_transform_is_that_of_eager_code(way: str, transform: st
         torch.testing.assert_close(found, given.grad, rtol=2 * 2**-8, atol=0)
     else:
         assert torch.equal(found, model.bfloat16()(x.bfloat16()).float())
+
+
+def test_what_is_written_to_the_data_of_an_input_under_a_transform_arrives() -> None:
+    class Writing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x.data.mul_(1.5)
+            return x * 0.5
+
+    x = torch.tensor([0.75, 1.25, 0.5, 1.0])
+    for fmt in ("fp32", "bf16"):
+        out, tangent = torch.func.jvp(quantize(Writing(), fmt), (x.clone(),), (torch.ones(4),))
+        assert torch.equal(out, x * 0.75)
+        assert torch.equal(tangent, torch.full((4,), 0.5))

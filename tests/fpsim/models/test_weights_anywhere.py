@@ -247,6 +247,32 @@ def test_a_block_inside_of_a_forward_knows_the_weights_around_it() -> None:
     assert torch.equal(functional(q, x)[0], (x @ q.w.detach().half().float().T).bfloat16().float())
 
 
+@pytest.mark.parametrize("is_functional", [False, True])
+def test_a_weight_in_the_place_of_a_buffer_stays_one(is_functional: bool) -> None:
+    """`functional_call` puts it there, where the module has a buffer of that name."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("w", torch.zeros(5, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.double() @ self.w.double().T).float()
+
+    class Puts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.reads = nn.Parameter(torch.randint(2**12, 2**13, (5, 6)) / 2**12), Reads()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.functional_call(self.reads, {"w": self.w}, (x,))  # type: ignore[no-any-return]
+
+    q, x = quantize(Puts(), POLICY), torch.randint(-8, 9, (7, 6)).float()
+    expected = x @ q.w.detach().half().float().T
+    for _ in range(2):  # and what it is lasts no longer than the call
+        assert torch.equal((functional if is_functional else eager)(q, x)[0], expected)
+
+
 def test_what_changes_between_two_calls_is_seen_by_the_second() -> None:
     """A layer is added, one is replaced, a weight is tied, one is parametrised and is no longer."""
 
