@@ -191,7 +191,7 @@ class Emulation(Roundings, TorchFunctionMode):
         written = first if isinstance(first, Tensor) and call.writes_to_first(args, kwargs) else None
         if written is not None and self.is_stored(written):
             return write_outside(self, func, call, args, kwargs)
-        if call.name == "data" and isinstance(first, Tensor) and has_transform():  # of its own memory, whatever it holds
+        if call.name == "data" and isinstance(first, Tensor) and has_transform():  # of the memory itself
             out = call(func, args, kwargs)
             self.aliases.add(out, Alias(first))
             return out
