@@ -469,7 +469,7 @@ class Emulation(Roundings, TorchFunctionMode):
         return format_of(x) not in (None, WIDE)
 
 
-_HISTORY_OF: Any = Tensor.grad_fn.__get__  # type: ignore[attr-defined]  # what a mode is told of `x.grad_fn`
+_HISTORY_OF: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # what a mode is told of `x.grad_fn`
 
 
 class TracedEmulation(Emulation):

@@ -109,7 +109,8 @@ def _recorded_forward(
             standing_in(forward.module, tensors, _parameters_of((args, kwargs), given)) as active.stand_ins,
             watched_seeds() as seeded,
         ):
-            _recorded[id(forward.listeners)] = others = []
+            others: list[str] = []
+            _recorded[id(forward.listeners)] = others
             try:
                 out = forward.run(forward.module, args, kwargs)
             except Exception as error:
