@@ -47,9 +47,10 @@ class Model(nn.Module):
         self.own = nn.Parameter(torch.randn(5, 6))
         self.list, self.dict = nn.ParameterList([self.own]), nn.ParameterDict({"w": self.own})
         self.product, self.head = Product(), nn.Linear(6, 5, bias=False)
-        self.head.weight = self.leaf.table.weight
+        if place == "tied":  # else it lies nowhere else
+            self.head.weight = self.leaf.table.weight
         self.keeps = Product([self.leaf.table.weight])
-        self.keeps_list = Product(nn.ParameterList([self.leaf.table.weight]))
+        self.keeps_list = Product(nn.ParameterList([self.leaf.table.weight] if "ParameterList" in place else []))
 
     @property
     def leaf(self) -> Any:
