@@ -69,8 +69,10 @@ from fpsim.emulation.marks import (
     is_marked_wide,
     is_roundable,
     is_state,
+    is_weight,
     is_wide_tensor,
     mark,
+    mark_as_weight,
     unmark,
 )
 from fpsim.emulation.operands import Rounds, leaves_float32
@@ -194,6 +196,8 @@ class Emulation(Roundings, TorchFunctionMode):
         if call.name == "data" and isinstance(first, Tensor) and has_transform():  # of the memory itself
             out = call(func, args, kwargs)
             self.aliases.add(out, Alias(first))
+            if is_weight(first) or self.scope.stands_in(first):
+                mark_as_weight(out)
             return out
         if call.is_view and isinstance(first, Tensor) and (not is_made_here(first) or self.aliases.of(first)):
             view = view_from_outside(self, func, call, args, kwargs)
