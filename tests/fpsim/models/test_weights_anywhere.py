@@ -155,13 +155,14 @@ def test_a_weight_is_rounded_as_one_wherever_it_lies(way: str, place: str) -> No
             assert gradients[name] is None or not gradients[name].any()
 
 
-@pytest.mark.parametrize("way", ["view", "element", "einsum"])
+@pytest.mark.parametrize("way", ["view", "element", "einsum", "data"])
 def test_a_view_of_a_weight_is_one_under_transforms(way: str) -> None:
     """Rounded once, to 11 bits, and not to the 8 of activations; of its gradient the same."""
     views: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "view": lambda w, x: x @ w.T,
         "element": lambda w, x: x * w[2],
         "einsum": lambda w, x: torch.einsum("bi,oi->bo", x, w),
+        "data": lambda w, x: x @ w.data.T + w.sum() * 0,
     }
 
     class Viewing(nn.Module):
