@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 __all__ = [
     "CALL_SLOT",
@@ -163,7 +164,16 @@ def body_of(operation: Any) -> Callable[..., Any] | None:
     """What such an operation does without a compiler: Python that calls the functions. None for any other operation."""
     if not isinstance(operation, torch._ops.HigherOrderOperator):
         return None
-    return operation.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+    body = operation.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+    return body if body is None or operation.name() != "cond" else functools.partial(_branches, body)
+
+
+def _branches(body: Callable[..., Any], pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
+    """`torch.cond`: of each sample of a batch the result of its own branch, as torch's batching rule has it."""
+    if not (isinstance(pred, Tensor) and is_sample(pred)):
+        return body(pred, true_fn, false_fn, operands)
+    results = true_fn(*operands), false_fn(*operands)
+    return tree_map(functools.partial(torch.where, pred), *results)
 
 
 @functools.cache

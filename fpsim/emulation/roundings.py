@@ -331,7 +331,7 @@ class Roundings:
             role = "output"
         keep_infinity = not call.has_pole or (call.is_quotient and not isinstance(operands[1], Tensor))
         if not plain:
-            if spec is not None and has_transform() and round_behind(out, spec, keep_infinity):
+            if has_transform() and (spec is None or round_behind(out, spec, keep_infinity)):
                 spec = None
                 if is_target:
                     return out  # its gradient is rounded where it is used: to write to it again would be seen

@@ -96,6 +96,14 @@ def test_functions_that_are_given_to_an_operation_are_emulated(way: str, fmt: st
                 torch.testing.assert_close(p.grad, expected_p.grad)
 
 
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+def test_each_sample_of_a_batch_takes_its_own_branch(fmt: str) -> None:
+    model, x = Bodied("cond"), torch.tensor([[0.5, 1.0, 0.25, 2.0], [-0.5, -1.0, 0.25, -2.0]])
+    found = torch.func.vmap(quantize(model, fmt))(x)
+    native = model.to(NATIVE[fmt])
+    assert torch.equal(found, torch.stack([native(row) for row in x.to(NATIVE[fmt])]).float())
+
+
 def test_a_compiled_model_runs_functions_that_are_given_to_an_operation_as_without_a_compiler() -> None:
     q, x = quantize(Bodied("cond"), "bf16"), torch.rand(5, 4)
     torch._dynamo.reset()

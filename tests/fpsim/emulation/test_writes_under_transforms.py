@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tiers import parametrize
 from torch import Tensor, nn
 
-from fpsim import quantize
+from fpsim import Policy, quantize
 
 
 def after(write: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
@@ -79,6 +79,28 @@ def test_a_write_under_a_transform_is_that_of_eager_code(way: str, transform: st
         torch.testing.assert_close(found, given.grad, rtol=2 * 2**-8, atol=0)
     else:
         assert torch.equal(found, model.bfloat16()(x.bfloat16()).float())
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
+def test_an_activation_in_place_keeps_its_gradient_where_only_weights_are_rounded(transform: str) -> None:
+    class Activated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([0.5, 1.0, 1.5, 2.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * self.w
+            h.view(2, 2)[0].sigmoid_()
+            return h
+
+    model, x = Activated(), torch.tensor([[0.75, 1.25, 0.5, 1.0]], requires_grad=True)
+    results = []
+    for m in (model, quantize(model, Policy(weight="e4m3fn", weight_grad="fp32"))):  # these weights are in the format
+        if transform == "vmap":
+            results.append(torch.autograd.grad(torch.func.vmap(m)(x).sum(), x)[0])
+        else:
+            results.append(torch.func.grad(lambda x, m=m: m(x[0]).sum())(x))
+    assert torch.equal(*results)
 
 
 def test_what_is_written_to_the_data_of_an_input_under_a_transform_arrives() -> None:
