@@ -17,6 +17,7 @@ from fpsim.emulation.scope import Listeners, Observer
 from fpsim.emulation.tracing import Edit, Trace, Visitor
 from fpsim.models.installed import emulated_forwards
 from fpsim.models.quantize import dequantize, install_policies, listeners, policies_of, quantize, set_policy
+from fpsim.models.storing import states_in
 from fpsim.policies.policy import FormatLike
 from fpsim.tensors.noise import keep_random_numbers
 from fpsim.undoing import Undo
@@ -195,7 +196,7 @@ class Kept:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> None:
         self.model, self.scaler = model, scaler
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._states: list[tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]] = []
+        self._states: list[tuple[list[dict[str, Any]], dict[Any, _KeptState]]] = []
         self._modules = [(module, module.training) for module in model.modules()]
         self._buffers = [
             (module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
@@ -215,7 +216,7 @@ class Kept:
         if not is_own or any(optimizer is known for known in self.optimizers):
             return
         groups = [{k: _copied(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        states = {p: {k: (v, _copied(v)) for k, v in state.items()} for p, state in optimizer.state.items()}
+        states = {p: _KeptState(state) for p, state in optimizer.state.items()}
         self.optimizers.append(optimizer)
         self._states.append((groups, states))
 
@@ -244,7 +245,7 @@ class Kept:
 
 
 def _restore_optimizer(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], states: dict[Any, dict[str, Any]]
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], states: dict[Any, _KeptState]
 ) -> None:
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
@@ -252,14 +253,34 @@ def _restore_optimizer(
     for parameter in [p for p in optimizer.state if p not in states]:
         del optimizer.state[parameter]
     for parameter, saved_state in states.items():
-        state = optimizer.state[parameter]
-        for key in [k for k in state if k not in saved_state]:
-            del state[key]
-        for key, (original, value) in saved_state.items():
-            if isinstance(original, Tensor):
-                state[key] = original if _same(original, value) else original.copy_(value)
-            else:
-                state[key] = _copied(value)
+        saved_state.restore(optimizer.state[parameter])
+
+
+class _KeptState:
+    """The state of one parameter: its tensors with their numbers, however deep they lie, and what holds them."""
+
+    def __init__(self, state: dict[Any, Any]) -> None:
+        self.tensors = [(found.x, found.x.detach().clone()) for found in states_in(state)]
+        self.held = _copied_but_tensors(state)
+
+    def restore(self, state: dict[Any, Any]) -> None:
+        """Put it back, into the same tensors."""
+        for x, value in self.tensors:
+            if not _same(x, value):
+                x.copy_(value)
+        state.clear()
+        state.update(_copied_but_tensors(self.held))
+
+
+def _copied_but_tensors(value: Any) -> Any:
+    """A copy whose tensors are the original ones."""
+    if isinstance(value, dict | list) and type(value) in (dict, list):
+        if isinstance(value, dict):
+            return {key: _copied_but_tensors(x) for key, x in value.items()}
+        return [_copied_but_tensors(x) for x in value]
+    if type(value) is tuple:
+        return tuple(_copied_but_tensors(x) for x in value)
+    return value if isinstance(value, Tensor) else copy.copy(value)
 
 
 def _copied(value: Any) -> Any:

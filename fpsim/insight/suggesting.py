@@ -18,6 +18,7 @@ from fpsim.formats.floats import FloatFormat
 from fpsim.insight.diagnose import Diagnosis, diagnose
 from fpsim.models.optimizers import quantize_optimizer
 from fpsim.models.quantize import quantize, set_policy
+from fpsim.models.storing import states_in
 from fpsim.policies.policy import ROLES, Policy, policy_of_modules
 from fpsim.policies.update import Storage, Update
 from fpsim.tensors.spec import Spec, any_spec
@@ -317,10 +318,10 @@ def suggested_update(stepped: Stepped | None, worst: Worst, specs: Iterable[Spec
         return UpdateSuggestion(Update(), False, "not tried: no step of the optimizer was watched")
     names = sorted(
         {
-            name
-            for p, state in stepped.optimizer.state.items()
-            for name, x in state.items()
-            if isinstance(x, Tensor) and x.is_floating_point() and x.shape == p.shape and x.dim()
+            state.name
+            for p, states in stepped.optimizer.state.items()
+            for state in states_in(states)
+            if state.x.is_floating_point() and state.x.shape == p.shape and state.x.dim()
         }
     )
     formats = [spec.fmt for spec in specs]

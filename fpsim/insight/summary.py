@@ -17,6 +17,7 @@ from fpsim.insight.rows import Rows, text_table
 from fpsim.models.installed import emulated_forward
 from fpsim.models.optimizers import QuantizedOptimizer
 from fpsim.models.parameter_store import COMPENSATION, MASTER, SECOND, ParameterStore
+from fpsim.models.storing import states_in
 from fpsim.policies.policy import RoleSpecs
 from fpsim.policies.products import Products
 from fpsim.policies.update import Storage
@@ -157,11 +158,11 @@ def _sizes(store: ParameterStore, states: dict[str, Any]) -> dict[str, int]:
     parts: list[tuple[str, tuple[int, int]]] = [("weight", _bits(x, store.weight))]
     parts += [("copies", bits) for bits in _copies(store)]
     wide = 0
-    for name, state in states.items():
-        if isinstance(state, Tensor) and state.is_floating_point() and state.dim():
-            storage = store.weight if store.update.is_in_format else store.state_storage(name, state)
-            parts.append(("states", _bits(state, storage)))
-            wide += state.numel()
+    for state in states_in(states):
+        if state.x.is_floating_point() and state.x.dim():
+            storage = store.weight if store.update.is_in_format else store.state_storage(state)
+            parts.append(("states", _bits(state.x, storage)))
+            wide += state.x.numel()
     sizes = {name: sum(math.ceil(own / 8) for kind, (own, _) in parts if kind == name) for name in SIZES[:3]}
     sizes["scales"] = sum(math.ceil(shared / 8) for _, (_, shared) in parts)
     total = sum(sizes.values())

@@ -36,6 +36,7 @@ from fpsim.insight.suggesting import (
 )
 from fpsim.models.installed import emulated_forwards
 from fpsim.models.optimizers import quantized_optimizer_of
+from fpsim.models.storing import states_in
 from fpsim.policies.policy import Policy
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.shared_scales import Cut, rounded_blocks
@@ -250,9 +251,9 @@ class Watch:
         for name, before, parameter in self._steps.end(optimizer, self._parameters, self._watched):
             self._add(name, "update", parameter.detach() - before)
             self._add_lost(name, before, parameter.detach())
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
-                    self._add(f"{name} {key}", "state", value)
+            for state in states_in(optimizer.state.get(parameter, {})):
+                if state.x.is_floating_point() and state.x.dim():
+                    self._add(f"{name} {state.name}", "state", state.x)
 
     def _add(self, site: str, role: str, x: Tensor) -> None:
         x = x.detach()

@@ -25,6 +25,7 @@ from fpsim.emulation.steps import note_emulated
 from fpsim.formats.blocks import Element
 from fpsim.models.format_steps import has_format_step, require_format_step
 from fpsim.models.parameter_store import ParameterStore
+from fpsim.models.storing import states_in
 from fpsim.policies.policy import Policy
 from fpsim.tensors.launch import round_memory_, rounded
 from fpsim.tensors.spec import RoundingSpec
@@ -72,9 +73,9 @@ class EmulatedStep:
             mark(given, self._spec.text)
             self._gradients[p] = p.grad, given, version_of(given)
             p.grad = given
-            for name, x in optimizer.state[p].items():
-                if isinstance(x, Tensor) and x.is_floating_point():
-                    self._know_state(name, x)
+            for state in states_in(optimizer.state[p]):
+                if state.x.is_floating_point():
+                    self._know_state(state.name, state.x)
         numbers = _NumbersInFormat(self._spec.fmt, self._as_torch)
         self._undo.by(partial(_leave, numbers))
         push_mode(numbers)

@@ -17,7 +17,7 @@ from fpsim.models.emulated_steps import emulated_step_of
 from fpsim.models.format_steps import run_format_step
 from fpsim.models.optimizer_state import check_state, loaded_copies, saved, without_ours
 from fpsim.models.parameter_store import ParameterStore
-from fpsim.models.storing import local_part
+from fpsim.models.storing import local_part, states_in
 from fpsim.policies.update import Update, UpdateLike, as_update, updates_of
 from fpsim.torch_internals import apart_from_compiler
 from fpsim.torch_modes import guard_step, hook_steps, unguard_step, unhook_steps
@@ -151,6 +151,7 @@ class QuantizedOptimizer:
         self._observed: dict[Tensor, tuple[Tensor, Tensor]] = {}  # the value before a step, and what it began from
         self._intended: dict[Tensor, Tensor] = {}
         self._gradients: list[tuple[Tensor, Tensor]] = []  # hidden from a step
+        self._stepping: set[Tensor] = set()  # parameters that this step has found a gradient of
         self._evaluations = 0  # of the closure, in this step
         self._depth = 0  # of steps that run
         self._has_checked_names = False
@@ -233,6 +234,8 @@ class QuantizedOptimizer:
         if sum(len(group["params"]) for group in optimizer.param_groups) != len(self._stores):
             self._take(self._new_stores(optimizer), optimizer)
         self._evaluations = 0
+        self._stepping = set()
+        self._note_gradients()
         for store in self._working():
             store.decode()
         self._gradients, self._observed, self._intended = [], {}, {}
@@ -291,7 +294,7 @@ class QuantizedOptimizer:
                 store.undo()
             return
         for store in self._working():
-            if store.parameter.grad is None:
+            if not self._has_stepped(store):
                 store.undo()
                 continue
             if store.parameter in self._observed and store.parameter not in self._intended:
@@ -300,9 +303,18 @@ class QuantizedOptimizer:
             store.store(self.seed, self.steps)
             store.store_states(optimizer.state.get(store.parameter, {}), self.seed, self.steps)
         self._tell(optimizer)
+        self._stepping = set()
         self.steps += 1
         if not self._has_checked_names:
             self._check_state_names(optimizer)
+
+    def _note_gradients(self) -> None:
+        """Note what has a gradient now: some optimizers drop each one as soon as they have read it."""
+        self._stepping.update(p for p in self._stores if p.grad is not None)
+
+    def _has_stepped(self, store: ParameterStore) -> bool:
+        """Whether the step was given a gradient of a parameter, or has changed it without one."""
+        return store.parameter in self._stepping or store.parameter.grad is not None or store.was_changed
 
     def _tell(self, optimizer: Optimizer) -> None:
         """Tell the observers of the steps of this step's parameters."""
@@ -349,16 +361,17 @@ class QuantizedOptimizer:
         def evaluated(*args: Any, **kwargs: Any) -> Any:
             stores = self._working()
             with torch.no_grad():
-                hidden = [store.parameter.detach().clone() for store in stores]
+                hidden = [(store.parameter.detach().clone(), store.was_written) for store in stores]
                 for store in stores:
                     store.show(self.seed, self.steps, self._evaluations)
             self._evaluations += 1
             result = closure(*args, **kwargs)
+            self._note_gradients()
             with torch.no_grad():
                 self._step_in_format(optimizer)
-                for store, x in zip(stores, hidden, strict=True):
+                for store, (x, was_written) in zip(stores, hidden, strict=True):
                     if not store.update.is_in_format:
-                        store.parameter.copy_(x)
+                        store.hide(x, was_written)
             return result
 
         return evaluated
@@ -369,7 +382,9 @@ class QuantizedOptimizer:
         if not stepped:
             return
         self._has_checked_names = True
-        there = sorted({name for store in stepped for name in optimizer.state[store.parameter]} - {"step"})
+        found = {state.name for store in stepped for state in states_in(optimizer.state[store.parameter])}
+        others = {k for store in stepped for k in optimizer.state[store.parameter] if isinstance(k, str)}
+        there = sorted((found | others) - {"step"})
         for pattern in {pattern for store in stepped for pattern in store.update.state_patterns}:
             if not any(fnmatchcase(name, pattern) for name in there):
                 raise ValueError(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fpsim.models.storing import local_part, noise_key, store_, stored
+from fpsim.models.storing import State, local_part, noise_key, states_in, store_, stored
 from fpsim.policies.update import Storage, Update, state_storage
 from fpsim.tensors.noise import is_captured
 from fpsim.torch_internals import version_of
@@ -39,6 +40,7 @@ class ParameterStore:
         self.visible: Tensor | None = None  # what the model sees, while the optimizer works on another copy
         self._version = -1  # of the parameter when it was stored
         self._before: Tensor | None = None  # the weight before a step, where a compensation needs it
+        self._at_begin = -1  # the parameter's version when the optimizer was given it
 
     def _master_storage(self) -> Storage | None:
         if self.update.weight is None:
@@ -88,8 +90,11 @@ class ParameterStore:
     def decode(self) -> None:
         """Give the optimizer the numbers that it works on."""
         self.visible = self._before = None
-        if self.update.is_in_format:
-            return  # it has a step of its own
+        if not self.update.is_in_format:  # that has a step of its own
+            self._decode()
+        self._at_begin = version_of(self.parameter)
+
+    def _decode(self) -> None:
         if MASTER in self.kept and version_of(self.parameter) != self._version:
             self._follow()
         if self.update.has_copy:
@@ -97,6 +102,25 @@ class ParameterStore:
             self.parameter.copy_(self.value)
         elif self.update.compensation == "kahan":
             self._before = self.parameter.detach().clone()
+
+    @property
+    def was_written(self) -> bool:
+        """Whether the step has written to the parameter."""
+        return version_of(self.parameter) != self._at_begin
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether the step has written another number to the parameter, as far as one knows what it had."""
+        before = self._before if self.visible is None else self.value
+        if not self.was_written or before is None:
+            return self.was_written
+        return not torch.equal(local_part(self.parameter.detach()), local_part(before))
+
+    def hide(self, x: Tensor, was_written: bool) -> None:
+        """Undo `show`: the parameter is `x` for the optimizer again, which had written to it or not."""
+        self.parameter.copy_(x)
+        if not was_written:
+            self._at_begin = version_of(self.parameter)
 
     def _follow(self) -> None:
         """Begin the master copy again where the weight was written to since the last step, as by load_state_dict."""
@@ -181,26 +205,31 @@ class ParameterStore:
 
     # States
 
-    def state_storage(self, name: str, x: Any) -> Storage | None:
+    def state_storage(self, state: State) -> Storage | None:
         """How a state of the optimizer is stored; None where it stays as it is."""
-        if not isinstance(x, Tensor) or not x.is_floating_point() or self.parameter.numel() < self.update.min_size:
+        if not state.x.is_floating_point() or self.parameter.numel() < self.update.min_size:
             return None
-        if not self.names_state(name, x):
+        name = state.name
+        if not self._names_state(state):
             return None
         if name not in self._states:
             self._states[name] = state_storage(self.update, name)
         return self._states[name]
 
-    def names_state(self, name: str, x: Any) -> bool:
-        """Whether the update names this state: by its name, or by a pattern and its shape."""
-        pattern = next((p for p in self.update.state_patterns if fnmatchcase(name, p)), None)
-        if pattern is None or name == "step" or not isinstance(x, Tensor):
-            return False
-        return "*" not in pattern or x.shape == self.parameter.shape
+    def _names_state(self, state: State) -> bool:
+        """Whether the update names this state: by its name, or by a pattern and its shape.
 
-    def store_states(self, state: dict[str, Any], seed: int, step: int) -> None:
+        What lies deeper is of a view of the parameter as a rule, which may have other axes.
+        """
+        pattern = next((p for p in self.update.state_patterns if fnmatchcase(state.name, p)), None)
+        if pattern is None or state.name == "step":
+            return False
+        is_alike = state.x.shape == self.parameter.shape
+        return "*" not in pattern or is_alike or (state.is_nested and state.x.numel() == self.parameter.numel())
+
+    def store_states(self, states: Mapping[Any, Any], seed: int, step: int) -> None:
         """Round the states of this parameter."""
-        for name, x in state.items():
-            storage = self.state_storage(name, x)
+        for state in states_in(states):
+            storage = self.state_storage(state)
             if storage is not None:
-                store_(x, storage, self._key(storage, seed, step, name))
+                store_(state.x, storage, self._key(storage, seed, step, state.text))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +18,47 @@ from fpsim.tensors.shared_scales import rounded_blocks
 from fpsim.tensors.spec import BlockSpec, RoundingSpec
 from fpsim.torch_modes import Place, place_of
 
-__all__ = ["local_part", "noise_key", "store_", "stored"]
+__all__ = ["State", "local_part", "noise_key", "states_in", "store_", "stored"]
 
 TORCHAO_LEAST_AMAX = 1e-12  # torchao.optim.quant_utils.scale_tensor
 TE_FP16_RANGE = torch.finfo(torch.float16).max / 2  # TransformerEngine, FusedAdam.dtype_to_range_map
+
+
+class State(NamedTuple):
+    """A tensor that an optimizer keeps for one parameter.
+
+    path: the keys and places under which it lies: ("exp_avg",), or (0, "exp_avg") where a dict holds another.
+    """
+
+    path: tuple[Any, ...]
+    x: Tensor
+
+    @property
+    def name(self) -> str:
+        """The nearest key that is a string: one name for all the tensors of a list."""
+        return next((key for key in reversed(self.path) if isinstance(key, str)), self.text)
+
+    @property
+    def text(self) -> str:
+        return ".".join(map(str, self.path))
+
+    @property
+    def is_nested(self) -> bool:
+        return len(self.path) > 1
+
+
+def states_in(state: Mapping[Any, Any]) -> Iterator[State]:
+    """The tensors of `optimizer.state[parameter]`, in dicts, lists and tuples inside of it too."""
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), state)]
+    containers = set()
+    while waiting:
+        path, x = waiting.pop()
+        if isinstance(x, Tensor):
+            yield State(path, x)
+        elif isinstance(x, Mapping | list | tuple) and id(x) not in containers:
+            containers.add(id(x))
+            inner = x.items() if isinstance(x, Mapping) else enumerate(x)
+            waiting += reversed([((*path, key), value) for key, value in inner])
 
 
 def noise_key(seed: int, step: int, index: int, name: str) -> Tensor:

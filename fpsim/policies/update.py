@@ -81,7 +81,7 @@ class Update:
             weight's format) or "remainder16" (the 16 bits that a bfloat16 lacks of a float32).
         master: the format of a copy of the weights that the optimizer updates in their place.
         states: {name: format}, with names as in `optimizer.state[parameter]` and * for any characters; one format for
-            all states that have the parameter's shape.
+            all states that have the parameter's shape, or its number of elements where they lie in a dict or a list.
         min_size: states of parameters with fewer elements stay float32.
         arithmetic: "float32"; "format": each operation of the step is rounded to the weight's format, and so are
             learning rate and coefficients; "torch": the same, with coefficients as torch's bfloat16 kernels have them,

@@ -24,6 +24,7 @@ from fpsim.insight.reasons.updates import Updates
 from fpsim.insight.reasons.widening import LOW, Widening
 from fpsim.insight.stepping import require_unrecorded
 from fpsim.models.quantize import listeners
+from fpsim.models.storing import states_in
 from fpsim.policies.policy import Policy
 
 __all__ = ["Finding", "causes_first", "comes_to_nothing", "find", "reaches_a_loss"]
@@ -281,9 +282,8 @@ def _state_before(model: nn.Module, optimizers: list[Any]) -> list[Event]:
         if p.grad is not None:
             candidates.append(_came_in(name, "gradient", p.grad))
         for optimizer in optimizers:
-            for key, x in optimizer.state.get(p, {}).items():
-                if isinstance(x, Tensor):
-                    candidates.append(_came_in(f"{name} {key}", "optimizer state", x))
+            for state in states_in(optimizer.state.get(p, {})):
+                candidates.append(_came_in(f"{name} {state.text}", "optimizer state", state.x))
     events = [event for event in candidates if event is not None]
     for role in ("parameter", "buffer", "gradient", "optimizer state"):
         same = [event for event in events if event.role == role]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from fpsim.insight.ranges import Ends, first_index, glance
 from fpsim.insight.reasons.event import Event
 from fpsim.models.installed import emulated_forwards
+from fpsim.models.storing import states_in
 from fpsim.tensors.noise import keep_random_numbers
 from fpsim.tensors.ops import round_to
 from fpsim.tensors.tally import wanted_and_lost
@@ -291,12 +294,14 @@ def _twin(optimizer: Any, is_wide: bool) -> _Twin | None:
     except Exception:  # an optimizer of one's own may not be copied
         return None
     for p, state in twin.state.items():
-        for key, value in state.items():
-            if is_wide and isinstance(value, Tensor) and value.is_floating_point() and value.dim():
-                state[key] = value.to(p.dtype)
+        for found in [*states_in(state)] if is_wide else ():
+            *outer, key = found.path
+            inner = functools.reduce(operator.getitem, outer, state)
+            if found.x.is_floating_point() and found.x.dim() and not isinstance(inner, tuple):
+                inner[key] = found.x.to(p.dtype)
     return _Twin(twin, parameters)
 
 
 def _states(optimizer: Any, p: Tensor) -> list[tuple[str, Tensor]]:
-    state = optimizer.state.get(p, {})
-    return [(k, x) for k, x in state.items() if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
+    states = states_in(optimizer.state.get(p, {}))
+    return [(state.text, state.x) for state in states if state.x.is_floating_point() and state.x.dim()]
