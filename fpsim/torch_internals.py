@@ -46,6 +46,7 @@ __all__ = [
     "has_history",
     "has_no_holes",
     "held_by",
+    "hooks_of_gradient",
     "is_called_functionally",
     "is_compiled_wrapper",
     "is_held_by_autograd_alone",
@@ -545,3 +546,8 @@ def _count_holders(is_view: bool, hold: Callable[[Tensor], Any]) -> _Holders:
         x.register_hook(Hook())
         ((x.view(1, 2) if is_view else x) * 2).sum().backward()
     return counts[0]
+
+
+def hooks_of_gradient(x: Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """The hooks on the gradient of a leaf, and those that are called once it is in `x.grad`."""
+    return [*(x._backward_hooks or {}).values()], [*(x._post_accumulate_grad_hooks or {}).values()]  # type: ignore[attr-defined]

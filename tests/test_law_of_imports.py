@@ -79,7 +79,7 @@ FLOORS = (
     ),
     (
         "fpsim.models",
-        "__init__ computed_weights storing",
+        "__init__ computed_weights copying storing",
         "compiled_forwards parameter_store",
         "forwards",
         "installed",

@@ -18,6 +18,7 @@ from fpsim.emulation.entering import take_off_leftovers
 from fpsim.emulation.scope import NO_SPECS, Listeners
 from fpsim.formats.blocks import BlockFormat, Delayed, as_format
 from fpsim.models.computed_weights import modules_that_compute, sources
+from fpsim.models.copying import carry_over
 from fpsim.models.installed import bound_elsewhere, emulated_forward, emulated_forwards, install, uninstall
 from fpsim.policies.policy import ROLES, FormatLike, Policy
 from fpsim.policies.products import PRODUCTS
@@ -58,7 +59,8 @@ def quantize(
     spectral_norm, prune), has the role of a weight, and what computes it runs in float32, whatever the policy says of
     the parametrization's modules.
 
-    Warns where the gradient of the last layer has 4 bits to nearest.
+    The copies of parameters keep their attributes and the hooks on their gradients, which `copy.deepcopy` drops. Warns
+    of hooks that would still use the original, and where the gradient of the last layer has 4 bits to nearest.
 
     Args:
         model: any module; a copy of it is changed.
@@ -270,7 +272,9 @@ def _copy_of(model: Model, verb: str) -> Model:
     """A deep copy; where there can be none, an error that says why."""
     remedy = f"Expected: a model that copy.deepcopy can copy. Change this one itself: {verb}, inplace=True)."
     try:
-        duplicate = copy.deepcopy(model)
+        memo: dict[int, Any] = {}
+        duplicate = copy.deepcopy(model, memo)
+        left_behind = carry_over(model, memo)
     except Exception as error:  # whatever the model keeps may refuse
         why = _computed_tensors(model) or f"copy.deepcopy says: {error}"
         raise TypeError(f"{type(model).__name__} cannot be copied, {why}. {remedy}") from error
@@ -278,6 +282,13 @@ def _copy_of(model: Model, verb: str) -> Model:
     if stale is not None:
         raise TypeError(
             f"The forward of {stale} was replaced by a function that runs the original, also in a copy. {remedy}"
+        )
+    if left_behind:
+        shown_names = ", ".join(left_behind[:5]) + ", ..." * (len(left_behind) > 5)
+        warnings.warn(
+            f"Got hooks on the gradients of {shown_names} that use the original model or an optimizer of it. Copies of "
+            f"these parameters do not have them. Register them on the copy, or keep them: {verb}, inplace=True).",
+            stacklevel=5,
         )
     return duplicate
 

@@ -32,6 +32,7 @@ from fpsim.torch_internals import (
     current_graph_task,
     direct_parameters,
     has_no_holes,
+    hooks_of_gradient,
     is_called_functionally,
     is_compiled_wrapper,
     is_held_by_autograd_alone,
@@ -457,3 +458,13 @@ def test_who_seeds_global_random_numbers_is_named_and_they_are_put_back(
         draw()
         assert drawn() == source
     assert states() == before
+
+
+def test_hooks_of_a_gradient_are_those_that_were_registered_and_not_removed() -> None:
+    p = nn.Parameter(torch.ones(2))
+    assert hooks_of_gradient(p) == hooks_of_gradient(nn.UninitializedParameter()) == ([], [])
+    handle = p.register_hook(torch.abs)
+    p.register_hook(torch.neg)
+    p.register_post_accumulate_grad_hook(print)
+    handle.remove()
+    assert hooks_of_gradient(p) == ([torch.neg], [print])
