@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpsim.emulation.marks import MARK
 from fpsim.emulation.scope import active
 from fpsim.torch_internals import (
     compile_as_one,
@@ -100,6 +101,8 @@ def _recorded_forward(
     is_given_up = torch.compiler.is_dynamo_compiling()  # Dynamo reads this very function, line by line
     if is_given_up or not any(map(is_recorded, (*tensors.values(), *tensors_of((args, kwargs))))):
         return _run_apart(forward, args, kwargs)
+    for name, x in (*forward.module.named_parameters(), *forward.module.named_buffers()):
+        _give_attributes(tensors[name], vars(x))
     try:
         if has_transform():
             raise NotImplementedError(
@@ -144,6 +147,12 @@ def _recorded_forward(
     finally:
         active.stand_ins = None
     return out
+
+
+def _give_attributes(stand_in: Tensor, attributes: dict[str, Any]) -> None:
+    """Give a stand-in what the forward may ask of the parameter, as muP's do, but for the marks that are ours."""
+    own = vars(stand_in)
+    own.update({k: v for k, v in attributes.items() if k not in own and k != MARK and not k.startswith("_dynamo")})
 
 
 _run_apart: Any = None  # once torch.compile has come to an emulated module

@@ -221,3 +221,25 @@ def test_what_rounding_notes_of_a_parameter_is_not_taken_along() -> None:
     quantised = fpsim.quantize(model, "bf16", inplace=True)
     gradient_of(quantised, "weight")
     assert set(vars(fpsim.dequantize(quantised).weight)) <= set()
+
+
+class Multiplied(nn.Module):
+    """A parameter, and a buffer, that say how they are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3, 2))
+        self.register_buffer("b", torch.ones(2))
+        self.w.multiplier, self.b.multiplier = 0.25, 2.0  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w * getattr(self.w, "multiplier", 1.0) + self.b * getattr(self.b, "multiplier", 1.0)
+
+
+def test_attributes_are_there_in_a_compiled_program() -> None:
+    model = fpsim.quantize(Multiplied(), "bf16")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    out = compiled(torch.ones(4, 3))
+    out.sum().backward()
+    assert torch.equal(out, torch.full((4, 2), 3 * 0.25 + 2.0))
+    assert torch.equal(model.w.grad, torch.full((3, 2), 4 * 0.25))
