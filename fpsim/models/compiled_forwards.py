@@ -6,6 +6,7 @@ stand-ins, and what it computes is recorded, forward and backward.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 import weakref
@@ -103,6 +104,7 @@ def _recorded_forward(
         return _run_apart(forward, args, kwargs)
     for name, x in (*forward.module.named_parameters(), *forward.module.named_buffers()):
         _give_attributes(tensors[name], vars(x))
+    attributes = _Attributes(forward.module)
     try:
         if has_transform():
             raise NotImplementedError(
@@ -125,6 +127,11 @@ def _recorded_forward(
                 del _recorded[id(forward.listeners)]
             if others:
                 raise _of_another_thread(others[0])
+            if (kept := attributes.traced()) is not None:
+                raise NotImplementedError(
+                    f"The forward of {type(forward.module).__name__} keeps a tensor as {kept!r}, which a compiled "
+                    f"program cannot do. Use a buffer, and write to it in place: self.buffer.copy_(...)."
+                )
             if (source := seeded()) is not None:
                 raise NotImplementedError(
                     f"The forward seeds random numbers of {source}, or draws some that are no tensor, which a compiled "
@@ -143,10 +150,53 @@ def _recorded_forward(
             f"Without fullgraph=True it runs as it does without a compiler.",
             stacklevel=2,
         )
+        attributes.restore()
         raise
     finally:
         active.stand_ins = None
     return out
+
+
+class _Attributes:
+    """What the modules of a model keep besides parameters, buffers and modules, as it was before a recorded call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (name, vars(module), {key: (x, _copied(x)) for key, x in _plain(vars(module)).items()})
+            for name, module in model.named_modules()
+        ]
+
+    def traced(self) -> str | None:
+        """The name of one that holds a tensor of the recording, which would be there after the call."""
+        for name, attributes, _ in self._kept:
+            for key, value in _plain(attributes).items():
+                if any(map(is_recorded, tensors_of(value))):
+                    return f"{name}.{key}" if name else key
+        return None
+
+    def restore(self) -> None:
+        for _, attributes, before in self._kept:
+            for key in _plain(attributes).keys() - before.keys():
+                del attributes[key]
+            for key, (value, content) in before.items():
+                attributes[key] = value
+                if type(value) is list:
+                    value[:] = content
+                elif type(value) is dict:
+                    value.clear()
+                    value.update(content)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes that a forward may have set: neither torch's nor ours."""
+    return {key: x for key, x in attributes.items() if key not in _OF_MODULES and not key.startswith("_fpsim")}
+
+
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if type(value) in (list, dict) else value
 
 
 def _give_attributes(stand_in: Tensor, attributes: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -173,6 +174,38 @@ def test_what_is_recorded_runs_without_the_compiler_or_says_so() -> None:
     torch._dynamo.reset()
     with record(model), pytest.raises(torch._dynamo.exc.Unsupported, match="compile the whole quantised model"):
         torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+
+
+class Remembering(nn.Module):
+    """Uses what it computed before. form: how it keeps that."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.before, self.calls = form, [] if form == "list" else None, [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        before = self.before[-1] if self.form == "list" and self.before else self.before
+        out = x * 0.9 if before is None or before == [] else x + before * 0.25
+        if self.form == "list":
+            self.before.append(out.detach())
+        else:
+            self.before = out.detach()
+        return out
+
+
+@pytest.mark.parametrize("form", ["attribute", "list"])
+def test_a_tensor_that_a_forward_keeps_as_an_attribute_breaks_the_graph(form: str) -> None:
+    plain, compiled = (quantize(nn.Sequential(Remembering(form)), "bf16") for _ in range(2))
+    call = torch.compile(compiled, backend="aot_eager")
+    for seed in range(3):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(seed))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert torch.equal(call(x), plain(x))
+        if not seed:
+            assert "keeps a tensor as '0.before'" in str(said[0].message)
+    assert compiled[0].calls == plain[0].calls == [3]
 
 
 def test_a_buffer_put_in_the_place_of_another_is_an_error() -> None:
