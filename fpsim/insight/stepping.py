@@ -20,6 +20,7 @@ from fpsim.models.quantize import dequantize, install_policies, listeners, polic
 from fpsim.models.storing import states_in
 from fpsim.policies.policy import FormatLike
 from fpsim.tensors.noise import keep_random_numbers
+from fpsim.torch_modes import hook_steps, unhook_steps
 from fpsim.undoing import Undo
 
 __all__ = [
@@ -122,9 +123,20 @@ def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
 
 
 def preserve(model: nn.Module, undo: Undo) -> None:
-    """Put back what `Kept` keeps of a model, and random numbers."""
-    undo.by(Kept(model).restore)
+    """Put back what `Kept` keeps of a model, the states of optimizers that step it meanwhile, and random numbers."""
+    kept = Kept(model)
+    undo.by(kept.restore)
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        kept.know(optimizer)
+
+    undo.by(partial(unhook_steps, None, before, _nothing))
+    hook_steps(None, before, _nothing)
     keep_random_numbers(undo)
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 @runtime_checkable

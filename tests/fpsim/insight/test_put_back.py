@@ -40,3 +40,29 @@ def test_a_buffer_that_a_step_replaces_and_a_module_that_it_switches_to_eval_are
     assert model[1].running_mean is statistics
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("has_stepped", [True, False], ids=["a state", "no state yet"])
+def test_the_states_of_an_optimizer_that_a_step_runs_are_put_back(tool: str, has_stepped: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean()
+        if loss.requires_grad:
+            loss.backward()
+            optimizer.step()
+        return loss
+
+    if has_stepped:
+        step()
+        optimizer.zero_grad()
+    parameters = [p.detach().clone() for p in model.parameters()]
+    states = [(p, key, value, value.clone()) for p in model.parameters() for key, value in optimizer.state[p].items()]
+    TOOLS[tool](model, step)
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), parameters, strict=True))
+    assert all(optimizer.state[p][key] is value and torch.equal(value, before) for p, key, value, before in states)
+    assert sum(len(optimizer.state[p]) for p in model.parameters()) == len(states)
