@@ -39,7 +39,7 @@ class Dropping(Optimizer):
         self.drops, self.is_nested, self.decays = drops, is_nested, decays
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -243,7 +243,7 @@ def test_a_state_that_no_parameter_has_is_named_beside_integer_keys() -> None:
     optimizer = Dropping(params)
     quantize_optimizer(optimizer, Update(states={"exp_avg_sq": "bf16"}))
     give_gradients(params, 0)
-    with pytest.raises(ValueError, match="exp_avg_sq.*Its states: exp_avg, squares"):
+    with pytest.raises(ValueError, match=r"exp_avg_sq.*Its states: exp_avg, squares"):
         optimizer.step()
 
 
