@@ -11,6 +11,11 @@ CHANGES: dict[int, tuple[str, ...]] = {
         "gradients through an autograd Function, or a reentrant checkpoint, that gives its input back",
         "weights and buffers that lie deeper than a child, in products under torch.compile, functional_call and "
         "func.grad",
+        "an input or a weight that is used under no_grad and with a gradient, under vmap or with stochastic rounding",
+        "writes in place under vmap and func.grad",
+        "random numbers of a generator, and slices of a ParameterList, under torch.compile",
+        "an async forward",
+        "steps of optimizers that drop gradients, and nested states of optimizers",
         "float64 in fp32",
     ),
 }
