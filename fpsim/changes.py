@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fpsim.checks import require_whole
+
 __all__ = ["BITS", "CHANGES", "changes_since"]
 
 # A release that computes other numbers for an equal configuration adds a line here: what has other numbers now, as an
@@ -33,4 +35,5 @@ def changes_since(bits: int) -> str:
     >>> changes_since(1).split("; ")[-1]
     'float64 in fp32'
     """
+    require_whole("bits", bits, 1)
     return "; ".join(words for version, changed in CHANGES.items() if version > bits for words in changed)

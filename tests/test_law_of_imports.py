@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     (
         "fpsim",
-        "changes checks undoing torch_modes",
+        "checks undoing torch_modes",
+        "changes",
         "border torch_internals",
     ),
     (

@@ -44,7 +44,7 @@ def carry_over(model: nn.Module, memo: Memo) -> list[str]:
         for attribute, value in vars(x).items():
             if attribute != MARK and attribute not in vars(duplicate):
                 setattr(duplicate, attribute, _copied_value(value, memo))
-        hooks, after = hooks_of_gradient(x)
+        hooks, after = ([hook for hook in some if not _is_ours(hook)] for some in hooks_of_gradient(x))
         if any(_sees_the_original(hook, own) for hook in (*hooks, *after)):
             left_behind.append(name)
         elif hooks or after:
@@ -56,6 +56,14 @@ def carry_over(model: nn.Module, memo: Memo) -> list[str]:
                 duplicate.register_post_accumulate_grad_hook(_copied(hook, own, memo))
             duplicate.requires_grad_(is_trained)
     return left_behind
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether a hook is this package's own, such as one of `fpsim.watch`, which watches the original alone."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return home.partition(".")[0] == __name__.partition(".")[0]  # type: ignore[no-any-return]
 
 
 def _copied_value(value: Any, memo: Memo) -> Any:

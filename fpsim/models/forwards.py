@@ -170,12 +170,12 @@ class EmulatedForward:
         is_outermost, dtype = emulation is None, None
         if around is None or around.listeners is not self.listeners:
             require_own_thread(self)
-            dtype = _dtype_of_model(module)
-            weights = _prepared_inside(module, {} if around is None else around.weights)
+            weights, dtype = _prepared_inside(module, {} if around is None else around.weights)
             is_float64 = dtype is torch.float64
+        elif is_functional:
+            (weights, _), is_float64 = _prepared_inside(module, around.weights), around.is_float64
         else:
-            prepared = _prepared_inside if is_functional else _prepared
-            weights, is_float64 = prepared(module, around.weights), around.is_float64
+            weights, is_float64 = _prepared(module, around.weights), around.is_float64
         scope = known.again(weights, self.wide, is_float64)
         has_names = self.listeners.has_names and scope.dtype is not None and is_outermost and dtype is not scope.dtype
         out = run_entered(
@@ -188,14 +188,6 @@ class EmulatedForward:
 def _run_whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The forward of a whole model, with what only moved of its inputs brought into the format."""
     return _in_format(active.emulation, forward(*args, **kwargs), (*args, *kwargs.values()))
-
-
-def _dtype_of_model(module: nn.Module) -> torch.dtype | None:
-    """The dtype of the first floating-point parameter, as transformers' models say it."""
-    for p in direct_parameters(module):
-        if p.is_floating_point():
-            return p.dtype
-    return next((dtype for child in module.children() if (dtype := _dtype_of_model(child)) is not None), None)
 
 
 def _in_format(emulation: Any, out: Any, given: tuple[Any, ...]) -> Any:
@@ -286,20 +278,28 @@ class UnboundForward:
 # The weights of a call, and its buffers
 
 
-def _prepared_inside(module: nn.Module, around: Weights) -> Weights:
+def _prepared_inside(module: nn.Module, around: Weights) -> tuple[Weights, torch.dtype | None]:
     """Prepare a module and all that are inside of it, before the outermost call of a model.
 
     Asked once for all: a scope inside of another one knows the weights of that one. So a weight has its role wherever
     it is used, by a module above its own, by one that is given it as an argument, or by one that keeps it in a list.
+
+    Returns the weights, and the dtype of the first floating-point parameter, as transformers' models say it.
     """
-    weights, waiting, seen = around, [module], set[int]()
+    weights, dtype, waiting, seen = around, None, [module], set[int]()
     while waiting:
         m = waiting.pop()
         if m is not None and id(m) not in seen:  # absent, or in several places
             seen.add(id(m))
             weights = _prepared(m, weights)
-            waiting += held_by(m)[2].values()  # its children
-    return weights
+            parameters, _, children, _ = held_by(m)
+            if dtype is None:
+                for p in parameters.values() if FORMER not in vars(m) else direct_parameters(m):
+                    if p is not None and p.is_floating_point():
+                        dtype = p.dtype
+                        break
+            waiting += reversed(children.values())
+    return weights, dtype
 
 
 def _prepared(module: nn.Module, around: Weights) -> Weights:

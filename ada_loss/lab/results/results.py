@@ -320,32 +320,31 @@ class StoredResults:
         return tables
 
     def cell(self, cell: str) -> dict[str, Any]:
-        """The cell with an id."""
+        """The cell with an id, as in `cells`. Raises ValueError for an id that is not among them."""
+        if not isinstance(cell, str):
+            raise TypeError(f"cell={shown(cell)} is not a string. Expected: the id of a cell.")
+        if cell not in self._by_id:
+            raise ValueError(f"cell={shown(cell)} is not in {shown(str(self.out))}. Expected: the id of a cell.")
         return self._by_id[cell]
 
     @cached_property
     def _by_id(self) -> dict[str, dict[str, Any]]:
         return {cell["id"]: cell for cell in self.cells}
 
-    def telemetry(self, cell: str, is_wanted: Callable[[str], bool] | None = None) -> dict[str, np.ndarray[Any, Any]]:
+    def telemetry(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
         """The arrays of a cell's file; see `ada_loss.lab.cells.telemetry`.
 
         cell: its id.
-        is_wanted: tells by its name whether an array is read; None for all.
         Raises ValueError for a file that is missing or damaged.
         """
-        if not isinstance(cell, str):
-            raise TypeError(f"cell={shown(cell)} is not a string. Expected: the id of a cell.")
-        if cell not in self._by_id:
-            raise ValueError(f"cell={shown(cell)} is not in {shown(str(self.out))}. Expected: the id of a cell.")
-        return read_telemetry(self.out, cell, self._by_id[cell]["telemetry_sha256"], is_wanted)
+        return read_telemetry(self.out, cell, self.cell(cell)["telemetry_sha256"])
 
     def readable_telemetry(
         self, cell: str, is_wanted: Callable[[str], bool] | None = None
     ) -> dict[str, np.ndarray[Any, Any]]:
         """`telemetry`, or no arrays where the file cannot be read: for a choice among cells."""
         try:
-            return self.telemetry(cell, is_wanted)
+            return read_telemetry(self.out, cell, self.cell(cell)["telemetry_sha256"], is_wanted)
         except ValueError:
             return {}
 

@@ -101,9 +101,9 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
     happened = []
 
     def noting(name: str, original: Any) -> Any:
-        def noted(*arguments: Any) -> Any:
+        def noted(*arguments: Any, **options: Any) -> Any:
             happened.append(name)
-            return original(*arguments)
+            return original(*arguments, **options)
 
         return noted
 
