@@ -24,7 +24,8 @@ RECORD = Path(__file__).with_name("durations.json")
 UNKNOWN = (0, 0.0)  # cases and seconds of a file without a record
 COLLECTING = "collecting"  # what a worker does before its first test, in the record
 UNRECORDED = 1.0  # processor seconds of a case without a record: many times the mean, so many ask for a new record
-LAST = "test_compiled_models.py"  # after an error under fullgraph=True, torch reports one more reference in every call
+# After an error under fullgraph=True, or a graph that is broken, torch reports one more reference in every call.
+LAST = ("test_compiled_models.py", "test_copies.py", "test_weights_anywhere.py")
 # Progress is printed with each full line, 72 results. The first file of one worker is the longest; that of the other
 # has so many quick cases that there is a line at once.
 QUICK = 10  # seconds
