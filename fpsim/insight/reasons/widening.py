@@ -1,4 +1,4 @@
-"""Operations of a native model in float32: all of them for a reference, or some of them as a remedy."""
+"""Operations of a native model in more bits: all of them for a reference, or some of them as a remedy."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ __all__ = ["LOW", "Widening"]
 
 LOW = (torch.float16, torch.bfloat16)
 _CASTS = frozenset("half bfloat16 to type type_as".split())
-_TO_FLOAT32 = frozenset("float to type".split())
 
 
 class Widening:
     """An `edit` of a trace that runs operations in float32, and brings what others read of them back.
 
-    chosen: the indices of the operations; None for all of them.
+    chosen: the indices of the operations; None for all of them. wide: float64 in the place of float32.
     gradients: those of the parameters' float32 copies, which no cast to the parameter's dtype has rounded.
     overflows: whether anything that is brought back becomes inf: then the overflow has only moved.
     """
 
-    def __init__(self, chosen: Collection[int] | None) -> None:
-        self.chosen = chosen
+    def __init__(self, chosen: Collection[int] | None, wide: torch.dtype = torch.float32) -> None:
+        self.chosen, self.wide = chosen, wide
+        self._low = LOW if wide is torch.float32 else (*LOW, torch.float32)
+        self._casts = _CASTS if wide is torch.float32 else _CASTS | {"float"}
         self.gradients: dict[int, Tensor] = {}
-        self._wide = WeakTensorKeyDictionary()  # {a tensor that is float32 here: the dtype that it had}
+        self._wide = WeakTensorKeyDictionary()  # {a tensor that is wide here: the dtype that it had}
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.overflows = False
 
@@ -40,25 +41,29 @@ class Widening:
     ) -> Any:
         out: Any
         tensors = [x for x in tensors_of((args, kwargs)) if x.is_floating_point()]
-        is_move = kind.action is Action.MOVE and kind.name not in _CASTS
+        is_move = kind.action is Action.MOVE and kind.name not in self._casts
         chosen = self.chosen is None or index in self.chosen
         if is_move and not chosen:  # a view of what is float32 here is so too
             chosen = any(x in self._wide for x in tensors)
-        if kind.in_place and tensors and tensors[0].dtype in LOW:
+        if kind.in_place and tensors and tensors[0].dtype in self._low:
             chosen = False  # the tensor that is written to cannot change its dtype
-        if not chosen and kind.name in _TO_FLOAT32 and tensors and tensors[0] in self._wide:
-            if not _wanted(kind.name, args, kwargs):  # a cast of what is float32 here, to float32: nothing is lost
+        if not chosen and kind.name in ("float", "to", "type") and tensors and tensors[0] in self._wide:
+            if not _wanted(
+                kind.name, args, kwargs, self._low
+            ):  # a cast of what is float32 here, to float32: nothing is lost
                 out = func(*args, **kwargs)
                 return out.clone() if out is tensors[0] else out
-        if not chosen:
+        if not chosen and not _to_integers(kind.name, args, kwargs):
             args, kwargs = map_leaves(self._narrowed, (args, kwargs))
             return func(*args, **kwargs)
-        lows = [x.dtype for x in tensors if x.dtype in LOW] + [self._wide[x] for x in tensors if x in self._wide]
-        lows += _wanted(kind.name, args, kwargs)  # by a cast, or by what makes a tensor of integers
+        if not chosen:
+            return func(*args, **kwargs)  # an index is read from as many bits as there are
+        lows = [x.dtype for x in tensors if x.dtype in self._low] + [self._wide[x] for x in tensors if x in self._wide]
+        lows += _wanted(kind.name, args, kwargs, self._low)  # by a cast, or by what makes a tensor of integers
         device = tensors[0].device.type if tensors else "cpu"
         if torch.is_autocast_enabled(device) and not lows:
             lows = [torch.get_autocast_dtype(device)]
-        if kind.name in _CASTS and tensors and _wanted(kind.name, args, kwargs):
+        if kind.name in self._casts and tensors and _wanted(kind.name, args, kwargs, self._low):
             out = self._widened(tensors[0])
             out = out.clone() if out is tensors[0] else out
         else:
@@ -66,12 +71,13 @@ class Widening:
                 args, kwargs = map_leaves(self._widened, (args, kwargs))
                 out = func(*args, **kwargs)
         for x in tensors_of(out):
-            if lows and x.dtype is torch.float32:
+            if lows and x.dtype is self.wide:
                 self._wide[x] = lows[0]
         return out
 
     def _note(self, key: int, gradient: Tensor) -> None:
-        self.gradients[key] = gradient.detach()
+        known = self.gradients.get(key)  # of another backward pass of the step
+        self.gradients[key] = gradient.detach() if known is None else known + gradient.detach()
 
     def _narrowed(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or x not in self._wide:
@@ -83,24 +89,34 @@ class Widening:
 
     def _widened(self, x: Any) -> Any:
         if isinstance(x, torch.dtype):
-            return torch.float32 if x in LOW else x
-        if not isinstance(x, Tensor) or x.dtype not in LOW:
+            return self.wide if x in self._low else x
+        if not isinstance(x, Tensor) or x.dtype not in self._low:
             return x
         if not (x.is_leaf and x.requires_grad):
-            return x.float()
+            return x.to(self.wide)
         if id(x) not in self._copies:
-            copy = x.float()
+            copy = x.to(self.wide)
             if copy.requires_grad:
                 copy.register_hook(partial(self._note, id(x)))
             self._copies[id(x)] = x, copy
         return self._copies[id(x)][1]
 
 
-def _wanted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.dtype]:
-    """The small dtypes that a call asks for."""
-    named = {"half": torch.float16, "bfloat16": torch.bfloat16}
+def _to_integers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call casts a tensor to integers."""
+    if name in ("long", "int", "short", "char", "byte"):
+        return True
+    dtypes = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
+    return name in ("to", "type") and bool(dtypes) and not any(d.is_floating_point for d in dtypes)
+
+
+def _wanted(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], low: tuple[torch.dtype, ...] = LOW
+) -> list[torch.dtype]:
+    """The dtypes of fewer bits that a call asks for."""
+    named = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32}
     if name in named:
-        return [named[name]]
+        return [d for d in (named[name],) if d in low]
     given = [*args[1:], *kwargs.values()]
     others = [x.dtype for x in given if isinstance(x, Tensor)] if name in _CASTS else []
-    return [d for d in (*given, *others) if isinstance(d, torch.dtype) and d in LOW]
+    return [d for d in (*given, *others) if isinstance(d, torch.dtype) and d in low]
