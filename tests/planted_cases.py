@@ -16,6 +16,7 @@ import planted_domains  # noqa: F401
 import planted_gradients  # noqa: F401
 import planted_grid
 import planted_healthy  # noqa: F401
+import planted_lost  # noqa: F401
 import planted_masks  # noqa: F401
 import planted_overflow  # noqa: F401
 import planted_precision  # noqa: F401

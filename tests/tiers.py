@@ -82,6 +82,7 @@ SISTERS = {
         },
         "ada_loss/lab/sweep/test_explained.py": {
             "workers_are_asked_where_a_sweep_has_workers": "a_setting_that_falls_short_is_asked_with_one_seed",
+            "the_deep_network_of_the_lab_is_explained": "a_setting_that_falls_short_is_asked_with_one_seed",
         },
         "ada_loss/lab/sweep/test_killed_trainings.py": {
             "a_training_killed_at_any_moment_gives_every_field_of_one_in_a_stretch": (

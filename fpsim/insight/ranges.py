@@ -140,6 +140,13 @@ class Ends:
             return cls(str(fmt), math.inf, 0.0, None)
         return cls(str(fmt), fmt.largest, float(getattr(fmt, "smallest", 0.0)), spec)
 
+    @property
+    def epsilon(self) -> float:
+        """The relative distance of its numbers; 0 of formats that share scales."""
+        if isinstance(self.holder, torch.dtype):
+            return torch.finfo(self.holder).eps
+        return float(getattr(getattr(self.holder, "fmt", None), "epsilon", 0.0))
+
     def holds(self, value: float) -> bool:
         """Whether a number that is not zero is not rounded to zero."""
         return self.rounded(value) != 0

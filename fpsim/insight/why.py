@@ -49,7 +49,7 @@ class Why(Rows):
         self.loss, self.float32, self.runs = finding.loss, finding.float32, finding.runs
         self._float32_bad = finding.float32_bad
         self.checked: list[str] = finding.checked
-        self._calls = finding.calls
+        self._calls, self._unfed = finding.calls, finding.unfed
 
     def policy(self) -> Policy:
         """The policy of the first remedy that is one. Raises ValueError where none is."""
@@ -97,7 +97,7 @@ class Why(Rows):
 
     def _remedy_line(self, event: Event) -> str:
         if not self._remedies:
-            return f"Do: {_advice(event, self.float32, self._float32_bad)} (not tried)"
+            return f"Do: {_advice(event, self.float32, self._float32_bad, self._unfed)}"
         first, *others = self._remedies
         line = f"Tried: {first.what}" + (
             f" -> loss {first.loss:.6g}" if first.loss is not None else " -> all is finite"
@@ -106,11 +106,8 @@ class Why(Rows):
         line += f"; {first.detail}" if first.detail else ""
         for other in others:
             line += f". Also tried: {other.what}"
-            line += (
-                f" -> loss {other.loss:.6g}"
-                if other.loss is not None
-                else (f"; {other.detail}" if other.detail else "")
-            )
+            line += f" -> loss {other.loss:.6g}" if other.loss is not None else ""
+            line += f"; {other.detail}" if other.detail else ""
         if any(remedy.policy is not None for remedy in self._remedies):
             line += ". policy() has it"
         return line + "."
@@ -146,7 +143,18 @@ def _cut(sites: list[str]) -> str:
     return line if len(line) <= WIDTH else f"{line[: WIDTH // 2]} ... {line[-WIDTH // 2 :]}"
 
 
-def _advice(event: Event, float32: float | None, float32_bad: list[str]) -> str:
+def _advice(event: Event, float32: float | None, float32_bad: list[str], unfed: list[str]) -> str:
+    if event.kind != "division by zero" or event.remedy != "clamp":
+        said = _said(event, float32, float32_bad)
+    else:
+        said = "Skip batches of which nothing is counted, or divide by max(count, 1)."
+    if not unfed:
+        return f"{said} (not tried)" if said else "no remedy that was tried is enough."
+    names = ", ".join(unfed[:3]) + (f" and {len(unfed) - 3} more" if len(unfed) > 3 else "")
+    return f"{said} Tried, does not help: what makes the step finite leaves no gradient for {names}.".lstrip()
+
+
+def _said(event: Event, float32: float | None, float32_bad: list[str]) -> str:
     is_bad = float32 is not None and (bool(float32_bad) or not math.isfinite(float32))
     blame = "No format is to blame: float32 gives NaN or inf too. " if is_bad else ""
     if is_bad and event.fmt in ("float16", "bfloat16"):
@@ -169,7 +177,9 @@ def _advice(event: Event, float32: float | None, float32_bad: list[str]) -> str:
         return "Look at what sets lr, such as a schedule of 0 steps."
     if event.stage == "buffers":
         return "Keep this module's buffers in float32."
-    return f"{blame}No remedy that was run here was enough."
+    if event.kind == "logarithm of zero":
+        return f"{blame}Compute the logarithm itself, as by log_softmax, logsigmoid or logsumexp."
+    return blame.rstrip()
 
 
 @keeps_grad_mode

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,14 @@ from fpsim.insight.ranges import Ends, Glance
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.timeline import Timeline
 
-__all__ = ["Keeping", "error_event", "lost_gradient", "may_be_lost"]
+__all__ = [
+    *("Keeping", "error_event", "lost_gradient", "may_be_lost", "ratio", "relative_errors", "shortened"),
+]
 
 LOST = 0.99  # the share of the gradients that are zero and should not be
+HALF = 0.5  # the share from which on the loss began nearer to the loss of the step
+BEGUN = 0.1  # the share from which on it began at all
+FELT = 0.05  # the part of a parameter's gradient from which on it is felt that it is missing
 NOISE = 1e-4  # of the gradient that is summed: a sum below that is what cancels
 GROWN, LARGE = 8.0, 0.1  # the growth, and the error, from which on growth is told of
 Key = tuple[str, int, int]
@@ -59,17 +64,18 @@ def _share_of_zeros(numbers: Glance | None) -> float:
     return 0.0 if numbers is None or not numbers.count else 1 - numbers.nonzero / numbers.count
 
 
-def lost_gradient(seen: Keeping, reference: Keeping, wide: dict[str, Glance]) -> Event | None:
+def lost_gradient(seen: Keeping, reference: Keeping, wide: dict[str, Glance], far: Collection[str]) -> Event | None:
     """The first gradient, in the order of the backward pass, that is lost where float32 has it.
 
-    wide: the gradients of parameters in the reference that no cast has rounded, by name.
+    wide: the gradients of parameters in the reference that no cast has rounded, by name. far: the names of parameters
+    whose gradient is far from the reference's.
     """
     share: dict[int, float] = {}
+    found: tuple[Operation, Glance, Glance] | None = None
+    unfed: list[str] = []
     for operation in seen.gradients:
-        key = operation.site, operation.call, operation.notes.get("batch") or 0
-        other = reference.by_key.get(key)
         gradient: Glance = operation.notes["gradient"]
-        true = _true_gradient(operation, other, reference, wide)
+        true = _true_gradient(operation, _same(operation, reference), reference, wide)
         if true is None or not true.nonzero or true.kinds or gradient.kinds:
             continue
         share[id(operation)] = lost = 1 - min(gradient.nonzero / true.nonzero, 1.0)
@@ -79,10 +85,33 @@ def lost_gradient(seen: Keeping, reference: Keeping, wide: dict[str, Glance]) ->
             or _is_noise(operation, true, reference)
         ):
             continue
-        if any(share.get(id(c), 0.0) >= 0.5 for c in _readers(operation)):
-            continue
-        return _lost_event(operation, gradient, true)
-    return None
+        if operation.name == "parameter" and not gradient.nonzero:
+            unfed.append(operation.site)
+        around = max((share.get(id(c), 0.0) for c in _readers(operation)), default=0.0)
+        if found is None and around < LOST and (around < HALF or _matters(operation, far)):
+            found = operation, gradient, true
+    return None if found is None else _lost_event(*found, share, unfed)
+
+
+def _same(operation: Operation, reference: Keeping) -> Operation | None:
+    return reference.by_key.get((operation.site, operation.call, operation.notes.get("batch") or 0))
+
+
+def _matters(operation: Operation, far: Collection[str]) -> bool:
+    """Whether a parameter loses its gradient with this one.
+
+    What a recurrent network carries back over many steps is small where it is right, too, beside what arrives from the
+    last steps. Then nothing is lost with it.
+    """
+    if operation.name == "parameter":
+        return True
+    behind, waiting = {id(operation): operation}, [operation]
+    while waiting:
+        further = [p for p in waiting.pop().parents if id(p) not in behind]
+        behind.update((id(p), p) for p in further)
+        waiting += further
+    parameters = [o.site for o in behind.values() if o.name == "parameter"]
+    return not parameters or any(name in far for name in parameters)
 
 
 def _true_gradient(
@@ -121,24 +150,49 @@ def _cancels_nothing(operation: Operation) -> bool:
     return row.scales or row.kind is Kind.CAST or row.name in ("sum", "mean")
 
 
-def _lost_event(operation: Operation, gradient: Glance, true: Glance) -> Event:
+def _lost_event(
+    operation: Operation, gradient: Glance, true: Glance, share: Mapping[int, float], unfed: list[str]
+) -> Event:
     is_parameter = operation.name == "parameter"
     at = operation.origin
     ends = _gradient_ends(operation, at)
     event = Event("backward", "gradient lost", at.site, "weight_grad" if is_parameter else "error")
     event.operation = event.origin = at
     event.count, event.of, event.fmt, event.ends = true.nonzero - gradient.nonzero, true.nonzero, ends.name, ends
-    event.batch, event.remedy = operation.notes.get("batch"), "scale"
+    event.batch, event.remedy, event.largest = operation.notes.get("batch"), "scale", true.amax
     least = f" below its least number {ends.smallest:.3g}" if ends.smallest else ""
     event.why.append(
         f"{event.count} of {event.of} gradients are 0 in {ends.name} and not in float32, where the largest is "
         f"{true.amax:.3g}:{least}."
     )
+    event.stretch = way = _stretch(operation, share)
+    if len(way) > 1:
+        shown = way if len(way) <= 5 else [way[i * (len(way) - 1) // 4] for i in range(5)]
+        words = ", ".join(f"{100 * share[id(o)]:.3g} % at {_with_call(o)}" for o in shown)
+        event.why.append(f"It begins at {_with_call(way[0])} on the way back: {words} are lost.")
+    layers = [*dict.fromkeys(name.rpartition(".")[0] or name for name in reversed(unfed))]
+    if layers:
+        names = ", ".join(layers[:6]) + (f" and {len(layers) - 6} more" if len(layers) > 6 else "")
+        event.why.append(f"No gradient at all is left for {names}.")
     for child in operation.children[:3]:
         if "gradient" in child.notes:
             event.read.append((f"gradient of {child.site}", str(child.notes["gradient"])))
             event.read += [(s.site, str(s.notes["result"])) for s in child.parents if s is not operation][:1]
     return event
+
+
+def _stretch(operation: Operation, share: Mapping[int, float]) -> list[Operation]:
+    """The operations from where a loss of gradients begins to where it is whole, in the order of the way back."""
+    way = [operation]
+    while True:
+        known = [o for o in _readers(way[-1]) if share.get(id(o), 0.0) >= BEGUN and o not in way]
+        if not known:
+            return [*reversed(way)]
+        way.append(max(known, key=lambda o: share[id(o)]))
+
+
+def _with_call(operation: Operation) -> str:
+    return f"{operation.site}, call {operation.call + 1}" if operation.call else operation.site
 
 
 def _gradient_ends(operation: Operation, at: Operation) -> Ends:
@@ -245,9 +299,48 @@ def _is_difference(operation: Operation, true: Tensor) -> bool:
 
 
 def _ulp(x: float, ends: Ends) -> float:
-    holder = ends.holder
-    if isinstance(holder, torch.dtype):
-        epsilon = torch.finfo(holder).eps
-    else:
-        epsilon = float(getattr(getattr(holder, "fmt", None), "epsilon", 0.0))
-    return epsilon * 2.0 ** math.floor(math.log2(x)) if x else 0.0
+    return ends.epsilon * 2.0 ** math.floor(math.log2(x)) if x else 0.0
+
+
+# All gradients of parameters against those of the reference
+
+
+def ratio(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """How many times as large gradients are as others: a GradScaler divides those that its optimizer reads."""
+    pairs = [(a[name].double().ravel(), g.double().ravel()) for name, g in b.items() if name in a]
+    over, of = sum(float(x @ y) for x, y in pairs), sum(float(y @ y) for _, y in pairs)
+    return over / of if of and math.isfinite(over / of) and over / of > 0 else 1.0
+
+
+def relative_errors(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor], by: float) -> dict[str, float]:
+    """The relative error of the gradient of each parameter, 1 at most, and of each that is not finite.
+
+    Those of which the reference has none are left out, and what is left of a sum that cancels: such as the gradient of
+    a bias before a norm, which float32 does not have either.
+
+    by: how many times as large they are as the truth's.
+    """
+    largest: dict[str, float] = {}
+    for name, g in truth.items():
+        module = name.rpartition(".")[0]
+        largest[module] = max(largest.get(module, 0.0), float(g.abs().max()) if g.numel() else 0.0)
+    found = {}
+    for name, g in truth.items():
+        amax = float(g.abs().max()) if g.numel() else 0.0
+        if amax < 1e-36 or amax < NOISE * largest[name.rpartition(".")[0]]:
+            continue
+        mine, wide = gradients.get(name), g.double()
+        error = 1.0 if mine is None else float((mine.double() / by - wide).norm() / wide.norm())
+        found[name] = min(error, 1.0) if error == error else 1.0
+    return found
+
+
+def shortened(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> set[str]:
+    """The parameters a part of whose gradient is missing; rounding alone takes nothing away on average."""
+    found = set()
+    for name, g in truth.items():
+        mine, wide = gradients.get(name), g.double()
+        square = float((wide * wide).sum())
+        if mine is None or (square and float((mine.double() * wide).sum()) < (1 - FELT) * square):
+            found.add(name)
+    return found

@@ -186,7 +186,7 @@ def steep(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
             def moved(x: Any) -> Any:
                 if turns:
                     return x + _ramp(x, eps)
-                return x + eps if border is None else x.clamp(border[0] + eps, border[1] - eps)
+                return x + eps if border is None else _inside(x, border, eps)
 
             at = row.divides if row.divides is not None else 0 if row.domain is None else row.domain.at
             return _with(kind, at, moved, args, kwargs)
@@ -197,9 +197,18 @@ def steep(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
             if turns:
                 words = f"{eps:g} times 1, 2, 3, ... added to the diagonal of what it reads"
             elif border is not None:
-                words = f"its input clamped {eps:g} inside its domain"
+                words = f"its input moved {eps:g} inside its domain"
             return Remedy(f"{operation.site} with {words}", "slope", eps, [operation.site], outcome.loss)
     return None
+
+
+def _inside(x: Any, border: tuple[float, float], eps: float) -> Any:
+    """What lies on a border, moved inside of it; a clamp beyond the border would leave it without a gradient."""
+    low, high = border
+    x = x.clamp(low, high)
+    if math.isinf(high):
+        return x + eps
+    return low + eps + (x - low) * (1 - 2 * eps / (high - low))
 
 
 def _ramp(x: Tensor, eps: float) -> Tensor:

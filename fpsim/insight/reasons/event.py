@@ -25,6 +25,8 @@ class Event:
     constant: what `origin` lost, if it is that.
     read: what was read there, as pairs of a name and a range.
     readers: of what came in, the operations that read it.
+    stretch: of a gradient that is lost little by little, the operations from where that begins.
+    largest: of what was rounded, before; of gradients that are lost, in the reference.
     """
 
     stage: str
@@ -43,6 +45,8 @@ class Event:
     remedy: str = ""  # of what nobody can try here
     ends: Any = None
     readers: list[Operation] = field(default_factory=list)
+    stretch: list[Operation] = field(default_factory=list)
+    largest: float = 0.0
 
     def beyond(self, end: str, largest: float, first: str) -> str:
         """The words for numbers beyond the largest of a format, of which the first has this index."""

@@ -15,17 +15,15 @@ from fpsim.emulation.operations import row_of
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.masks import fills, is_mask_like
 from fpsim.insight.ranges import Glance, first_index, glance
-from fpsim.insight.reasons.against import Keeping, error_event, lost_gradient, may_be_lost
+from fpsim.insight.reasons.against import Keeping, error_event, may_be_lost
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.remedies import remedies, update_remedies
 from fpsim.insight.reasons.timeline import way_to
-from fpsim.insight.reasons.trials import Change, Outcome, Remedy, Trials, descendants
+from fpsim.insight.reasons.trials import Outcome, Reference, Remedy, Trials, descendants
 from fpsim.insight.reasons.updates import Updates
-from fpsim.insight.reasons.widening import LOW, Widening
 from fpsim.insight.stepping import require_unrecorded
 from fpsim.models.quantize import listeners
 from fpsim.models.storing import states_in
-from fpsim.policies.policy import Policy
 
 __all__ = ["Finding", "causes_first", "comes_to_nothing", "find", "reaches_a_loss"]
 
@@ -36,6 +34,7 @@ class Finding:
 
     events: list[Event] = field(default_factory=list)
     remedies: list[Remedy] = field(default_factory=list)
+    unfed: list[str] = field(default_factory=list)  # without a gradient where the step was made finite
     chain: list[str] = field(default_factory=list)
     operations: list[Any] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
@@ -84,7 +83,7 @@ class _Checks:
         """Run the step under the eyes of a timeline, check what it showed, and try remedies for the first event."""
         self._look()
         unread = self._leave_out_unread()
-        self.reference = _Reference(self.trials, self.seen)
+        self.reference = Reference(self.trials, self.seen)
         result, events = self.result, self._first_events()
         if unread and not self.was.is_finite and all(map(_may_be_of_unread, events)):
             events = [*unread, *events]  # they are read where nobody looks, such as inside of a vmap
@@ -100,7 +99,9 @@ class _Checks:
 
     def _look(self) -> None:
         self.seen.at_first_gradient = self._note_cleared
-        self.was = self.trials.run(None, self.seen, self._before_update, self.updates.after, self._at_end)
+        self.was = self.trials.run(
+            None, self.seen, self._before_update, self.updates.after, self._at_end, keeps_gradients=True
+        )
         self.losses = self.seen.losses()
         result, seen = self.result, self.seen
         result.loss, result.operations, result.calls = self.was.loss, seen.operations, seen.calls
@@ -164,7 +165,7 @@ class _Checks:
             if event.place in readers:
                 event.why.append(f"It is read first by {readers[event.place]}.")
         if self.inputs or any(e.role in ("parameter", "buffer") for e in at_begin):
-            _run_in_float32(self.trials, self.seen, self.result)
+            self.reference.tell(self.result)
         return [*self.inputs, *sorted(at_begin, key=lambda event: event.role == "gradient")]
 
     def _broken_numbers(self) -> list[Event]:
@@ -178,18 +179,20 @@ class _Checks:
             return minus
         events = hard or seen.saturations
         if events:
-            _run_in_float32(self.trials, seen, self.result)
+            self.reference.tell(self.result)
         return _own_causes(events)
 
     def _lost_gradient(self) -> list[Event]:
         if not (self.reference.is_wanted and may_be_lost(self.seen)):
             return []
-        lost = lost_gradient(self.seen, self.reference.seen, self.reference.wide)
+        lost = self.reference.lost(self.seen, self.was)
         if lost is None:
             return []
         self.result.float32 = self.reference.loss
-        earlier, _ = error_event(self.seen, self.reference.seen)  # a lost result takes its gradients with it
-        return [lost] if earlier is None else [earlier, lost]
+        earlier, _ = error_event(self.seen, self.reference.seen)
+        if earlier is None or earlier.kind == "error grows":
+            return [lost] if earlier is None else [lost, earlier]
+        return [earlier, lost]  # a lost result takes its gradients with it
 
     def _accumulated(self) -> list[Event]:
         return _accumulated(self.model, self.gradients, self.seen, self.trials)
@@ -228,7 +231,8 @@ class _Checks:
             return []
         if cause.stage in ("optimizer", "accumulation") or is_gradient:
             return update_remedies(self.trials, cause, self.updates, self.seen)
-        return remedies(self.trials, cause, self.seen, self.was)
+        found, self.result.unfed = remedies(self.trials, cause, self.seen, self.was, self.reference)
+        return found
 
 
 def _may_be_of_unread(event: Event) -> bool:
@@ -249,10 +253,12 @@ def _of_raising(trials: Trials, before: list[Event], error: Exception) -> Findin
     cause = finding.events[0]
     cause.why.append(f"Then the step raises {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}")
     finding.operations, finding.calls = seen.operations, seen.calls
-    _run_in_float32(trials, seen, finding)
+    reference = Reference(trials, seen)
+    reference.tell(finding)
     if cause.operation is not None:
         finding.chain = _chain(cause, seen)
-    finding.remedies = [] if state else remedies(trials, cause, seen, was)
+    if not state:
+        finding.remedies, finding.unfed = remedies(trials, cause, seen, was, reference)
     finding.runs = trials.runs
     return finding
 
@@ -339,67 +345,6 @@ def _own_causes(events: list[Event]) -> list[Event]:
     reached = descendants(first.operation)
     later = [e for e in others if e.stage == first.stage and id(e.operation) not in reached]
     return [first, *later]
-
-
-class _Reference:
-    """The same step in float32, run when it is asked for."""
-
-    def __init__(self, trials: Trials, seen: Keeping) -> None:
-        self.trials = trials
-        is_low = any(o.notes["dtype"] in LOW for o in seen.operations)
-        self.is_wanted = trials.emulated or is_low
-        self._seen: Keeping | None = None
-        self._wide: dict[str, Glance] = {}
-        self._loss: float | None = None
-
-    def _run(self) -> Keeping:
-        if self._seen is None:
-            change, edit = _all_float32(self.trials)
-            self._seen = Keeping(self.trials.model)
-            outcome = self.trials.run(change, self._seen)
-            self._loss = outcome.loss
-            if edit is not None:
-                names = {id(p): name for name, p in self.trials.model.named_parameters()}
-                self._wide = {names[key]: glance(g) for key, g in edit.gradients.items() if key in names}
-        return self._seen
-
-    @property
-    def seen(self) -> Keeping:
-        return self._run()
-
-    def breaks_too(self, event: Event) -> bool:
-        """Whether the result of an event's operation, or a gradient there, is not finite in float32 either."""
-        at = event.operation
-        same = None if at is None else self.seen.by_key.get((at.site, at.call, event.batch or 0))
-        if same is None or event.stage == "forward":
-            return same is not None and bool(same.notes["result"].kinds)
-        return any(o.notes.get("had_bad_gradient") for o in (same, *same.parents))
-
-    @property
-    def wide(self) -> dict[str, Glance]:
-        self._run()
-        return self._wide
-
-    @property
-    def loss(self) -> float | None:
-        self._run()
-        return self._loss
-
-
-def _all_float32(trials: Trials) -> tuple[Change, Widening | None]:
-    if trials.emulated:
-        return Change(policies=dict.fromkeys(trials.policies, Policy())), None
-    edit = Widening(None)
-    return Change(edit=edit), edit
-
-
-def _run_in_float32(trials: Trials, seen: Keeping, result: Finding) -> None:
-    """Put what the step gives in float32 into the result, where it is not in float32 as it is."""
-    if not trials.emulated and not any(o.notes["dtype"] in LOW for o in seen.operations):
-        return
-    with suppress(Exception):  # torch refuses some mixtures of dtypes: then float32's loss is not known
-        outcome = trials.run(_all_float32(trials)[0])
-        result.float32, result.float32_bad = outcome.loss, outcome.bad
 
 
 def _accumulated(model: nn.Module, gradients: dict[str, Glance], seen: Keeping, trials: Trials) -> list[Event]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fpsim.emulation.tracing import Operation
+from fpsim.formats.blocks import BlockFormat, Format, as_format
+from fpsim.formats.floats import CATALOGUE, FloatFormat
 from fpsim.insight.reasons.edits import (
     clamped_count,
     finite_floor,
@@ -22,10 +26,11 @@ from fpsim.insight.reasons.edits import (
 )
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.timeline import Timeline
-from fpsim.insight.reasons.trials import EPS, Attempts, Change, Outcome, Remedy, Trials, descendants
+from fpsim.insight.reasons.trials import EPS, NEARER, Attempts, Change, Outcome, Reference, Remedy, Trials, descendants
 from fpsim.insight.reasons.updates import Updates
 from fpsim.insight.reasons.widening import Widening
 from fpsim.policies.policy import Policy, policy_of_modules
+from fpsim.policies.products import Products
 from fpsim.tensors.noise import keep_random_numbers
 from fpsim.tensors.ops import round_to
 from fpsim.undoing import Undo, undone
@@ -33,13 +38,16 @@ from fpsim.undoing import Undo, undone
 __all__ = ["remedies", "update_remedies"]
 
 FEW = 8  # operations that are tried in float32 before all of them are
+MOST_EXPONENT = 64  # of a loss scale
 RATES = (0.5, 0.1, 0.01, 1e-3, 1e-4, 1e-6)
 Unit = tuple[str, str]  # of a quantised model: a module and the name of an operation in it; "" for all of it
 
 
-def remedies(trials: Trials, event: Event, seen: Timeline, was: Outcome) -> list[Remedy]:
-    """The remedies that work, the closest first; at most two."""
-    attempts = Attempts(trials, event, was, seen)
+def remedies(
+    trials: Trials, event: Event, seen: Timeline, was: Outcome, reference: Reference
+) -> tuple[list[Remedy], list[str]]:
+    """The remedies that work, the closest first, two at most; and what was left without a gradient where none does."""
+    attempts = Attempts(trials, event, was, seen, reference)
     working: list[Remedy] = []
     for attempt in _in_order(event):
         if len(working) == 2 or (working and attempt is other_divisor):
@@ -48,7 +56,7 @@ def remedies(trials: Trials, event: Event, seen: Timeline, was: Outcome) -> list
         if remedy is not None:
             attempts.has_one = True
             working.append(remedy)
-    return working
+    return working, [] if working else attempts.unfed
 
 
 def _in_order(event: Event) -> list[Callable[[Attempts, Event, Timeline], Remedy | None]]:
@@ -57,9 +65,9 @@ def _in_order(event: Event) -> list[Callable[[Attempts, Event, Timeline], Remedy
         "clamp": [clamped_count, other_divisor],
         "fill": [infinite_fill],
         "mask": [unmasked],
-        "slope": [steep],
+        "slope": [steep, _float32_if_none],
         "alignment": [zero_infinity],
-        "scale": [_scale, _float32_backward],
+        "scale": [_scale, _of_gradients, _float32_backward],
         "floor": [finite_floor],
         "target": [],
         "product": [],
@@ -81,28 +89,76 @@ def _scale(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
     trials, now = attempts.trials, 1.0
     if trials.scaler is not None and hasattr(trials.scaler, "get_scale"):
         now = float(trials.scaler.get_scale())
-    exponents = [*range(2, 41, 2)] if event.kind == "gradient lost" else [*range(-1, -41, -1)]
+    found = _raised(attempts, event) if event.kind == "gradient lost" else _lowered(attempts, event)
+    if found is None:
+        return None
+    exponent, outcome = found
+    scale = now * 2.0**exponent
+    detail = attempts.lost_shares(outcome) if event.kind == "gradient lost" else ""
+    return Remedy(f"loss scale {scale:g} (it is {now:g})", "scale", scale, [], outcome.loss, detail=detail)
 
-    def gone(timeline: Timeline) -> bool:
-        if event.kind != "gradient lost":
-            return True
-        others = [o for o in timeline.gradients if (o.site, o.call) == (_site(event), _call(event))]
-        return any(o.notes["gradient"].nonzero >= 0.5 * event.of for o in others)
 
-    for exponent in exponents:
-        outcome = attempts.works(Change(loss_scale=2.0**exponent), gone)
-        if outcome is not None:
-            scale = now * 2.0**exponent
-            return Remedy(f"loss scale {scale:g} (it is {now:g})", "scale", scale, [], outcome.loss)
+def _raised(attempts: Attempts, event: Event) -> tuple[int, Outcome] | None:
+    """The first scale under which enough of the gradients is left, and nothing overflows."""
+    least = event.ends.smallest / 2 / event.largest if event.largest else 0.0  # below it the largest one is still 0
+    first = max(2, 2 * math.ceil(math.log2(least) / 2)) if least > 1 else 2
+    nearest, worse = 1.0, 0
+    for exponent in range(first, 41, 2):
+        change = Change(loss_scale=2.0**exponent)
+        if (outcome := attempts.works(change, looks=False)) is not None and attempts.looks_well(change) is not None:
+            return exponent, outcome
+        worse = 0 if attempts.distance < nearest else worse + 1
+        nearest = min(nearest, attempts.distance)
+        if not attempts.was_finite or (nearest < 1 and worse > 1):  # a format without an infinity saturates
+            return None
     return None
 
 
-def _site(event: Event) -> str:
-    return event.place if event.role == "weight_grad" or event.operation is None else event.operation.site
+def _lowered(attempts: Attempts, event: Event) -> tuple[int, Outcome] | None:
+    """The largest scale under which nothing overflows, found by halving; a smaller one loses more gradients."""
+    first = 1
+    if event.ends is not None and event.ends.largest < event.largest < math.inf:
+        first = math.ceil(math.log2(event.largest / event.ends.largest))
+    high, low, step = first - 1, first, 1
+    while not attempts.is_finite(Change(loss_scale=2.0**-low)):
+        high, low, step = low, low + step, 2 * step
+        if low > MOST_EXPONENT:
+            return None
+    while low - high > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if attempts.is_finite(Change(loss_scale=2.0**-middle)) else (low, middle)
+    outcome = attempts.looks_well(Change(loss_scale=2.0**-low))
+    return None if outcome is None else (-low, outcome)
 
 
-def _call(event: Event) -> int:
-    return event.operation.call if event.operation is not None and event.role != "weight_grad" else 0
+def _of_gradients(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
+    """A scale for each tensor, or another format, wherever gradients are in the format that loses them."""
+    trials, fmt = attempts.trials, getattr(event.ends.holder, "fmt", None)
+    if event.kind != "gradient lost" or not trials.emulated or not isinstance(fmt, FloatFormat):
+        return None
+    scaled = BlockFormat(fmt, "tensor", CATALOGUE["fp32"])
+    changes: dict[str, Products | FloatFormat] = {
+        f"gradients enter products in {scaled}": Products(dgrad=(scaled, None), wgrad=(scaled, None)),
+        "gradients in bf16": CATALOGUE["bf16"],
+    }
+    for words, other in changes.items():
+        changed = {name: _with_gradients(policy, fmt, other) for name, policy in trials.policies.items()}
+        outcome = attempts.works(Change(policies=changed))
+        if outcome is not None:
+            detail = attempts.lost_shares(outcome)
+            return Remedy(words, "format", None, [], outcome.loss, policy_of_modules(changed), detail)
+    return None
+
+
+def _with_gradients(policy: Policy, fmt: Format, other: Products | FloatFormat) -> Policy:
+    given = {"error": policy.error, "weight_grad": policy.weight_grad}
+    lossy = [role for role, its in given.items() if its is not None and as_format(its) == fmt]
+    if not lossy or (isinstance(other, Products) and policy.products is not None):
+        return policy
+    changed: dict[str, Any] = dict.fromkeys(lossy, other)
+    if isinstance(other, Products):
+        changed = {**dict.fromkeys(lossy), "products": other}
+    return replace(policy, **changed)
 
 
 # float32 for some operations
@@ -112,9 +168,22 @@ def _float32(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
     start = event.origin
     if start is None:
         return None
+    if attempts.wide is None or (attempts.wide is torch.float64 and attempts.trials.emulated):
+        return None  # a policy leaves operations in float32 at most
     reached = descendants(start)
-    candidates = [o for o in seen.operations if id(o) in reached]
-    return _fewest(attempts, event, candidates)
+    following = [o for o in seen.operations if id(o) in reached]
+    nearest, waiting = {id(start): start}, [start]
+    for o in waiting:
+        waiting += (further := [p for p in o.parents if id(p) not in nearest])
+        nearest.update((id(p), p) for p in further)
+    others = [o for o in reversed(seen.operations[: seen.operations.index(following[0])]) if id(o) not in nearest]
+    if event.stage == "float32":  # what is lost here was lost before: what is nearest, and then all that ran before
+        return _fewest(attempts, event, [*nearest.values(), *others, *following[1:]])
+    return _fewest(attempts, event, following) or _fewest(attempts, event, [*nearest.values(), *others, *following[1:]])
+
+
+def _float32_if_none(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
+    return None if attempts.has_one else _float32(attempts, event, seen)
 
 
 def _float32_backward(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
@@ -123,8 +192,8 @@ def _float32_backward(attempts: Attempts, event: Event, seen: Timeline) -> Remed
         return None
     before = start.all_behind()
     readers = [o for o in seen.operations if o in start.children]
-    candidates = [*readers, start, *(o for o in reversed(seen.operations) if id(o) in before and o is not start)]
-    return _fewest(attempts, event, candidates)
+    behind = (o for o in reversed(seen.operations) if id(o) in before)
+    return _fewest(attempts, event, [*dict.fromkeys((*readers, start, *reversed(event.stretch), *behind))])
 
 
 def _fewest(attempts: Attempts, event: Event, candidates: Sequence[Operation]) -> Remedy | None:
@@ -135,37 +204,45 @@ def _fewest(attempts: Attempts, event: Event, candidates: Sequence[Operation]) -
         units: list[Any] = [(o.module, o.name) for o in computing]
         if event.role in ("weight", "fprop.w"):
             units.insert(0, (event.operation.module if event.operation else "", ""))
+        if event.kind == "gradient lost":  # its module rounds what reaches a parameter
+            units += [(module, "") for module, _ in units]
         units = [*dict.fromkeys(units)]
     else:
         units = [o for o in candidates if o.name != "parameter"]
-    units = units[: FEW if attempts.has_one else 64]
+    units = units[: FEW if attempts.has_one else None]
+    chosen = _searched(attempts, units)
+    outcome = None if chosen is None else attempts.looks_well(_widened(trials, chosen, attempts.wide))
+    if chosen is not None and outcome is None:  # such as a mask that leaks now
+        attempts.is_looking = True
+        chosen = _searched(attempts, units)
+        outcome = None if chosen is None else attempts.works(_widened(trials, chosen, attempts.wide))
+    if chosen is None or outcome is None:
+        return None
+    if trials.emulated:
+        names = [f"{module}:{name}" if name else (module or "the model") for module, name in chosen]
+    else:
+        names = [o.site for o in chosen]
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    dtype = "float64" if attempts.wide is torch.float64 else "float32"
+    remedy = Remedy(f"{dtype} for {shown}", dtype, None, [*dict.fromkeys(names)], outcome.loss)
+    remedy.detail = attempts.lost_shares(outcome) if event.kind == "gradient lost" else ""
+    if trials.emulated:
+        remedy.policy = policy_of_modules({**trials.policies, **_policies(trials, chosen)})
+    return remedy
+
+
+def _searched(attempts: Attempts, units: Sequence[Any]) -> list[Any] | None:
     done: dict[frozenset[int], Outcome | None] = {}
 
     def works(chosen: Sequence[int]) -> Outcome | None:
         key = frozenset(chosen)
         if key not in done:
-            done[key] = attempts.works(_widened(trials, [units[i] for i in chosen]))
+            change = _widened(attempts.trials, [units[i] for i in chosen], attempts.wide)
+            done[key] = attempts.works(change, looks=False)
         return done[key]
 
     chosen = _halved(len(units), works)
-    if chosen is not None and attempts.is_visible and not trials.emulated:
-        if attempts.looks_well(_widened(trials, [units[i] for i in chosen])) is None:  # such as a mask that leaks now
-            done.clear()
-            chosen = _halved(len(units), works)
-    outcome = None if chosen is None else works(chosen)
-    if chosen is None or outcome is None:
-        return None
-    if trials.emulated:
-        names = [f"{module}:{name}" if name else (module or "the model") for module, name in (units[i] for i in chosen)]
-    else:
-        names = [units[i].site for i in chosen if units[i].computes or units[i] is event.origin]
-        names = names or [units[i].site for i in chosen]
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    remedy = Remedy(f"float32 for {shown}", "float32", None, [*dict.fromkeys(names)], outcome.loss)
-    if trials.emulated:
-        changed = _policies(trials, [units[i] for i in chosen])
-        remedy.policy = policy_of_modules({**trials.policies, **changed})
-    return remedy
+    return None if chosen is None else [units[i] for i in chosen]
 
 
 def _halved(count: int, works: Callable[[Sequence[int]], Outcome | None]) -> list[int] | None:
@@ -183,20 +260,22 @@ def _halved(count: int, works: Callable[[Sequence[int]], Outcome | None]) -> lis
         middle = (low + high) // 2
         low, high = (low, middle) if works(range(middle)) is not None else (middle, high)
     chosen = [*range(high)]
-    is_changed = True
-    while is_changed and len(chosen) > 1:  # until none can be left out
+    size = len(chosen) // 2
+    while size:  # until none can be left out
+        parts = [chosen[i : i + size] for i in range(0, len(chosen), size)]
         is_changed = False
-        for i in [*chosen]:
-            rest = [c for c in chosen if c != i]
+        for part in parts:
+            rest = [c for c in chosen if c not in part]
             if rest and works(rest) is not None:
                 chosen, is_changed = rest, True
+        size = min(size, len(chosen) // 2) if is_changed else size // 2
     return chosen
 
 
-def _widened(trials: Trials, units: Sequence[Any]) -> Change:
+def _widened(trials: Trials, units: Sequence[Any], wide: torch.dtype | None) -> Change:
     if trials.emulated:
         return Change(policies=_policies(trials, units))
-    return Change(edit=Widening({o.index for o in units}))
+    return Change(edit=Widening({o.index for o in units}, wide or torch.float32))
 
 
 def _policies(trials: Trials, units: Sequence[Unit]) -> dict[str, Policy]:
@@ -216,7 +295,7 @@ def _policies(trials: Trials, units: Sequence[Unit]) -> dict[str, Policy]:
 def update_remedies(trials: Trials, event: Event, updates: Updates, seen: Timeline) -> list[Remedy]:
     """The remedies that work, the closest first."""
     if event.remedy == "clear" or event.role == "gradient":
-        return _cleared(trials) or _smaller(trials)
+        return _cleared(trials) or _smaller(trials, seen)
     if event.kind == "update lost":
         return _masters_move(updates, event)
     working = []
@@ -230,26 +309,44 @@ def update_remedies(trials: Trials, event: Event, updates: Updates, seen: Timeli
     return working[:2]
 
 
-def _works(trials: Trials, change: Change) -> Outcome | None:
+def _works(trials: Trials, change: Change, moves: bool = True) -> Outcome | None:
+    """What a run under the change gave; None where it is not finite, or, with `moves`, leaves weights as they are.
+
+    Of the weights that an optimizer moves and that have a gradient, 1 - 1 / NEARER must change: a rate below half an
+    ulp is finite, too.
+    """
+    kept = {id(tensor): value for tensor, value in trials.kept.tensors}
+    own = {id(p) for o in trials.kept.optimizers for group in o.param_groups for p in group["params"]}
+    changed: dict[str, Tensor] = {}
+
+    def compare() -> None:
+        for name, p in trials.model.named_parameters():
+            if id(p) in own and id(p) in kept:
+                changed[name] = p.detach() != kept[id(p)]
+
     try:
-        outcome = trials.run(change)
+        outcome = trials.run(change, at_end=compare, keeps_gradients=True)
     except Exception:  # a refused option is not a remedy
         return None
-    return outcome if outcome.is_finite else None
+    with_gradients = {name: g != 0 for name, g in outcome.gradients.items() if name in changed}
+    wanted = sum(int(has.sum()) for has in with_gradients.values())
+    moved = sum(int((has & changed[name]).sum()) for name, has in with_gradients.items())
+    return outcome if outcome.is_finite and (not moves or moved >= (1 - 1 / NEARER) * wanted) else None
 
 
 def _cleared(trials: Trials) -> list[Remedy]:
-    outcome = _works(trials, Change(clear=True))
+    outcome = _works(trials, Change(clear=True), moves=False)
     if outcome is None:
         return []
     return [Remedy("zero_grad() before the step", "clear", loss=outcome.loss, detail="all gradients are finite")]
 
 
-def _smaller(trials: Trials) -> list[Remedy]:
+def _smaller(trials: Trials, seen: Timeline) -> list[Remedy]:
     """Backward passes of one step that together are too much."""
+    fed = {name for name, arrived in seen.arrived.items() if any(g.nonzero for g in arrived)}
     for exponent in range(-1, -25, -1):
-        outcome = _works(trials, Change(loss_scale=2.0**exponent))
-        if outcome is not None:
+        outcome = _works(trials, Change(loss_scale=2.0**exponent), moves=False)
+        if outcome is not None and all(bool(g.any()) for name, g in outcome.gradients.items() if name in fed):
             words = f"each backward pass from the loss times {2.0**exponent:g}"
             return [Remedy(words, "scale", 2.0**exponent, loss=outcome.loss, detail="all gradients are finite")]
     return []
@@ -278,9 +375,9 @@ def _rate(trials: Trials) -> list[Remedy]:
 def _masters_move(updates: Updates, event: Event) -> list[Remedy]:
     wide = torch.float64 if event.fmt == "float32" else torch.float32
     remedies, (moving, of) = [], updates.moved_with_masters(wide)
-    if of and moving == of:
+    if moving >= max(NEARER * (event.of - event.count), of / 2):
         name = str(wide).removeprefix("torch.")
-        remedies.append(Remedy(f"{name} master parameters", "master", detail=f"{moving} of {of} tensors move"))
+        remedies.append(Remedy(f"{name} master parameters", "master", detail=f"{moving} of {of} numbers move"))
     fmt = {"bfloat16": "bf16", "float16": "fp16"}.get(event.fmt, event.fmt)
     if wide is torch.float32:
         masters, first = updates.masters, updates.first
@@ -290,7 +387,7 @@ def _masters_move(updates: Updates, event: Event) -> list[Remedy]:
             return sum(int((round_to(m, fmt, "stochastic") != first[n].float()).sum()) for n, m in masters.items())
 
         moved = undone(start)
-        if moved > event.of - event.count:
+        if moved > event.of - event.count:  # few at a time: rounding so is right on average
             detail = f"{moved} numbers move rather than {event.of - event.count}"
             remedies.append(Remedy("stochastic rounding of the update", "stochastic", detail=detail))
     return remedies

@@ -214,7 +214,7 @@ class Timeline:
             ]
             place = next(iter(at or names), place)
         event = Event(stage, kind, place, shown_role, count, before.numel(), operation=operation, origin=operation)
-        event.fmt, event.ends = str(spec.fmt), ends
+        event.fmt, event.ends, event.largest = str(spec.fmt), ends, unrounded.amax
         words = event.beyond(event.fmt, largest, first_index(before.abs() > largest))
         event.why.append(f"{words}, up to {unrounded.amax:.6g}.")
         event.read = [

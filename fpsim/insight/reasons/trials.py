@@ -1,9 +1,10 @@
-"""Running one step again and again: with or without a change, and put back afterwards; and whether a change works."""
+"""Running one step again and again: with a change, in more bits, and put back; and whether a change is a remedy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,9 +18,11 @@ from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import Call
 from fpsim.emulation.tracing import BACKWARD, Edit, Operation
 from fpsim.insight.masks import is_mask_like
+from fpsim.insight.ranges import glance
+from fpsim.insight.reasons.against import Keeping, error_event, lost_gradient, ratio, relative_errors, shortened
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.timeline import Timeline
-from fpsim.insight.reasons.widening import Widening
+from fpsim.insight.reasons.widening import LOW, Widening
 from fpsim.insight.stepping import Kept, traced
 from fpsim.models.installed import emulated_forwards
 from fpsim.models.quantize import install_policies, policies_of
@@ -28,7 +31,7 @@ from fpsim.tensors.noise import keep_random_numbers, noise_state, replayed_noise
 from fpsim.torch_modes import hook_steps, push_mode, take_off, unhook_call, unhook_steps, without_torch_function
 from fpsim.undoing import Undo, undone
 
-__all__ = ["EPS", "Attempts", "Change", "Outcome", "Remedy", "Trials", "descendants"]
+__all__ = ["EPS", "NEARER", "Attempts", "Change", "Outcome", "Reference", "Remedy", "Trials", "descendants"]
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,15 @@ class Change:
 
 @dataclass
 class Outcome:
-    """What a run gave: the losses of its backward passes, and the names of what is not finite at its end."""
+    """What a run gave: the losses of its backward passes, and the names of what is not finite at its end.
+
+    gradients: of parameters by name, as an optimizer read them first, or at the end; where the run was to keep them.
+    """
 
     losses: list[float]
     returned: float | None
     bad: list[str]
+    gradients: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def loss(self) -> float | None:
@@ -91,6 +98,7 @@ class Trials:
         after_update: Callable[[Any], None] | None = None,
         at_end: Callable[[], None] | None = None,
         until_broken: bool = False,
+        keeps_gradients: bool = False,
     ) -> Outcome:
         """Run the step, with the optimizer's, and put all back.
 
@@ -100,7 +108,16 @@ class Trials:
         change = change or Change()
         self.runs += 1
         watched = _Backward(change.loss_scale, until_broken)
-        steps = _Steps(self._own, visitor, self.kept.know, before_update, after_update)
+        gradients: dict[str, Tensor] = {}
+
+        def keep(optimizer: Any = None) -> None:
+            for name, p in self.model.named_parameters() if keeps_gradients else ():
+                if p.grad is not None and name not in gradients:
+                    gradients[name] = p.grad.detach().to_dense() if p.grad.is_sparse else p.grad.detach().clone()
+            if optimizer is not None and before_update is not None:
+                before_update(optimizer)
+
+        steps = _Steps(self._own, visitor, self.kept.know, keep, after_update)
         # The mode is asked about each property that the emulation reads of a tensor: no run has it that can do without.
         is_watched = change.loss_scale != 1 or not (self.emulated and self.returns_loss)
 
@@ -132,6 +149,7 @@ class Trials:
                 self.model.register_forward_pre_hook(hook, with_kwargs=True)
             returned = run()
             with without_torch_function():
+                keep()
                 bad = self._nonfinite()
                 if at_end is not None:
                     at_end()
@@ -140,7 +158,7 @@ class Trials:
         with replayed_noise(noise_state()):
             returned, bad = undone(start)
         scale = float(self.scaler.get_scale()) if self.scaler is not None and hasattr(self.scaler, "get_scale") else 1.0
-        return Outcome([value / scale for value in watched.losses], returned, bad)
+        return Outcome([value / scale for value in watched.losses], returned, bad, gradients)
 
     def _step(self, visitor: Any, steps: _Steps) -> float | None:
         returned: list[float] = []
@@ -291,9 +309,14 @@ class _Steps:
                     self.after(optimizer)
 
 
-# What is tried: a change works where the step is finite under it, and the event is gone
+# What is tried, and whether it is a remedy
 
 
+NEARER = 4.0  # by how much a remedy brings a step to the reference
+FAR = 0.5  # the relative error of a gradient from which on it is far from the reference's
+ULPS, LEAST_NEAR, MOST_NEAR = 4, 0.01, 0.1  # what counts as near in any case: rounding alone is as far
+LEAST_LOSS = 1e-6  # a loss below is what a sum leaves that cancels
+MOST = 28  # runs of the step, of which the last is a look at what was found
 EPS = (1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
 
@@ -318,11 +341,93 @@ class Remedy:
         return {"remedy": self.name, "what": self.what, "value": self.value, "sites": self.sites, "loss": self.loss}
 
 
-class _Unbroken(Timeline):
+class Reference:
+    """The same step in float32, run when it is asked for; in float64 where that is not finite, or the step itself.
+
+    is_wanted: whether the step computes in fewer bits than float32.
+    """
+
+    def __init__(self, trials: Trials, seen: Timeline) -> None:
+        self.trials = trials
+        is_low = any(o.notes["dtype"] in LOW for o in seen.operations)
+        self.is_wanted = trials.emulated or is_low
+        self._seen: Keeping | None = None
+        self._wide: dict[str, Tensor] = {}
+        self._outcome: Outcome | None = None
+        self._truth: Outcome | None = None
+        self.dtype: torch.dtype | None = None  # of the truth
+        self._is_known = False  # whether it is: it may be that there is none
+
+    def _run(self, visitor: Keeping | None = None, dtype: torch.dtype = torch.float32) -> Outcome:
+        """What the step gives in more bits: its gradients as no cast has rounded them, and as large as the step's."""
+        policies = dict.fromkeys(self.trials.policies, Policy()) if self.trials.emulated else {}
+        edit = None if self.trials.emulated and dtype is torch.float32 else Widening(None, dtype)
+        outcome = self.trials.run(Change(edit=edit, policies=policies), visitor, keeps_gradients=True)
+        if edit is not None:
+            names = {id(p): name for name, p in self.trials.model.named_parameters()}
+            wide = {names[key]: g for key, g in edit.gradients.items() if key in names}
+            by = ratio(outcome.gradients, wide)
+            outcome.gradients.update((name, by * g) for name, g in wide.items())
+            self._wide = wide if dtype is torch.float32 else self._wide
+        return outcome
+
+    @property
+    def seen(self) -> Keeping:
+        if self._seen is None:
+            self._seen = Keeping(self.trials.model)
+            self._outcome = self._run(self._seen)
+        return self._seen
+
+    @property
+    def outcome(self) -> Outcome:
+        """In float32."""
+        if self._outcome is None:
+            self._outcome = self._run()
+        return self._outcome
+
+    @property
+    def truth(self) -> Outcome | None:
+        """What remedies are compared with; None where float64 is not finite either, or torch refuses it."""
+        if not self._is_known:
+            self._is_known = True
+            for dtype in (torch.float32, torch.float64) if self.is_wanted else (torch.float64,):
+                with suppress(Exception):  # torch refuses some mixtures of dtypes
+                    outcome = self.outcome if dtype is torch.float32 else self._run(dtype=dtype)
+                    if outcome.is_finite and (outcome.gradients or outcome.loss is not None):
+                        self._truth, self.dtype = outcome, dtype
+                        break
+        return self._truth
+
+    def tell(self, result: Any) -> None:
+        """Put what the step gives in float32 into the result, where it is not in float32 as it is."""
+        if self.is_wanted:
+            with suppress(Exception):  # as above: then float32's loss is not known
+                result.float32, result.float32_bad = self.outcome.loss, self.outcome.bad
+
+    def breaks_too(self, event: Event) -> bool:
+        """Whether the result of an event's operation, or a gradient there, is not finite in float32 either."""
+        at = event.operation
+        same = None if at is None else self.seen.by_key.get((at.site, at.call, event.batch or 0))
+        if same is None or event.stage == "forward":
+            return same is not None and bool(same.notes["result"].kinds)
+        return any(o.notes.get("had_bad_gradient") for o in (same, *same.parents))
+
+    def lost(self, seen: Keeping, outcome: Outcome) -> Event | None:
+        """The first gradient that a run has lost, and float32 has."""
+        reference = self.seen  # which runs it
+        wide = {name: glance(g) for name, g in self._wide.items()}
+        return lost_gradient(seen, reference, wide, shortened(outcome.gradients, self.outcome.gradients))
+
+    @property
+    def loss(self) -> float | None:
+        return self.outcome.loss
+
+
+class _Unbroken(Keeping):
     """Ends a run with the first event that was not known: a look at a whole step takes ten steps' time."""
 
-    def __init__(self, model: nn.Module, known: Collection[tuple[str, str]]) -> None:
-        super().__init__(model)
+    def __init__(self, model: nn.Module, known: Collection[tuple[str, str]], results: bool) -> None:
+        super().__init__(model, results)
         self._known = known
 
     def _add(self, event: Event) -> None:
@@ -335,53 +440,148 @@ class _StillThereError(Exception):
 
 
 class Attempts:
-    """Tries changes, and knows whether the event is gone.
+    """Tries changes, and knows which of them are remedies: this is the one rule.
+
+    In the step under the change the event is absent. No parameter that has a gradient in the reference is without one.
+    The loss and the gradients are nearer to the reference than before by NEARER, or as near as rounding lets them be:
+    what overflows into a tanh, or a branch of a millionth, moves neither. If it was not finite, no gradient is off by
+    more than 1 - 1 / NEARER of itself. Without a reference the loss and all gradients are finite, and none is wholly
+    zero that was not before, but where the gradient that arrives at the place goes on from it: then this batch has none
+    for that parameter, such as one without a target.
 
     is_visible: whether inf or NaN at the end of the step shows the event.
     has_one: whether a remedy is known already: then another one is not worth many runs.
+    wide: of what the reference is; None where there is none.
+    is_looking: whether each try is looked at inside; else only what is found in the end.
+    unfed: the parameters that the first change left without a gradient that would have been a remedy else.
+    was_finite, distance: of the last run, how far it is from the reference, 1 at most.
     """
 
-    def __init__(self, trials: Trials, event: Event, was: Outcome, seen: Timeline) -> None:
-        self.trials, self.event, self.is_visible = trials, event, not was.is_finite
-        self.has_one = False
+    def __init__(self, trials: Trials, event: Event, was: Outcome, seen: Timeline, reference: Reference) -> None:
+        self.trials, self.event, self.is_visible, self.reference = trials, event, not was.is_finite, reference
+        self.was, self.has_one, self.is_looking = was, False, False
+        self.was_finite, self.distance = True, 1.0
+        self.unfed: list[str] = []
         # What reads a result that is float32 now rounds it itself: a saturation that was not there is not a cure.
         self._saturations = {(e.place, e.role) for e in seen.saturations} - {(event.place, event.role)}
         following = set() if event.operation is None else descendants(event.operation)
         # What does not follow from the event, such as an infinity that comes to nothing, stays where it was.
         others = [e for e in seen.events if e.operation is not None and id(e.operation) not in following]
         self._known = {(e.place, e.kind) for e in others} - {(event.place, event.kind)}
+        truth = reference.truth
+        self.wide = reference.dtype
+        ulp = 0.0 if event.ends is None else event.ends.epsilon
+        self._near = min(max(ULPS * ulp, LEAST_NEAR), MOST_NEAR)
+        self._errors = {} if truth is None else relative_errors(was.gradients, truth.gradients, 1.0)
 
-    def ends_finite(self, change: Change) -> Outcome | None:
-        """What a run under the change gave, without a look inside; None where it fails or ends in inf or NaN."""
-        try:
-            outcome = self.trials.run(change, until_broken=True)
-        except Exception:  # a step in other dtypes may be refused by torch: then this is not a remedy
+    def works(self, change: Change, looks: bool = True) -> Outcome | None:
+        """What a run under the change gave; None where it is no remedy.
+
+        looks: whether to look inside, too, where the end of the step does not show the event.
+        """
+        if self.trials.runs >= MOST:
             return None
-        return outcome if outcome.is_finite and not _moves_only(change) else None
+        outcome = self._ends_well(change)  # a look inside takes as long as ten runs without one
+        if outcome is None and self.reference.truth is None and self.was_finite:  # who has no gradient may need none
+            return self.looks_well(change)
+        if outcome is None or not (self.is_looking or (looks and (change.policies or not self.is_visible))):
+            return outcome
+        return self.looks_well(change)
 
-    def works(self, change: Change, gone: Callable[[Timeline], bool] | None = None) -> Outcome | None:
-        """What a run under the change gave; None where it fails, or the event is still there."""
-        if self.is_visible and gone is None:  # a look inside takes as long as ten runs without one
-            outcome = self.ends_finite(change)
-            if outcome is None or not change.policies:
-                return outcome
-        return self.looks_well(change, gone)
+    def is_finite(self, change: Change) -> bool:
+        """Whether a run under the change ends without inf and NaN."""
+        return (outcome := self._run(change)) is not None and outcome.is_finite
 
-    def looks_well(self, change: Change, gone: Callable[[Timeline], bool] | None = None) -> Outcome | None:
+    def _run(self, change: Change, visitor: Timeline | None = None) -> Outcome | None:
+        try:
+            return self.trials.run(change, visitor, until_broken=visitor is None, keeps_gradients=True)
+        except Exception:  # a step in other dtypes may be refused by torch; or something breaks in it
+            return None
+
+    def _ends_well(self, change: Change) -> Outcome | None:
+        """What a run under the change gave, without a look inside; None where it fails or ends badly."""
+        outcome = self._run(change)
+        self.was_finite = outcome is not None and outcome.is_finite
+        if outcome is None or not self.was_finite or not self._is_nearer(outcome, change.loss_scale):
+            return None
+        return None if _moves_only(change) else outcome
+
+    def _is_nearer(self, outcome: Outcome, loss_scale: float, seen: Keeping | None = None) -> bool:
+        truth, was = self.reference.truth, self.was
+        if truth is None:
+            return self._goes_on(seen) or self._feeds(outcome, [n for n, g in was.gradients.items() if bool(g.any())])
+        factors = (loss_scale, 1.0) if loss_scale != 1 else (1.0,)  # 1: of a step that clips, or divides by its own
+        errors = [relative_errors(outcome.gradients, truth.gradients, by) for by in factors]
+        loss, gradients = min((self._distances(outcome, e) for e in errors), key=max)
+        self.distance, limit = max(loss, gradients), max(*self._distances(was, self._errors)) / NEARER
+        most = max(limit, self._near) if was.is_finite else 1 - 1 / NEARER  # another eps has another slope
+        return loss <= max(limit, self._near) and gradients <= most and self._feeds(outcome, self._errors)
+
+    def _goes_on(self, seen: Keeping | None) -> bool:
+        """Whether a gradient that arrived at the place of the event was passed on by it."""
+        at = self.event.operation
+        same = None if seen is None or at is None else seen.by_key.get((at.site, at.call, self.event.batch or 0))
+        if same is None or not (arrived := same.notes.get("gradient")) or not arrived.nonzero:
+            return False
+        return any(p.notes["gradient"].nonzero for p in same.parents if "gradient" in p.notes)
+
+    def _feeds(self, outcome: Outcome, names: Iterable[str]) -> bool:
+        """Whether each of these parameters has a gradient."""
+        unfed = [n for n in names if n in outcome.gradients and not bool(outcome.gradients[n].any())]
+        self.unfed = self.unfed or unfed
+        return not unfed
+
+    def _distances(self, outcome: Outcome, errors: Mapping[str, float]) -> tuple[float, float]:
+        """How far a run is from the reference, 1 at most: its loss, and the gradient that was far and is farthest now.
+
+        Of gradients none of which was far the mean counts: rounding may move any of them.
+        """
+        truth = self.reference.truth
+        assert truth is not None
+        far = [errors.get(name, 1.0) for name, error in self._errors.items() if error >= FAR]
+        of_gradients = max(far) if far else sum(errors.values()) / max(len(errors), 1)
+        of_loss = 0.0
+        if truth.loss is not None and outcome.loss is not None:
+            of_loss = abs(outcome.loss - truth.loss) / max(abs(truth.loss), LEAST_LOSS)
+        return min(of_loss, 1.0) if of_loss == of_loss else 1.0, of_gradients
+
+    def _is_held(self, seen: Timeline) -> bool:
+        """Whether half of the gradient is there that was lost."""
+        event, at = self.event, self.event.operation
+        is_parameter = event.role == "weight_grad" or at is None
+        place = (event.place, 0) if is_parameter or at is None else (at.site, at.call)
+        same = (o for o in seen.gradients if (o.site, o.call) == place)
+        return any(o.notes["gradient"].nonzero >= 0.5 * event.of for o in same)
+
+    def lost_shares(self, outcome: Outcome) -> str:
+        """How many of the numbers that gradients of parameters have in the reference are zero, before and now."""
+        truth = self.reference.truth
+        if truth is None:
+            return ""
+        of = {name: int(g.count_nonzero()) for name, g in truth.gradients.items() if name in self._errors}
+        shares = []
+        for run in (self.was, outcome):
+            left = {n: int(g.count_nonzero()) for n, g in run.gradients.items() if n in of}
+            shares.append(1 - sum(min(left.get(n, 0), of[n]) for n in of) / max(sum(of.values()), 1))
+        return f"of the gradients of parameters {100 * shares[0]:.3g} % were lost, and {100 * shares[1]:.3g} % are"
+
+    def looks_well(self, change: Change) -> Outcome | None:
         """As `works`, with a look at each result: nothing breaks, leaks or saturates that was not known."""
-        seen = _Unbroken(self.trials.model, self._known)
-        try:
-            outcome = self.trials.run(change, seen)
-        except Exception:  # as above, or something breaks
-            self.is_visible = False  # if it was: the end of a step does not tell, and is not asked again
+        is_compared = self.event.stage == "float32"
+        seen = _Unbroken(self.trials.model, self._known, is_compared)
+        outcome = self._run(change, seen)
+        if outcome is None or not outcome.is_finite or not self._is_nearer(outcome, change.loss_scale, seen):
             return None
-        if not outcome.is_finite or any((e.place, e.kind) not in self._known for e in seen.events):
-            return None
-        if _moves_only(change):
+        if any((e.place, e.kind) not in self._known for e in seen.events) or _moves_only(change):
             return None
         if any((e.place, e.role) not in self._saturations for e in seen.saturations):
             return None
-        return outcome if gone is None or gone(seen) else None
+        if self.event.kind == "gradient lost" and (not self._is_held(seen) or self.reference.lost(seen, outcome)):
+            return None
+        if is_compared and (left := error_event(seen, self.reference.seen)[0]) is not None:
+            if (left.place, left.kind) == (self.event.place, self.event.kind):
+                return None
+        return outcome
 
 
 def _moves_only(change: Change) -> bool:

@@ -235,9 +235,9 @@ class Updates:
         return float((own * true).sum()) > 0.5 * float((true * true).sum())
 
     def moved_with_masters(self, dtype: torch.dtype) -> tuple[int, int]:
-        """How many tensors move where the parameters are kept in a dtype of more bits, of how many."""
-        moves = [bool((m.to(dtype) != self.first[n].to(dtype)).any()) for n, m in self.masters.items()]
-        return sum(moves), len(moves)
+        """How many numbers move where the parameters are kept in a dtype of more bits, of how many with a gradient."""
+        moved = sum(int((m.to(dtype) != self.first[n].to(dtype)).sum()) for n, m in self.masters.items())
+        return moved, max(moved, sum(self.gradients[n].nonzero for n in self.masters if n in self.gradients))
 
     def masters_are_finite(self) -> bool:
         return bool(self.masters) and all(bool(m.isfinite().all()) for m in self.masters.values())

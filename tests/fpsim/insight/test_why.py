@@ -91,7 +91,7 @@ def test_float32_whose_gradients_are_not_finite_is_blamed_too() -> None:
     planted = step_named("a_plan_of_transport_that_underflows")()
     found = fpsim.why(planted.model, planted.step)
     assert found.float32 == pytest.approx(13.7036, rel=1e-5)  # of the same model after .float(), and its gradients inf
-    assert "float32 give NaN or inf too" in str(found).splitlines()[2]
+    assert [remedy["remedy"] for remedy in found.tried][:1] == ["float64"]
     assert "not finite there: gradient left.weight" in str(found)
 
 
@@ -117,15 +117,11 @@ def test_an_infinity_that_comes_to_nothing_is_not_named(fmt: str) -> None:
 
 def test_a_saturation_is_cured_where_it_is_read_too() -> None:
     """Who leaves a result in float32 and lets a product round it again has cured nothing: the loss is the same."""
-    planted = step_named("an_outlier_in_eight_bits")()
+    planted = step_named("a_squared_rectifier_in_eight_bits")()
     found = fpsim.why(planted.model, planted.step)
-    assert {site.rpartition(":")[0] for site in found.tried[0]["sites"]} == {
-        "model.layers.1.mlp",
-        "model.layers.1.mlp.down_proj",
-    }
+    assert {site.rpartition(":")[0] for site in found.tried[0]["sites"]} >= {"act", "down"}
     fpsim.set_policy(planted.model, found.policy())
-    cured = fpsim.diagnose(planted.model, planted.step)
-    assert cured.cause is None or not cured.cause["site"].startswith("model.layers.1.mlp")
+    assert fpsim.diagnose(planted.model, planted.step).cause is None
 
 
 def two(first: str, second: str) -> Planted:
@@ -465,12 +461,12 @@ def test_an_operation_after_a_backward_pass_ends_where_its_own_dtype_does() -> N
         ("NaN", "correction", "Use correction=0, or skip batches of one."),
         ("zero times infinity", "", "Use masked_fill or where in the place of a product with a mask."),
         ("rate is NaN", "", "Look at what sets lr, such as a schedule of 0 steps."),
-        ("NaN", "", "No remedy that was run here was enough."),
+        ("NaN", "", "no remedy that was tried is enough."),
     ],
 )
 def test_what_cannot_be_run_here_is_advised(kind: str, remedy: str, words: str) -> None:
     event = Event("forward", kind, "0:mul", "activation", remedy=remedy)
-    assert _advice(event, 1.0, []) == words
+    assert _advice(event, 1.0, [], []).removesuffix(" (not tried)") == words
 
 
 def test_what_came_in_broken_is_told_of_a_step_that_runs_nothing() -> None:
@@ -563,14 +559,14 @@ def test_a_run_is_looked_into_only_where_its_end_does_not_tell(
 ) -> None:
     taken: list[bool] = []
 
-    def run(change: Change, seen: Timeline | None = None, until_broken: bool = False) -> Outcome:
+    def run(change: Change, seen: Timeline | None = None, **options: bool) -> Outcome:
         taken.append(seen is not None)
         return Outcome([], 1.0, bad)
 
-    trials: Any = SimpleNamespace(model=nn.Linear(1, 1), run=run)
-    attempts = Attempts(
-        trials, Event("forward", "NaN", ":mul", "activation"), Outcome([], 1.0, ["loss"]), Timeline(trials.model)
-    )
+    trials: Any = SimpleNamespace(model=nn.Linear(1, 1), run=run, runs=0)
+    event, was = Event("forward", "NaN", ":mul", "activation"), Outcome([], 1.0, ["loss"])
+    reference = SimpleNamespace(truth=None, dtype=None)
+    attempts = Attempts(trials, event, was, Timeline(trials.model), reference)  # type: ignore[arg-type]
     assert (attempts.works(Change(policies=policies)) is None) is bool(bad)
     assert taken == looks
 

@@ -91,6 +91,19 @@ def test_a_setting_that_falls_short_is_asked_with_one_seed(tmp_path: Path, monke
     sweep(lossy, ["e5m2"], seeds=3, task_options=options, out=tmp_path, why=True, show_progress=False)
 
 
+@pytest.mark.full
+def test_the_deep_network_of_the_lab_is_explained(tmp_path: Path) -> None:
+    """Its gradients underflow little by little, and the verdict said that nothing was wrong with the step."""
+    policy, options = {"error": "e4m3fn", "weight_grad": "e4m3fn"}, {"epochs": 3}
+    arguments = {"seeds": 3, "task_options": options, "out": tmp_path, "engine": "here"}
+    found = sweep("deep_digits", [policy], **arguments, why=True, show_progress=False)
+    reasons = [row["reason"] for row in found.rows() if row["reason"]]
+    assert len(reasons) == 1
+    assert reasons[0].startswith("Gradient lost at "), reasons
+    assert reasons[0].endswith(" is enough"), reasons
+    assert f": {reasons[0]}" in str(found.verdicts()[0])
+
+
 def test_a_sweep_returns_its_results_where_why_fails_and_asks_again_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
