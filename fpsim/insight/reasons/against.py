@@ -160,10 +160,11 @@ def _lost_event(
     event.operation = event.origin = at
     event.count, event.of, event.fmt, event.ends = true.nonzero - gradient.nonzero, true.nonzero, ends.name, ends
     event.batch, event.remedy, event.largest = operation.notes.get("batch"), "scale", true.amax
-    least = f" below its least number {ends.smallest:.3g}" if ends.smallest else ""
+    below = ": below its" if true.amax < ends.smallest else ", and not below its"  # then a slope is 0 here
+    least = f"{below} least number {ends.smallest:.3g}" if ends.smallest else ""
     event.why.append(
         f"{event.count} of {event.of} gradients are 0 in {ends.name} and not in float32, where the largest is "
-        f"{true.amax:.3g}:{least}."
+        f"{true.amax:.3g}{least}."
     )
     event.stretch = way = _stretch(operation, share)
     if len(way) > 1:

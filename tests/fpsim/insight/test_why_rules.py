@@ -345,3 +345,14 @@ def test_hooks_of_all_optimizers_are_called_for_the_steps_of_the_model_only() ->
         hook.remove()
     assert stepped
     assert all(seen is optimizer for seen in stepped)
+
+
+@pytest.mark.parametrize(("bias", "factor", "words"), [(6.0, 1.0, ", and not below its"), (0.0, 1e-9, ": below its")])
+def test_a_lost_gradient_is_below_the_least_number_only_where_it_is(bias: float, factor: float, words: str) -> None:
+    """Where tanh is 1 in half its slope is 0, however large the gradient: 1 / cosh(6)^2 is 2.5e-5."""
+    model, x = nn.Linear(4, 4).half(), torch.full((2, 4), 0.01).half()
+    nn.init.constant_(model.bias, bias)
+    found = fpsim.why(model, lambda: (model(x).tanh().float() * factor).sum().backward())
+    assert found.cause is not None
+    assert found.cause["kind"] == "gradient lost"
+    assert f"{words} least number 5.96e-08" in found.cause["why"], found.cause["why"]
