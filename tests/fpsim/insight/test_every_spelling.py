@@ -189,9 +189,11 @@ def said(spelling: Spelling, plant: Plant) -> tuple[Any, ...]:
 @pytest.mark.filterwarnings("ignore")
 def test_why_says_the_same_in_every_spelling(plant: Plant, all_of_them: bool) -> None:
     plain, *others = spellings_of(plant)
-    expected = said(plain, plant)
-    assert expected[:4] == (plant.kind, plant.row.name, 1, 6)
     if not all_of_them:
         others = [*filter(lambda s: s.writes, others), *others][:1]
+    # of a spelling that torch gives no gradient, float64 may be a remedy where it saves the result alone
+    with_gradient = {s.has_gradient for s in (plain, *others)}
+    expected = {has: said(replace(plain, has_gradient=has), plant) for has in with_gradient}
+    assert {answer[:4] for answer in expected.values()} == {(plant.kind, plant.row.name, 1, 6)}
     answers = {spelling: said(spelling, plant) for spelling in others}
-    assert {s: answer for s, answer in answers.items() if answer != expected} == {}
+    assert {s: answer for s, answer in answers.items() if answer != expected[s.has_gradient]} == {}
