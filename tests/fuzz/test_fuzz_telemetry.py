@@ -58,6 +58,7 @@ def test_fuzz_damaged_telemetry_is_found_and_the_report_written(happened: Any, w
 def as_version_1(path: Path) -> None:
     """Take the digests away, as an older release wrote a ledger."""
     with closing(sqlite3.connect(path)) as sql, sql:
-        for table, column in (("cells", "telemetry_sha256"), ("cells", "digest"), ("sessions", "digest")):
+        later = (("cells", "telemetry_sha256"), ("cells", "digest"), ("cells", "bits"), ("sessions", "digest"))
+        for table, column in later:
             sql.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         sql.execute("PRAGMA user_version = 1")
