@@ -108,8 +108,8 @@ def sweep(
         train: a training function of your own instead of a task. It is called with a `Job`, which has the format, the
             scaling method, the seed, the device and task_options, trains, and returns its metrics, {name: number}.
         baseline: whether float32, with which the report compares, is trained with each seed too.
-        workers, engine, device, time_limit, memory_limit, resources, engine_timeout, retry_failed, keep_states,
-            keep_old: see `Execution`.
+        workers, engine, device, time_limit, memory_limit, resources, engine_timeout: see `Execution`.
+        retry_failed, keep_states, keep_old: see `Execution`, too.
         out: the folder that keeps everything.
         track: who else is told of the cells, while they train: "tensorboard", "mlflow" and "wandb", which write to the
             folder, or trackers.
