@@ -461,10 +461,12 @@ _uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 _storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 # What is counted of a gradient that autograd alone holds: one that owns its memory, and one that is a view. Differs
-# between versions of Python and torch, and so is measured. None: not measured yet, or the counts cannot be trusted.
-_alone: tuple[_Holders, _Holders] | None = None
-_is_measured = False
+# between versions of Python and torch, and with how many hold a call's argument: one more under Dynamo's evaluation of
+# frames, which an error under fullgraph=True leaves on for good. So it is measured for each such number. None: the
+# counts cannot be trusted.
+_alone: dict[int, tuple[_Holders, _Holders] | None] = {}
 _measuring = threading.Lock()
+_callback_of_frames: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
 
 
 def is_held_by_autograd_alone(gradient: Tensor) -> bool:
@@ -472,10 +474,11 @@ def is_held_by_autograd_alone(gradient: Tensor) -> bool:
 
     Asked by a tensor hook itself: a function between them holds a reference more. False where it is not known.
     """
-    if _alone is None:
+    measured = _alone.get(_references_in_a_call(object()))
+    if measured is None:
         return False
     base = gradient._base
-    alone = _alone[base is not None]
+    alone = measured[base is not None]
     if sys.getrefcount(gradient) > alone.references or _uses(gradient) > alone.uses:
         return False
     if base is not None:
@@ -488,19 +491,19 @@ def is_held_by_autograd_alone(gradient: Tensor) -> bool:
 
 
 def calibrate_holders() -> None:
-    """Measure once who holds a gradient that autograd alone holds; to be called outside of a backward pass.
+    """Measure who holds a gradient that autograd alone holds, once; to be called outside of a backward pass.
 
     The counts are trusted if each way to hold on to a gradient raises one of them: a name, an alias, a view, its
     storage, a NumPy array, a DLPack capsule. Nothing is measured under a debugger, which holds what frames know, nor
-    under Dynamo's evaluation of frames, where a call holds its arguments.
+    where Dynamo would compile what measures.
     """
-    global _alone, _is_measured
-    if _is_measured or current_graph_task() >= 0:
+    references = _references_in_a_call(object())
+    if references in _alone or current_graph_task() >= 0:
         return
-    if sys.gettrace() is not None or _references_in_a_call(object()) > _PLAIN_REFERENCES:
+    if sys.gettrace() is not None or callable(_callback_of_frames()):
         return
     with _measuring:
-        if _is_measured:
+        if references in _alone:
             return
         alone = _count_holders(False, _hold_nothing), _count_holders(True, _hold_nothing)
         is_trusted = all(
@@ -508,12 +511,10 @@ def calibrate_holders() -> None:
             for is_view in (False, True)
             for hold in _WAYS_TO_HOLD
         )
-        _alone = alone if is_trusted else None
-        _is_measured = True
+        _alone[references] = alone if is_trusted else None
 
 
 _references_in_a_call = lambda value: sys.getrefcount(value)  # noqa: E731
-_PLAIN_REFERENCES = _references_in_a_call(object())
 
 
 def _hold_nothing(gradient: Tensor) -> Any:

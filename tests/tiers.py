@@ -24,8 +24,6 @@ RECORD = Path(__file__).with_name("durations.json")
 UNKNOWN = (0, 0.0)  # cases and seconds of a file without a record
 COLLECTING = "collecting"  # what a worker does before its first test, in the record
 UNRECORDED = 1.0  # processor seconds of a case without a record: many times the mean, so many ask for a new record
-# After an error under fullgraph=True, or a graph that is broken, torch reports one more reference in every call.
-LAST = ("test_compiled_models.py", "test_copies.py", "test_weights_anywhere.py")
 # Progress is printed with each full line, 72 results. The first file of one worker is the longest; that of the other
 # has so many quick cases that there is a line at once.
 QUICK = 10  # seconds
@@ -349,7 +347,7 @@ def in_order(files: Iterable[str], tier: str) -> list[str]:
     Tests of one file stay on one worker: they share clusters, sweeps and what is compiled.
     """
     rows = recorded(tier)
-    order = sorted(dict.fromkeys(files), key=lambda file: (file.endswith(LAST), -rows.get(file, UNKNOWN)[1]))
+    order = sorted(dict.fromkeys(files), key=lambda file: -rows.get(file, UNKNOWN)[1])
     quick = [file for file in order if file in rows and rows[file][1] < QUICK]
     if quick:
         most = max(quick, key=lambda file: rows[file][0])

@@ -260,8 +260,7 @@ def test_whoever_holds_a_gradient_is_noticed(way: str, is_view: bool) -> None:
 
 @pytest.fixture
 def measured_anew(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(torch_internals, "_alone", None)
-    monkeypatch.setattr(torch_internals, "_is_measured", False)
+    monkeypatch.setattr(torch_internals, "_alone", {})
     return monkeypatch
 
 
@@ -317,6 +316,15 @@ def test_nothing_is_measured_under_a_debugger(measured_anew: pytest.MonkeyPatch)
     measured_anew.undo()
     calibrate_holders()
     assert held(False, lambda gradient: None)
+
+
+def test_holders_are_known_after_an_error_of_the_compiler() -> None:
+    # torch leaves its evaluation of frames on, where a call holds its arguments once more
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(lambda x: torch._dynamo.graph_break() or x + 1, backend="eager", fullgraph=True)(torch.ones(2))
+    for is_view in (False, True):
+        assert held(is_view, lambda gradient: None)
+        assert not any(held(is_view, hold) for hold in WAYS.values())
 
 
 # A module
