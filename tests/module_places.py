@@ -207,6 +207,21 @@ class OwnBesideAnother(Place):
         self.child = Holder(torch.zeros(WIDTH, WIDTH))
 
 
+class Copied(nn.Module):
+    """A parametrization that computes what it is given."""
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w * 1.0
+
+
+class OwnComputed(Place):
+    """Each use computes the tensor, and each of these has a gradient that is rounded."""
+
+    def hold(self, tensor: Tensor) -> None:
+        put(self, "w", tensor)
+        parametrize.register_parametrization(self, "w", Copied())
+
+
 Place.flat = Own
 
 
@@ -391,14 +406,8 @@ class Tied(Place):
         return self.second(self.first(x))  # type: ignore[no-any-return]
 
 
-class Copied(nn.Module):
-    """A parametrization that computes what it is given."""
-
-    def forward(self, w: Tensor) -> Tensor:
-        return w * 1.0
-
-
 class Parametrised(Place):
+    flat = OwnComputed
     takes_buffers = False
 
     def hold(self, tensor: Tensor) -> None:
