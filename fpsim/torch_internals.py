@@ -469,12 +469,13 @@ _measuring = threading.Lock()
 _callback_of_frames: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
 
 
-def is_held_by_autograd_alone(gradient: Tensor) -> bool:
+def is_held_by_autograd_alone(gradient: Tensor, probe: object) -> bool:
     """Whether nobody but the autograd engine can see the memory of this gradient, so that it may be changed in place.
 
     Asked by a tensor hook itself: a function between them holds a reference more. False where it is not known.
+    probe: `object()`, written in the call: how many hold it tells how many hold an argument.
     """
-    measured = _alone.get(_references_in_a_call(object()))
+    measured = _alone.get(sys.getrefcount(probe))
     if measured is None:
         return False
     base = gradient._base
@@ -490,14 +491,14 @@ def is_held_by_autograd_alone(gradient: Tensor) -> bool:
     return _storage_uses(storage._cdata) <= alone.storage_uses
 
 
-def calibrate_holders() -> None:
+def calibrate_holders(probe: object) -> None:
     """Measure who holds a gradient that autograd alone holds, once; to be called outside of a backward pass.
 
     The counts are trusted if each way to hold on to a gradient raises one of them: a name, an alias, a view, its
     storage, a NumPy array, a DLPack capsule. Nothing is measured under a debugger, which holds what frames know, nor
-    where Dynamo would compile what measures.
+    where Dynamo would compile what measures. probe: as of `is_held_by_autograd_alone`.
     """
-    references = _references_in_a_call(object())
+    references = sys.getrefcount(probe)
     if references in _alone or current_graph_task() >= 0:
         return
     if sys.gettrace() is not None or callable(_callback_of_frames()):
@@ -512,9 +513,6 @@ def calibrate_holders() -> None:
             for hold in _WAYS_TO_HOLD
         )
         _alone[references] = alone if is_trusted else None
-
-
-_references_in_a_call = lambda value: sys.getrefcount(value)  # noqa: E731
 
 
 def _hold_nothing(gradient: Tensor) -> Any:

@@ -46,7 +46,7 @@ class BackwardRounding:
             self._show(observer, gradient, gradient, None)
             return None
         is_dense = gradient.is_contiguous() or has_no_holes(gradient)
-        if observer is None and is_dense and is_held_by_autograd_alone(gradient):
+        if observer is None and is_dense and is_held_by_autograd_alone(gradient, object()):
             round_memory_(gradient, spec)
             mark(gradient, spec.text)
             return None
@@ -123,7 +123,7 @@ class ScaledBackwardRounding(BackwardRounding):
         if torch.is_grad_enabled():  # it is to be differentiated again
             return self._unusual(gradient)
         spec, listeners = self.spec, self.scope.listeners
-        is_free = mark_of(gradient) is None and has_no_holes(gradient) and is_held_by_autograd_alone(gradient)
+        is_free = mark_of(gradient) is None and has_no_holes(gradient) and is_held_by_autograd_alone(gradient, object())
         observer = listeners.watching(self.site, self.role) if is_free else None
         before = gradient if observer is None else gradient.detach().clone()
         log2_scale = self.scale(gradient, is_free)
@@ -136,7 +136,7 @@ class ScaledBackwardRounding(BackwardRounding):
             self._show(observer, gradient, gradient, log2_scale)
             return None
         # asked again: the scaling may have kept the gradient
-        if observer is None and has_no_holes(gradient) and is_held_by_autograd_alone(gradient):
+        if observer is None and has_no_holes(gradient) and is_held_by_autograd_alone(gradient, object()):
             round_memory_(gradient, spec, None, log2_scale)
             mark(gradient, spec.text, log2_scale)
             return None

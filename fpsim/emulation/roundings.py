@@ -370,7 +370,8 @@ class Roundings:
     ) -> None:
         scaling, traced = self.scope.listeners.scaling, type(out) is not Tensor and is_traced(out)
         if not (self._is_calibrated or traced or has_transform()):
-            calibrate_holders()  # it takes a backward pass, and none should run in another, nor may in a transform
+            # it takes a backward pass, and none should run in another, nor may in a transform
+            calibrate_holders(object())
             self._is_calibrated = True
         if scaling is None:
             hook = BackwardRounding(self.scope, site, role, spec)

@@ -221,13 +221,13 @@ def test_a_graph_task_has_a_number_higher_than_the_one_before() -> None:
 
 def held(is_view: bool, hold: Callable[[Tensor], Any]) -> bool:
     """Whether a gradient is found to be autograd's alone, in its hook, while `hold(gradient)` is alive."""
-    calibrate_holders()
+    calibrate_holders(object())
     found = []
 
     class Hook:
         def __call__(self, gradient: Tensor) -> None:
             alive = hold(gradient)
-            found.append(is_held_by_autograd_alone(gradient))
+            found.append(is_held_by_autograd_alone(gradient, object()))
             del alive
 
     x = torch.ones(6, requires_grad=True) * 1
@@ -314,7 +314,7 @@ def test_nothing_is_measured_under_a_debugger(measured_anew: pytest.MonkeyPatch)
     measured_anew.setattr(torch_internals.sys, "gettrace", lambda: print)
     assert set(addresses_of_rounded_gradients(measured_anew)) == {"copied"}
     measured_anew.undo()
-    calibrate_holders()
+    calibrate_holders(object())
     assert held(False, lambda gradient: None)
 
 
