@@ -156,6 +156,7 @@ def test_a_training_on_another_processor_has_other_digits_and_shows_the_same() -
     assert not any(alike(stored, worse, ["seeds=3"]))
 
 
+@pytest.mark.full
 def test_a_cell_that_raises_stores_nothing(tmp_path: Path) -> None:
     path = small_notebook(tmp_path / "a.ipynb", "1 / 0")
     before = path.read_bytes()

@@ -57,7 +57,10 @@ SISTERS = {
             "one_yaml_gives_equal_results_here_on_a_local_cluster_and_on_a_scheduler_started_by_hand": (
                 "every_engine_gives_equal_results"
             ),
-            "a_cell_that_kills_its_worker_is_isolated": "a_worker_that_is_killed_is_replaced",
+            "a_cell_that_kills_its_worker_is_isolated": (
+                "an_executor_whose_worker_died_is_named_and_the_cell_may_run_again"
+            ),
+            "a_worker_that_is_killed_is_replaced": "killing_a_driver_ends_its_workers_and_its_cells_are_run_again",
             "a_cell_whose_worker_died_once_runs_again": (
                 "an_executor_whose_worker_died_is_named_and_the_cell_may_run_again"
             ),
@@ -71,6 +74,9 @@ SISTERS = {
             "a_local_cluster_listens_on_the_loopback_alone": "nobody_else_connects_to_a_local_cluster",
         },
         "ada_loss/lab/studies/test_search.py": {
+            "a_search_that_is_killed_goes_the_same_way_again": (
+                "a_search_is_the_same_for_a_seed_and_trains_nothing_twice"
+            ),
             "the_states_of_the_optimizer_are_searched_as_a_role_is": (
                 "the_answer_keeps_the_accuracy_and_no_bit_can_be_taken_from_it"
             ),
@@ -94,6 +100,9 @@ SISTERS = {
             ),
         },
         "ada_loss/test_command_line.py": {
+            "a_task_beside_the_yaml_or_in_the_current_folder_is_found_by_workers_too": (
+                "a_sweep_runs_prints_its_table_and_names_its_report"
+            ),
             "a_sweep_that_was_killed_is_not_said_to_run": (
                 "ada_loss/lab/sweep/test_sweep.py::test_killing_a_driver_ends_its_workers_and_its_cells_are_run_again"
             ),
@@ -112,6 +121,11 @@ SISTERS = {
             ),
             "work_that_takes_a_quarter_longer_is_worse_and_equal_work_is_not": (
                 "work_that_a_checkout_cannot_do_is_named_and_the_rest_is_measured"
+            ),
+        },
+        "ada_loss/scalers/test_updater.py": {
+            "an_overflow_on_one_rank_is_retried_on_both_and_scales_agree": (
+                "ada_loss/layerwise/test_layerwise_ddp.py::test_gradients_are_unscaled_before_they_are_reduced"
             ),
         },
         "fpsim/models/test_updates_on_ranks.py": {
@@ -207,6 +221,7 @@ SISTERS = {
         },
         "test_notebooks.py": {
             "the_notebook_shows_what_it_stores": "a_notebook_is_stored_and_another_output_is_told",
+            "a_cell_that_raises_stores_nothing": "a_notebook_is_stored_and_another_output_is_told",
             "a_training_on_another_processor_has_other_digits_and_shows_the_same": (
                 "a_tag_says_how_the_numbers_of_a_cell_are_compared"
             ),

@@ -138,8 +138,9 @@ def task(seed):
 """
 
 
-@parametrize("workers", [1, 2], keep={1})  # two start a cluster
-@parametrize("place", ["beside", "current"], keep={"beside"})
+@pytest.mark.full
+@pytest.mark.parametrize("workers", [1, 2])  # two start a cluster
+@pytest.mark.parametrize("place", ["beside", "current"])
 def test_a_task_beside_the_yaml_or_in_the_current_folder_is_found_by_workers_too(
     tmp_path: Path, place: str, workers: int
 ) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiers
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -313,7 +312,8 @@ def train_in_one(system: str) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
-@tiers.parametrize("system", RULES, keep=tiers.every(len(RULES)))  # each is two processes
+@pytest.mark.full
+@pytest.mark.parametrize("system", RULES)  # each is two processes
 def test_an_overflow_on_one_rank_is_retried_on_both_and_scales_agree(system: str, tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     ranks = []

@@ -48,10 +48,8 @@ def run_alone(files: str, *options: str, **environment: str) -> None:
 
 SIMULATED = (  # of the kernels, those that compile fast
     "masks_pass_as_on_the_cpu[e4m3fn-stochastic-dtype3]",
-    "fp32-up-shape2-4]",
     "what_blocks_share_is_found_as_on_the_cpu",
     "binades_are_counted_as_on_the_cpu[torch.float32-ends]",
-    "elements_are_tallied_as_on_the_cpu[torch.float32]",
     "losses_are_counted_as_on_the_cpu[6-torch.float32]",
     "factors_are_chosen_as_on_the_cpu",
     "scales_are_chosen_as_on_the_cpu",

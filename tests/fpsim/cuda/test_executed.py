@@ -16,8 +16,6 @@ SOME = (  # kernels that compile fast, a changed instruction among them
     "format_and_rule_has_the_bits_of_the_cpu[nearest_even-flat-32]",
     "masks_pass_as_on_the_cpu[e4m3fn-nearest_even-32]",
     "binades_are_counted_as_on_the_cpu[torch.float64-ends]",
-    "elements_are_tallied_as_on_the_cpu[e4m3fn-torch.float64]",
-    "losses_are_counted_as_on_the_cpu[6-torch.float64]",
     "what_blocks_share_is_found_as_on_the_cpu[nvfp4]",
     "a_change_of_one_instruction_is_found[binades]",
     "a_floating_point_instruction_would_be_found",

@@ -132,7 +132,7 @@ def test_a_traced_rounding_draws_the_key_that_eager_code_draws(variant: str) -> 
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-@tiers.parametrize("variant", VARIANTS, keep={"A", "B"})  # each compiles a loop of its own
+@tiers.parametrize("variant", VARIANTS, keep={"B"})  # each compiles a loop of its own
 def test_elements_of_blocks_round_as_single_numbers_at_the_scale(variant: str, axis: int) -> None:
     """mxfp4 of blocks whose largest number is 4: the scale is 1, and elements are e2m1fn's."""
     x = torch.rand(32, 32, generator=torch.Generator().manual_seed(0)) * 3

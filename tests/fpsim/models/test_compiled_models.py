@@ -42,7 +42,7 @@ def gpt2() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def llama() -> tuple[nn.Module, dict[str, Any]]:
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 96}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
     ids = torch.randint(0, 96, (2, 12))
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, **heads)), {

@@ -182,7 +182,7 @@ def test_what_is_no_name_is_refused() -> None:
 # What it adds up, against fractions
 
 
-@tiers.parametrize("rounding", ROUNDINGS, keep={"nearest_even", "to_odd", "stochastic"})  # each compiles a loop
+@tiers.parametrize("rounding", ROUNDINGS, keep={"nearest_even", "stochastic"})  # each compiles a loop
 @tiers.parametrize("name", FORMATS, keep=tiers.every(6))
 def test_sums_are_exact_and_rounded_once(name: str, rounding: str) -> None:
     a, b = at_scale_of(FORMATS[name], numbers(1, 4, 21)), numbers(1, 21, 3, seed=1)
@@ -204,7 +204,7 @@ def test_a_sum_beside_a_tie_by_less_than_a_float64_shows_is_no_tie(name: str) ->
 
 
 @pytest.mark.parametrize("overflow", ["inf", "nan", "saturate"])
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@tiers.parametrize("rounding", ROUNDINGS, keep={"nearest_even", "stochastic"})
 def test_what_is_not_finite_and_what_overflows(rounding: str, overflow: str) -> None:
     inf, nan, big = math.inf, math.nan, 65504.0
     rows = [[inf, 1.0, 2.0], [inf, -inf, 1.0], [nan, 1.0, 0.0], [0.0, 0.0, 1.0], [big, big, -big], [-big, -big, big]]
@@ -241,7 +241,7 @@ GROUP_CASES = [
 ]
 
 
-KEPT = [PRODUCT_CASES[2], CHUNK_CASES[0], CHUNK_CASES[3], GROUP_CASES[0], GROUP_CASES[5]]  # each compiles a loop
+KEPT = [PRODUCT_CASES[0], CHUNK_CASES[0], GROUP_CASES[0], GROUP_CASES[5]]  # each compiles a loop
 
 
 @tiers.parametrize("accumulator", [*PRODUCT_CASES, *CHUNK_CASES, *GROUP_CASES], keep=KEPT, ids=repr)
@@ -302,11 +302,11 @@ def test_where_a_sum_of_ones_stalls(accumulator: str, stall: int | None) -> None
     assert matmul(ones, ones, accumulator) == (stall or n // 64 * 64)
 
 
-def test_chunks_of_a_sum_of_ones() -> None:
-    # the outer accumulator takes 64 at a time: 1024 chunks of 64 in 1-6-9, which stalls where 64 is half a spacing
+# in 1-6-9 the outer accumulator takes 64 at a time and stalls after 1024 chunks, where 64 is half a spacing
+@tiers.parametrize(("name", "total"), [("wang2018", 64 * 1024), ("hopper_fp8_chunk128", 2**18)], keep={"wang2018"})
+def test_chunks_of_a_sum_of_ones(name: str, total: int) -> None:
     ones = torch.ones(2**18)
-    assert matmul(ones, ones, "wang2018") == 64 * 1024
-    assert matmul(ones, ones, "hopper_fp8_chunk128") == 2**18
+    assert matmul(ones, ones, name) == total
 
 
 def test_a_small_term_is_lost_to_nearest_and_kept_on_average_stochastically() -> None:

@@ -16,7 +16,7 @@ from fpsim import Hadamard, hadamard
 from fpsim.tensors.hadamard import padded_to_groups
 
 SIZES = [2**k for k in range(1, 11)]
-FEW = {16, 1024}  # each compiles a loop
+FEW = {16}  # each compiles a loop
 FIXED = np.array([1 if sign == "+" else -1 for sign in "+++-+------+-+--"])  # NVIDIA TransformerEngine
 KEY = torch.tensor(0x123456789ABCDEF)
 
@@ -159,8 +159,8 @@ def test_the_number_of_threads_changes_nothing(threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         for axis, view in ((-1, x), (0, x.view(-1, 3)), (0, x.view(256, -1))):
-            expected = in_stages(view.movedim(axis, -1).contiguous().numpy(), 128)
-            got = hadamard(view, Hadamard(128), axis).movedim(axis, -1)
+            expected = in_stages(view.movedim(axis, -1).contiguous().numpy(), 64)
+            got = hadamard(view, Hadamard(64), axis).movedim(axis, -1)
             assert np.array_equal(got.numpy(), expected)
     finally:
         torch.set_num_threads(before)
@@ -175,20 +175,20 @@ def test_half_precision_is_computed_in_float32_and_rounded_once() -> None:
 
 def test_what_is_not_finite_reaches_its_group_alone() -> None:
     for value in (torch.nan, torch.inf):
-        x = torch.ones(3, 8)
+        x = torch.ones(3, 32)
         x[1, 2] = value
-        y = hadamard(x, Hadamard(4))
-        assert not y[1, :4].isfinite().any()
+        y = hadamard(x, Hadamard(16))
+        assert not y[1, :16].isfinite().any()
         assert y[[0, 2]].isfinite().all()
-        assert y[1, 4:].isfinite().all()
+        assert y[1, 16:].isfinite().all()
     largest = torch.finfo(torch.float32).max
-    assert hadamard(torch.full((4,), largest), Hadamard(4))[0] == torch.inf
+    assert hadamard(torch.full((16,), largest), Hadamard(16))[0] == torch.inf
 
 
 @pytest.mark.parametrize("signs", [None, "fixed", "random"])
 def test_the_gradient_is_that_of_the_linear_map(signs: str | None) -> None:
-    transform = Hadamard(8, signs)
-    x = torch.randn(2, 16, 3, dtype=torch.float64, requires_grad=True)
+    transform = Hadamard(16, signs)
+    x = torch.randn(2, 32, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda v: hadamard(v, transform, 1, KEY), x)
     assert torch.autograd.gradgradcheck(lambda v: hadamard(v, transform, 1, KEY), x)
 
@@ -206,7 +206,7 @@ def test_transforms_of_functions_see_one_operator() -> None:
     assert torch.equal(one[2], hadamard(x[0], Hadamard(16, "random"), key=keys[2]))
     for arguments in (
         (x.requires_grad_(), 16, "fixed", 2, False, None),
-        (x.detach()[:, :, ::2], 8, "random", 2, True, KEY),
+        (torch.randn(4, 3, 32)[:, :, ::2], 16, "random", 2, True, KEY),
     ):
         torch.library.opcheck(torch.ops.fpsim.hadamard, arguments)
 

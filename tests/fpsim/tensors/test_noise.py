@@ -12,6 +12,7 @@ from functools import cache
 import numpy as np
 import oracle
 import pytest
+import tiers
 import torch
 from numba import njit
 
@@ -33,6 +34,7 @@ CUSTOM = [
     FloatFormat(5, 2, 93),  # spacing 2**-94: the last that float32 rounds for itself
 ]
 ALL = [*map(as_format, [*FORMATS, "e8m0fnu"]), *CUSTOM]
+FEW = {*ALL[::6], ALL[-1]}  # most compile a core
 
 
 def rounded_with(f: FloatFormat, x: float, noise: int, random_bits: int | None, width: int) -> float:
@@ -65,7 +67,7 @@ def points(f: FloatFormat, width: int) -> list[float]:
 
 @pytest.mark.parametrize("width", [32, 64])
 @pytest.mark.parametrize("random_bits", [None, 1, 8, 23])
-@pytest.mark.parametrize("f", ALL, ids=str)
+@tiers.parametrize("f", ALL, keep=FEW, ids=str)
 def test_the_share_of_noise_words_that_round_up_is_the_distance(
     f: FloatFormat, random_bits: int | None, width: int
 ) -> None:
@@ -85,7 +87,7 @@ def test_the_share_of_noise_words_that_round_up_is_the_distance(
 
 @pytest.mark.parametrize("width", [32, 64])
 @pytest.mark.parametrize("random_bits", [1, 3, 8])
-@pytest.mark.parametrize("f", ALL, ids=str)
+@tiers.parametrize("f", ALL, keep=FEW, ids=str)
 def test_every_noise_value_of_a_few_bits_decides_as_carrying_says(f: FloatFormat, random_bits: int, width: int) -> None:
     fmt = oracle.make(f.exponent_bits, f.mantissa_bits, f.bias, f.specials, f.subnormals)
     unused = 2 ** (32 - random_bits) - 1  # bits beyond the last that counts: set, and of no effect

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from torch import nn
 
@@ -232,7 +233,7 @@ def test_hyperparameters_of_tensorboard_have_the_final_metrics(tmp_path: Path) -
     assert "loss" in run["lower"]
 
 
-@TRACKING
+@tiers.parametrize("tracker", READERS, keep={"mlflow"})
 def test_trackers_see_a_training_while_it_runs(tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ada_loss.lab.cells.live.EVERY", 0.0)
     monkeypatch.setattr("ada_loss.lab.results.notifier.READ_EVERY", 0.01)
@@ -268,7 +269,7 @@ def fails_while_a_file_is_there(job: Job) -> dict[str, float]:
     return {"val_loss": 0.125}
 
 
-@TRACKING
+@tiers.parametrize("tracker", READERS, keep={"tensorboard"})
 def test_a_run_that_was_interrupted_or_failed_is_begun_again(
     tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def killed(out: Path) -> None:
     search("sweep_tasks:slow", roles=["error"], seeds=2, trials=8, tolerance=0.5, out=out, show_progress=False)
 
 
+@pytest.mark.full
 def test_a_search_that_is_killed_goes_the_same_way_again(tmp_path: Path) -> None:
     options: dict[str, Any] = {"roles": ["error"], "seeds": 2, "trials": 8, "tolerance": 0.5, "show_progress": False}
     expected = search("sweep_tasks:slow", out=tmp_path / "undisturbed", **options)

@@ -245,6 +245,7 @@ def test_killing_a_driver_ends_its_workers_and_its_cells_are_run_again(tmp_path:
     assert known.items() <= done(tmp_path).items()
 
 
+@pytest.mark.full
 def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
     process = in_a_process(tmp_path, task="sweep_tasks:slow", seeds=40, workers=2)
     wait_until(lambda: len(done(tmp_path)) >= 3)

@@ -268,7 +268,7 @@ def test_a_training_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path, case
     moments, path = random.Random(case), tmp_path / "cell.pt"
     fmt, rounding, options = CASES[case]
     expected = train(digits(5), fmt, rounding, **OPTIONS, **options)
-    for _ in range(4):
+    for _ in range(2):
         process = PROCESSES.Process(target=checkpointed, args=(path, case))
         process.start()
         end = time.monotonic() + 60
