@@ -15,6 +15,7 @@ from typing import Any
 
 import matplotlib
 import pytest
+import tiers
 import torch
 from border_calls import CALLS, Call, Folder, batch, model, quantised, train
 from border_values import Outcome, Reached, near_values, outcome, wrong_values
@@ -222,7 +223,7 @@ def check(call: Call, parts: int) -> None:
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+@tiers.parametrize("call", CALLS, keep=tiers.every(3), ids=lambda call: call.name)
 def test_a_wrong_argument_is_refused_in_words(call: Call) -> None:
     check(call, PARTS)
 

@@ -36,6 +36,7 @@ WITHOUT_EXTRAS = "without_extras_the_packages_round_and_every_part_of_the_lab_na
 WHEEL = "the_wheel_would_hold_both_packages_with_their_types_and_data_and_nothing_else"
 SDIST = "the_sdist_would_hold_every_file_of_the_repository"
 SOME_EXECUTED = "fpsim/cuda/test_executed.py::test_some_kernels_as_ptx_and_executed"
+RANKS = "fpsim/emulation/test_writes.py::test_fully_sharded_training_on_two_ranks_is_that_of_one_process"
 # Tests that are in `full` with all of their cases, and the smaller one that stands for each by default.
 SISTERS = {
     f"tests/{file}::test_{test}": f"tests/{sister if '::' in sister else f'{file}::test_{sister}'}"
@@ -124,17 +125,12 @@ SISTERS = {
             ),
         },
         "ada_loss/scalers/test_updater.py": {
-            "an_overflow_on_one_rank_is_retried_on_both_and_scales_agree": (
-                "ada_loss/layerwise/test_layerwise_ddp.py::test_gradients_are_unscaled_before_they_are_reduced"
-            ),
+            "an_overflow_on_one_rank_is_retried_on_both_and_scales_agree": RANKS,
         },
+        "ada_loss/layerwise/test_layerwise_ddp.py": {"gradients_are_unscaled_before_they_are_reduced": RANKS},
         "fpsim/models/test_updates_on_ranks.py": {
-            "shards_of_two_ranks_are_the_weights_of_one_process_bit_for_bit": (
-                "fpsim/emulation/test_writes.py::test_fully_sharded_training_on_two_ranks_is_that_of_one_process"
-            ),
-            "replicated_parameters_are_equal_on_two_ranks_and_have_moved": (
-                "fpsim/emulation/test_writes.py::test_fully_sharded_training_on_two_ranks_is_that_of_one_process"
-            ),
+            "shards_of_two_ranks_are_the_weights_of_one_process_bit_for_bit": RANKS,
+            "replicated_parameters_are_equal_on_two_ranks_and_have_moved": RANKS,
         },
         "fpsim/compiling/test_kept.py": {
             "a_process_that_outlives_an_update_keeps_nothing_under_the_name_of_the_new_sources": (
@@ -181,9 +177,7 @@ SISTERS = {
             ),
         },
         "fpsim/policies/test_delayed.py": {
-            "two_ranks_have_the_scales_of_the_larger_amax": (
-                "ada_loss/layerwise/test_layerwise_ddp.py::test_gradients_are_unscaled_before_they_are_reduced"
-            ),
+            "two_ranks_have_the_scales_of_the_larger_amax": RANKS,
         },
         "fpsim/tensors/test_ops.py": {
             "where_no_thread_can_be_started_one_does_it_all_and_none_does_it_later": (
@@ -207,6 +201,12 @@ SISTERS = {
             "the_ptx_is_assembled_for_a_card": "the_assembler_knows_how_many_threads_there_are",
         },
         "fpsim/compiling/test_compile.py": {
+            "a_damaged_file_is_compiled_anew_and_replaced": (
+                "fpsim/compiling/test_native.py::test_what_cannot_be_loaded_is_compiled_anew_and_replaced"
+            ),
+            "a_file_does_not_stand_in_for_another": (
+                "fpsim/compiling/test_native.py::test_what_cannot_be_loaded_is_compiled_anew_and_replaced"
+            ),
             "a_file_that_cannot_be_replaced_costs_a_warning_and_nothing_else": (
                 "a_folder_that_cannot_be_written_costs_a_warning_and_nothing_else"
             ),

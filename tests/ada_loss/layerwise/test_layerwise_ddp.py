@@ -49,6 +49,7 @@ def found_as_rank(rank: int) -> dict[str, list[float]]:
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
+@pytest.mark.full
 def test_gradients_are_unscaled_before_they_are_reduced(tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, __file__]

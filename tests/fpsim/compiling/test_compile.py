@@ -132,7 +132,8 @@ DAMAGES = {
 }
 
 
-@tiers.parametrize("damage", DAMAGES, keep={"flipped"})
+@pytest.mark.full
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_compiled_anew_and_replaced(damage: str, house: Path) -> None:
     assert run(house) == (NEW, "")
     files = sorted(house.rglob("*.o"))
@@ -146,6 +147,7 @@ def test_a_damaged_file_is_compiled_anew_and_replaced(damage: str, house: Path) 
     assert all(len(file.read_bytes()) == len(content) for file, content in zip(files, whole, strict=True))
 
 
+@pytest.mark.full
 def test_a_file_does_not_stand_in_for_another(house: Path) -> None:
     assert run(house) == (NEW, "")
     first, second = sorted(house.rglob("*.o"))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 from product_cases import Calls, Kept, by_hand, gradients
@@ -425,10 +426,11 @@ def test_nearest_copies_of_dy_are_shared_and_stochastic_ones_are_not() -> None:
         assert torch.equal(kept.operand("dgrad.dy"), kept.operand("wgrad.dy")) is is_shared
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     ("operand", "count"),
     [("e4m3fn per tensor fp32", 5), ("e4m3fn per tensor delayed", 6), ("e4m3fn per row fp32", 6), ("mxfp4", 6)]
     + [(Operand("e4m3fn per tensor fp32", "stochastic"), 6)],
+    keep={"e4m3fn per tensor fp32", "mxfp4"},
 )
 def test_a_scale_for_the_whole_tensor_makes_one_copy_of_dy(
     operand: Any, count: int, monkeypatch: pytest.MonkeyPatch

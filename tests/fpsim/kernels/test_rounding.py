@@ -73,7 +73,7 @@ def test_all_values_midpoints_and_borders_round_as_the_oracle_says(
     assert differing(x, round_to(x, f, rounding), expected_by_oracle(f, x, rounding, None)) == []
 
 
-@parametrize("rounding", DETERMINISTIC, keep={"nearest_even", "to_odd"})
+@parametrize("rounding", DETERMINISTIC, keep={"nearest_even"})
 @parametrize("f", WIDE, keep=one_of_each(lambda f: f.specials), ids=str)
 @parametrize("dtype", DTYPES, keep={torch.float32}, ids=str)
 def test_wide_formats_round_as_the_oracle_says(f: FloatFormat, rounding: str, dtype: torch.dtype) -> None:
@@ -81,8 +81,12 @@ def test_wide_formats_round_as_the_oracle_says(f: FloatFormat, rounding: str, dt
     assert differing(x, round_to(x, f, rounding), expected_by_oracle(f, x, rounding, None)) == []
 
 
+@parametrize("rounding", DETERMINISTIC, keep={"nearest_even", "to_odd"})
+@parametrize("dtype", DTYPES, keep={torch.float32}, ids=str)
 @parametrize("f", WIDEST, keep=every(len(WIDEST)), ids=str)
-def test_formats_almost_as_wide_as_float32_round_as_the_oracle_says(f: FloatFormat) -> None:
+def test_formats_almost_as_wide_as_float32_round_as_the_oracle_says(
+    f: FloatFormat, dtype: torch.dtype, rounding: str
+) -> None:
     fmt = oracle_format(f)
     generator = torch.Generator().manual_seed(7)
     exponents = torch.randint(-150, 128, (150,), generator=generator)
@@ -94,14 +98,10 @@ def test_formats_almost_as_wide_as_float32_round_as_the_oracle_says(f: FloatForm
     ties = [float((a + b) / 2) for a, b in zip(lows, highs, strict=True)]
     ends = [largest, float(fmt.next_magnitude), (largest + float(fmt.next_magnitude)) / 2, smallest, smallest / 2]
     x = torch.cat([x, torch.tensor([*ties, *map(float, highs), *ends, 0.0, math.inf, math.nan], dtype=torch.float64)])
-    for dtype in (torch.float32, torch.float64):
-        y = x.to(dtype)
-        y = torch.cat(
-            [y, y.nextafter(torch.tensor(math.inf, dtype=dtype)), y.nextafter(torch.tensor(0.0, dtype=dtype))]
-        )
-        y = torch.cat([y, -y])
-        for rounding in DETERMINISTIC:
-            assert differing(y, round_to(y, f, rounding), expected_by_oracle(f, y, rounding, None)) == [], rounding
+    y = x.to(dtype)
+    y = torch.cat([y, y.nextafter(torch.tensor(math.inf, dtype=dtype)), y.nextafter(torch.tensor(0.0, dtype=dtype))])
+    y = torch.cat([y, -y])
+    assert differing(y, round_to(y, f, rounding), expected_by_oracle(f, y, rounding, None)) == []
 
 
 def test_the_two_ways_of_the_oracle_to_find_neighbours_agree() -> None:
@@ -212,7 +212,7 @@ GFLOAT_MODES = {
 }
 
 
-@pytest.mark.parametrize("rounding", GFLOAT_MODES)
+@parametrize("rounding", GFLOAT_MODES, keep={"nearest_even", "down"})  # each compiles loops
 @pytest.mark.parametrize("name", GFLOAT)
 def test_every_rule_agrees_with_gfloat(name: str, rounding: str) -> None:
     f = as_format(name)
@@ -233,7 +233,7 @@ def test_float64_is_rounded_once(name: str) -> None:
     assert torch.equal(round_to(x, f), expected)
 
 
-@parametrize("rounding", DETERMINISTIC, keep={"nearest_even", "nearest_away", "up"})
+@parametrize("rounding", DETERMINISTIC, keep={"nearest_even"})
 @pytest.mark.parametrize("container", [torch.float16, torch.bfloat16], ids=str)
 def test_all_half_precision_numbers_are_rounded_as_their_float32_values(container: torch.dtype, rounding: str) -> None:
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(container)
@@ -307,27 +307,29 @@ def scaled_specs() -> list[FloatFormat]:
     return [*(as_format(name) for name in names), FloatFormat(4, 3, subnormals=False)]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("f", scaled_specs(), ids=str)
-def test_to_round_at_a_scale_is_to_round_to_values_that_are_so_much_smaller(f: FloatFormat, rounding: str) -> None:
+def test_to_round_at_a_scale_is_to_round_to_values_that_are_so_much_smaller(
+    f: FloatFormat, rounding: str, dtype: torch.dtype
+) -> None:
     spec = rounding_spec(f, rounding)
-    for dtype in (torch.float32, torch.float64):
-        low, high = log2_scale_limits(spec, dtype)
-        assert low < -50
-        assert high > 50
-        for log2_scale in (low, 1, high) if dtype is torch.float32 else (-1, 20):
-            unscaled = corners(f, torch.float64, 1 if f.bits < 10 else 997)
-            x = (unscaled * 2.0**-log2_scale).to(dtype)
-            key = torch.tensor(12345)
-            got = rounded(x, spec, key, torch.tensor(log2_scale))
-            if rounding == "stochastic":  # the noise goes by the element
-                expected = rounded(x.double() * 2.0**log2_scale, spec, key) * 2.0**-log2_scale
-            else:
-                expected = expected_by_oracle(f, x.double() * 2.0**log2_scale, rounding, None) * 2.0**-log2_scale
-            assert differing(x.double(), got.double(), expected) == []
-            inside = x.clone()
-            round_memory_(inside, spec, key, torch.tensor(log2_scale))
-            assert same(inside, got)
+    low, high = log2_scale_limits(spec, dtype)
+    assert low < -50
+    assert high > 50
+    for log2_scale in (low, 1, high) if dtype is torch.float32 else (-1, 20):
+        unscaled = corners(f, torch.float64, 1 if f.bits < 10 else 997)
+        x = (unscaled * 2.0**-log2_scale).to(dtype)
+        key = torch.tensor(12345)
+        got = rounded(x, spec, key, torch.tensor(log2_scale))
+        if rounding == "stochastic":  # the noise goes by the element
+            expected = rounded(x.double() * 2.0**log2_scale, spec, key) * 2.0**-log2_scale
+        else:
+            expected = expected_by_oracle(f, x.double() * 2.0**log2_scale, rounding, None) * 2.0**-log2_scale
+        assert differing(x.double(), got.double(), expected) == []
+        inside = x.clone()
+        round_memory_(inside, spec, key, torch.tensor(log2_scale))
+        assert same(inside, got)
 
 
 def test_formats_with_the_containers_exponents_cannot_be_scaled() -> None:
@@ -348,30 +350,30 @@ def test_threads_round_at_one_scale() -> None:
     itertools.product(["fp16", "bf16", "e4m3fn", "e5m2fnuz"], ROUNDINGS),
     keep=lambda *case: case in (("fp16", "nearest_even"), ("e5m2fnuz", "stochastic")),  # each compiles a loop
 )
-def test_to_round_what_fits_is_to_round_and_to_look_in_one_pass(name: str, rounding: str) -> None:
+@parametrize("dtype", DTYPES, keep={torch.float32}, ids=str)
+def test_to_round_what_fits_is_to_round_and_to_look_in_one_pass(name: str, rounding: str, dtype: torch.dtype) -> None:
     spec = rounding_spec(name, rounding)
     scale = torch.tensor([0 if name == "bf16" else 3])
     threads = torch.get_num_threads()
     for n in (1, 130, PARALLEL_FROM + 77):
         torch.set_num_threads(2 if n > 130 else threads)
-        for dtype in (torch.float32, torch.float64):
-            x = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
-            largest, expected, got = float(x.abs().max()), x.clone(), x.clone()
-            fpsim.manual_seed(1)
-            round_memory_(expected, spec, log2_scale=scale)
-            fpsim.manual_seed(1)
-            assert round_fitting_(got, spec, scale, largest) == largest  # at the ceiling it fits
-            assert torch.equal(got, expected)
-            ceiling = largest * 0.75
+        x = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+        largest, expected, got = float(x.abs().max()), x.clone(), x.clone()
+        fpsim.manual_seed(1)
+        round_memory_(expected, spec, log2_scale=scale)
+        fpsim.manual_seed(1)
+        assert round_fitting_(got, spec, scale, largest) == largest  # at the ceiling it fits
+        assert torch.equal(got, expected)
+        ceiling = largest * 0.75
+        got = x.clone()
+        fpsim.manual_seed(1)
+        assert round_fitting_(got, spec, scale, ceiling) == largest
+        assert torch.equal(got, torch.where(x.abs() <= ceiling, expected, x))
+        for value in (math.inf, -math.nan):
             got = x.clone()
-            fpsim.manual_seed(1)
-            assert round_fitting_(got, spec, scale, ceiling) == largest
-            assert torch.equal(got, torch.where(x.abs() <= ceiling, expected, x))
-            for value in (math.inf, -math.nan):
-                got = x.clone()
-                got[n // 2] = value
-                assert round_fitting_(got, spec, scale, math.inf) == math.inf
-                assert not math.isfinite(got[n // 2])
+            got[n // 2] = value
+            assert round_fitting_(got, spec, scale, math.inf) == math.inf
+            assert not math.isfinite(got[n // 2])
     fpsim.manual_seed(None)
     torch.set_num_threads(threads)
 

@@ -50,7 +50,7 @@ def objects_after(step: Callable[[], None], steps: int) -> int:
     return len(gc.get_objects())
 
 
-@tiers.parametrize("form", FORMS, keep={"recipe:fp8_delayed", "watched"})
+@tiers.parametrize("form", FORMS, keep={"recipe:fp8_delayed"})
 def test_steps_leave_no_objects_behind(form: str) -> None:
     step = step_of(form)
     before = objects_after(step, 30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import tiers
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +35,7 @@ FORMATS = [*CATALOGUE, "e3m0", "e4m12", "uint8", "int4"]
 
 
 @pytest.mark.parametrize("rounding", [r for r in ROUNDINGS if r != "stochastic"])
-@pytest.mark.parametrize("fmt", FORMATS)
+@tiers.parametrize("fmt", FORMATS, keep=tiers.every(3))
 def test_each_pattern_becomes_what_the_kernels_make_of_it(fmt: str, rounding: str) -> None:
     x = patterns(fmt)
     for overflow in ("inf", "nan", "saturate"):
@@ -66,7 +67,7 @@ def test_masks_stay(fmt: str) -> None:
         assert found[:2].tolist() == [largest, -largest]
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "fp16", "e4m3fn", "int8"])
+@tiers.parametrize("fmt", ["bf16", "fp16", "e4m3fn", "int8"], keep={"fp16"})
 def test_noise_rounds_up_as_often_as_it_should(fmt: str) -> None:
     spec = rounding_spec(fmt, "stochastic")
     low = rounded(torch.tensor(1.3), rounding_spec(fmt, "toward_zero")).item()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
+import tiers
 import torch
 from format_cases import oracle_format
 from numba import njit
@@ -64,8 +66,12 @@ def patterns(x: torch.Tensor) -> list[int]:
     return x.contiguous().view(integers).flatten().tolist()
 
 
-@pytest.mark.parametrize("rounding", ["nearest_even", "up", "toward_zero", "to_odd"])
-@pytest.mark.parametrize("f", FORMATS, ids=repr)
+@tiers.parametrize(
+    ("f", "rounding"),
+    itertools.product(FORMATS, ["nearest_even", "up", "toward_zero", "to_odd"]),
+    keep=tiers.every(11),  # each compiles loops
+    ids=str,
+)
 def test_numbers_round_as_the_oracle_says(f: FloatFormat, rounding: str) -> None:
     x, overflow = samples(), f.resolve_overflow()
     numbers = x.double().tolist()

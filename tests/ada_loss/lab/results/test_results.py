@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiers
 
 from ada_loss.files import write_atomically
 from ada_loss.lab.cells.ledger import Ledger
@@ -258,7 +259,7 @@ def test_the_scales_of_layers_are_drawn_by_site_and_step(tmp_path: Path) -> None
     assert "fp16" in axes.get_title()
 
 
-@pytest.mark.parametrize("content", [None, b"", b"PK\x03\x04", b"no archive at all", "half"])
+@tiers.parametrize("content", [None, b"", b"PK\x03\x04", b"no archive at all", "half"], keep=[None, "half"])
 def test_telemetry_that_cannot_be_read_is_named_and_passed_over_in_pictures(tmp_path: Path, content: Any) -> None:
     results = written(tmp_path, {("fp16", "torch"): (0.5, 0.6)})
     cell = "fp16-torch-nearest_even-0"

@@ -162,7 +162,7 @@ def own(out: Path, **options: Any) -> Results:
     return sweep(**{"train": logs_as_a_trainer_does, **arguments, **options}, out=out)
 
 
-@TRACKING
+@tiers.parametrize("tracker", READERS, keep={"wandb"})
 def test_trackers_get_every_number_at_the_step_it_was_logged_at(tmp_path: Path, tracker: str) -> None:
     out = tmp_path / "mine"
     results = own(out, track=[tracker])
@@ -180,7 +180,7 @@ def test_trackers_get_every_number_at_the_step_it_was_logged_at(tmp_path: Path, 
     assert not any("linear" in name for name in curves)  # no curves of layers
 
 
-@TRACKING
+@tiers.parametrize("tracker", READERS, keep={"mlflow"})
 def test_trackers_get_the_curves_and_the_metrics_of_a_task_of_each_cell_once(tmp_path: Path, tracker: str) -> None:
     out, options = tmp_path / "mine", {"epochs": 3, "record_every": 1, "evaluate_every": 1}
     results = small(out, track=[tracker], task_options=options)
