@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -53,6 +53,7 @@ __all__ = [
     "is_legacy_batched",
     "is_recorded",
     "is_traced",
+    "leaves_behind",
     "map_leaves",
     "may_compute_weights",
     "operation_homes",
@@ -545,6 +546,19 @@ def _count_holders(is_view: bool, hold: Callable[[Tensor], Any]) -> _Holders:
         x.register_hook(Hook())
         ((x.view(1, 2) if is_view else x) * 2).sum().backward()
     return counts[0]
+
+
+def leaves_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The leaves to which a backward pass from these tensors gives gradients."""
+    waiting, seen = [x.grad_fn for x in tensors], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [before for before, _ in node.next_functions]
 
 
 def hooks_of_gradient(x: Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:

@@ -22,6 +22,7 @@ from fpsim.torch_internals import (
     compile_as_one,
     constant_under_compile,
     is_recorded,
+    leaves_behind,
     map_leaves,
     register_container,
     standing_in,
@@ -102,6 +103,7 @@ def _recorded_forward(
     is_given_up = torch.compiler.is_dynamo_compiling()  # Dynamo reads this very function, line by line
     if is_given_up or not any(map(is_recorded, (*tensors.values(), *tensors_of((args, kwargs))))):
         return _run_apart(forward, args, kwargs)
+    names = {id(x): name for name, x in (*forward.module.named_parameters(), *forward.module.named_buffers())}
     for name, x in (*forward.module.named_parameters(), *forward.module.named_buffers()):
         _give_attributes(tensors[name], vars(x))
     attributes = _Attributes(forward.module)
@@ -137,6 +139,13 @@ def _recorded_forward(
                     f"The forward seeds random numbers of {source}, or draws some that are no tensor, which a compiled "
                     f"program would do once. Seed before the model is called, and draw with torch.rand and its like."
                 )
+        lost = next((x for x in leaves_behind(tensors_of(out)) if not is_recorded(x)), None)
+        if lost is not None:  # the mode sees what a Function computes, and not what it is given
+            raise NotImplementedError(
+                f"An autograd Function is given {names.get(id(lost), 'a tensor')!r} from a list, a closure or an "
+                f"object that keeps it, and a compiled program would give it no gradient. Hand it over as an attribute "
+                f"of its module, self.weight, or as an argument of the forward."
+            )
         out, unknown = open_objects(out)
         if unknown is not None:
             raise NotImplementedError(

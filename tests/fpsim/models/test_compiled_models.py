@@ -367,12 +367,36 @@ def in_a_thread(function: Callable[[], Tensor]) -> Tensor:
     return given[0]
 
 
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 0.5
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x * 2
+
+
 BREAKING: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a reentrant checkpoint": (
         lambda m, x: checkpoint(lambda y: m.inner(y).tanh(), m.inner(x), use_reentrant=True),
         r"reentrant checkpoint at the top level.*use_reentrant=False",
     ),
     "another thread": (lambda m, x: in_a_thread(lambda: m.inner(x)), "A thread called inner while torch.compile made"),
+    "a kept weight as it is": (lambda m, x: x @ Same.apply(m.kept[0]), "Function is given 'inner.weight' from a list"),
+    "a kept weight": (lambda m, x: x @ Square.apply(m.kept[0]), "Function is given 'inner.weight' from a list"),
 }
 
 
@@ -385,6 +409,7 @@ def test_what_a_program_cannot_hold_is_named_and_runs_without_the_compiler(way: 
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Linear(4, 4)
+            self.kept = [self.inner.weight]
 
         def forward(self, x: Tensor) -> Tensor:
             return run(self, x)
