@@ -20,7 +20,7 @@ import torch
 
 from ada_loss.files import write_atomically
 from ada_loss.lab.directions import by_name
-from ada_loss.lab.results.judgement import LEAST_SEEDS, collapsed_seeds, judge, smallest_tolerance
+from ada_loss.lab.results.judgement import LEAST_SEEDS, judge_sweep, smallest_tolerance
 from ada_loss.lab.results.table import is_share
 from ada_loss.lab.tasks import find_task
 from ada_loss.lab.tasks.spread import FILE, PAIRED, Spread, spreads
@@ -200,20 +200,22 @@ def heads_table() -> Iterator[str]:
         tested = {
             name: values
             for name, values in differences.items()
-            if len(values) >= LEAST_SEEDS and all(map(math.isfinite, values)) and not collapsed_seeds(values, tolerance)
+            if len(values) >= LEAST_SEEDS and all(map(math.isfinite, values))
         }
-        judged = dict(zip(tested, judge([*tested.values()], tolerance), strict=True))
+        judged = dict(zip(tested, judge_sweep([*tested.values()], [*base.values()], tolerance), strict=True))
         for name, values in differences.items():
             one = judged.get(name)
             count = f"{len(values)} seed{'s' * (len(values) != 1)}"
             if one is None:
                 lost = sum(not math.isfinite(value) for value in values)
-                low = collapsed_seeds(values, tolerance)
-                words = f"diverges with {lost}" if lost else f"collapses with {len(low)}" if low else "too few results"
+                words = f"diverges with {lost}" if lost else "too few results"
+            elif one.outcome == "collapsed":
+                words = f"collapses with {len(one.low)}"
             else:
                 words = {
                     "match": f"no more than {tolerance:.4f} below float32",
                     "short": f"falls short by more than {tolerance:.4f}",
+                    "worse": f"more than {tolerance:.4f} below with each seed",
                     "undecided": "open",
                 }[one.outcome]
                 words += f" [{one.interval[0]:+.4f}, {one.interval[1]:+.4f}]"

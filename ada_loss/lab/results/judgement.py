@@ -1,15 +1,15 @@
-"""How differences from float32 are judged: one test for each setting, at the tolerance, with a bound for all together.
+"""How differences from float32 are judged: collapses, and one test for each other setting, with a bound for all.
 
-The differences of every setting are tested against minus the tolerance, two-sided: the setting is no more than the
-tolerance worse, or it is more, or that is open. Holm's procedure (1979) bounds the chance of a wrong statement. With
-five settings or more and few seeds, variances that are alike are moderated by each other (Smyth 2004,
-doi:10.2202/1544-6115.1027).
+A seed has collapsed where the other seeds of its setting exclude that it is one of them. The differences of every other
+setting are tested against minus the tolerance, two-sided: the setting is no more than the tolerance worse, or it is
+more, or that is open. Holm's procedure (1979) bounds the chance of a wrong statement. With five settings or more and
+few seeds, variances that are alike are moderated by each other (Smyth 2004, doi:10.2202/1544-6115.1027).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fpsim.checks import pip_install
 
 try:
-    from scipy import special, stats
+    from scipy import optimize, special, stats
 except ImportError as error:
     raise ImportError(f"A verdict needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
@@ -33,11 +33,14 @@ __all__ = [
     "SIMULATED",
     "Decisions",
     "Judgement",
-    "collapsed_seeds",
+    "collapses",
     "decide",
     "is_sharing",
     "judge",
+    "judge_sweep",
     "largest_rate_unseen",
+    "level_of_tests",
+    "seeds_apart",
     "smallest_step",
     "smallest_tolerance",
 ]
@@ -56,8 +59,21 @@ PART_OF_LEVEL = 0.6
 SHARE_OF_LARGER = 0.9  # a shared variance is raised to what this share of settings that have it stay below
 ALIKE = 8.0  # prior degrees of freedom from which on variances count as alike
 SIMULATED = 0.049  # the largest share of simulated sweeps with a wrong statement, at the level of 5 % (20,000 sweeps)
-COLLAPSE, OTHERS = 10.0, 5.0  # in tolerances: a seed that collapsed is below the first, the others' median above
-APART = 3.0  # ranges of the other seeds that a collapse is below their median
+COLLAPSE = 10.0  # tolerances that a seed loses at least where it collapses
+PART_OF_COLLAPSES = 0.1  # of the level
+# A collapse is below its other seeds by more than these multiples of what others show by chance. They are for tails
+# that are heavier than normal: where one value in ten has ten times the deviation, five seeds often have one of them.
+OF_DEVIATION = 35.0  # deviations of the other seeds
+OF_USUAL = 50.0  # deviations that the other settings usually have
+OF_FLOAT32 = 10.0  # deviations of float32, which differs from seed to seed by more than a setting does from float32
+USUAL, LEAST_OTHERS = 0.25, 3  # the share of the other settings that vary less than usual; how many tell what is
+MOST_COLLAPSED = 10  # seeds of a setting that are looked for
+OTHERS, APART = (
+    5.0,
+    3.0,
+)  # tolerances, and ranges of the other seeds, for a setting that is set aside; see `seeds_apart`
+MUCH = 4.0  # deviations of float32, and of other settings, by which a seed is much worse,
+TWICE = 2.0  # and so many times as much as the best one
 NEGLIGIBLE = 1e-3  # of the tolerance: a smaller deviation tells nothing of the others'
 NO_EXCESS = 1e-9  # of the variance of logarithms: settings with less differ no more than equal ones do
 PART_OF_STEP = 0.5  # of the step in which a metric is counted: a deviation is taken to be no smaller
@@ -79,7 +95,8 @@ class Judgement:
     """What the test says of a setting.
 
     outcome: "match" (worse by no more than the tolerance), "short" (by more), "undecided", or, of a test for
-        equivalence, "above" (better by more than the tolerance).
+        equivalence, "above" (better by more than the tolerance). Of a sweep also "collapsed" (with the seeds `low`),
+        and "worse": not decided, but worse by more than the tolerance with every seed, and much worse with one.
     mean: of the differences, positive where the setting is better.
     interval: of the mean, at the level at which this setting was tested; the interval is on one side of minus the
         tolerance exactly where the test decides.
@@ -87,6 +104,7 @@ class Judgement:
     margin: how far from the tolerance a mean is that so many seeds with this deviation decide with 80 %.
     seeds: how many would decide with a probability of 80 % if mean and deviation are the true ones; 0 where it is
         decided, `MOST_SEEDS` + 1 for more than that.
+    low: the places of the seeds that collapsed or, where that is open, may have.
     """
 
     outcome: str
@@ -95,25 +113,175 @@ class Judgement:
     p: float
     margin: float
     seeds: int = 0
+    low: tuple[int, ...] = ()
 
 
-def collapsed_seeds(differences: Sequence[float], tolerance: float) -> list[int]:
-    """The places of the seeds that collapsed: more than 10 tolerances worse, far from the others.
+def judge_sweep(
+    differences: Sequence[Sequence[float]],
+    float32: Sequence[float],
+    tolerance: float,
+    level: float = LEVEL,
+    equivalence: bool = False,
+    step: float = 0.0,
+) -> list[Judgement]:
+    """Judge all settings of a sweep: whether some seeds collapsed, and the others by `judge`.
 
-    The others' median is less than 5 tolerances worse, and a collapse lies below it by more than three times the
-    range of the others: a setting that varies as much with every seed has not collapsed.
+    float32: its metric, of two seeds or more.
+    The other arguments are those of `judge`.
 
-    differences: of all seeds, positive where the setting is better.
-
-    >>> collapsed_seeds([0.1, -20.0, 0.2, -0.1], 1.0), collapsed_seeds([8.0, -11.0, -2.0], 1.0)
-    ([1], [])
+    >>> near = [[0.1, -0.2, 0.3, 0.0, -0.1]] * 3
+    >>> found = judge_sweep([*near, [0.1, -20.0, 0.2, -0.1, 0.0]], [90.1, 90.4, 89.8, 90.0, 90.2], 1.0)
+    >>> [one.outcome for one in found], found[-1].low
+    (['match', 'match', 'match', 'collapsed'], (1,))
     """
-    low = [place for place, value in enumerate(differences) if value < -COLLAPSE * tolerance]
-    others = [value for place, value in enumerate(differences) if place not in low]
-    if not tolerance or not low or not others or np.median(others) <= -OTHERS * tolerance:
+    values = [np.clip(np.asarray(one, dtype=np.float64), -MOST_SQUARED, MOST_SQUARED) for one in differences]
+    deviation = np.std(np.clip(float32, -MOST_SQUARED, MOST_SQUARED), ddof=1)
+    low = [int(count) for count in collapses(values, deviation, tolerance, level, step)]
+    aside = [int(count) for count in (seeds_apart(one, tolerance) for one in values)]
+    tested = [i for i in range(len(values)) if not low[i] and not aside[i]]
+    used = level_of_tests(level, len(tested), max((len(values[i]) for i in tested), default=0))
+    used *= len(tested) / max(len(values), 1)  # which are tested depends on what was measured: each keeps its part
+    found = dict(zip(tested, judge([differences[i] for i in tested], tolerance, used, equivalence, step), strict=True))
+    usual = _usual_of_others(np.array([_upward_deviation(one) for one in values]))
+    judgements = []
+    for i, one in enumerate(values):
+        places = tuple(sorted(int(place) for place in np.argsort(one, kind="stable")[: low[i] or aside[i]]))
+        if low[i]:
+            mean = float(np.mean(differences[i]))
+            judgements.append(Judgement("collapsed", mean, (np.nan, np.nan), np.nan, np.nan, 0, places))
+            continue
+        if aside[i]:  # for its interval
+            (alone,) = judge([differences[i]], tolerance, level / len(values), equivalence, step)
+            found[i] = replace(alone, outcome="undecided", low=places)
+        if found[i].outcome == "undecided" and _is_much_worse(one, tolerance, max(float(usual[i]), float(deviation))):
+            found[i] = replace(found[i], outcome="worse")
+        judgements.append(found[i])
+    return judgements
+
+
+def level_of_tests(level: float, settings: int, seeds: int) -> float:
+    """The level of the tests of a sweep: what collapses leave of it.
+
+    Where variances are shared the tests take less than all of it already (`PART_OF_LEVEL`).
+    """
+    return level if is_sharing(settings, seeds) else (1 - PART_OF_COLLAPSES) * level
+
+
+def collapses(
+    differences: Sequence[NDArray[Any]],
+    float32: NDArray[Any] | float,
+    tolerance: float,
+    level: float = LEVEL,
+    step: float = 0.0,
+) -> list[NDArray[Any]]:
+    """How many seeds of each setting collapsed, the lowest ones: an array (...) for each setting.
+
+    The k lowest of n seeds collapsed if they lie below the mean of the others by so many deviations of the others that
+    k of n normal draws do so with a chance of less than the setting's part of the level, whatever their mean and
+    deviation are. With three seeds that takes thousands of deviations, with five some forty.
+
+    Where tails are heavier than normal, chance does more. So they also lie below that mean by more than `OF_DEVIATION`
+    deviations of the others, by `OF_USUAL` that the other settings usually have, and by `OF_FLOAT32` of float32's. And
+    by `COLLAPSE` tolerances, below float32 too.
+
+    differences: for each setting those of its seeds, (..., seeds), three seeds or more.
+    float32: the deviation of float32 over its seeds, (...).
+    The others are those of `judge`.
+    """
+    if not differences:
         return []
-    apart = np.median(others) - max(differences[place] for place in low)
-    return low if apart > APART * (max(others) - min(others)) else []
+    usual = _usual_of_others(np.stack([_upward_deviation(one) for one in differences], axis=-1))
+    least = np.maximum(OF_USUAL * usual, OF_FLOAT32 * np.asarray(float32)[..., None])
+    least = np.maximum(least, COLLAPSE * tolerance)
+    part = PART_OF_COLLAPSES * level / len(differences)
+    found = []
+    for i, one in enumerate(differences):
+        ordered = np.sort(one, axis=-1)
+        seeds = ordered.shape[-1]
+        most = min(max(seeds - LEAST_SEEDS, 1), MOST_COLLAPSED)
+        count = np.zeros(ordered.shape[:-1], dtype=int)
+        for k in range(1, most + 1):
+            if not (ordered[..., k - 1] < -COLLAPSE * tolerance).any():
+                break
+            others, highest = ordered[..., k:], ordered[..., k - 1]
+            deviation = np.maximum(others.std(axis=-1, ddof=1), PART_OF_STEP * step)
+            chance = part * 2 ** (most - k) / (2**most - 1)  # half as much for each seed more
+            apart = max(OF_DEVIATION, _deviations_apart(seeds, k, chance)) * deviation
+            is_low = others.mean(axis=-1) - highest > np.maximum(apart, least[..., i])
+            count[is_low & (highest < -COLLAPSE * tolerance)] = k
+        found.append(count)
+    return found
+
+
+def seeds_apart(differences: NDArray[Any], tolerance: float) -> NDArray[Any]:
+    """How many seeds of a setting are so far below the others that it is set aside and left open, (...).
+
+    So few seeds may not tell a collapse from chance. A t-test would say nothing of such a setting, and its variance is
+    not to be shared. These seeds lose more than `COLLAPSE` tolerances, the others' median less than `OTHERS`, and they
+    lie below it by more than `APART` ranges of the others.
+
+    differences: of its seeds, (..., seeds).
+    """
+    ordered = np.sort(differences, axis=-1)
+    are_low = ordered < -COLLAPSE * tolerance
+    number = are_low.sum(axis=-1)
+    count = np.zeros(ordered.shape[:-1], dtype=int)
+    for k in range(1, ordered.shape[-1]):
+        others = ordered[..., k:]
+        middle = np.median(others, axis=-1)
+        is_apart = middle - ordered[..., k - 1] > APART * (others[..., -1] - others[..., 0])
+        count[(number == k) & is_apart & (middle > -OTHERS * tolerance)] = k
+    return count
+
+
+def _upward_deviation(values: NDArray[Any]) -> NDArray[Any]:
+    """The deviation by how far the largest of some values is above their median: no collapse is in it.
+
+    The expected value of the largest of n normal draws is about the quantile at (n - 3/8) / (n + 1/4): Blom 1958.
+    """
+    count = values.shape[-1]
+    above: NDArray[Any] = values.max(axis=-1) - np.median(values, axis=-1)
+    return above / special.ndtri((count - 0.375) / (count + 0.25))
+
+
+def _usual_of_others(deviations: NDArray[Any]) -> NDArray[Any]:
+    """What a share `USUAL` of the other settings stays below, of deviations (..., settings); 0 where these are few."""
+    count = deviations.shape[-1]
+    if count <= LEAST_OTHERS:
+        return np.zeros_like(deviations)
+    ordered = np.sort(deviations, axis=-1)
+    place = int(USUAL * (count - 1))
+    here, behind = ordered[..., place, None], ordered[..., place + 1, None]
+    usual: NDArray[Any] = np.where(deviations <= here, behind, here)  # without the setting itself
+    return usual
+
+
+def _is_much_worse(values: NDArray[Any], tolerance: float, deviation: float) -> bool:
+    """Whether a setting is worse with every seed, and with one of them much worse."""
+    best, worst = float(values.max()), float(values.min())
+    return best < -tolerance and worst < min(-COLLAPSE * tolerance, -MUCH * deviation, TWICE * best)
+
+
+@lru_cache(maxsize=1024)
+def _deviations_apart(seeds: int, low: int, chance: float) -> float:
+    """How many deviations of the others the `low` lowest of normal draws are below the others' mean, with a chance.
+
+    For each choice of `low` seeds the chance that all of them are c deviations s of the r others below their mean m is
+    that of E[P(x < m - c s)^low], where m is normal with a variance of 1 / r and (r - 1) s^2 chi-squared; the bound is
+    that times the number of choices. With one low seed it is Student's prediction interval.
+    """
+    rest = seeds - low
+    s, weight = np.exp(np.linspace(-16.0, 4.0, 801)), 20.0 / 800
+    mean = np.linspace(-8.0, 8.0, 161)
+    density = stats.norm.pdf(mean) * (mean[1] - mean[0])
+    below = (special.ndtr(mean[:, None] / np.sqrt(rest) - s) ** low * density[:, None]).sum(axis=0)
+
+    def excess(log_c: float) -> float:
+        root = np.sqrt(rest - 1.0) * s / np.exp(log_c)
+        total = (below * stats.chi.pdf(root, rest - 1.0) * root).sum() * weight
+        return float(np.log(max(special.comb(seeds, low) * total, 1e-300)) - np.log(chance))
+
+    return float(np.exp(optimize.brentq(excess, -3.0, 40.0)))
 
 
 def largest_rate_unseen(seeds: int) -> float:
@@ -376,9 +544,9 @@ def smallest_tolerance(deviation: float, seeds: int, settings: int = 1, level: f
     settings: that are tested together. It is what the strictest of their tests needs.
 
     >>> f"{smallest_tolerance(0.3, 5):.2f}, {smallest_tolerance(0.3, 5, settings=4):.2f}"
-    '0.50, 0.71'
+    '0.51, 0.72'
     """
-    strict = _family(level, settings, seeds) / settings
+    strict = _family(level_of_tests(level, settings, seeds), settings, seeds) / settings
     return float(_needed(strict)[1][min(seeds, MOST_SEEDS) - 2] * deviation / np.sqrt(seeds))
 
 

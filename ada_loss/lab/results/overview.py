@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ada_loss.lab.results.comparison import in_units, per_cent
 from ada_loss.lab.results.judgement import LEAST_SEEDS
 from ada_loss.lab.results.results import StoredResults
-from ada_loss.lab.results.statements import SECTIONS, Combination, Verdict
+from ada_loss.lab.results.statements import SECTIONS, WORSE, Combination, Verdict
 from ada_loss.lab.results.table import is_share, mean_and_deviation, mean_of
 from fpsim.checks import is_finite_number, is_number
 
@@ -86,6 +86,7 @@ def _row(
         difference = f"{best.comparison.diverged} of {best.seeds} diverged"
     lost = [rows[cell]["underflow"] for cell in best.cells if cell in rows and is_number(rows[cell]["underflow"])]
     kind = next((kind for kind, outcomes in SECTIONS.items() if best.outcome in outcomes), "")
+    kind = "short" if best.outcome in WORSE else kind
     return OverviewRow(
         fmt,
         best.rest,

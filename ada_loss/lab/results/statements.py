@@ -1,4 +1,4 @@
-"""What a verdict says: settings against float32 in three lists, with what was tested in the end."""
+"""What a verdict says: settings against float32 in lists, with what was tested in the end."""
 
 from __future__ import annotations
 
@@ -24,18 +24,22 @@ from ada_loss.lab.results.judgement import (
 )
 from ada_loss.lab.results.table import heading, is_share, latex, mean_and_deviation, mean_of
 
-__all__ = ["SECTIONS", "Combination", "Section", "Verdict", "as_html", "as_latex", "as_text"]
+__all__ = ["SECTIONS", "WORSE", "Combination", "Section", "Verdict", "as_html", "as_latex", "as_text"]
 
 MOST_NAMED = 20  # settings of one kind of which something is said
 MOST_LISTED = 12  # formats of those that are only listed
 NOISE = 1e-9  # of the tolerance: smaller amounts are those of float64, and are shown as 0
 NOTABLE = 0.005  # shares of lost gradients that are said
+ENOUGH = 5  # seeds that tell most collapses; docs/verdict.md has how many
 SECTIONS = {  # where each outcome stands
     "match": ("match",),
     "above": ("above",),
-    "short": ("short", "collapsed", "diverged"),
+    "short": ("short",),
+    "collapsed": ("collapsed",),
+    "counted": ("diverged", "worse"),
     "open": ("undecided", "few", "failed"),
 }
+WORSE = (*SECTIONS["short"], *SECTIONS["collapsed"], *SECTIONS["counted"])  # of which a reason is worth knowing
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class Combination:
 
     fmt, rest: the format, and the other settings that differ, as words.
     outcome: "match" (no more than the tolerance worse), "short" (more), "above" (better by more, of a test for
-        equivalence), "undecided"; and, of what is not tested, "diverged", "collapsed", "failed" (no result) or "few"
+        equivalence), "collapsed" (some seeds are none of those that the others are), "undecided"; and, of what is
+        not tested, "diverged", "worse" (with every seed, and much worse with one), "failed" (no result) or "few"
         (results of fewer than three seeds).
     comparison: with float32; without differences where it failed.
     seeds: how many trainings are done.
@@ -95,11 +100,12 @@ class Combination:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a sweep says of float32 and the others. Its `str` is a list of three, `_repr_html_` the same for a notebook.
+    """What a sweep says of float32 and the others. Its `str` is a few lists, `_repr_html_` the same for a notebook.
 
-    Each setting is tested once, two-sided, at the tolerance below float32: it is no more than that below, it falls
-    short by more, or that is open. `judgement.py` has the test and its simulated errors. A setting of which a seed
-    diverged or collapsed is counted and not tested, and one with fewer than three seeds is not judged.
+    A setting collapses if the other seeds exclude that some belong to them. Each other setting is tested once,
+    two-sided, at the tolerance below float32: it is no more than that below, it falls short by more, or that is open.
+    `judgement.py` has the tests and their simulated errors. A setting of which a seed diverged is counted and not
+    tested, and one with fewer than three seeds is not judged.
 
     metric: its name.
     baseline: of float32, {seed: metric}; empty without float32.
@@ -110,6 +116,7 @@ class Verdict:
     sign: 1 where a larger metric is better, -1 where a smaller is; 0 where it is not known: nothing is judged then.
     equivalence: whether "match" is within the tolerance on both sides.
     lost: seeds of float32 that diverged or failed.
+    is_near_zero: whether float32 is too near 0 for a tolerance that is a share of it, and none was given.
     """
 
     metric: str
@@ -121,6 +128,7 @@ class Verdict:
     sign: int = 1
     equivalence: bool = False
     lost: tuple[int, ...] = ()
+    is_near_zero: bool = False
 
     def of(self, outcome: str) -> list[Combination]:
         """The combinations of an outcome."""
@@ -142,6 +150,11 @@ class Verdict:
             count = f"{len(self.baseline)} seed{'s' * (len(self.baseline) > 1)}"
             more = "" if self.lost else f" Give seeds={LEAST_SEEDS}, better 5."
             return f"No verdict: {count} of float32 cannot tell a difference from chance.{more}"
+        if self.is_near_zero:
+            return (
+                f"No verdict: float32's {self.metric} {self._of_float32} is so near 0 that no share of it is a "
+                f"tolerance. Give one in its units: Results.verdicts(tolerance=), or ada-loss verdict --tolerance."
+            )
         return ""
 
     @property
@@ -149,17 +162,21 @@ class Verdict:
         """float32's metric, or why there is no verdict."""
         words = self.problem
         if not words:
-            values = [*self.baseline.values()]
-            mean = mean_and_deviation(self.metric, mean_of(values), statistics.stdev(values))
             better = ", lower is better" * (self.sign < 0)
-            words = f"float32 gives {self.metric} {mean}{' %' * (is_share(self.metric))}{better}."
+            words = f"float32 gives {self.metric} {self._of_float32}{' %' * (is_share(self.metric))}{better}."
         if self.lost:
             words += f" float32 itself gave none with {_seeds(self.lost)}, and nothing is compared there."
         return f"{self.subject}{': ' * bool(self.subject)}{words}"
 
     @property
+    def _of_float32(self) -> str:
+        """The mean and the deviation of float32."""
+        values = [*self.baseline.values()]
+        return mean_and_deviation(self.metric, mean_of(values), statistics.stdev(values))
+
+    @property
     def sections(self) -> list[Section]:
-        """The three lists, and of a test for equivalence what is better; those that are empty are left out."""
+        """The lists; those that are empty are left out."""
         sections = []
         for kind, outcomes in SECTIONS.items():
             chosen = [one for one in self.combinations if one.outcome in outcomes]
@@ -173,22 +190,33 @@ class Verdict:
     @property
     def foot(self) -> str:
         """What was tested, and the chance of a wrong statement."""
-        tested = [one.judgement for one in self.combinations if one.judgement is not None]
-        if not tested:
+        judged = [one for one in self.combinations if one.judgement is not None or one.collapsed]
+        if not judged:
             return ""
-        counts = [len(one.comparison.differences) for one in self.combinations if one.judgement is not None]
+        tested = [one.judgement for one in judged if one.judgement is not None]
+        counts = [len(one.comparison.differences) for one in judged]
         fewest, seeds = min(counts), max(counts)
         shared = ", variances shared where they are alike" if is_sharing(len(tested), seeds) else ""
         both = " and above" if self.equivalence else ""
-        words = f"One test for each of {len(tested)} settings at {self._amount} {self._side}{both} float32, over "
-        words = words.replace("each of 1 settings", "the one setting")
-        words += f"{f'{fewest} to ' * (fewest < seeds)}{seeds} seeds, Holm-corrected{shared}: "
-        words += f"a wrong statement anywhere has a chance of at most {per_cent(self.level)} if differences are normal"
+        over = f"over {f'{fewest} to ' * (fewest < seeds)}{seeds} seeds"
+        if tested:
+            words = f"One test for each of {len(tested)} settings at {self.amount} {self._side}{both} float32, {over}, "
+            words = words.replace("each of 1 settings", "the one setting")
+            words += f"Holm-corrected{shared}, and one for collapses"
+        else:
+            words = f"One test of each setting for collapses, {over}"
+        words += (
+            f": a wrong statement anywhere has a chance of at most {per_cent(self.level)} if differences are normal"
+        )
         if self.level == LEVEL and shared:
             words += f", and occurred in at most {per_cent(SIMULATED)} of simulated sweeps, also with unequal variances"
-        words += ". In brackets: intervals at the level of each test."
+            words += " and heavy tails"
+        words += ". Differences with one long tail are not covered."
+        words += " In brackets: intervals at the level of each test." if tested else ""
         rate = per_cent(round(largest_rate_unseen(seeds), 2))
         words += f" Where none of {seeds} seeds collapsed, rates of collapse above {rate} are excluded."
+        if not tested:
+            return words
         least = statistics.median(one.margin for one in tested)
         if least > self.tolerance > 0:
             amount = self._said(least)
@@ -212,7 +240,8 @@ class Verdict:
             low, high = (math.nan, math.nan) if one.judgement is None else one.judgement.interval
             low, high = sorted((self.sign * low, self.sign * high))
             words = {"format": one.fmt, "rest": one.rest, "outcome": one.outcome, "seeds": one.seeds}
-            numbers = {"difference": one.comparison.mean, "low": low, "high": high, "diverged": one.comparison.diverged}
+            lost = {"diverged": one.comparison.diverged, "collapsed": len(one.collapsed)}
+            numbers = {"difference": one.comparison.mean, "low": low, "high": high, **lost}
             rows.append({**words, **numbers, **one.shares})
         return data_frame(rows)
 
@@ -238,11 +267,11 @@ class Verdict:
         return as_html(self.head, self.sections, self.foot)
 
     def to_html(self) -> str:
-        """The three lists as a block of HTML."""
+        """The lists as a block of HTML."""
         return as_html(self.head, self.sections, self.foot)
 
     def to_latex(self) -> str:
-        """The three lists as a LaTeX description."""
+        """The lists as a LaTeX description."""
         return as_latex(self.head, self.sections, self.foot)
 
     def statement(self, one: Combination) -> str:
@@ -251,14 +280,16 @@ class Verdict:
         title = title[0].lower() + title[1:]
         if one.outcome in ("match", "above"):
             return ", ".join(filter(None, (f"{title}: {self._estimate(one)}", self._words(one))))
-        return self._words(one) if one.outcome in ("diverged", "collapsed") else f"{title}: {self._words(one)}"
+        is_told = one.outcome in (*SECTIONS["collapsed"], *SECTIONS["counted"])  # by words that need no title
+        return self._words(one) if is_told else f"{title}: {self._words(one)}"
 
     @property
     def _side(self) -> str:
         return "above" if self.sign < 0 else "below"
 
     @property
-    def _amount(self) -> str:
+    def amount(self) -> str:
+        """The tolerance in words."""
         if is_share(self.metric):  # the tolerance itself: all of its digits
             words = f"{100 * self.tolerance:.4g}"
             return "1 point" if words == "1" else f"{words if '.' in words or 'e' in words else words + '.0'} points"
@@ -272,12 +303,16 @@ class Verdict:
         if kind == "open":
             return "Open"
         if kind == "above":
-            return f"Better by more than {self._amount}"
+            return f"Better by more than {self.amount}"
         if kind == "short":
-            return f"Falls short by more than {self._amount}"
+            return f"Falls short by more than {self.amount}"
+        if kind == "collapsed":
+            return "Collapses with some seeds"
+        if kind == "counted":
+            return "Counted, not tested"
         if self.equivalence:
-            return f"Matches float32 within {self._amount}"
-        return f"No more than {self._amount} {self._side} float32"
+            return f"Matches float32 within {self.amount}"
+        return f"No more than {self.amount} {self._side} float32"
 
     def _named(self, chosen: Sequence[Combination]) -> list[tuple[str, str]]:
         """The formats with what is said of their settings, a line for each."""
@@ -317,6 +352,8 @@ class Verdict:
             parts += [f"by {self._estimate(one, positive=True)}", *one.losses]
         elif one.outcome in ("collapsed", "diverged"):
             parts += [self._counted(one), *one.losses]
+        elif one.outcome == "worse":
+            parts += [self._worse(one), *one.losses]
         elif one.outcome == "undecided":
             parts += [self._open(one)]
         if one.outcome == "failed":
@@ -350,6 +387,25 @@ class Verdict:
         verb = f"the other {len(others)} differ by" if len(others) > 1 else "the other differs by"
         return f"{words}, {verb} {low if low == high else f'{low} to {high}'}"
 
+    def _worse(self, one: Combination) -> str:
+        """A setting that is worse with every seed: by how much."""
+        losses = [-self.sign * value for value in one.comparison.differences.values()]
+        low, high = (in_units(self.metric, value, False, seen=self.tolerance) for value in (min(losses), max(losses)))
+        side = f"more than {self.amount} {self._side} float32"
+        return f"{side} with each of {len(losses)} seeds, by {low} to {high}"
+
+    def _far(self, one: Combination) -> str:
+        """The seeds of an open setting that are far below the others; "" where there are none."""
+        if one.judgement is None or not one.judgement.low:
+            return ""
+        seeds, values = [*one.comparison.differences], [*one.comparison.differences.values()]
+        low = [seeds[place] for place in one.judgement.low]
+        others = [self.sign * value for seed, value in zip(seeds, values, strict=True) if seed not in low]
+        apart = min(others) - max(self.sign * one.comparison.differences[seed] for seed in low)
+        more = ENOUGH if len(seeds) < ENOUGH else "more"
+        words = f"{_seeds(low)} {'are' if len(low) > 1 else 'is'} {self._said(apart)} {self._side} the others"
+        return f"{words}, by a collapse or by chance: {more} seeds would tell"
+
     def _open(self, one: Combination) -> str:
         """An open setting: its difference, and how many seeds would decide."""
         if one.judgement is None:
@@ -358,7 +414,9 @@ class Verdict:
             return f"differs by {difference}" if math.isfinite(mean) else "without a difference"
         words = self._estimate(one)
         if one.judgement.interval[1] < 0:
-            words += f", {self._side} float32, by more or less than {self._amount} is not decided"
+            words += f", {self._side} float32, by more or less than {self.amount} is not decided"
+        if far := self._far(one):
+            return f"{words}; {far}"
         seeds = one.judgement.seeds
         number = f"more than {MOST_SEEDS}" if seeds > MOST_SEEDS else f"about {seeds}"
         return f"{words}; {number} seeds would probably decide it"
@@ -406,7 +464,7 @@ APART = " · "  # between names, which have commas of their own
 class Section:
     """A list with a title.
 
-    kind: "match", "short" or "open", which chooses the mark and the colour.
+    kind: one of `SECTIONS`, which chooses the colour.
     title: without a full stop.
     lines: (label, what is said of it, in lines); all labels of which nothing is said are printed in a row.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,15 +12,16 @@ from typing import Any
 from ada_loss.lab.cells.cell_formats import BASELINE, STOCHASTIC_GRADIENTS
 from ada_loss.lab.results import comparison as pairs
 from ada_loss.lab.results.comparison import Comparison, require_level
-from ada_loss.lab.results.judgement import LEAST_SEEDS, LEVEL, collapsed_seeds, judge, smallest_step
+from ada_loss.lab.results.judgement import LEAST_SEEDS, LEVEL, judge_sweep, smallest_step
 from ada_loss.lab.results.results import StoredResults, first_metric, telling_axes
-from ada_loss.lab.results.statements import SECTIONS, Combination, Verdict
+from ada_loss.lab.results.statements import WORSE, Combination, Verdict
 from ada_loss.lab.results.table import is_share, mean_of
 from fpsim.checks import is_finite_number, is_number, shown
 
-__all__ = ["LEAST_SEEDS", "Combination", "Verdict", "compare", "verdicts"]
+__all__ = ["LEAST_SEEDS", "Combination", "Verdict", "compare", "default_tolerance", "verdicts"]
 
 TOLERANCE = 0.01  # a point of a share; of another metric, a hundredth of float32's mean
+NEAR_ZERO = 3.0  # deviations of float32 from 0 up to which a hundredth of its mean is no amount that says anything
 MOST_READ = 100  # seeds of a setting whose files say what it lost
 OF_SHARES = {"losses", "sites.role", "sites.nonzero", "sites.underflow", "sites.overflow"}
 GRADIENTS = {"weight_grad": " of weight gradients", "error": ""}  # roles, in words
@@ -83,10 +85,10 @@ def _verdict(
 ) -> Verdict:
     values = {row["seed"]: _number(row, metric) for row in rows if row["format"] == results.float32}
     baseline = {seed: value for seed, value in values.items() if math.isfinite(value)}
-    if tolerance is None:
-        mean = mean_of(baseline.values()) if baseline else 0.0
-        tolerance = TOLERANCE if is_share(metric) else TOLERANCE * abs(mean)
     sign = results.directions.sign(metric)
+    known = default_tolerance(metric, [*baseline.values()]) if tolerance is None else tolerance
+    tolerance = 0.0 if known is None else known
+    is_judged = sign and len(baseline) >= LEAST_SEEDS and known is not None
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row, words in zip(rows, _words_of_settings(rows), strict=True):
         if row["format"] != results.float32:
@@ -94,13 +96,13 @@ def _verdict(
     combinations = []
     for (fmt, rest), chosen in groups.items():
         one = _combination(fmt, rest, chosen, metric, baseline, level)
-        if sign and len(baseline) >= LEAST_SEEDS:
-            one = _counted(one, tolerance, sign)
+        if is_judged and one.outcome == "undecided" and len(one.comparison.differences) < LEAST_SEEDS:
+            one = replace(one, outcome="few")
         combinations.append(one)
-    if sign and len(baseline) >= LEAST_SEEDS:
+    if is_judged:
         size = max(map(abs, baseline.values())) + tolerance  # of what is at the tolerance
         step = smallest_step([value for row in rows if math.isfinite(value := _number(row, metric))], size)
-        combinations = _tested(combinations, tolerance, level, sign, equivalence, step)
+        combinations = _judged(combinations, baseline, tolerance, level, sign, equivalence, step)
     by_id = {row["id"]: row for row in rows}
     combinations = [
         replace(
@@ -108,12 +110,27 @@ def _verdict(
             shares=_shares(results, [by_id[cell] for cell in one.cells if "diverged" in by_id[cell]][:MOST_READ]),
             why=next((results.reasons[cell] for cell in one.cells if cell in results.reasons), ""),
         )
-        if one.outcome in SECTIONS["short"]
+        if one.outcome in WORSE
         else one
         for one in combinations
     ]
     lost = tuple(seed for seed in values if seed not in baseline)
-    return Verdict(metric, baseline, tolerance, level, combinations, subject, sign, equivalence, lost)
+    return Verdict(metric, baseline, tolerance, level, combinations, subject, sign, equivalence, lost, known is None)
+
+
+def default_tolerance(metric: str, float32: Sequence[float]) -> float | None:
+    """A point of a share; of another metric a hundredth of float32's mean, None where float32 is too near 0 for that.
+
+    >>> default_tolerance("accuracy", [0.9, 0.8]), default_tolerance("loss", [2.0, 2.0, 2.0])
+    (0.01, 0.02)
+    >>> default_tolerance("loss", [0.01, -0.02, 0.005]) is None
+    True
+    """
+    if is_share(metric):
+        return TOLERANCE
+    mean = abs(mean_of(float32)) if float32 else 0.0
+    deviation = statistics.stdev(float32) if len(float32) >= LEAST_SEEDS else 0.0
+    return None if mean <= NEAR_ZERO * deviation else TOLERANCE * mean
 
 
 def _words_of_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -138,7 +155,7 @@ def _words_of_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _combination(
     fmt: str, rest: str, rows: Sequence[Mapping[str, Any]], metric: str, baseline: Mapping[int, float], level: float
 ) -> Combination:
-    """The differences of a setting from float32, and what needs no tolerance: divergences and failures are counted."""
+    """The differences of a setting from float32, and what needs no test: divergences and failures are counted."""
     finished = [row for row in rows if "diverged" in row]  # the others failed
     silent = [row for row in finished if not row["diverged"] and not is_number(row.get(metric))]
     told = [row for row in finished if row not in silent]
@@ -152,26 +169,27 @@ def _combination(
     return Combination(fmt, rest, outcome, comparison, len(finished), failed=failed, silent=without, cells=cells)
 
 
-def _counted(one: Combination, tolerance: float, sign: int) -> Combination:
-    """A setting, with its collapses counted, and with too few results said."""
-    if one.outcome != "undecided":
-        return one
-    seeds = [*one.comparison.differences]
-    low = collapsed_seeds([sign * value for value in one.comparison.differences.values()], tolerance)
-    if low:
-        return replace(one, outcome="collapsed", collapsed=tuple(seeds[place] for place in low))
-    return replace(one, outcome="few") if len(seeds) < LEAST_SEEDS else one
-
-
-def _tested(
-    combinations: Sequence[Combination], tolerance: float, level: float, sign: int, equivalence: bool, step: float
+def _judged(
+    combinations: Sequence[Combination],
+    baseline: Mapping[int, float],
+    tolerance: float,
+    level: float,
+    sign: int,
+    equivalence: bool,
+    step: float,
 ) -> list[Combination]:
-    """The combinations, with those that are to be tested judged together."""
-    tested = [i for i, one in enumerate(combinations) if one.outcome == "undecided"]
-    differences = [[sign * value for value in combinations[i].comparison.differences.values()] for i in tested]
+    """The combinations, with those of which nothing is known so far judged together."""
+    chosen = [i for i, one in enumerate(combinations) if one.outcome == "undecided"]
+    differences = [[sign * value for value in combinations[i].comparison.differences.values()] for i in chosen]
     judged = [*combinations]
-    for i, judgement in zip(tested, judge(differences, tolerance, level, equivalence, step), strict=True):
-        judged[i] = replace(judged[i], outcome=judgement.outcome, judgement=judgement)
+    found = judge_sweep(differences, [*baseline.values()], tolerance, level, equivalence, step)
+    for i, judgement in zip(chosen, found, strict=True):
+        seeds = [*combinations[i].comparison.differences]
+        if judgement.outcome == "collapsed":
+            low = tuple(seeds[place] for place in judgement.low)
+            judged[i] = replace(judged[i], outcome="collapsed", collapsed=low)
+        else:
+            judged[i] = replace(judged[i], outcome=judgement.outcome, judgement=judgement)
     return judged
 
 

@@ -21,7 +21,7 @@ from ada_loss.files import write_atomically
 from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_own, path_of
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.results import REASONS, read_reasons
-from ada_loss.lab.results.statements import SECTIONS
+from ada_loss.lab.results.statements import WORSE
 from ada_loss.lab.sweep.engines import Engine, open_engine
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.work import WorkOrder, obey, order_of, said, training_of
@@ -110,7 +110,7 @@ def _asked(results: Results) -> list[str]:
     done = {row["id"] for row in results.rows()}
     if any(row["metrics"] for row in results.cells):
         for verdict in results.verdicts():
-            short = [one for one in verdict.combinations if one.outcome in SECTIONS["short"]]
+            short = [one for one in verdict.combinations if one.outcome in WORSE]
             for one in short:
                 cells += [cell for cell in one.cells if cell in done][: 0 if set(cells) & {*one.cells} else 1]
     return [*dict.fromkeys(cells)]

@@ -193,7 +193,7 @@ def test_the_differences_from_float32_stand_where_they_are(browser: Any, answere
     browser.get(f"file://{answered.report()}")
     assert browser.find_element("class name", "verdict").text.startswith("float32 gives accuracy 90.1 ± 0.1 %.")
     lists = browser.find_elements("css selector", ".verdict > div")
-    assert [part.get_attribute("class") for part in lists] == ["match", "short"]
+    assert [part.get_attribute("class") for part in lists] == ["match", "short", "counted"]
     assert "torch: by 3.0" in lists[1].text
     rows = {row.text.splitlines()[-1]: row for row in browser.find_elements("css selector", ".row:not(.axis)")}
     assert [*rows] == ["-0.1", "-3.0", "-70.0", "1 of 3 diverged"]
