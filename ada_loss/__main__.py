@@ -255,7 +255,8 @@ def search(
 ) -> None:
     """Find the smallest formats, by role, with which a task keeps the accuracy of float32, or another metric.
 
-    Prints the formats that no others beat in both bits and metric, and the smallest within the tolerance.
+    Prints the formats that no others beat in both bits and metric, the smallest within the tolerance, and whether the
+    seeds decide that it is.
 
     Run it again to go on where it was stopped.
     """
@@ -285,7 +286,8 @@ def search(
             keep_old=keep_old,
         )
         if as_json:
-            answer = {name: getattr(result, name) for name in ("formats", "bits", "metric", "accuracy", "baseline")}
+            names = "formats bits metric accuracy deviation baseline tolerance outcome statement".split()
+            answer = {name: getattr(result, name) for name in names}
             print(strict_json({"out": str(out), **answer, "front": result.front()}))
         else:
             print(f"{result}\nEvery training: {out / 'ledger.sqlite'}")

@@ -205,7 +205,10 @@ def test_a_search_prints_what_nothing_beats_and_the_answer_in_words(tmp_path: Pa
     assert table[-1] == "| 6 | e2m3 | 100.0 ± 0.0 |"
     bits = [int(line.split("|")[1]) for line in table[2:]]
     assert bits == sorted(set(bits))
-    assert answer == "Smallest found: activation e2m3. 6 bits, accuracy 100.0 %; float32's is 100.0 %."
+    assert answer == (
+        "Smallest found: activation e2m3. 6 bits, accuracy 100.0 ± 0.0 %; float32's is 100.0 %; not decided at a "
+        "tolerance of 0.0 points: 2 seeds of float32 cannot tell a difference from chance. Give seeds=3, better 5."
+    )
     assert place == f"Every training: {tmp_path / 'ledger.sqlite'}"
     told = json.loads(ada_loss(*SORTS, *NARROW, "--out", tmp_path, "--json").stdout)
     assert (told["formats"], told["bits"], told["accuracy"], told["baseline"]) == ({"activation": "e2m3"}, 6, 1.0, 1.0)

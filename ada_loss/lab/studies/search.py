@@ -6,7 +6,7 @@ import html
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -48,6 +48,11 @@ class SearchResult:
     metric: the name of the metric.
     wide: the modules that stay in float32, of those that may.
     sign: 1 where a larger metric is better, -1 where a smaller is.
+    deviation: of the metric over the seeds, of that policy; NaN for one seed.
+    tolerance: of the search.
+    outcome: what the verdict on all that was tried says of that policy, at the tolerance: "match", "undecided", "few"
+        and so on, as in `results.verdicts(tolerance=)`.
+    statement: that in words.
     """
 
     formats: dict[str, str]
@@ -59,6 +64,10 @@ class SearchResult:
     metric: str = "accuracy"
     wide: tuple[str, ...] = ()
     sign: int = 1
+    deviation: float = math.nan
+    tolerance: float = 0.0
+    outcome: str = "few"
+    statement: str = ""
 
     def __str__(self) -> str:
         columns = [name for name in (*self.formats, "float32") if name in self.rows[0]]
@@ -71,8 +80,12 @@ class SearchResult:
         formats = ", ".join(f"{role} {name}" for role, name in self.formats.items())
         formats += f", with {', '.join(self.wide)} in float32" if self.wide else ""
         unit = " %" if is_share(self.metric) else ""
-        here, there = (mean_and_deviation(self.metric, value) + unit for value in (self.accuracy, self.baseline))
-        lines.append(f"Smallest found: {formats}. {self.bits:g} bits, {self.metric} {here}; float32's is {there}.")
+        here = mean_and_deviation(self.metric, self.accuracy, self.deviation) + unit
+        there = mean_and_deviation(self.metric, self.baseline) + unit
+        said = f"; {self.statement}" if self.statement else ""
+        lines.append(
+            f"Smallest found: {formats}. {self.bits:g} bits, {self.metric} {here}; float32's is {there}{said}."
+        )
         return "\n".join(lines)
 
     @property
@@ -150,9 +163,10 @@ def search(
     """Find the smallest formats, a number of exponent and mantissa bits for each role, that keep the metric of float32.
 
     A policy keeps it if the mean of the metric over the seeds is no worse than float32's, over the same seeds, by more
-    than `tolerance`. With few seeds that mean is itself uncertain by some deviation / sqrt(seeds): choose a tolerance
-    above it, or more seeds. The size of a policy is the number of bits of one number, added over the roles: each role
-    counts the same.
+    than `tolerance`. With few seeds that mean is itself uncertain by some deviation / sqrt(seeds), and of many policies
+    one has a good mean by chance. The answer says whether the seeds decide: it has what the verdict on all that was
+    tried says of it, `results.verdicts(tolerance=)`. Where it is not decided, choose a larger tolerance, or more seeds.
+    The size of a policy is the number of bits of one number, added over the roles: each role counts the same.
 
     First, Optuna's TPE sampler proposes `trials` policies; one that diverges with the first seed, or is five tolerances
     below float32, gets no other seeds. Then, from the smallest that keeps the metric (the widest, if none does), one
@@ -202,6 +216,7 @@ def search(
         raise TypeError(f"metric={shown(metric)} is not a string. Expected: the name of a metric, or None.")
     said = stated(minimize, maximize)
     optuna = require_optuna()
+    _require_verdicts()
     roundings = None if rounding is None else [rounding]
     grid: dict[str, Any] = {"roundings": roundings, "options": task_options, "train": train}
     formats = [space.fields(point) for point in space.widest()]
@@ -236,8 +251,30 @@ def search(
             _sample(optuna, trials_done, most, trials, workers, seed)
             best = trials_done.descend(trials_done.smallest())
     rows = [trials_done.row(point) for point in trials_done.tried]
+    found, deviation = Results(folder), trials_done.row(best)["deviation"]
+    cells = {cell.id for cell in plan(task, [space.fields(best)], [scaling], seeds=[*chosen], **grid)}
+    judged = _judged(found, trials_done.metric, tolerance, cells)
     answer = space.formats(best), space.size(best), trials_done.mean(best), trials_done.baseline
-    return SearchResult(*answer, rows, Results(folder), trials_done.metric, best.wide, trials_done.sign)
+    of_metric = trials_done.metric, best.wide, trials_done.sign, deviation, tolerance
+    return SearchResult(*answer, rows, found, *of_metric, *judged)
+
+
+def _require_verdicts() -> None:
+    """Raise ImportError without what a verdict needs, before the first training and not behind the last one."""
+    import ada_loss.lab.results.verdict  # noqa: F401
+
+
+def _judged(results: Results, metric: str, tolerance: float, cells: Collection[str]) -> tuple[str, str]:
+    """What the verdict says of the setting that has these cells: its outcome and a statement; ("few", "") for none."""
+    for verdict in results.verdicts(metric, tolerance):
+        for one in verdict.combinations:
+            if not {*cells} & {*one.cells}:
+                continue
+            words = verdict.problem.removeprefix("No verdict: ").rstrip(".") or verdict.statement(one)
+            if verdict.problem or words.startswith("open: "):
+                words = f"not decided at a tolerance of {verdict.amount}: {words.removeprefix('open: ')}"
+            return "few" if verdict.problem else one.outcome, words
+    return "few", ""
 
 
 def _names_in(modules: Sequence[str] | fpsim.Sensitivity) -> Sequence[str]:

@@ -141,6 +141,36 @@ def test_a_trial_that_diverged_hides_nothing_of_the_front(tmp_path: Path) -> Non
     assert [row["bits"] for row in result.front()] == [6, 9]
 
 
+def noisy(job: Job) -> dict[str, float]:
+    """As good as float32 with a mantissa of two bits or more, but for what a seed gives: 0.3 points, or 7."""
+    fmt = fpsim.as_format(job.fmt.activation if isinstance(job.fmt, fpsim.Policy) else job.fmt or "fp32")
+    size = job.options["size"] * (-1) ** fmt.mantissa_bits  # so that a difference does not vanish
+    return {"accuracy": (0.8 if fmt.mantissa_bits >= 2 else 0.4) + size * (0.0, 1.0, -0.9, 0.4, -0.5)[job.seed]}
+
+
+def searched(out: Path, size: float, seeds: int) -> SearchResult:
+    options: Any = {"roles": ["activation"], "exponent_bits": (5, 5), "mantissa_bits": (0, 4), "show_progress": False}
+    return search(train=noisy, seeds=seeds, trials=4, task_options={"size": size}, tolerance=0.01, out=out, **options)
+
+
+def test_the_answer_says_whether_the_seeds_decide_as_the_verdict_does(tmp_path: Path) -> None:
+    sure = searched(tmp_path / "sure", 0.001, 5)
+    assert sure.outcome == "match"
+    assert "; no more than 1 point below float32: 0" in str(sure).splitlines()[-1]
+    open_ = searched(tmp_path / "open", 0.07, 3)
+    last = str(open_).splitlines()[-1]
+    assert "% ± " not in last
+    assert " ± " in last.partition("; float32's is")[0]
+    assert "; not decided at a tolerance of 1 point: " in last
+    few = searched(tmp_path / "few", 0.001, 2)
+    assert (few.outcome, "; not decided at a tolerance of 1 point: 2 seeds of float32" in str(few)) == ("few", True)
+    for found in (sure, open_):
+        (verdict,) = found.results.verdicts(found.metric, found.tolerance)
+        (one,) = [one for one in verdict.combinations if one.fmt == f"activation={found.formats['activation']}"]
+        assert one.outcome == found.outcome
+        assert verdict.statement(one).removeprefix("open: ") in found.statement
+
+
 def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Unknown metric 'f1'\. Known: accuracy\."):
         small(tmp_path, metric="f1")
