@@ -29,6 +29,7 @@ __all__ = ["Sensitivity", "sensitivity"]
 
 
 MOST_PAIRS = 66  # of modules, of which none repairs the loss alone: those of the first 12
+MOST_TRIED = 12  # modules, in the place of one that in float32 breaks what reads it
 
 
 class Sensitivity(Rows):
@@ -44,13 +45,28 @@ class Sensitivity(Rows):
             raise TypeError(f"policy is {shown(policy)}. Expected: a fpsim.Policy.")
         self._policy = policy
         self._by_module: dict[str, Policy] = {}
+        self._instead: dict[tuple[str, ...], list[str] | None] = {}
         self.float32, self.quantised = 0.0, 0.0
         self.pair: tuple[str, str] | None = None
 
     def policy(self, k: int) -> Policy:
-        """The policy with the k modules that cost most left in float32. Raises ValueError for more than there are."""
+        """The policy with the k modules that cost most left in float32.
+
+        What a module gives in float32 may be too large for the format of its reader, though all modules in the formats
+        have a finite loss. Then what has no parameters, such as a relu, is left in float32 too, as far as that repairs
+        the loss; where it does not, the module that costs next most takes the place.
+
+        Raises ValueError for more than there are, and where no k modules that were tried leave the loss finite.
+        """
         require_whole("k", k, 0, len(self))
-        return self._leaving([row["module"] for row in self[:k]])
+        names = [row["module"] for row in self[:k]]
+        wide = self._instead.get(tuple(names), names)
+        if wide is None:
+            raise ValueError(
+                f"k={k} modules in float32 leave no finite loss, of those that were tried; all in the formats do "
+                f"({self.quantised:.6g}). Use another k."
+            )
+        return self._leaving(wide)
 
     def _leaving(self, names: list[str]) -> Policy:
         """The policy with these modules in float32; of one with modules inside only its own operations."""
@@ -91,7 +107,8 @@ def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 
     `without`, the loss under the policy minus that with this module alone in float32; `cost`, the larger of both; both
     losses; and whether it stands for the `own` operations of a module with others inside. `alone` finds what breaks by
     itself, `without` what breaks the others. A loss that is not finite costs inf, and minus another such one it is NaN.
-    That is 2 runs for each module, and 2 more; `loss` decides how much data one takes. Where no module alone repairs a
+    That is 2 runs for each module, and 2 more; `loss` decides how much data one takes. Where the loss of all modules in
+    the formats is finite, one more run for each `policy(k)` sees to it that its own is. Where no module alone repairs a
     loss that is not finite, pairs are tried, at most 66.
 
     `model` stays as it is: a copy is run, with the same dropout and noise each time. A step runs the model itself,
@@ -214,6 +231,9 @@ def _rank(ranking: Sensitivity, losses: _Losses, plain: nn.Module, wanted: Polic
     ranking.sort(key=lambda row: -row["cost"])
     if _is_broken(ranking):
         _find_pair(ranking, losses)
+    elif math.isfinite(ranking.quantised):
+        names = {row["module"] for row in ranking}
+        _keep_finite(ranking, losses, [name for name in modules if name not in names])
 
 
 def _is_broken(ranking: Sensitivity) -> bool:
@@ -230,6 +250,45 @@ def _find_pair(ranking: Sensitivity, losses: _Losses) -> None:
             ranking.pair = names[i], names[j]
             ranking.sort(key=lambda row: row["module"] not in (names[i], names[j]))  # stable
             return
+
+
+def _keep_finite(ranking: Sensitivity, losses: _Losses, bare: list[str]) -> None:
+    """Note which modules stand in the place of the first k, where these in float32 leave a loss that is not finite.
+
+    bare: the modules without a row: their operations, such as relus, round what they give all the same.
+    """
+    names = [row["module"] for row in ranking]
+    without = {row["module"]: row["loss_without"] for row in ranking}
+
+    def is_finite(wide: list[str]) -> bool:
+        return math.isfinite(without[wide[0]] if len(wide) == 1 else losses.under(ranking._leaving(wide)))
+
+    def repaired(wide: list[str]) -> list[str] | None:
+        """These modules, and as few of the bare ones as make the loss finite; None where all of them do not."""
+        if is_finite(wide):
+            return wide
+        if not bare or not is_finite([*wide, *bare]):
+            return None
+        beside = [*bare]
+        for name in bare:
+            fewer = [other for other in beside if other != name]
+            if is_finite([*wide, *fewer]):
+                beside = fewer
+        return [*wide, *beside]
+
+    taken: list[str] = []
+    for k in range(1, len(names) + 1):
+        others = [name for name in names if name not in taken]
+        found = None
+        for name in others[:MOST_TRIED]:
+            found = repaired([*taken, name])
+            if found is not None:
+                taken = [*taken, name]
+                break
+        if found is None:
+            taken = names[:k]  # a larger k may be finite again
+        if found != names[:k]:
+            ranking._instead[tuple(names[:k])] = found
 
 
 def _has_numbers(module: nn.Module) -> bool:

@@ -202,6 +202,37 @@ def test_a_module_without_parameters_that_breaks_is_found() -> None:
     assert [row["module"] for row in found if math.isfinite(row["loss_without"])] == ["1"]
 
 
+def rising(*bare: nn.Module) -> nn.Sequential:
+    """In e3m1, up to 12 and infinite from 14 on, the weight 1.2 is 1: in float32 its layer gives 14.4, not 12."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), *bare, nn.Linear(1, 2, bias=False), nn.Linear(2, 1, bias=False))
+    with torch.no_grad():
+        model[0].weight.fill_(1.2)
+        model[-2].weight.copy_(torch.tensor([[0.6], [0.6]]))
+        model[-1].weight.copy_(torch.tensor([[1.0, -1.0]]))
+    return model
+
+
+@pytest.mark.parametrize("bare", [(nn.ReLU(),), (nn.ReLU(), nn.Hardtanh(-100, 100)), ()], ids=["relu", "two", "none"])
+def test_no_policy_breaks_what_is_finite_with_all_modules_in_the_format(bare: tuple[nn.Module, ...]) -> None:
+    """What stays in float32 is larger than what the format made of it, and its reader has no such number."""
+    model = rising(*bare)
+    x = torch.full((1, 1), 12.0)
+
+    def total(model: nn.Module) -> Tensor:
+        return model(x).square().sum()
+
+    assert math.isfinite(total(fpsim.quantize(model, "e3m1")).item())
+    first = fpsim.Policy("e3m1", "e3m1", "e3m1", "e3m1", overrides={"0": None})
+    assert not math.isfinite(total(fpsim.quantize(model, first)).item())
+    found = fpsim.sensitivity(model, total, "e3m1")
+    assert len(found) == 3
+    for k in range(4):
+        policy = found.policy(k)
+        assert math.isfinite(total(fpsim.quantize(model, policy)).item())
+        own = policy.for_modules(model)
+        assert sum(own[row["module"]].weight is None for row in found) == k
+
+
 def test_a_step_runs_the_model_itself_and_leaves_it_as_it_was() -> None:
     model = three()
     model[0].weight.grad = torch.ones(6, 6)
