@@ -250,13 +250,18 @@ def search(
             most = len(trials_done.widest().wide) if is_ranking else len(names)
             _sample(optuna, trials_done, most, trials, workers, seed)
             best = trials_done.descend(trials_done.smallest())
-    rows = [trials_done.row(point) for point in trials_done.tried]
-    found, deviation = Results(folder), trials_done.row(best)["deviation"]
     cells = {cell.id for cell in plan(task, [space.fields(best)], [scaling], seeds=[*chosen], **grid)}
-    judged = _judged(found, trials_done.metric, tolerance, cells)
-    answer = space.formats(best), space.size(best), trials_done.mean(best), trials_done.baseline
-    of_metric = trials_done.metric, best.wide, trials_done.sign, deviation, tolerance
-    return SearchResult(*answer, rows, found, *of_metric, *judged)
+    return _answer(trials_done, best, Results(folder), cells)
+
+
+def _answer(trials_done: _Trials, best: Point, results: Results, cells: Collection[str]) -> SearchResult:
+    """What was found, with what the verdict says of it. cells: those of the best policy, by their ids."""
+    space, metric, tolerance = trials_done.space, trials_done.metric, trials_done.tolerance
+    rows = [trials_done.row(point) for point in trials_done.tried]
+    answer = space.formats(best), space.size(best), trials_done.mean(best), trials_done.baseline, rows, results
+    deviation = trials_done.row(best)["deviation"]
+    judged = _judged(results, metric, tolerance, cells)
+    return SearchResult(*answer, metric, best.wide, trials_done.sign, deviation, tolerance, *judged)
 
 
 def _require_verdicts() -> None:
