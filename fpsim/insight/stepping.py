@@ -16,6 +16,7 @@ from fpsim.checks import require_callable, shown
 from fpsim.emulation.scope import Listeners, Observer
 from fpsim.emulation.tracing import Edit, Trace, Visitor
 from fpsim.models.installed import emulated_forwards
+from fpsim.models.optimizers import quantized_optimizer_of
 from fpsim.models.quantize import dequantize, install_policies, listeners, policies_of, quantize, set_policy
 from fpsim.models.storing import states_in
 from fpsim.policies.policy import FormatLike
@@ -201,7 +202,8 @@ def _plain_again(model: nn.Module) -> None:
 class Kept:
     """Keeps the state of a model, its optimizers and a scaler, and restores it.
 
-    Of the model: parameters, buffers, gradients, the history of delayed scales, and which modules train.
+    Of the model: parameters, buffers, gradients, the history of delayed scales, and which modules train. Of a quantised
+    optimizer: its copies of weights too.
     optimizers: those that are known.
     """
 
@@ -209,6 +211,7 @@ class Kept:
         self.model, self.scaler = model, scaler
         self.optimizers: list[torch.optim.Optimizer] = []
         self._states: list[tuple[list[dict[str, Any]], dict[Any, _KeptState]]] = []
+        self._quantized: list[Callable[[], None]] = []
         self._modules = [(module, module.training) for module in model.modules()]
         self._buffers = [
             (module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
@@ -227,10 +230,19 @@ class Kept:
         is_own = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
         if not is_own or any(optimizer is known for known in self.optimizers):
             return
+        if (quantized := quantized_optimizer_of(optimizer)) is not None:
+            self._quantized.append(quantized.keeping())
         groups = [{k: _copied(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         states = {p: _KeptState(state) for p, state in optimizer.state.items()}
         self.optimizers.append(optimizer)
         self._states.append((groups, states))
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep an optimizer, and tell nobody what its step loses, until `restore`: records are of a training."""
+        self.know(optimizer)
+        quantized = quantized_optimizer_of(optimizer)
+        if quantized is not None and any(optimizer is known for known in self.optimizers):
+            quantized.observers = []
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -251,6 +263,8 @@ class Kept:
             history.load_state_dict(saved)
         for optimizer, (groups, states) in zip(self.optimizers, self._states, strict=True):
             _restore_optimizer(optimizer, groups, states)
+        for put_back in self._quantized:
+            put_back()
         if self._scaler_state is not None:
             vars(self.scaler).clear()
             vars(self.scaler).update(copy.deepcopy(self._scaler_state))

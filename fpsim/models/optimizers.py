@@ -342,6 +342,18 @@ class QuantizedOptimizer:
         state: Mapping[Tensor, dict[str, Any]] = {} if optimizer is None else optimizer.state
         return [(store, state.get(p, {})) for p, store in self._stores.items()]
 
+    def keeping(self) -> Callable[[], None]:
+        """Keep the copies of weights, the place of random bits and the observers, and return what puts them back."""
+        steps, observers = self.steps, self.observers
+        stores = [store.keeping() for store in self._stores.values()]
+
+        def put_back() -> None:
+            self.steps, self.observers = steps, observers
+            for store in stores:
+                store()
+
+        return put_back
+
     def _step_in_format(self, optimizer: Optimizer) -> None:
         """Step the parameters whose operations are rounded one by one, and hide their gradients from the optimizer."""
         for group in optimizer.param_groups:

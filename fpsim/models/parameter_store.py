@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -86,6 +86,27 @@ class ParameterStore:
             if name in self.kept:
                 return weight + self.kept[name]
         return weight
+
+    @property
+    def storage(self) -> Storage | None:
+        """How `value` is stored; None where that is float32."""
+        return self._master if MASTER in self.kept else self.weight
+
+    @property
+    def is_compensated(self) -> bool:
+        """Whether `value` is the sum of the weight and of what rounding took from it."""
+        return SECOND in self.kept or COMPENSATION in self.kept
+
+    def keeping(self) -> Callable[[], None]:
+        """Keep the copies of the weight as they are, and return what puts them back."""
+        kept = [(name, x, x.clone()) for name, x in self.kept.items()]
+
+        def put_back() -> None:
+            for _, x, value in kept:
+                x.copy_(value)
+            self.kept = {name: x for name, x, _ in kept}
+
+        return put_back
 
     def decode(self) -> None:
         """Give the optimizer the numbers that it works on."""

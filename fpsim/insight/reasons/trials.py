@@ -117,7 +117,7 @@ class Trials:
             if optimizer is not None and before_update is not None:
                 before_update(optimizer)
 
-        steps = _Steps(self._own, visitor, self.kept.know, keep, after_update)
+        steps = _Steps(self._own, visitor, self.kept.before_step, keep, after_update)
         # The mode is asked about each property that the emulation reads of a tensor: no run has it that can do without.
         is_watched = change.loss_scale != 1 or not (self.emulated and self.returns_loss)
 
