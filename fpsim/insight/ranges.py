@@ -20,6 +20,7 @@ __all__ = [
     "Glance",
     "are_passed_on",
     "binades_in",
+    "epsilon_of",
     "first_index",
     "glance",
 ]
@@ -145,7 +146,7 @@ class Ends:
         """The relative distance of its numbers; 0 of formats that share scales."""
         if isinstance(self.holder, torch.dtype):
             return torch.finfo(self.holder).eps
-        return float(getattr(getattr(self.holder, "fmt", None), "epsilon", 0.0))
+        return 0.0 if self.holder is None else epsilon_of(self.holder)
 
     def holds(self, value: float) -> bool:
         """Whether a number that is not zero is not rounded to zero."""
@@ -157,6 +158,11 @@ class Ends:
         if isinstance(self.holder, torch.dtype):
             return float(torch.tensor(value, dtype=torch.float64).to(self.holder))
         return float(round_to(torch.tensor(value), self.holder.fmt, "nearest_even"))
+
+
+def epsilon_of(spec: Spec) -> float:
+    """The relative distance of the numbers of a format, or of its elements; 0 where they are at equal distances."""
+    return float(getattr(getattr(spec.fmt, "element", spec.fmt), "epsilon", 0.0))
 
 
 def binades_in(exponents: Mapping[int, int]) -> int:

@@ -6,16 +6,19 @@ import copy
 import functools
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fpsim.insight.ranges import Ends, first_index, glance
+from fpsim.insight.ranges import Ends, epsilon_of, first_index, glance
 from fpsim.insight.reasons.event import Event
 from fpsim.models.installed import emulated_forwards
-from fpsim.models.storing import states_in
+from fpsim.models.optimizers import quantized_optimizer_of
+from fpsim.models.parameter_store import ParameterStore
+from fpsim.models.storing import local_part, states_in
 from fpsim.tensors.noise import keep_random_numbers
 from fpsim.tensors.ops import round_to
 from fpsim.tensors.tally import wanted_and_lost
@@ -46,12 +49,15 @@ class Updates:
         self._bad_states: set[tuple[str, str]] = set()
         self._optimizer: Any = None
         self.rows: list[dict[str, Any]] = []
+        self._stored: set[str] = set()  # parameters that a quantised optimizer stores in a format, which tells of them
         self._wide_states: dict[str, dict[str, Tensor]] = {}  # after a step in more bits
         self._twins: list[_Twin] = []  # of an optimizer of one's own: as it is; in more bits, a step ahead
 
     def before(self, optimizer: Any) -> None:
         self.steps += 1
         self._optimizer = optimizer
+        if (quantized := quantized_optimizer_of(optimizer)) is not None:
+            quantized.observers.append(self)  # `Kept` puts back who was told before
         own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self.names]
         self._before = {self.names[id(p)]: p.detach().clone() for p in own}
         for p in own:
@@ -63,6 +69,31 @@ class Updates:
         }
         if self.steps == 1:
             self.masters = self._stepped_with_masters(optimizer, own)
+
+    # As an observer of a quantised optimizer, which has stored the update of a parameter
+
+    def is_due(self, step: int) -> bool:
+        return self.steps == 1
+
+    def saw(self, step: int, store: ParameterStore, before: Tensor, intended: Tensor, group: Mapping[str, Any]) -> None:
+        name, storage = self.names.get(id(store.parameter)), store.storage
+        if name is None or not bool(intended.isfinite().all()):
+            return
+        self._stored.add(name)
+        fmt, epsilon = "float32", torch.finfo(torch.float32).eps
+        if storage is not None:
+            fmt, epsilon = str(storage.spec.fmt), epsilon_of(storage.spec) ** (2 if store.is_compensated else 1)
+        self._add(name, before, intended, local_part(store.value), fmt, epsilon)
+        self.rows[-1]["is drawn"] = storage is not None and storage.spec.rounding == "stochastic"
+
+    def _add(self, name: str, first: Tensor, change: Tensor, now: Tensor, fmt: str, epsilon: float) -> None:
+        """Count the updates of a parameter that were made, of those that a step in more bits makes."""
+        wanted, lost = wanted_and_lost(first, now, change)
+        row = {"parameter": name, "wanted": wanted, "moved": wanted - lost, "dtype": fmt, "epsilon": epsilon}
+        magnitudes = first[first != 0].abs().double()
+        row["median"] = float(magnitudes.median()) if magnitudes.numel() else 0.0
+        row["largest"] = float(change.abs().max()) if change.numel() else 0.0
+        self.rows.append(row)
 
     def _stepped_with_masters(self, optimizer: Any, own: list[Tensor]) -> dict[str, Tensor]:
         """The parameters after this step with parameters, gradients and states in more bits; {} where it cannot be."""
@@ -162,38 +193,38 @@ class Updates:
         }
         for name, p in self.model.named_parameters():
             master, first = self.masters.get(name), self.first.get(name)
-            if master is None or first is None or not bool(p.isfinite().all()):
+            if master is None or first is None or name in self._stored or not bool(p.isfinite().all()):
                 continue
-            change = master - first.to(master.dtype)
-            wanted, lost = wanted_and_lost(first, p.detach(), change)
-            row = {"parameter": name, "wanted": wanted, "moved": wanted - lost}
-            magnitudes, forward = first[first != 0].abs().double(), specs.get(name)
-            row["median"] = float(magnitudes.median()) if magnitudes.numel() else 0.0
-            row["largest"] = float(change.abs().max()) if change.numel() else 0.0
-            row["dtype"] = str(p.dtype).removeprefix("torch.")
-            row["epsilon"] = float(torch.finfo(p.dtype).eps)
+            change, forward = master - first.to(master.dtype), specs.get(name)
+            fmt, epsilon = str(p.dtype).removeprefix("torch."), float(torch.finfo(p.dtype).eps)
             spec = forward.specs.weight if forward is not None else None
             is_rounded = (
                 spec is not None and bool((round_to(first, spec.fmt) == first).all()) and p.dtype is torch.float32
             )
-            if spec is not None and is_rounded and hasattr(spec.fmt, "epsilon"):
-                row["dtype"], row["epsilon"] = str(spec.fmt), float(spec.fmt.epsilon)
-            self.rows.append(row)
+            if spec is not None and is_rounded and epsilon_of(spec):
+                fmt, epsilon = str(spec.fmt), epsilon_of(spec)
+            self._add(name, first, change, p.detach(), fmt, epsilon)
         if not self._seem_lost():
             self._twins = []
 
+    @property
+    def _nearest(self) -> list[dict[str, Any]]:
+        """The rows of what is not rounded stochastically: that loses single updates, and is right on average."""
+        return [row for row in self.rows if not row.get("is drawn")]
+
     def _seem_lost(self) -> bool:
-        wanted, moved = sum(r["wanted"] for r in self.rows), sum(r["moved"] for r in self.rows)
-        in_still = sum(r["wanted"] for r in self.rows if not r["moved"])
+        wanted, moved = sum(r["wanted"] for r in self._nearest), sum(r["moved"] for r in self._nearest)
+        in_still = sum(r["wanted"] for r in self._nearest if not r["moved"])
         return bool(wanted) and (moved < MOVED * wanted or in_still >= STILL * wanted)
 
     def lost(self) -> Event | None:
         """The event of updates nearly all of which changed nothing, or that left most numbers in tensors unmoved."""
         if not self._seem_lost():
             return None
-        wanted, moved = sum(r["wanted"] for r in self.rows), sum(r["moved"] for r in self.rows)
-        still = [r for r in self.rows if r["wanted"] and not r["moved"]]
-        worst = max(self.rows, key=lambda r: r["wanted"] - r["moved"])
+        rows = self._nearest
+        wanted, moved = sum(r["wanted"] for r in rows), sum(r["moved"] for r in rows)
+        still = [r for r in rows if r["wanted"] and not r["moved"]]
+        worst = max(rows, key=lambda r: r["wanted"] - r["moved"])
         if self._moves_later(worst):
             return None
         half_ulp = 0.5 * worst["epsilon"] * 2.0 ** math.floor(math.log2(worst["median"])) if worst["median"] else 0.0
@@ -205,7 +236,7 @@ class Updates:
         )
         event.why.append(
             f"Here the largest update is {worst['largest']:.3g}, half an ulp of its median number {half_ulp:.3g}; "
-            f"{len(still)} of {len(self.rows)} tensors did not move at all."
+            f"{len(still)} of {len(rows)} tensors did not move at all."
         )
         return event
 

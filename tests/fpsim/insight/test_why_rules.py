@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
+import tiers
 import torch
 from planted_cases import step_named
-from planted_steps import around, plant
+from planted_steps import Of, around, linear, plant, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -356,3 +360,74 @@ def test_a_lost_gradient_is_below_the_least_number_only_where_it_is(bias: float,
     assert found.cause is not None
     assert found.cause["kind"] == "gradient lost"
     assert f"{words} least number 5.96e-08" in found.cause["why"], found.cause["why"]
+
+
+# A quantised optimizer: what is lost is lost in the format that it stores
+
+
+def stored(update: object, rate: float, kind: Any = torch.optim.SGD) -> tuple[nn.Module, Callable[[], Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = kind(model.parameters(), lr=rate)
+    model.quantized = fpsim.quantize_optimizer(optimizer, update, model)  # type: ignore[assignment, arg-type]
+    x = seeded(16, 8)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return model, step
+
+
+@tiers.parametrize(
+    ("update", "kind", "rate", "fmt"),
+    [
+        ("bf16", torch.optim.AdamW, 1e-6, "bf16"),
+        (fpsim.Update(weight="bf16"), torch.optim.SGD, 1e-5, "bf16"),
+        (fpsim.Update(weight="e4m3fn"), torch.optim.Adam, 1e-6, "e4m3fn"),
+        (fpsim.Update(weight="fp16"), torch.optim.RMSprop, 1e-7, "fp16"),
+        (fpsim.Update(weight="bf16", master="fp16"), torch.optim.AdamW, 1e-6, "fp16"),
+    ],
+    keep=lambda update, kind, rate, fmt: kind is not torch.optim.RMSprop,
+)
+def test_updates_that_a_quantised_optimizer_loses_are_told_of_in_its_format(
+    update: Any, kind: Any, rate: float, fmt: str
+) -> None:
+    model, step = stored(update, rate, kind)
+    found = fpsim.why(model, step)
+    assert found.cause is not None, str(found)
+    assert (found.cause["kind"], found.cause["format"]) == ("update lost", fmt)
+    assert f"is below half an ulp in {fmt}." in found.cause["why"]
+    assert "float32 master parameters" in str(found)
+    assert "float64" not in str(found)
+    before = [p.detach().clone() for p in model.parameters()]
+    step()
+    moved = sum(int((p != b).sum()) for p, b in zip(model.parameters(), before, strict=True))
+    made = found.cause["of"] - found.cause["count"]
+    assert moved == made or (moved < made and update.master is not None)  # a model sees its weights in fewer bits yet
+
+
+@tiers.parametrize(
+    ("update", "rate"),
+    [
+        ("bf16_sr", 1e-4),
+        ("bf16_sr", 1e-6),
+        (fpsim.Update(weight="e4m3fn", rounding="stochastic"), 1e-3),
+        ("bf16_kahan", 1e-4),
+        ("bf16_collage", 1e-4),
+        ("bf16_remainder", 1e-6),
+        (fpsim.Update(weight="bf16", master="fp32"), 1e-6),
+        ("bf16", 0.1),
+        ("adam8bit", 1e-4),
+        (None, 1e-4),
+    ],
+    keep=lambda update, rate: update in ("bf16_sr", "bf16_kahan", "adam8bit"),
+)
+def test_a_quantised_optimizer_that_keeps_its_updates_is_no_alarm(update: Any, rate: float) -> None:
+    """Stochastic rounding loses single updates on purpose, and is right on average."""
+    model, step = stored(update, rate, torch.optim.AdamW)
+    found = fpsim.why(model, step)
+    assert found.cause is None, str(found)
