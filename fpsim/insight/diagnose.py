@@ -16,6 +16,7 @@ from fpsim.emulation.operations import spelling_of
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.masks import fills, leaking
 from fpsim.insight.ranges import Glance, glance
+from fpsim.insight.reasons.explaining import zero_divisors
 from fpsim.insight.reasons.timeline import Rounded, Timeline, is_backward, numbers_row, overflow_of, way_to
 from fpsim.insight.rows import Rows, number
 from fpsim.insight.stepping import as_step, nothing_ran, preserve, traced
@@ -329,12 +330,8 @@ class Seen(Timeline):
             (i, a) for i, a in enumerate(values) if isinstance(a, Tensor) and not a.is_floating_point() and a.numel()
         ]
         notes["integers"] = [(f"operand {i + 1} (integers)", str(glance(a))) for i, a in integers]
-        divisor = spelling.get(spelling.row.divides, values, options)
-        if isinstance(divisor, Tensor):
-            zeros = int((divisor == 0).sum())
-            notes["divides"] = f", a division by zero ({zeros} of {divisor.numel()} divisors)" if zeros else ""
-        elif isinstance(divisor, int | float) and divisor == 0:
-            notes["divides"] = ", a division by zero"
+        zeros = zero_divisors(operation, values, options)
+        notes["divides"] = f", a division by zero ({zeros})" if zeros else ""
 
     def _note_roundings(self, operation: Operation, rounded: list[Rounded]) -> set[str]:
         """Note what broke where this operation's tensors were rounded, and give the kinds; what masks is set aside."""

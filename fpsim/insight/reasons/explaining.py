@@ -24,7 +24,7 @@ from fpsim.insight.reasons.explaining_losses import (
     of_target,
 )
 
-__all__ = ["explain_forward", "explain_gradient", "source_name"]
+__all__ = ["explain_forward", "explain_gradient", "source_name", "zero_divisors"]
 
 
 def explain_forward(
@@ -133,6 +133,18 @@ def _of_division(event: Event, look: Look) -> bool:
         event.why.append("It has whole numbers only, as a count has.")
         event.remedy = "clamp"
     return True
+
+
+def zero_divisors(operation: Operation, values: tuple[Any, ...], options: dict[str, Any]) -> str:
+    """How many divisors of a division are zero, in words; "" for none, and for other operations."""
+    spelling = spelling_of(operation.name)
+    if spelling.row.divides is None:
+        return ""
+    divisor = spelling.get(spelling.row.divides, values, options)
+    if isinstance(divisor, Tensor):
+        zeros = int((divisor == 0).sum())
+        return f"{zeros} of {divisor.numel()} divisors" if zeros else ""
+    return "1 of 1 divisors" if isinstance(divisor, int | float) and divisor == 0 else ""
 
 
 def _trace_zero(event: Event, source: Operation | None) -> None:
@@ -263,6 +275,8 @@ def explain_gradient(operation: Operation, at: Operation, role: str, gradient: T
             return event
     if _of_infinite_slope(event, readers, operation, numbers) or _of_decomposition(event, readers, at):
         return event
+    if _of_zero_divisors(event, readers, at):
+        return event
     event.remedy = "scale"
     if _is_too_small_for_overflow(operation, readers, numbers, ends):
         return _of_unknown_slope(event, readers, operation, at)
@@ -306,6 +320,19 @@ def _of_infinite_slope(event: Event, readers: list[Operation], operation: Operat
         event.read = [(s.site, str(s.notes["result"])) for s in child.parents if "result" in s.notes]
         return True
     return False
+
+
+def _of_zero_divisors(event: Event, readers: list[Operation], at: Operation) -> bool:
+    """The slope of a division in what is divided: 1 / 0, times a gradient that may be 0 there."""
+    child = next((c for c in readers if c.notes.get("zero divisors")), None)
+    if child is None:
+        return False
+    event.kind, event.remedy = "division by zero", "clamp"
+    event.place, event.operation, event.origin = child.site, child, child
+    event.why.append(f"The slope of {child.name} is 1 / 0 where its divisor is 0 ({child.notes['zero divisors']}).")
+    event.why.append(f"{event.count} of {event.of} gradients of {at.site} are not finite.")
+    event.read = [(s.site, str(s.notes["result"])) for s in child.parents if "result" in s.notes]
+    return True
 
 
 def _of_decomposition(event: Event, readers: list[Operation], at: Operation) -> bool:

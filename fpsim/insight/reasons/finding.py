@@ -416,7 +416,7 @@ def causes_first(
     """
     dying = [event for event in events if _dies(event, losses)]
     if is_finite:
-        harmless = [e for e in dying if e.kind != "overflow" and (e.fmt in _WIDE or is_so_in_float32(e))]
+        harmless = [e for e in dying if not _overflows(e) and (e.fmt in _WIDE or is_so_in_float32(e))]
         return [event for event in events if not any(event is other for other in harmless)]
     living = [event for event in events if not any(event is other for other in dying)]
     return [*living, *dying]
@@ -424,6 +424,13 @@ def causes_first(
 
 def comes_to_nothing(readers: list[Operation], losses: list[Operation], is_emulated: bool, broken: set[str]) -> bool:
     """Whether what operations read that is not finite reaches no loss, no gradient of a parameter and no buffer.
+def _overflows(event: Event) -> bool:
+    """Whether numbers grew beyond a format; NaN alone in a gradient is what something masked is multiplied by."""
+    gradient: Glance | None = None if event.operation is None else event.operation.notes.get("gradient")
+    is_nan_alone = event.stage == "backward" and gradient is not None and gradient.kinds == {"NaN"}
+    return event.kind == "overflow" and not is_nan_alone
+
+
 
     is_emulated: whether a format may have saturated it; then it must have been masked or left out.
     broken: the names of the modules of which a buffer became inf or NaN.

@@ -15,7 +15,7 @@ from fpsim.formats.blocks import BlockFormat
 from fpsim.insight.masks import fills, leak, masked_in, number_in
 from fpsim.insight.ranges import Ends, Glance, are_passed_on, first_index, glance
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.reasons.explaining import explain_forward, explain_gradient, source_name
+from fpsim.insight.reasons.explaining import explain_forward, explain_gradient, source_name, zero_divisors
 from fpsim.tensors.shared_scales import Cut
 from fpsim.tensors.spec import Spec
 from fpsim.tensors.tally import Accumulator
@@ -119,7 +119,9 @@ class Timeline:
                 new = set()
             if new:
                 self._add(explain_forward(operation, operands, self.trace.arguments, result, new, notes["ends"]))
-        if not of_result.nonfinite:
+        if of_result.nonfinite:
+            notes["zero divisors"] = zero_divisors(operation, *self.trace.arguments)
+        else:
             event = leak(operation, operands, result, notes["ends"])
             if event is not None:
                 self._add(event)

@@ -362,6 +362,67 @@ def test_a_lost_gradient_is_below_the_least_number_only_where_it_is(bias: float,
     assert f"{words} least number 5.96e-08" in found.cause["why"], found.cause["why"]
 
 
+# What a `where` leaves out: NaN that reaches no loss and no gradient of a parameter
+
+SEGMENTS = torch.tensor([0, 0, 2, 2, 2, 0, 2, 0])
+SAFE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "where": lambda s, n: torch.where(n > 0, s / n, torch.zeros_like(s)),
+    "integers": lambda s, n: torch.where(n > 0, s / n.long(), torch.zeros_like(s)),
+    "masked_fill": lambda s, n: (s / n).masked_fill(n == 0, 0.0),
+    "nan_to_num": lambda s, n: (s / n).nan_to_num(),
+    "a root": lambda s, n: torch.where(n > 0, s / n.sqrt(), torch.zeros_like(s)),
+    "a reciprocal": lambda s, n: torch.where(n > 0, s * n.reciprocal(), torch.zeros_like(s)),
+    "a power": lambda s, n: torch.where(n > 0, s * n**-0.5, torch.zeros_like(s)),
+    "in place": lambda s, n: torch.where(n > 0, (s * 1).div_(n), torch.zeros_like(s)),
+}
+
+
+def of_segments(
+    mean: Callable[[Tensor, Tensor], Tensor], fmt: str, enters: bool
+) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A mean over segments, one of which is empty. enters: whether the sum of that one is of parameters too."""
+    torch.manual_seed(0)
+    dtype = {"half": torch.float16, "bfloat16": torch.bfloat16}.get(fmt, torch.float32)
+    x, n = torch.randn(8, 4).to(dtype), torch.tensor([4.0, 0.0, 4.0]).to(dtype)
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        sums = torch.zeros(3, dtype=dtype).index_add(0, SEGMENTS, self.body(x)[:, 0])  # type: ignore[operator]
+        return mean(sums + self.body.bias if enters else sums, n)  # type: ignore[union-attr, operator]
+
+    plain = Of(forward, body=nn.Linear(4, 1)).to(dtype)
+    model = fpsim.quantize(plain, fmt) if fmt in ("fp16", "bf16") else plain
+
+    def step() -> Tensor:
+        model.zero_grad()
+        loss = model(x).float().square().sum()
+        loss.backward()
+        return loss
+
+    return model, step
+
+
+@tiers.parametrize("fmt", ["float32", "half", "bfloat16", "fp16", "bf16"], keep=["float32", "half"])
+@tiers.parametrize("name", SAFE, keep=["where", "integers", "in place"])
+def test_a_mean_of_nothing_that_is_left_out_is_not_named(name: str, fmt: str) -> None:
+    model, step = of_segments(SAFE[name], fmt, enters=False)
+    assert step().isfinite()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+    found = fpsim.why(model, step)
+    assert found.cause is None, str(found)
+
+
+@tiers.parametrize("name", [name for name in SAFE if name != "nan_to_num"], keep=["where", "masked_fill"])
+def test_a_mean_of_nothing_whose_gradient_reaches_a_parameter_is_named(name: str) -> None:
+    """0 * (1 / 0) is NaN, whatever the `where` takes."""
+    model, step = of_segments(SAFE[name], "float32", enters=True)
+    assert step().isfinite()
+    assert not all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+    found = fpsim.why(model, step)
+    assert found.cause is not None
+    assert found.cause["kind"] in ("division by zero", "zero times infinity"), str(found)
+    assert "overflow" not in str(found)
+
+
 # A quantised optimizer: what is lost is lost in the format that it stores
 
 
