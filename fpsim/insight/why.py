@@ -164,7 +164,12 @@ def _said(event: Event, float32: float | None, float32_bad: list[str]) -> str:
             return f"{blame}Look at how this batch is made, and drop or clean it."
         if event.role == "gradient":
             return "call optimizer.zero_grad() before the step."
-        return f"{blame}Load an earlier checkpoint; why() on the step before it tells which update wrote it."
+        load = "load an earlier checkpoint; why() on the step before it tells which update wrote it."
+        if event.fmt and not event.kind.startswith("NaN") and event.role in ("parameter", "buffer"):
+            cast, largest = {"float16": "half"}.get(event.fmt, event.fmt), torch.finfo(getattr(torch, event.fmt)).max
+            made = f"{blame}A cast such as .{cast}() makes inf of what is beyond {largest:.6g}: keep it in float32."
+            return made if event.role == "buffer" else f"{made} If an update made it, {load}"
+        return f"{blame}{load.capitalize()}"
     if event.remedy == "skip":
         return f"{blame}Skip batches without a target, or divide by max(count, 1)."
     if event.remedy == "target":

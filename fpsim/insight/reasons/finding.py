@@ -21,6 +21,7 @@ from fpsim.insight.reasons.remedies import remedies, update_remedies
 from fpsim.insight.reasons.timeline import way_to
 from fpsim.insight.reasons.trials import Outcome, Reference, Remedy, Trials, descendants
 from fpsim.insight.reasons.updates import Updates
+from fpsim.insight.reasons.widening import LOW
 from fpsim.insight.stepping import require_unrecorded
 from fpsim.models.quantize import listeners
 from fpsim.models.storing import states_in
@@ -310,6 +311,7 @@ def _came_in(name: str, role: str, x: Tensor) -> Event | None:
     at = first_index(~x.detach().isfinite()) if x.layout is torch.strided else ""
     event.why.append(f"{event.count} of {event.of} numbers before the step" + (f" (first at {at})." if at else "."))
     event.read = [(name, str(values))]
+    event.fmt = str(x.dtype).removeprefix("torch.") if x.dtype in LOW else ""
     return event
 
 
@@ -422,8 +424,6 @@ def causes_first(
     return [*living, *dying]
 
 
-def comes_to_nothing(readers: list[Operation], losses: list[Operation], is_emulated: bool, broken: set[str]) -> bool:
-    """Whether what operations read that is not finite reaches no loss, no gradient of a parameter and no buffer.
 def _overflows(event: Event) -> bool:
     """Whether numbers grew beyond a format; NaN alone in a gradient is what something masked is multiplied by."""
     gradient: Glance | None = None if event.operation is None else event.operation.notes.get("gradient")
@@ -431,6 +431,8 @@ def _overflows(event: Event) -> bool:
     return event.kind == "overflow" and not is_nan_alone
 
 
+def comes_to_nothing(readers: list[Operation], losses: list[Operation], is_emulated: bool, broken: set[str]) -> bool:
+    """Whether what operations read that is not finite reaches no loss, no gradient of a parameter and no buffer.
 
     is_emulated: whether a format may have saturated it; then it must have been masked or left out.
     broken: the names of the modules of which a buffer became inf or NaN.

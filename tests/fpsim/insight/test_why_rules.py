@@ -423,6 +423,32 @@ def test_a_mean_of_nothing_whose_gradient_reaches_a_parameter_is_named(name: str
     assert "overflow" not in str(found)
 
 
+@pytest.mark.parametrize("role", ["parameter", "buffer"])
+@pytest.mark.parametrize("fmt", [None, "half", "bfloat16"])
+def test_a_number_that_a_cast_made_infinite_is_not_blamed_on_an_update(role: str, fmt: str | None) -> None:
+    model = Of(lambda self, x: self.body(x) * self.gain, body=nn.Linear(2, 2))
+    gain = torch.full((2,), 3.4e38)  # beyond the end of either
+    if role == "parameter":
+        model.register_parameter("gain", nn.Parameter(gain))
+    else:
+        model.register_buffer("gain", gain)
+    gain[0] = torch.inf if fmt is None else gain[0]
+    model = model if fmt is None else getattr(model, fmt)()
+    x = torch.ones(1, 2, dtype=next(model.parameters()).dtype)
+    found = fpsim.why(model, lambda: model(x).float().sum().backward())
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["kind"]) == ("gain", "inf came in")
+    first, line = str(found).splitlines()[0], str(found).splitlines()[2]
+    if fmt is None:
+        assert "oad an earlier checkpoint" in line
+        assert "cast" not in line
+    else:
+        largest = torch.finfo(getattr(torch, {"half": "float16"}.get(fmt, fmt))).max
+        assert f"A cast such as .{fmt}() makes inf of what is beyond {largest:.6g}" in line
+        assert ("checkpoint" in line) is (role == "parameter")  # no update writes to a buffer
+        assert first.endswith(f"in {str(next(model.parameters()).dtype).removeprefix('torch.')}.")
+
+
 # A quantised optimizer: what is lost is lost in the format that it stores
 
 
