@@ -211,11 +211,11 @@ def _fewest(attempts: Attempts, event: Event, candidates: Sequence[Operation]) -
         units = [o for o in candidates if o.name != "parameter"]
     units = units[: FEW if attempts.has_one else None]
     chosen = _searched(attempts, units)
-    outcome = None if chosen is None else attempts.looks_well(_widened(trials, chosen, attempts.wide))
+    outcome = None if chosen is None else attempts.looks_well(_widened(attempts, chosen))
     if chosen is not None and outcome is None:  # such as a mask that leaks now
         attempts.is_looking = True
         chosen = _searched(attempts, units)
-        outcome = None if chosen is None else attempts.works(_widened(trials, chosen, attempts.wide))
+        outcome = None if chosen is None else attempts.works(_widened(attempts, chosen))
     if chosen is None or outcome is None:
         return None
     if trials.emulated:
@@ -237,7 +237,7 @@ def _searched(attempts: Attempts, units: Sequence[Any]) -> list[Any] | None:
     def works(chosen: Sequence[int]) -> Outcome | None:
         key = frozenset(chosen)
         if key not in done:
-            change = _widened(attempts.trials, [units[i] for i in chosen], attempts.wide)
+            change = _widened(attempts, [units[i] for i in chosen])
             done[key] = attempts.works(change, looks=False)
         return done[key]
 
@@ -272,10 +272,10 @@ def _halved(count: int, works: Callable[[Sequence[int]], Outcome | None]) -> lis
     return chosen
 
 
-def _widened(trials: Trials, units: Sequence[Any], wide: torch.dtype | None) -> Change:
-    if trials.emulated:
-        return Change(policies=_policies(trials, units))
-    return Change(edit=Widening({o.index for o in units}, wide or torch.float32))
+def _widened(attempts: Attempts, units: Sequence[Any]) -> Change:
+    if attempts.trials.emulated:
+        return Change(policies=_policies(attempts.trials, units))
+    return Change(edit=Widening({o.index for o in units}, attempts.wide or torch.float32, attempts.reference.given))
 
 
 def _policies(trials: Trials, units: Sequence[Unit]) -> dict[str, Policy]:

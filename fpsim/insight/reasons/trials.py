@@ -348,9 +348,8 @@ class Reference:
     """
 
     def __init__(self, trials: Trials, seen: Timeline) -> None:
-        self.trials = trials
-        is_low = any(o.notes["dtype"] in LOW for o in seen.operations)
-        self.is_wanted = trials.emulated or is_low
+        self.trials, self.given = trials, {o.index: (o.name, o.notes["dtype"]) for o in seen.operations}
+        self.is_wanted = trials.emulated or any(dtype in LOW for _, dtype in self.given.values())
         self._seen: Keeping | None = None
         self._wide: dict[str, Tensor] = {}
         self._outcome: Outcome | None = None
@@ -361,7 +360,8 @@ class Reference:
     def _run(self, visitor: Keeping | None = None, dtype: torch.dtype = torch.float32) -> Outcome:
         """What the step gives in more bits: its gradients as no cast has rounded them, and as large as the step's."""
         policies = dict.fromkeys(self.trials.policies, Policy()) if self.trials.emulated else {}
-        edit = None if self.trials.emulated and dtype is torch.float32 else Widening(None, dtype)
+        is_own = self.trials.emulated and dtype is torch.float32
+        edit = None if is_own else Widening(None, dtype, self.given)
         outcome = self.trials.run(Change(edit=edit, policies=policies), visitor, keeps_gradients=True)
         if edit is not None:
             names = {id(p): name for name, p in self.trials.model.named_parameters()}

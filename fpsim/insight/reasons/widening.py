@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,18 +17,27 @@ __all__ = ["LOW", "Widening"]
 
 LOW = (torch.float16, torch.bfloat16)
 _CASTS = frozenset("half bfloat16 to type type_as".split())
+_ALL_CASTS = _CASTS | {"float", "double"}
 
 
 class Widening:
     """An `edit` of a trace that runs operations in float32, and brings what others read of them back.
 
     chosen: the indices of the operations; None for all of them. wide: float64 in the place of float32.
+    given: the name and the dtype of what the calls of the step itself gave, by their indices. A cast that is not among
+        them gave its operand, and must here too: operations are known by how many of a name came before.
     gradients: those of the parameters' float32 copies, which no cast to the parameter's dtype has rounded.
     overflows: whether anything that is brought back becomes inf: then the overflow has only moved.
     """
 
-    def __init__(self, chosen: Collection[int] | None, wide: torch.dtype = torch.float32) -> None:
-        self.chosen, self.wide = chosen, wide
+    def __init__(
+        self,
+        chosen: Collection[int] | None,
+        wide: torch.dtype = torch.float32,
+        given: Mapping[int, tuple[str, torch.dtype]] | None = None,
+    ) -> None:
+        self.chosen, self.wide, self._given = chosen, wide, given or {}
+        self._end = max(self._given, default=-1)  # a step that raises goes on where it is wide
         self._low = LOW if wide is torch.float32 else (*LOW, torch.float32)
         self._casts = _CASTS if wide is torch.float32 else _CASTS | {"float"}
         self.gradients: dict[int, Tensor] = {}
@@ -47,12 +56,14 @@ class Widening:
             chosen = any(x in self._wide for x in tensors)
         if kind.in_place and tensors and tensors[0].dtype in self._low:
             chosen = False  # the tensor that is written to cannot change its dtype
-        if not chosen and kind.name in ("float", "to", "type") and tensors and tensors[0] in self._wide:
-            if not _wanted(
-                kind.name, args, kwargs, self._low
-            ):  # a cast of what is float32 here, to float32: nothing is lost
-                out = func(*args, **kwargs)
-                return out.clone() if out is tensors[0] else out
+        is_cast = kind.name in _ALL_CASTS and bool(tensors) and bool(args) and args[0] is tensors[0]
+        name, dtype = self._given.get(index, ("", None))
+        before = [dtype] if name == kind.name else []
+        if is_cast and not name and index <= self._end:
+            out = func(*args, **kwargs)
+            return tensors[0] if out.is_floating_point() and out.layout is torch.strided else out
+        if not chosen and is_cast and tensors[0] in self._wide and not _wanted(kind.name, args, kwargs, self._low):
+            return self._marked(func(*args, **kwargs), tensors, before)  # nothing is lost
         if not chosen and not _to_integers(kind.name, args, kwargs):
             args, kwargs = map_leaves(self._narrowed, (args, kwargs))
             return func(*args, **kwargs)
@@ -65,14 +76,19 @@ class Widening:
             lows = [torch.get_autocast_dtype(device)]
         if kind.name in self._casts and tensors and _wanted(kind.name, args, kwargs, self._low):
             out = self._widened(tensors[0])
-            out = out.clone() if out is tensors[0] else out
         else:
             with torch.autocast(device, enabled=False):
                 args, kwargs = map_leaves(self._widened, (args, kwargs))
                 out = func(*args, **kwargs)
+        return self._marked(out, tensors if is_cast else [], before or lows)
+
+    def _marked(self, out: Any, operands: list[Tensor], before: Sequence[torch.dtype | None]) -> Any:
+        """What a call gave, known by the dtype that it has in the step itself; a copy where a cast gave its operand."""
+        if any(out is x for x in operands):
+            out = out.clone()
         for x in tensors_of(out):
-            if lows and x.dtype is self.wide:
-                self._wide[x] = lows[0]
+            if before and before[0] in self._low and x.dtype is self.wide:
+                self._wide[x] = before[0]
         return out
 
     def _note(self, key: int, gradient: Tensor) -> None:

@@ -423,6 +423,53 @@ def test_a_mean_of_nothing_whose_gradient_reaches_a_parameter_is_named(name: str
     assert "overflow" not in str(found)
 
 
+# Casts
+
+
+CASTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "float": Tensor.float,
+    "to a dtype": lambda x: x.to(torch.float32),
+    "to a device and a dtype": lambda x: x.to("cpu", torch.float32),
+    "to what another has": lambda x: x.to(torch.zeros(1)),
+    "type": lambda x: x.type(torch.float32),
+    "twice": lambda x: x.float().float(),
+    "after one that does nothing": lambda x: x.half().float(),
+    "by a dtype that was read": lambda x: x.float().softmax(-1).to(x.dtype).float(),
+}
+
+
+@tiers.parametrize("name", CASTS, keep=["float", "after one that does nothing", "by a dtype that was read"])
+def test_casts_are_compared_with_the_same_casts_in_float32(name: str) -> None:
+    """The first cast of this step does nothing where all is float32, and the second would be taken for it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).half()
+    x, y, cast = torch.randn(16, 8).half(), torch.randn(16, 4).half(), CASTS[name]
+
+    def step() -> Tensor:
+        model.zero_grad()
+        loss = (cast(model(x)) - cast(y)).square().mean()
+        loss.backward()
+        return loss
+
+    found = fpsim.why(model, step)
+    assert found.cause is None, str(found)
+    wide = copy.deepcopy(model).float()
+    errors = [
+        (a.float() - b).norm() / b.norm() for a, b in zip(layers_of(model, x), layers_of(wide, x.float()), strict=True)
+    ]
+    said = re.search(r"largest relative error of a result is ([0-9.e-]+)\.", found.checked[-1])
+    assert said is not None
+    # no less than a layer's, and no more than what a difference and a square of such numbers make of it
+    assert 0.99 * float(max(errors)) <= float(said[1]) <= 16 * float(max(errors))
+
+
+def layers_of(model: nn.Module, x: Tensor) -> list[Tensor]:
+    results = []
+    for layer in model.children():
+        results.append(x := layer(x).detach())
+    return results
+
+
 @pytest.mark.parametrize("role", ["parameter", "buffer"])
 @pytest.mark.parametrize("fmt", [None, "half", "bfloat16"])
 def test_a_number_that_a_cast_made_infinite_is_not_blamed_on_an_update(role: str, fmt: str | None) -> None:
