@@ -49,7 +49,7 @@ def masked_in(
             known = None if source is None else source.notes.get("masked")
             if known is not None and known.shape == x.shape:
                 return _shaped(known, result)
-            if source is None and bool((x <= _FAR).any()) and not bool((x > 0).any()):
+            if _masks(source, x):
                 return _shaped(x <= _FAR, result)
     for source in operation.sources[:1]:
         known = None if source is None else source.notes.get("masked")
@@ -60,12 +60,19 @@ def masked_in(
     return None
 
 
+def _masks(source: Operation | None, x: Tensor) -> bool:
+    """Whether what is added holds constants far below zero, and from outside nothing above it, else nothing beside."""
+    x = x.detach()
+    if not x.numel() or not float(x.amin()) <= _FAR:
+        return False
+    return not bool((x > 0).any() if source is None else ((x > _FAR) & (x != 0)).any())
+
+
 def _side_of(condition: Tensor, arguments: tuple[Any, ...]) -> Tensor:
     """Where `where` takes the constant."""
     first = arguments[1] if len(arguments) > 1 else None
-    is_first = isinstance(first, int | float) or (
-        isinstance(first, Tensor) and first.numel() == 1 and float(first) <= _FAR
-    )
+    is_one = isinstance(first, int | float) or (isinstance(first, Tensor) and first.numel() == 1)
+    is_first = is_one and float(first.detach() if isinstance(first, Tensor) else first) <= _FAR  # type: ignore[arg-type]
     return condition if is_first else ~condition
 
 

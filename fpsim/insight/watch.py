@@ -158,6 +158,7 @@ class Watch:
         self._parameters = dict(model.named_parameters())
         self._lost: dict[Key, tuple[int, int]] = {}  # of the updates, how many would change nothing, of how many
         self._called: Called | None = None  # the last call that was watched
+        self._broken: set[int] = set()  # the steps that gave an output which is not finite
         self._optimizer = optimizer
         self._steps = _WatchedSteps(optimizer, every)
         self._versions = self._all_versions()
@@ -225,7 +226,10 @@ class Watch:
     def _keep_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Keep the inputs and, when they arrive, the gradients of the outputs: a policy is tried on them."""
         self._called = called = Called(self.steps, args, kwargs)
-        for i, x in enumerate(output_tensors(out)):
+        outputs = output_tensors(out)
+        if not outputs or any(map(_is_broken, outputs)):
+            self._broken.add(self.steps)
+        for i, x in enumerate(outputs):
             if x.requires_grad:
                 self._trace.hook(x, partial(called.keep_gradient, i))
 
@@ -407,7 +411,7 @@ class Watch:
 
     def __str__(self) -> str:
         suggestion = self.suggest()
-        lines = [str(self.table()), "", *_breaks(self.rows())]
+        lines = [str(self.table()), "", *_breaks(self.rows(), self._broken)]
         lines += [f"Suggested, {suggestion.words}:", *in_lines(suggestion.policy)]
         if self._steps.last is not None:
             update = self.suggest_update()
@@ -544,14 +548,24 @@ def _watched_row(step: int, site: str, role: str, spec: Spec, t: Tally, lost: tu
     }
 
 
-def _breaks(rows: Rows) -> list[str]:
-    """For each format the first operation that it would break, and what was not finite without any format."""
+def _is_broken(x: Tensor) -> bool:
+    """Whether a tensor holds NaN or inf; minus infinity may be a mask."""
+    is_seen = x.is_floating_point() and x.layout is torch.strided and holds_numbers(x)
+    return is_seen and bool((x.isnan() | (x == torch.inf)).any())
+
+
+def _breaks(rows: Rows, broken: set[int]) -> list[str]:
+    """For each format the first operation that it would break, and what was not finite without any format.
+
+    broken: the steps whose output was not; in others an activation that is not comes to nothing, as behind a `where`.
+    """
     lines = []
     for fmt in dict.fromkeys(row["format"] for row in rows):
         first = next((r for r in rows if r["format"] == fmt and r["role"] == "activation" and r["overflow"]), None)
         if first is not None:
             lines.append(f"{fmt} would overflow from step {first['step']} on, first at {first['site']}.")
-    bad = next((row for row in rows if row["nonfinite"] and row["role"] not in ("error", "weight_grad")), None)
+    nonfinite = [row for row in rows if row["nonfinite"] and row["role"] not in ("error", "weight_grad")]
+    bad = next((row for row in nonfinite if row["role"] != "activation" or row["step"] in broken), None)
     if bad is not None:
         lines.append(
             f"Step {bad['step']} is not finite without any format, at {bad['site']} ({bad['role']}): "

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 
 import pytest
+import tiers
 import torch
 from torch import Tensor, nn
 
@@ -145,6 +146,50 @@ def test_a_mask_is_no_number_that_overflows(fill: float) -> None:
     watching = watched(nn.Sequential(nn.Linear(8, 8), Of(attend)), ["e4m3fn"])
     rows = [r for r in watching.rows() if r["site"] == "1:masked_fill" and r["role"] == "activation"]
     assert [(r["overflow"], r["nonfinite"]) for r in rows] == [(0.0, 0.0)]
+
+
+SEEN = torch.ones(128, 128, dtype=torch.bool).tril()
+SHUT = torch.full((200, 200), -torch.inf).triu(1)
+WHOLE = SHUT[:128, :128].clone()
+ADDED: dict[str, Callable[[], Tensor]] = {
+    "from outside": lambda: WHOLE,
+    "a part of it": lambda: SHUT[:128, :128],
+    "made": lambda: torch.full((128, 128), -torch.inf).triu(1),
+    "filled": lambda: torch.zeros(128, 128).masked_fill(~SEEN, -torch.inf),
+    "chosen": lambda: torch.where(SEEN, 0.0, -torch.inf),
+    "of two": lambda: torch.full((128, 128), -torch.inf).triu(1) + torch.zeros(128).masked_fill(~SEEN[2], -1e4),
+    "broadcast": lambda: torch.full((128, 128), -torch.inf).triu(1)[None],
+    "large": lambda: torch.full((128, 128), -1e9).triu(1),
+}
+
+
+@tiers.parametrize("name", ADDED, keep=["from outside", "a part of it", "made"])
+def test_a_mask_that_is_added_is_no_number_either(name: str) -> None:
+    def attend(_: nn.Module, x: Tensor) -> Tensor:
+        return ((x @ x.mT) / 8 + ADDED[name]()).softmax(-1).flatten(0, -2) @ x
+
+    watching = watched(nn.Sequential(nn.Linear(8, 8), Of(attend)), ["bf16"])
+    sums = [r for r in watching.rows() if r["site"].startswith("1:add") and r["role"] == "activation"]
+    assert {(r["overflow"], r["nonfinite"]) for r in sums} == {(0.0, 0.0)}
+    assert "not finite" not in str(watching)
+    policy = watching.policy()
+    assert str(policy.activation) == "bf16"
+    assert not policy.overrides
+
+
+def test_what_is_not_finite_and_left_out_is_not_said_to_break_the_step() -> None:
+    """The mean of nothing behind a `where`, and the same without it."""
+
+    def mean(self: nn.Module, x: Tensor) -> Tensor:
+        sums, count = x[:4], torch.tensor([1.0, 0.0, 2.0, 0.0])[:, None]
+        means = sums * 0 / count
+        return torch.where(count > 0, means, 0.0) if self.leaves_out else means  # type: ignore[no-any-return]
+
+    for leaves_out in (True, False):
+        model = nn.Sequential(nn.Linear(8, 8), Of(mean))
+        model[1].leaves_out = leaves_out
+        text = str(watched(model, ["bf16"]))
+        assert ("Step 1 is not finite without any format, at 1:div (activation)" in text) is not leaves_out
 
 
 def test_the_bias_of_a_key_whose_gradients_are_noise_asks_for_nothing() -> None:
