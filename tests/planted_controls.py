@@ -12,6 +12,8 @@ from planted_models import LIBRARY, Planted
 from torch import nn
 from torch.nn.utils import parametrizations
 
+import fpsim
+
 PLAIN = ("float32", "half", "bfloat16", "autocast", "fp16", "bf16")
 
 
@@ -51,6 +53,19 @@ def scaled_loss_in_eight_bits(planted: Planted) -> None:
 
 @control(ALL, ("mxfp8_e4m3",))
 def block_format(planted: Planted) -> None: ...
+
+
+@control((*ALL, *LIBRARY), ("nvfp4", "mxfp4_sr", "fp8_current", "fp8_delayed"))
+def a_recipe(planted: Planted) -> None:
+    """An operand of 4 bits is fifty times as wrong as the bfloat16 around it, by nature."""
+    planted.policy = fpsim.recipe(planted.fmt, planted.model)
+    planted.late = lambda p: p.step()  # of which a delayed scale follows
+
+
+@control(ALL, ("bf16",))
+def operands_of_four_bits_in_blocks(planted: Planted) -> None:
+    blocks = fpsim.BlockFormat("int4", 32, "fp32", "amax")
+    planted.policy = fpsim.Policy("bf16", "bf16", "bf16", "bf16", products=fpsim.Products.all(blocks))
 
 
 @control(ALL, ("half", "fp16"))

@@ -122,6 +122,23 @@ def an_outlier_in_eight_bits() -> Step:
     return Step(model, step)
 
 
+@case("underflow", "0:linear", "fprop.x", told="own")
+def a_scale_of_the_past_after_a_spike() -> Step:
+    """All of what comes in is below the least number at the scale that follows from the step before."""
+    plain = nn.Sequential(linear(8, 4))
+    model, x = fpsim.quantize(plain, fpsim.recipe("fp8_delayed", plain)), torch.ones(4, 8)
+    model(x * 1e6).sum().backward()
+    return in_training(model, lambda: model(x).square().sum())
+
+
+@case("gradient lost", r"2\.weight", "weight_grad", told="own")
+def a_scale_of_the_past_after_a_spike_of_gradients() -> Step:
+    plain = nn.Sequential(linear(8, 8), nn.Tanh(), linear(8, 4))
+    model, x = fpsim.quantize(plain, fpsim.recipe("fp8_delayed", plain)), seeded(4, 8)
+    (model(x).square().sum() * 1e12).backward()
+    return in_training(model, lambda: model(x).square().sum())
+
+
 @case("underflow", "branch.gamma", "weight", told="unseen")
 def a_layer_scale_that_e5m2_does_not_hold() -> Step:
     def scaled(self: Any, x: Tensor) -> Tensor:

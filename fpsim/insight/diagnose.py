@@ -20,7 +20,6 @@ from fpsim.insight.reasons.explaining import zero_divisors
 from fpsim.insight.reasons.timeline import Rounded, Timeline, is_backward, numbers_row, overflow_of, way_to
 from fpsim.insight.rows import Rows, number
 from fpsim.insight.stepping import as_step, nothing_ran, preserve, traced
-from fpsim.tensors.spec import Spec
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
@@ -336,8 +335,9 @@ class Seen(Timeline):
     def _note_roundings(self, operation: Operation, rounded: list[Rounded]) -> set[str]:
         """Note what broke where this operation's tensors were rounded, and give the kinds; what masks is set aside."""
         masked, kinds, aside = operation.notes["masked"], set(), []
-        for site, role, before, after, spec in rounded:
-            event, largest = _rounding_row(self._parameters.get(site, site), role, before, after, spec)
+        for one in rounded:
+            site, role, before, after = one[:4]
+            event, largest = _rounding_row(self._parameters.get(site, site), one)
             if role in ("activation", "output"):
                 operation.notes["end"] = largest
             if event is None:
@@ -346,7 +346,7 @@ class Seen(Timeline):
             event["call"] = operation.call
             if masked is not None and masked.shape == before.shape:
                 aside.append(event)
-                count = overflow_of(before[~masked], after[~masked], spec)[1]
+                count = overflow_of(one._replace(before=before[~masked], after=after[~masked]))[1]
                 if not count:
                     continue
                 event = {**event, "count": count, "of": int((~masked).sum())}
@@ -416,21 +416,20 @@ class Seen(Timeline):
             self.broken.append(({**event, **end}, operation))
 
     def judge_rounded_gradient(self, rounded: Rounded) -> None:
-        site, role, before, after, spec = rounded
+        site, role, before = rounded[:3]
         name = self._parameters.get(site, site)
         self.unrounded[name, role] = glance(before).amax
-        event, self.limits[name] = _rounding_row(name, role, before, after, spec)
+        event, self.limits[name] = _rounding_row(name, rounded)
         if event is not None:
             self.broken.append((event, self._by_site.get(site)))
 
 
-def _rounding_row(
-    name: str, role: str, before: Tensor, after: Tensor, spec: Spec
-) -> tuple[dict[str, Any] | None, float]:
+def _rounding_row(name: str, rounded: Rounded) -> tuple[dict[str, Any] | None, float]:
     """The row of a rounding at which finite numbers broke or were cut off; and the largest number that it can give."""
-    largest, count = overflow_of(before, after, spec)
+    largest, count = overflow_of(rounded)
     if not count:
         return None, largest
+    _, role, before, after = rounded[:4]
     kind = "saturation" if bool(after.isfinite().all()) else ("NaN" if bool(after.isnan().any()) else "inf")
     event = {"site": name, "call": 0, "role": role, "kind": kind, "count": count, "of": before.numel()}
     finite = before[before.isfinite()]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fpsim.emulation.operations import Kind, row_of
 from fpsim.emulation.tracing import Operation
-from fpsim.insight.compare import Errors, key_of, nothing_is_left
+from fpsim.insight.compare import GROWTH, Errors, key_of, nothing_is_left
 from fpsim.insight.ranges import Ends, Glance
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.timeline import Timeline
@@ -220,13 +220,13 @@ def error_event(seen: Keeping, reference: Keeping) -> tuple[Event | None, float]
         if not operation.computes:
             continue
         if error and begins is None:
-            begins = error
-        if nothing_is_left(error, entering):
-            event = _grown_event if _is_difference(operation, true) else _gone_event
+            begins = min(error, operation.notes["own"])  # what is wrong from the start on has not grown
+        is_grown = error >= max(LARGE, GROWN * entering, GROWTH * operation.notes["own"])
+        if nothing_is_left(error, entering) or (_lost_operand(operation) and is_grown):
+            is_difference = not _lost_operand(operation) and _is_difference(operation, true)
+            event = _grown_event if is_difference else _gone_event
             return event(operation, mine, true, error, entering), error
-        growth = error / max(entering, 1e-12) if entering else 0.0
-        is_new = not entering and begins is not None and error >= GROWN * begins
-        if error >= LARGE and (growth >= GROWN or is_new) and error >= GROWN * (begins or 0.0) and grown is None:
+        if is_grown and begins is not None and error >= GROWN * begins and grown is None:
             grown = partial(_grown_event, operation, mine, true, error, entering)
     return None if grown is None else grown(), worst
 
@@ -243,22 +243,26 @@ def _measured(errors: Errors, operation: Operation, mine: Tensor, true: Tensor) 
     return errors.relative(key) or 0.0
 
 
+def _lost_operand(operation: Operation) -> bool:
+    """Whether all of an operand of a product became 0 as it entered, so that nothing is left but what is added."""
+    return "lost" in operation.notes and operation.notes["lost"][1].startswith("fprop")
+
+
 def _gone_event(operation: Operation, mine: Tensor, true: Tensor, error: float, entering: float) -> Event:
     ends: Ends = operation.notes["ends"]
-    zeros = int(((mine == 0) & (true != 0)).sum())
-    kind = "underflow" if zeros > 0.5 * mine.numel() else "error"
+    zeros, lost = int(((mine == 0) & (true != 0)).sum()), operation.notes.get("lost")
+    kind = "underflow" if _lost_operand(operation) or zeros > 0.5 * mine.numel() else "error"
     event = Event("float32", kind, operation.site, "activation", zeros or mine.numel(), mine.numel())
     event.operation = event.origin = operation
-    event.fmt, event.ends = ends.name, ends
+    event.fmt, event.ends = operation.notes["coarsest"] if kind == "error" else ends.name, ends
     true_range = f"{float(true.double().min()):.3g} to {float(true.double().max()):.3g}"
-    lost, its_ends = operation.notes.get("lost", (None, ends))
     if kind == "underflow" and lost is not None:
-        event.place, event.role, event.ends, event.fmt = lost.site, "weight", its_ends, its_ends.name
-        event.count = event.of = lost.notes["result"].count
-        event.why.append(
-            f"All of it is 0 in {its_ends.name} (least number {its_ends.smallest:.3g}): {lost.notes['result']} before, "
-            f"read by {operation.site}."
-        )
+        event.place, event.role, numbers, event.ends = lost
+        event.fmt, event.count = event.ends.name, numbers.nonzero
+        event.of = numbers.count
+        least = f"least number {event.ends.smallest:.3g}"
+        least += f" at the scale of this step, largest {event.ends.largest:.3g}" if event.ends.holder is None else ""
+        event.why.append(f"All of it is 0 in {event.fmt} ({least}): {numbers} before, read by {operation.site}.")
     elif kind == "underflow":
         event.why.append(
             f"{zeros} of {event.of} results are 0 in {ends.name} and not in float32, where they are {true_range} "
@@ -282,12 +286,15 @@ def _grown_event(operation: Operation, mine: Tensor, true: Tensor, error: float,
     event = Event("float32", "cancellation" if is_difference else "error grows", operation.site, "activation")
     event.count = event.of = mine.numel()
     event.operation = event.origin = operation
-    event.fmt, event.ends = ends.name, ends
+    event.fmt, event.ends = operation.notes["coarsest"], ends
     event.why.append(f"The relative error against float32 is {error:.3g} here; {entering:.3g} entered.")
     if is_difference:
+        wide: list[Ends] = [p.notes.get("ends", ends) for p in (operation, *read)]
+        coarsest = max(wide, key=lambda e: e.epsilon)
+        event.fmt = coarsest.name
         event.why.append(
-            f"Numbers up to {operand_amax:.4g} cancel to {result_amax:.3g}, and {ends.name} has an ulp of "
-            f"{_ulp(operand_amax, ends):.3g} there."
+            f"Numbers up to {operand_amax:.4g} cancel to {result_amax:.3g}, and {event.fmt} has an ulp of "
+            f"{_ulp(operand_amax, coarsest):.3g} there."
         )
     event.read = [(p.site, str(p.notes["result"])) for p in read]
     return event

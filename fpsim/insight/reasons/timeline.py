@@ -13,7 +13,7 @@ from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.formats.blocks import BlockFormat
 from fpsim.insight.masks import fills, leak, masked_in, number_in
-from fpsim.insight.ranges import Ends, Glance, are_passed_on, first_index, glance
+from fpsim.insight.ranges import Ends, Glance, are_passed_on, expected_error, first_index, glance
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.explaining import explain_forward, explain_gradient, source_name, zero_divisors
 from fpsim.tensors.shared_scales import Cut
@@ -34,6 +34,13 @@ class Rounded(NamedTuple):
     before: Tensor
     after: Tensor
     spec: Spec
+    cut: Cut | None = None
+
+    @property
+    def ends(self) -> Ends:
+        """Where the format ends, at the scale that the tensor came with if it came with one."""
+        scale = None if self.cut is None or self.cut.scale is None else float(self.cut.scale)
+        return Ends.of_spec(self.spec, scale)
 
 
 class Timeline:
@@ -110,6 +117,9 @@ class Timeline:
         assert self.trace is not None
         notes = operation.notes
         of_result: Glance = notes["result"]
+        own = [(expected_error(one.spec, one.before.numel()), str(one.spec.fmt)) for one in rounded]
+        own.append((expected_error(notes["dtype"]), notes["ends"].name))
+        notes["own"], notes["coarsest"] = math.hypot(*(error for error, _ in own)), max(own)[1]
         is_fill = fills(operation) or notes["masked"] is not None
         is_known = self._of_roundings(operation, rounded, is_fill) is not None
         if of_result.nonfinite and not (is_known or is_fill):
@@ -179,12 +189,11 @@ class Timeline:
 
     def _of_roundings(self, operation: Operation, rounded: list[Rounded], is_fill: bool) -> Event | None:
         """The event of what was rounded in this operation, if anything broke; a mask may."""
-        for _, role, before, after, spec in rounded:
-            if role == "weight" and bool(before.any()) and not bool(after.any()):
-                names = [s for s in operation.parents if s.name == "parameter"]
-                lost = next((s for s in names if s.notes["result"].count == before.numel()), None)
-                operation.notes["lost"] = lost, Ends.of_spec(spec)
-            event = self._rounding_event(operation, role, before, after, spec)
+        for one in rounded:
+            if one.role not in ("activation", "output") and not bool(one.after.any()) and bool(one.before.any()):
+                unrounded = glance(one.before)
+                operation.notes["lost"] = _place_of(operation, one.role, unrounded), one.role, unrounded, one.ends
+            event = self._rounding_event(operation, one)
             if event is None or is_fill:
                 continue
             if event.kind == "saturation":
@@ -194,28 +203,19 @@ class Timeline:
                 return event
         return None
 
-    def _rounding_event(
-        self, operation: Operation, role: str, before: Tensor, after: Tensor, spec: Spec
-    ) -> Event | None:
-        unrounded = glance(before)
-        ends = Ends.of_spec(spec)
+    def _rounding_event(self, operation: Operation, rounded: Rounded) -> Event | None:
+        _, role, before, after, spec, _ = rounded
+        unrounded, ends = glance(before), rounded.ends
         if not isinstance(spec.fmt, BlockFormat) and unrounded.amax <= ends.largest and not unrounded.ends:
             return None
-        largest, count = overflow_of(before, after, spec)
+        largest, count = overflow_of(rounded)
         if not count:
             return None
         kind = "saturation" if bool(after.isfinite().all()) else "overflow"
         if kind == "saturation" and unrounded.amax < SATURATES * largest:
             return None
-        place, shown_role = operation.site, role
-        stage = "backward" if is_backward(role) else "forward"
-        if role in ("weight", "fprop.w"):
-            names = [s.site for s in operation.parents if s.name == "parameter"]
-            at = [
-                s.site for s in operation.parents if s.name == "parameter" and s.notes["result"].amax == unrounded.amax
-            ]
-            place = next(iter(at or names), place)
-        event = Event(stage, kind, place, shown_role, count, before.numel(), operation=operation, origin=operation)
+        stage, place = "backward" if is_backward(role) else "forward", _place_of(operation, role, unrounded)
+        event = Event(stage, kind, place, role, count, before.numel(), operation=operation, origin=operation)
         event.fmt, event.ends, event.largest = str(spec.fmt), ends, unrounded.amax
         words = event.beyond(event.fmt, largest, first_index(before.abs() > largest))
         event.why.append(f"{words}, up to {unrounded.amax:.6g}.")
@@ -267,7 +267,7 @@ class Timeline:
     def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
         if role in ("activation", "output") or self._ends is None:
             self._ends = Ends.of_spec(spec)
-        rounded = Rounded(site, role, before.detach(), after.detach(), spec)
+        rounded = Rounded(site, role, before.detach(), after.detach(), spec, cut)
         if is_backward(role):
             self._ends = None
             self.judge_rounded_gradient(rounded)
@@ -276,12 +276,12 @@ class Timeline:
 
     def judge_rounded_gradient(self, rounded: Rounded) -> None:
         """Find events in the rounding of a gradient."""
-        site, role, before, after, spec = rounded
+        site, role, before = rounded[:3]
         operation = self._last.get(site)
         if operation is None:
             return
-        operation.notes.setdefault("error_ends", {})[role] = Ends.of_spec(spec)
-        event = self._rounding_event(operation, role, before, after, spec)
+        operation.notes.setdefault("error_ends", {})[role] = rounded.ends
+        event = self._rounding_event(operation, rounded)
         if event is not None:
             event.stage, event.remedy, event.batch = "backward", "scale", operation.notes.get("batch")
             if role == "weight_grad":
@@ -302,24 +302,26 @@ def is_backward(role: str) -> bool:
     return role in ("error", "weight_grad") or role.startswith(("dgrad", "wgrad"))
 
 
-def overflow_of(before: Tensor, after: Tensor, spec: Spec) -> tuple[float, int]:
+def _place_of(operation: Operation, role: str, unrounded: Glance) -> str:
+    """What is named for a rounding: the parameter whose numbers they are, or the operation."""
+    if role not in ("weight", "fprop.w"):
+        return operation.site
+    names = [s for s in operation.parents if s.name == "parameter"]
+    at = [s for s in names if s.notes["result"].amax == unrounded.amax]
+    return next((s.site for s in at or names), operation.site)
+
+
+def overflow_of(rounded: Rounded) -> tuple[float, int]:
     """The largest value that a rounding can give, and how many finite numbers became inf, NaN or that, and were not."""
-    fmt = spec.fmt
-    if not isinstance(fmt, BlockFormat):
-        sums = Accumulator(spec, before.device)
-        sums.add(before, after)
-        return fmt.largest, sums.result().overflow
-    if fmt.block != "tensor" or not after.numel():
+    _, _, before, after, spec, cut = rounded
+    if isinstance(spec.fmt, BlockFormat) and spec.fmt.block != "tensor":  # where the largest of a block may saturate
         return math.inf, int((before.isfinite() & ~after.isfinite()).sum())
-    # The scale is not told. Beyond half an ulp of any value above the largest result something was cut off, and that
-    # result is the format's largest value at this scale, whose own half an ulp then decides.
-    top, magnitudes = float(after.abs().max()), torch.where(before.isfinite(), before.abs(), 0.0)
-    mantissa_bits = getattr(fmt.element, "mantissa_bits", 0)
-    if float(magnitudes.max()) <= top * (1 + math.ldexp(1.0, -1 - mantissa_bits)):
-        return top, 0
-    binade = math.frexp(fmt.element.largest)[1] - 1
-    half_ulp = math.ldexp(0.5, binade - mantissa_bits) if mantissa_bits else 0.5
-    return top, int((magnitudes > top * (1 + half_ulp / fmt.element.largest)).sum())
+    sums, largest = Accumulator(spec, before.device), rounded.ends.largest
+    sums.add(before, after, cut)
+    count = sums.result().overflow
+    if count and math.isinf(largest):  # its scale is not told: the largest result is where it ends
+        largest = glance(after).amax
+    return largest, count
 
 
 def way_to(loss: Operation | None, start: Operation) -> list[Operation]:

@@ -136,6 +136,15 @@ def test_a_delayed_scale_that_lags_behind_saturates() -> None:
     assert all(torch.equal(after[name][k], before[name][k]) for name in before for k in ("amaxes", "scale", "pending"))
 
 
+@pytest.mark.parametrize("x", [1.0, 6.0], ids=["all is lost", "all becomes the least number"])
+def test_a_delayed_scale_after_a_spike_underflows_and_saturates_nothing(x: float) -> None:
+    """At a scale for numbers up to 1e6 the least number is 1e6 / 448 * 2**-9 = 4.36."""
+    net = nn.Sequential(nn.Linear(8, 4))
+    model = fpsim.quantize(net, fpsim.recipe("fp8_delayed", net))
+    model(torch.full((4, 8), 1e6)).sum().backward()
+    assert list(fpsim.diagnose(model, lambda: model(torch.full((4, 8), x)).sum().backward())) == []
+
+
 def test_the_gradient_that_overflows_and_the_scale_at_which_none_does_are_those_that_torch_finds() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4), nn.Linear(4, 3))

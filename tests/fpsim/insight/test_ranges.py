@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
+import tiers
 import torch
 from torch import nn
 
 import fpsim
-from fpsim.insight.ranges import Glance, glance
+from fpsim.insight.ranges import Ends, Glance, expected_error, glance
+from fpsim.tensors.spec import any_spec
 
 END, HALF = torch.finfo(torch.float32).max, torch.finfo(torch.float16).max
 NAN, INF = math.nan, math.inf
@@ -66,3 +68,41 @@ def test_diagnose_looks_at_sparse_gradients_too() -> None:
     found = fpsim.diagnose(table, lambda: table(indices).sum().backward(torch.tensor(INF)))
     assert found.cause is not None
     assert (found.cause["site"], found.cause["role"], found.cause["kind"]) == (":sum", "error", "inf")
+
+
+NATIVE = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "e4m3fn": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
+
+
+def in_blocks(x: torch.Tensor, levels: int, largest: float) -> torch.Tensor:
+    """Integers up to `largest`, at a scale for each row, by hand."""
+    scale = x.abs().amax(-1, keepdim=True) / largest
+    return (x / scale).round().clamp(-levels, levels) * scale
+
+
+@tiers.parametrize("name", [*NATIVE, "int8 per 32 fp32", "int4 per 32 fp32"], keep=["e4m3fn", "int4 per 32 fp32"])
+def test_the_error_that_is_expected_is_that_of_normal_numbers(name: str) -> None:
+    x = torch.randn(4096, 32, generator=torch.Generator().manual_seed(0))
+    largest = {"int8": 127, "int4": 7}.get(name[:4], 0)
+    rounded = in_blocks(x, largest, largest) if largest else x.to(NATIVE[name]).float()
+    error = float((rounded - x).norm() / x.norm())
+    # a binade's normal numbers are not quite even, and the largest of 32 is seldom just sqrt(2 log(32)) deviations
+    assert expected_error(any_spec(name)) == pytest.approx(error, rel=0.25)
+
+
+def test_the_error_that_is_expected_of_other_roundings_is_that_of_their_variance() -> None:
+    """Of an error that is even between two values: ulp**2 / 12 to nearest, / 6 stochastically, / 3 downwards."""
+    nearest, stochastic, down = (expected_error(any_spec("e4m3fn", r)) for r in ("nearest_even", "stochastic", "down"))
+    assert stochastic == pytest.approx(nearest * math.sqrt(2))
+    assert down == pytest.approx(nearest * 2)
+    assert expected_error(torch.bfloat16) == pytest.approx(expected_error(any_spec("bf16")))
+
+
+def test_a_format_with_scales_has_ends_where_the_scale_is_known() -> None:
+    """448 and 2**-9 are those of e4m3fn."""
+    ends = Ends.of_spec(any_spec("e4m3fn per tensor fp32 delayed"), 0.5)
+    assert (ends.largest, ends.smallest) == (896.0, 2.0**-8)

@@ -423,6 +423,32 @@ def test_a_mean_of_nothing_whose_gradient_reaches_a_parameter_is_named(name: str
     assert "overflow" not in str(found)
 
 
+# Which format is at fault, and by how much it may be wrong
+
+
+def attended(fmt: object) -> fpsim.Why:
+    """Values of which the largest has no weight: a scale for the tensor leaves little of the others."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        values = self.values(x)  # type: ignore[operator]
+        weights = torch.cat([x[:, :1] * 0, x[:, :4] * 0 + 0.25], 1)
+        return weights @ torch.cat([values[:1] * 0 + 3e5, values])
+
+    model = fpsim.quantize(nn.Sequential(linear(8, 8), Of(forward, values=linear(8, 8))), fmt)
+    x = seeded(4, 8)
+    return fpsim.why(model, lambda: model(x).square().mean().backward())
+
+
+def test_the_format_that_is_named_is_the_one_at_fault_and_not_that_of_the_result() -> None:
+    scaled = "e4m3fn per tensor fp32"
+    found = attended(fpsim.Policy("bf16", "bf16", products=fpsim.Products.all(scaled, attention=True)))
+    assert found.cause is not None
+    assert found.cause["place"] == "1:matmul"
+    assert found.cause["format"] == scaled
+    assert f", in {scaled}." in str(found).splitlines()[0]
+    assert attended(fpsim.Policy("bf16", "bf16")).cause is None
+
+
 # Casts
 
 
