@@ -12,6 +12,7 @@ import pytest
 import tiers
 import torch
 from codebook_oracle import dynamic_map, hif8, nearest, posit, rounded_to_posit, share
+from processors import NEEDS_VECTORS
 
 import fpsim
 from fpsim import CODEBOOKS, BlockFormat, Codebook, as_format, decode, encode, round_to
@@ -156,6 +157,7 @@ def test_the_numbers_that_follow_from_a_book() -> None:
 # The named ones
 
 
+@NEEDS_VECTORS
 @pytest.mark.parametrize(
     ("name", "arguments"), [("dynamic8", (True,)), ("udynamic8", (False,)), ("dynamic4", (True, 3, 4))]
 )

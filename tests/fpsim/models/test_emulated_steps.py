@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from processors import NEEDS_VECTORS
 from test_format_steps import WHOLE, equal, give_gradients, pairs
 from torch import Tensor, nn
 
@@ -75,6 +76,7 @@ def hold(
                     assert equal(x, b.state[q][name]), f"step {step}, {name} of parameter {i}"
 
 
+@NEEDS_VECTORS
 @pytest.mark.parametrize(("name", "foreach"), CASES, ids=[f"{name}{' foreach' * foreach}" for name, foreach in CASES])
 def test_a_step_is_that_of_torchs_own_bfloat16(name: str, foreach: bool) -> None:
     kind, options = OF_TORCH[name]
@@ -84,6 +86,7 @@ def test_a_step_is_that_of_torchs_own_bfloat16(name: str, foreach: bool) -> None
     hold(native, ours, a, b)
 
 
+@NEEDS_VECTORS
 def test_a_step_of_another_library_is_that_of_its_own_bfloat16() -> None:
     native, ours = pairs(shapes=WHOLE)
     a, b = Lion(native, LION_RATE), Lion(ours, LION_RATE)

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from processors import NEEDS_VECTORS
 from torch import Tensor, nn
 
 from fpsim import Update, quantize_optimizer
@@ -25,12 +26,22 @@ SGDS = {
     "nesterov": {"momentum": 0.87, "nesterov": True, "weight_decay": 0.1},
     "maximize": {"maximize": True, "momentum": 0.5},
 }
+
+
+def has_sum(kind, options):
+    """Whether a step adds with alpha."""
+    return kind is torch.optim.SGD or (kind is torch.optim.Adam and "weight_decay" in options)
+
+
 CASES = [
     *((torch.optim.AdamW, name, {"lr": 0.013, **options}) for name, options in ADAMS.items()),
     *((torch.optim.Adam, name, {"lr": 0.013, **options}) for name, options in ADAMS.items()),
     *((torch.optim.SGD, name, {"lr": 0.13, **options}) for name, options in SGDS.items()),
 ]
-IDS = [f"{kind.__name__} {name}" for kind, name, _ in CASES]
+PARAMETERS = [
+    pytest.param(*case, id=f"{case[0].__name__} {case[1]}", marks=[NEEDS_VECTORS] if has_sum(case[0], case[2]) else [])
+    for case in CASES
+]
 
 
 def pairs(seed: int = 0, shapes: list[tuple[int, ...]] = SHAPES) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -51,10 +62,9 @@ def equal(native: Tensor, ours: Tensor) -> bool:
     return torch.equal(native.detach().float(), ours.detach())
 
 
-@pytest.mark.parametrize(("kind", "name", "options"), CASES, ids=IDS)
+@pytest.mark.parametrize(("kind", "name", "options"), PARAMETERS)
 def test_the_arithmetic_of_torch_equals_its_own_bfloat16(kind, name, options):
-    has_sum = kind is torch.optim.SGD or (kind is torch.optim.Adam and "weight_decay" in options)
-    native, ours = pairs(shapes=WHOLE if has_sum else SHAPES)
+    native, ours = pairs(shapes=WHOLE if has_sum(kind, options) else SHAPES)
     a, b = kind(native, foreach=False, **options), kind(ours, **options)
     quantize_optimizer(b, "bf16")
     for step in range(7):
@@ -66,6 +76,7 @@ def test_the_arithmetic_of_torch_equals_its_own_bfloat16(kind, name, options):
             assert all(equal(a.state[p][key], b.state[q][key]) for key in a.state[p])
 
 
+@NEEDS_VECTORS
 def test_a_sum_of_torch_rounds_twice_behind_its_vectors():
     """Why SGD is compared in sizes of whole vectors: `add` with alpha depends on where in a tensor a number is."""
     generator = torch.Generator().manual_seed(0)

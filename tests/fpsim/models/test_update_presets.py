@@ -10,6 +10,7 @@ import oracle
 import pytest
 import torch
 import update_oracle as libraries
+from processors import NEEDS_VECTORS
 from torch import Tensor, nn
 
 from fpsim import UPDATES, quantize_optimizer
@@ -68,6 +69,7 @@ AO_STATES = {
 }
 
 
+@NEEDS_VECTORS
 @pytest.mark.parametrize("name", AO_STATES)
 def test_states_in_few_bits_are_torchaos_from_4096_elements_on(name):
     ours = parameters([(64, 64), (4096 + 256,), (4095,)])
@@ -205,6 +207,7 @@ def test_bf16_kahan_is_torch_optimis_adamw():
             assert equal(k, c)
 
 
+@NEEDS_VECTORS
 def test_bf16_kahan_is_torch_optimis_sgd():
     shapes = [(8, 32), (4096,)]  # whole vectors, see test_format_steps
     ours = parameters(shapes)
