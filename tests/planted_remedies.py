@@ -20,6 +20,7 @@ MOVES = frozenset(
 )
 
 CASTS = ("to", "half", "bfloat16")
+PROMOTES = frozenset("add sub mul div truediv".split())  # beside a float32 tensor their results are float32 anyway
 
 
 class AtSites(TorchFunctionMode):
@@ -75,6 +76,8 @@ class AtSites(TorchFunctionMode):
             lows = [a.dtype for a in args if isinstance(a, Tensor) and a.dtype in self.low]
             lows += [self.narrow[id(a)][1] for a in args if id(a) in self.narrow]
             lows += [torch.bfloat16 if name == "bfloat16" else torch.float16]
+            floats = [a for a in args if isinstance(a, Tensor) and a.dtype is torch.float32 and a.dim()]
+            is_float32_anyway = name in PROMOTES and any(id(a) not in self.narrow for a in floats)
             args = tuple([self._widened(x) for x in a] if isinstance(a, list) else self._widened(a) for a in args)
             kwargs = {k: self._widened(a) for k, a in kwargs.items()}
             with torch.autocast("cpu", enabled=False):
@@ -84,7 +87,7 @@ class AtSites(TorchFunctionMode):
             out = func(*args, **kwargs)
         if isinstance(out, Tensor) and out.is_floating_point():
             counts[name] = ordinal + 1
-            if is_wide and out.dtype is self.dtype:
+            if is_wide and out.dtype is self.dtype and not is_float32_anyway:
                 self.narrow[id(out)] = out, lows[0]
         return out
 
