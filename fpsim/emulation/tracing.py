@@ -23,7 +23,7 @@ from fpsim.emulation.calls import LOOK_UPS, Action, Call, call_of
 from fpsim.emulation.entering import run_entered, take_off_leftovers
 from fpsim.emulation.scope import Listeners, make_scope
 from fpsim.policies.policy import Policy
-from fpsim.torch_internals import is_compiled_wrapper
+from fpsim.torch_internals import current_graph_task, is_compiled_wrapper
 from fpsim.torch_modes import (
     CALL_SLOT,
     call_inside,
@@ -58,7 +58,7 @@ class Operation:
 
     site: "blocks.0.widen:linear", the module's name and the operation, the second one of a module call ":linear_1"; the
         name of a parameter. A module that is called again has the sites of its first call.
-    module: its name; "" for the model itself and for what is outside of it.
+    module: its name; "" for the model itself and for what is outside of it, such as a step that calls its parts.
     name: the operation's name; "parameter" for a parameter.
     call: how many calls of this site came before.
     index: the n-th call of a torch function in the trace, the same in each run of the same step; -1 for a parameter.
@@ -122,13 +122,14 @@ Edit = Callable[[int, Call, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Trace:
-    """Traces the calls of `model`, and with `everything` those outside of it too, such as the loss.
+    """Traces the calls of `model`; while it runs a step those of its parts too, and what is outside of it: the loss.
 
     model: any module.
     visitor: is told of each operation.
     emulated: whether the model is quantised.
     verb: the public function that traces, in what users are told.
     is_due: asked at each call of the model, whether to trace it. None traces each that comes from one thread.
+    is_part_due: the same of a part that a step calls by itself.
     edit: runs each torch function in the place of the trace, to try what another argument or dtype would change.
     on_call: is given what went into each traced call of the model, and its result.
     needs_numbers: whether a result that is meta or fake is an error.
@@ -148,9 +149,11 @@ class Trace:
         on_call: Callable[[tuple[Any, ...], dict[str, Any], Any], None] | None = None,
         needs_numbers: bool = True,
         keeps: Callable[[Tensor], bool] | None = None,
+        is_part_due: Callable[[], bool] | None = None,
     ) -> None:
         self.model, self.visitor, self.emulated, self.verb = model, visitor, emulated, verb
         self.is_due = self.claim if is_due is None else is_due
+        self.is_part_due = self.claim if is_part_due is None else is_part_due
         self.edit, self.on_call, self.needs_numbers, self.keeps = edit, on_call, needs_numbers, keeps
         self._before: dict[int, Tensor] = {}  # copies of what the call that runs writes to, by the operand's id
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
@@ -186,13 +189,20 @@ class Trace:
         not_around_calls(self.model, self._model_called)
         self.clear()
 
-    def run(self, step: Callable[[], T]) -> T:
-        """Run `step`, and trace the calls outside of the model too. Returns what it returns."""
+    def run(self, step: Callable[[], T], sees_outside: bool = True) -> T:
+        """Run `step`, and trace the calls outside of the model too, unless that is not wanted. Returns what it returns.
+
+        A step may call the parts of a model one by one, `model.encode(x)` or `gan["d"](gan["g"](z))`: each of them is
+        then traced as the model is, under its own name.
+        """
 
         def outside(undo: Undo) -> T:
-            mode = _Outside(self)
-            undo.by(mode.end)
-            push_mode(mode)
+            undo.by(self._end_inner)
+            self._begin_inner()
+            if sees_outside:
+                mode = _Outside(self)
+                undo.by(mode.end)
+                push_mode(mode)
             return step()
 
         return undone(outside)
@@ -260,48 +270,56 @@ class Trace:
             return self._in_frame("", call, args, kwargs)
         if not self.is_due():
             return call(*args, **kwargs)
+        return self._entered("", call, args, kwargs)
+
+    def _entered(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.emulated:  # the mode of the emulation goes below this one, and rounds nothing outside of modules
             scope = make_scope("", Policy(), Listeners())
-            return run_entered(scope, self._traced, (call, args, kwargs), {})
-        return self._traced(call, args, kwargs)
+            return run_entered(scope, self._traced, (name, call, args, kwargs), {})
+        return self._traced(name, call, args, kwargs)
 
-    def _traced(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _traced(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def traced(undo: Undo) -> Any:
-            undo.by(partial(self._end_call, self._frames[:1]))
+            undo.by(partial(self._end_call, self._frames[:1], len(self._inner)))
             self._begin_inner()
             self._names = {id(p): name for name, p in self.model.named_parameters()}  # some may have been replaced
-            self.inside, self._frames = 1, [*self._frames, ("", {})]
+            self.inside, self._frames = 1, [*self._frames, (name, {})]
             mode = _Inside(self)
             undo.by(mode.end)
             push_mode(mode)
             out = call(*args, **kwargs)
-            if self.on_call is not None and self.is_installed:
+            if self.on_call is not None and self.is_installed and not name:
                 with without_torch_function():
                     self.on_call(args, kwargs, out)
             return out
 
         return undone(traced)
 
-    def _end_call(self, frames: list[tuple[str, dict[str, int]]]) -> None:
+    def _end_call(self, frames: list[tuple[str, dict[str, int]]], inner: int) -> None:
         self.inside, self._frames = 0, frames
-        self._end_inner()
+        self._end_inner(inner)
 
     def _begin_inner(self) -> None:
+        known = {id(inner) for inner, _ in self._inner}
         for name, inner in self.model.named_modules():  # a call that is not traced runs nothing around them
-            if inner is not self.model and not is_compiled_wrapper(inner):
+            if inner is not self.model and id(inner) not in known and not is_compiled_wrapper(inner):
                 around = partial(self._inner_called, name)
                 self._inner.append((inner, around))
                 around_calls(inner, around)
 
-    def _end_inner(self) -> None:
-        for inner, around in self._inner:
-            not_around_calls(inner, around)
-        self._inner = []
+    def _end_inner(self, kept: int = 0) -> None:
+        while len(self._inner) > kept:
+            not_around_calls(*self._inner[-1])
+            self._inner.pop()
 
     def _inner_called(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not (self.inside and self.claim(and_warn=False)):
+        if not (self.is_installed and self.claim(and_warn=False)):
             return call(*args, **kwargs)
-        return self._in_frame(name, call, args, kwargs)
+        if self.inside:
+            return self._in_frame(name, call, args, kwargs)
+        if current_graph_task() >= 0 or not self.is_part_due():  # what a checkpoint runs again was seen
+            return call(*args, **kwargs)
+        return self._entered(name, call, args, kwargs)
 
     def _in_frame(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         frames, size = self._frames, len(self._frames)

@@ -113,7 +113,7 @@ def watch(
 
         def once(undo: Undo) -> None:
             preserve(model, undo)
-            run()
+            watching._trace.run(run, sees_outside=False)
 
         undone(once)
         if not watching.steps:
@@ -164,7 +164,14 @@ class Watch:
         self._versions = self._all_versions()
         self._eye = eye = _Eye(self)
         self._trace = Trace(
-            model, eye, emulated=False, verb="watch", is_due=eye.begin_step, on_call=eye.called, needs_numbers=False
+            model,
+            eye,
+            emulated=False,
+            verb="watch",
+            is_due=eye.begin_step,
+            on_call=eye.called,
+            needs_numbers=False,
+            is_part_due=eye.begin_part,
         )
         try:
             self._trace.install()
@@ -222,6 +229,10 @@ class Watch:
             for name, parameter in self._parameters.items():
                 self._add(name, "weight", parameter)
         return self._is_watching
+
+    def _begin_part(self) -> bool:
+        """A part that a step calls by itself belongs to the step that is watched."""
+        return torch.is_grad_enabled() and self._trace.claim() if self._is_watching else self._begin_step()
 
     def _keep_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Keep the inputs and, when they arrive, the gradients of the outputs: a policy is tried on them."""
@@ -429,6 +440,9 @@ class _Eye:
 
     def begin_step(self) -> bool:
         return (watching := self._watching()) is not None and watching._begin_step()
+
+    def begin_part(self) -> bool:
+        return (watching := self._watching()) is not None and watching._begin_part()
 
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
         if (watching := self._watching()) is not None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import tiers
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fpsim
 
@@ -170,3 +173,152 @@ def test_why_and_sensitivity_take_a_step_with_branches() -> None:
 
     assert fpsim.why(model, step) is not None
     assert "inner" in str(fpsim.sensitivity(model, step, "e4m3fn"))
+
+
+# Steps that call the parts of a model one by one
+
+
+class Power(nn.Module):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).pow(2)
+
+
+class Coder(nn.Module):
+    """Has no forward of its own: `encode` and `decode` are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 4), nn.Tanh())
+        self.decoder = nn.Sequential(nn.Linear(4, 6), Power())
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.encoder(x)  # type: ignore[no-any-return]
+
+    def decode(self, z: Tensor) -> Tensor:
+        return self.decoder(z)  # type: ignore[no-any-return]
+
+    def training_step(self, x: Tensor) -> Tensor:
+        """As a Lightning module has it."""
+        return (self.decode(self.encode(x)) - x).square().mean()
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 4), Power(), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+Parts = tuple[nn.Module, Callable[[Tensor], Tensor], str]  # a model, its loss, and the module that overflows
+
+
+def of_methods() -> Parts:
+    model = Coder()
+    return model, lambda x: (model.decode(model.encode(x)) - x).square().mean(), "decoder.1"
+
+
+def of_a_training_step() -> Parts:
+    model = Coder()
+    return model, model.training_step, "decoder.1"
+
+
+def of_an_adversary() -> Parts:
+    gan = nn.ModuleDict({"g": nn.Sequential(nn.Linear(6, 6), nn.Tanh()), "d": Critic()})
+
+    def loss(x: Tensor) -> Tensor:
+        return F.softplus(gan["d"](gan["g"](x))).mean() + F.softplus(-gan["d"](x)).mean()
+
+    return gan, loss, "d.layers.1"
+
+
+def of_a_list_with_checkpoints() -> Parts:
+    layers = nn.ModuleList([nn.Linear(6, 6), Power(), nn.Linear(6, 1)])
+
+    def loss(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x.square().mean()
+
+    return layers, loss, "1"
+
+
+def of_a_part_of_a_part() -> Parts:
+    model = nn.ModuleDict({"both": nn.Sequential(nn.Linear(6, 6), Power()), "head": nn.Linear(6, 1)})
+
+    def loss(x: Tensor) -> Tensor:
+        return model["head"](model["both"][1](x) + model["both"](x)).square().mean()  # type: ignore[index, no-any-return]
+
+    return model, loss, "both.1"
+
+
+PARTS = {
+    parts.__name__: parts
+    for parts in (of_methods, of_a_training_step, of_an_adversary, of_a_list_with_checkpoints, of_a_part_of_a_part)
+}
+
+
+def step_of_parts(name: str, fmt: str) -> tuple[nn.Module, Callable[[], Tensor], str]:
+    """In half, fp16 and under autocast a power overflows."""
+    torch.manual_seed(0)
+    model, loss, at = PARTS[name]()
+    for part in model.modules():
+        if isinstance(part, Power):
+            part.scale = 4000.0 if fmt in ("half", "fp16", "autocast") else 1.0
+    if fmt in ("fp16", "bf16"):
+        fpsim.quantize(model, fmt, inplace=True)
+    x = X.half() if fmt == "half" else X
+    model.to(x.dtype)
+
+    def step() -> Tensor:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.float16, enabled=fmt == "autocast"):
+            total = loss(x)
+        total.backward()
+        return total
+
+    return model, step, at
+
+
+@tiers.parametrize("fmt", ["half", "fp16", "autocast"], keep=["half", "fp16"])
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_that_a_step_calls_one_by_one_have_their_names(name: str, fmt: str) -> None:
+    model, step, at = step_of_parts(name, fmt)
+    found = fpsim.why(model, step)
+    assert found.cause is not None
+    place = found.cause["place"]
+    assert (place.partition(":")[0], found.cause["kind"]) == (at, "overflow")
+    assert fpsim.diagnose(model, step).cause["site"] == place  # type: ignore[index]
+
+
+@tiers.parametrize("name", PARTS, keep=["of_methods", "of_an_adversary"])
+def test_parts_have_the_names_that_a_recording_has(name: str) -> None:
+    model, step, _ = step_of_parts(name, "bf16")
+    with fpsim.record(model) as recording:
+        step()
+    rounded = {row["site"] for row in recording.rows() if row["role"] == "activation"}
+    recorded = {site for site in rounded if not site.endswith(":activation")}  # without what comes in from outside
+    seen = {row["site"] for row in fpsim.why(model, step).run}
+    compared = {row["site"] for row in fpsim.compare(model, step, None, "bf16") if row["role"] == "activation"}
+    assert recorded == {site for site in seen if not site.startswith(":")}
+    assert recorded == {site for site in compared if not site.startswith(":")}
+    rows = fpsim.watch(*step_of_parts(name, "float32")[:2], ["bf16"]).rows()
+    assert {row["step"] for row in rows} == {1}
+    assert recorded == {row["site"] for row in rows if row["role"] == "activation"}
+
+
+def test_a_part_that_is_called_twice_has_two_calls_and_nothing_stays_behind() -> None:
+    model, step, _ = step_of_parts("of_an_adversary", "half")
+    rows = fpsim.diagnose(model, step).run
+    assert [row["call"] for row in rows if row["site"] == "d.layers.0:linear"] == [0, 1]
+
+    def raises() -> None:
+        step()
+        raise KeyError("a word")
+
+    with pytest.raises(KeyError, match="a word"):
+        fpsim.diagnose(model, raises)
+    assert all(vars(module).get("_compiled_call_impl") is None for module in model.modules())
