@@ -21,6 +21,7 @@ import planted_masks  # noqa: F401
 import planted_overflow  # noqa: F401
 import planted_precision  # noqa: F401
 import planted_steps
+import planted_sums  # noqa: F401
 import planted_updates  # noqa: F401
 import pytest
 from planted_steps import HEALTHY, Case

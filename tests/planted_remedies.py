@@ -92,6 +92,8 @@ class AtSites(TorchFunctionMode):
         return out
 
     def _widened(self, x: Any) -> Any:
+        if isinstance(x, torch.dtype):
+            return self.dtype if x in self.low else x
         return x.to(self.dtype) if isinstance(x, Tensor) and x.dtype in self.low else x
 
     def _narrowed(self, x: Any) -> Any:

@@ -60,7 +60,7 @@ class Case:
 
 
 CASES: list[Case] = []  # that are a step of their own; planted_grid.py has those of each model and format
-HEALTHY: dict[str, list[Build]] = {"loop": [], "unseen": []}
+HEALTHY: dict[str, list[Build]] = {"loop": [], "unseen": [], "own": []}
 
 
 def case(kind: str, place: str, role: str = "activation", *, told: str, missed: str = "") -> Callable[[Build], Build]:

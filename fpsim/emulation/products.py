@@ -15,7 +15,7 @@ from fpsim.emulation.arguments import tensors_in, typed_in
 from fpsim.emulation.calls import LOOK_UPS, Action, Call
 from fpsim.emulation.forms import Form, Side
 from fpsim.emulation.marks import is_roundable, is_view_of_weight, mark_as_view_of_weight
-from fpsim.emulation.scope import Observer, Scope
+from fpsim.emulation.scope import Listeners, Observer, Scope
 from fpsim.formats.blocks import BlockFormat, Delayed
 from fpsim.kernels.statistics import AMAX
 from fpsim.policies.products import PRODUCTS, Operand, ProductSpecs
@@ -169,7 +169,7 @@ class _Product:
     def __init__(self, form: Form, site: str, specs: ProductSpecs, listeners: Any, x: Tensor) -> None:
         self.site, self.specs, self.listeners = site, specs, listeners
         accumulator = specs.accumulator
-        self.form = form if accumulator is None else in_matrices(form, partial(_multiply, accumulator))
+        self.form = form if accumulator is None else in_matrices(form, partial(_multiply, site, listeners, accumulator))
         self.device, self.is_step = x.device.type, torch.is_grad_enabled()
         # in which products are added up, or handed to the accumulator
         self.working = torch.float64 if x.dtype is torch.float64 and accumulator is None else torch.float32
@@ -320,10 +320,15 @@ class _Product:
         return history.scale()
 
 
-def _multiply(accumulator: Accumulator, a: Tensor, b: Tensor, added: Tensor | None) -> Tensor:
+def _multiply(
+    site: str, listeners: Listeners, accumulator: Accumulator, a: Tensor, b: Tensor, added: Tensor | None
+) -> Tensor:
     if is_traced(a):
         return apply_accumulate_operator(a, b, added, accumulator)
-    return accumulate(a, b, accumulator, added)
+    out = accumulate(a, b, accumulator, added)
+    if (told := getattr(listeners.observer, "summed", None)) is not None:
+        told(site, a, b, added, out, accumulator)
+    return out
 
 
 def _show(

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fpsim.border import require_result
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import LOOK_UPS, Action, Call, call_of
+from fpsim.emulation.casts import CAST_NAMES
 from fpsim.emulation.entering import run_entered, take_off_leftovers
 from fpsim.emulation.scope import Listeners, make_scope
 from fpsim.policies.policy import Policy
@@ -51,6 +52,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+TO_INTEGERS = frozenset("long int short char byte".split()) | CAST_NAMES  # if they are given such a dtype
 
 
 class Operation:
@@ -135,7 +137,9 @@ class Trace:
     needs_numbers: whether a result that is meta or fake is an error.
     keeps: asked of an operand that a call is about to write to, whether the visitor needs what it holds before.
     on_backward: runs `Tensor.backward` and `torch.autograd.backward`, in the place of the trace.
+    on_integers: is given the operation whose result a call casts to integers, and these.
     arguments: of the call that the visitor is being told of, as it read them.
+    running: the name of the function that runs.
     """
 
     def __init__(
@@ -157,7 +161,7 @@ class Trace:
         self.edit, self.on_call, self.needs_numbers, self.keeps = edit, on_call, needs_numbers, keeps
         self._before: dict[int, Tensor] = {}  # copies of what the call that runs writes to, by the operand's id
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
-        self._index = -1
+        self._index, self.running = -1, ""
         self.operations: list[Operation] = []
         self.results = WeakTensorKeyDictionary()  # {tensor: the Operation that gave it}
         self.inside = 0  # the calls of the model that are being traced
@@ -171,6 +175,7 @@ class Trace:
         self._backward_threads: set[int] = set()  # in which gradients of results arrived
         self._has_warned = False
         self.on_backward: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.on_integers: Callable[[Operation, Tensor], None] | None = None
         self.is_alone = False  # whether it runs a step, which no other thread may trace meanwhile
 
     def install(self) -> None:
@@ -343,6 +348,7 @@ class Trace:
         operands = [*_floats_in((*args, *(x for name, x in kwargs.items() if name != "out")))]
         sources = {id(x): self._origin(x) for x in operands}
         written = [*_floats_in(tuple(kind.written(args, kwargs)))]
+        self.running = kind.name
         before = self._before_writes(operands, written)
         self._index = index = self._index + 1
         out = func(*args, **kwargs) if self.edit is None else self.edit(index, kind, func, args, kwargs)
@@ -363,7 +369,17 @@ class Trace:
             self.arguments = (_mapped(read[0], self.read), _mapped(read[1], self.read)) if before else read
             self._note(index, kind, [sources[id(y)] for y in operands], operands, x)
             self.arguments, self._before = ((), {}), {}
+        if self.on_integers is not None and kind.name in TO_INTEGERS and operands and isinstance(out, Tensor):
+            source = sources[id(operands[0])]
+            if source is not None and not (out.is_floating_point() or out.dtype is torch.bool):
+                with without_torch_function():
+                    self.on_integers(source, out)
         return out
+
+    @property
+    def place(self) -> str:
+        """Where the function that runs is: its module and its name."""
+        return f"{self._frames[-1][0]}:{self.running}"
 
     def read(self, x: Tensor) -> Tensor:
         """What an operand of the call that the visitor is being told of held when it was read."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fpsim.border import require_initialised
 from fpsim.checks import require_callable, shown
 from fpsim.emulation.scope import Listeners, Observer
-from fpsim.emulation.tracing import Edit, Trace, Visitor
+from fpsim.emulation.tracing import Edit, Operation, Trace, Visitor
 from fpsim.models.installed import emulated_forwards
 from fpsim.models.optimizers import quantized_optimizer_of
 from fpsim.models.quantize import dequantize, install_policies, listeners, policies_of, quantize, set_policy
@@ -149,6 +149,9 @@ class WatchingVisitor(Visitor, Observer, Protocol):
     def keeps(self, x: Tensor) -> bool:
         """Whether what a call is about to write to is looked at before."""
 
+    def cast(self, operation: Operation, integers: Tensor) -> None:
+        """A call casts the result of an operation to integers."""
+
 
 def traced(model: nn.Module, visitor: Visitor, verb: str, undo: Undo, edit: Edit | None = None) -> Trace:
     """Show what this thread computes with `model` to a visitor, until it is undone.
@@ -166,7 +169,7 @@ def traced(model: nn.Module, visitor: Visitor, verb: str, undo: Undo, edit: Edit
     undo.by(trace.remove)
     trace.install_alone()
     if isinstance(visitor, WatchingVisitor):
-        visitor.trace = trace
+        visitor.trace, trace.on_integers = trace, visitor.cast
         registered = listeners(model) if is_emulated else []
         require_unrecorded(registered)
         undo.by(partial(_observe, registered, None))

@@ -170,6 +170,10 @@ def _said(event: Event, float32: float | None, float32_bad: list[str]) -> str:
             made = f"{blame}A cast such as .{cast}() makes inf of what is beyond {largest:.6g}: keep it in float32."
             return made if event.role == "buffer" else f"{made} If an update made it, {load}"
         return f"{blame}{load.capitalize()}"
+    if event.kind == "integers lost":
+        return "Keep ids and positions in integers, or in float32."
+    if event.kind == "swamping":
+        return "Add up in float32." if event.role != "gradient" else "Add the gradients up in float32."
     if event.remedy == "skip":
         return f"{blame}Skip batches without a target, or divide by max(count, 1)."
     if event.remedy == "target":

@@ -15,7 +15,20 @@ from fpsim.emulation.tracing import Operation
 from fpsim.insight.compare import GROWTH, Errors, key_of, nothing_is_left
 from fpsim.insight.ranges import Ends, Glance
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.reasons.timeline import Timeline
+from fpsim.insight.reasons.gradient_sums import GradientSum
+from fpsim.insight.reasons.swamping import (
+    Sums,
+    Swamped,
+    integers_event,
+    swamped_event,
+    swamped_gradient_event,
+    swamped_in,
+)
+from fpsim.insight.reasons.timeline import Rounded, Timeline
+from fpsim.insight.reasons.widening import LOW
+from fpsim.tensors.accumulators import Accumulator
+from fpsim.torch_internals import current_graph_task
+from fpsim.torch_modes import without_torch_function
 
 __all__ = [
     *("Keeping", "error_event", "lost_gradient", "may_be_lost", "ratio", "relative_errors", "shortened"),
@@ -38,7 +51,12 @@ class Keeping(Timeline):
         self.results: dict[Key, Tensor] = {}
         self.by_key: dict[Key, Operation] = {}
         self.order: list[Key] = []
-        self._keeps = results
+        self.integers: dict[Key, Tensor] = {}  # that are read from a result
+        self.gradient_sums: dict[str, GradientSum] = {}  # of parameters, by name
+        self.averages: Any = None  # is told of each operation
+        self._keeps, self._sums = results, Sums()
+        self._accumulated: Swamped | None = None  # in the accumulator of the product that runs
+        self._parameters = dict(model.named_parameters())
 
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
         super().forward(operation, operands, result)
@@ -49,6 +67,47 @@ class Keeping(Timeline):
         self.order.append(key)
         if self._keeps:
             self.results[key] = result.detach().clone()
+
+    def judge(
+        self, operation: Operation, given: list[Tensor], operands: list[Tensor], result: Tensor, rounded: list[Rounded]
+    ) -> None:
+        super().judge(operation, given, operands, result, rounded)
+        assert self.trace is not None
+        if self.averages is not None:
+            self.averages.see(operation, given)
+        if self._keeps:
+            self._sums.add(operation, given, operands, result, self.trace.arguments)
+            if self._accumulated is not None:
+                operation.notes["swamped"], self._accumulated = self._accumulated, None
+
+    def keeps(self, x: Tensor) -> bool:
+        assert self.trace is not None
+        if self.averages is not None and not self.is_update(x):
+            self.averages.written(x, self.trace.results.get(x) is None, self.trace.place)
+        return super().keeps(x)
+
+    def cast(self, operation: Operation, integers: Tensor) -> None:
+        if self._keeps:
+            self.integers[operation.site, operation.call, self.batch or 0] = integers.detach().clone()
+
+    def summed(
+        self, site: str, a: Tensor, b: Tensor, added: Tensor | None, result: Tensor, accumulator: Accumulator
+    ) -> None:
+        """As an observer of the emulation: what a product gave in an accumulator of its own."""
+        if not self._keeps:
+            return
+        with without_torch_function():
+            wrong = swamped_in(accumulator, a, b, added, result)
+        if current_graph_task() < 0:
+            self._accumulated = wrong
+        elif wrong is not None and (operation := self.last_at(site)) is not None:
+            operation.notes.setdefault("swamped_gradient", wrong)
+
+    def backward(self, operation: Operation, gradient: Tensor) -> None:
+        super().backward(operation, gradient)
+        if operation.name == "parameter" and self._keeps and gradient.dtype in LOW:
+            known = self.gradient_sums.setdefault(operation.site, GradientSum())
+            known.add(self._parameters[operation.site].grad, gradient)
 
 
 def may_be_lost(seen: Keeping) -> bool:
@@ -206,17 +265,24 @@ def _gradient_ends(operation: Operation, at: Operation) -> Ends:
 
 
 def error_event(seen: Keeping, reference: Keeping) -> tuple[Event | None, float]:
-    """The first result of which nothing is left, or where the error grows most; and the largest error."""
+    """The first result of which nothing is left, or wrong sum; or where the error grows; and the largest error."""
     errors, worst = Errors(), 0.0
     grown: Callable[[], Event] | None = None
     begins = None
     for key in seen.order:
         operation, true = seen.by_key[key], reference.results.get(key)
         mine = seen.results[key]
+        if operation.notes.get("swamped") is not None:
+            return swamped_event(operation), worst
         if true is None or true.shape != mine.shape or not true.numel():
             continue
         error, entering = _measured(errors, operation, mine, true), errors.entering(operation)
         worst = max(worst, error)
+        if key in seen.integers and key in reference.integers:
+            numbers = {id(o): (seen.results[k], reference.results.get(k)) for k, o in seen.by_key.items()}
+            lost = integers_event(operation, (seen.integers[key], reference.integers[key]), numbers)
+            if lost is not None:
+                return lost, error
         if not operation.computes:
             continue
         if error and begins is None:
@@ -228,7 +294,10 @@ def error_event(seen: Keeping, reference: Keeping) -> tuple[Event | None, float]
             return event(operation, mine, true, error, entering), error
         if is_grown and begins is not None and error >= GROWN * begins and grown is None:
             grown = partial(_grown_event, operation, mine, true, error, entering)
-    return None if grown is None else grown(), worst
+    if grown is None:
+        wrong = (o for o in reversed(seen.operations) if "swamped_gradient" in o.notes)
+        return next(map(swamped_gradient_event, wrong), None), worst
+    return grown(), worst
 
 
 def _measured(errors: Errors, operation: Operation, mine: Tensor, true: Tensor) -> float:

@@ -15,11 +15,13 @@ from fpsim.emulation.operations import row_of
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.masks import fills, is_mask_like
 from fpsim.insight.ranges import Glance, first_index, glance
-from fpsim.insight.reasons.against import Keeping, error_event, may_be_lost
+from fpsim.insight.reasons.against import Keeping, error_event, may_be_lost, relative_errors
+from fpsim.insight.reasons.averages import Averages
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.reasons.remedies import remedies, update_remedies
+from fpsim.insight.reasons.gradient_sums import WideReads, gradient_sum_event, read_often, reads_event
+from fpsim.insight.reasons.remedies import remedies, update_remedies, widened_reads
 from fpsim.insight.reasons.timeline import way_to
-from fpsim.insight.reasons.trials import Outcome, Reference, Remedy, Trials, descendants
+from fpsim.insight.reasons.trials import Change, Outcome, Reference, Remedy, Trials, descendants
 from fpsim.insight.reasons.updates import Updates
 from fpsim.insight.reasons.widening import LOW
 from fpsim.insight.stepping import require_unrecorded
@@ -78,6 +80,7 @@ class _Checks:
         self.gradients: dict[str, Glance] = {}
         self.held = {event.place for event in before if event.role == "gradient"}
         self.buffers: list[Event] = []
+        self.averages = self.seen.averages = Averages(trials.model)
         self.result = Finding()
 
     def run(self) -> Finding:
@@ -121,6 +124,7 @@ class _Checks:
         self._note_gradients()
         self.updates.at_end()
         self.buffers = _buffers_after(self.model, self.trials)
+        self.averages.end(p for o in self.trials.kept.optimizers for group in o.param_groups for p in group["params"])
 
     def _note_gradients(self) -> None:
         for name, p in self.model.named_parameters():
@@ -153,7 +157,7 @@ class _Checks:
         self.inputs = [e for e in inputs if e not in self.harmless]
         checks = (
             *(self._state, self._broken_numbers, self._lost_gradient, self._accumulated, self._updates),
-            *(self._buffers, self._error, self._end),
+            *(self._buffers, self._error, self._shared_reads, self._end),
         )
         return next((events for check in checks if (events := check())), [])
 
@@ -191,18 +195,22 @@ class _Checks:
             return []
         self.result.float32 = self.reference.loss
         earlier, _ = error_event(self.seen, self.reference.seen)
-        if earlier is None or earlier.kind == "error grows":
+        if earlier is None or earlier.kind in ("error grows", "swamping"):
             return [lost] if earlier is None else [lost, earlier]
         return [earlier, lost]  # a lost result takes its gradients with it
 
     def _accumulated(self) -> list[Event]:
-        return _accumulated(self.model, self.gradients, self.seen, self.trials)
+        swamped = [gradient_sum_event(name, sums) for name, sums in self.seen.gradient_sums.items() if sums.wrong]
+        return _accumulated(self.model, self.gradients, self.seen, self.trials) or swamped
 
     def _updates(self) -> list[Event]:
         return self.updates.events or [event for event in (self.updates.lost(),) if event is not None]
 
     def _buffers(self) -> list[Event]:
-        return self.buffers
+        if self.buffers or not self.was.is_finite:
+            return self.buffers
+        still = self.averages.event(self.trials)
+        return [] if still is None else [still]
 
     def _error(self) -> list[Event]:
         """Where a result has nothing in common with float32's."""
@@ -214,6 +222,18 @@ class _Checks:
         self.result.float32 = self.reference.loss
         checked.append(f"Against float32: the largest relative error of a result is {worst:.3g}.")
         return [] if error is None else [error]
+
+    def _shared_reads(self) -> list[Event]:
+        """Where the gradients that many readers of one tensor give are added up in too few bits."""
+        often = read_often(self.seen.operations)
+        if self.trials.emulated or not self.was.is_finite or not any(often):
+            return []
+        ids = {name: id(p) for name, p in self.model.named_parameters()}
+        self._wide_reads = WideReads({o.index for o in often[0]}, {ids[p.site] for p in often[1] if p.site in ids})
+        outcome = self.trials.run(Change(edit=self._wide_reads), keeps_gradients=True)
+        true = {n: outcome.gradients[n] for n in relative_errors(outcome.gradients, outcome.gradients, 1.0)}
+        event = reads_event(often, self._wide_reads, ids, self.was.gradients, true)  # without what a sum leaves
+        return [] if event is None else [event]
 
     def _end(self) -> list[Event]:
         """What nobody has seen the cause of."""
@@ -228,6 +248,12 @@ class _Checks:
 
     def _tried(self, cause: Event) -> list[Remedy]:
         is_gradient = cause.role == "gradient"
+        if cause.kind == "swamping" and is_gradient:
+            return []
+        if cause.remedy == "gradient sum":
+            return widened_reads(self.trials, cause, self.seen, self.was, self.reference, self._wide_reads)
+        if cause.remedy == "average":
+            return self.averages.remedies(cause)
         if cause.stage in ("buffers", "loss") or (cause.stage == "state" and not is_gradient):
             return []
         if cause.stage in ("optimizer", "accumulation") or is_gradient:

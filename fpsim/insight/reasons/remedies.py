@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpsim.emulation.tracing import Operation
+from fpsim.emulation.tracing import Edit, Operation
 from fpsim.formats.blocks import BlockFormat, Format, as_format
 from fpsim.formats.floats import CATALOGUE, FloatFormat
 from fpsim.insight.reasons.edits import (
@@ -25,6 +25,7 @@ from fpsim.insight.reasons.edits import (
     zero_infinity,
 )
 from fpsim.insight.reasons.event import Event
+from fpsim.insight.reasons.swamping import additions_behind
 from fpsim.insight.reasons.timeline import Timeline
 from fpsim.insight.reasons.trials import EPS, NEARER, Attempts, Change, Outcome, Reference, Remedy, Trials, descendants
 from fpsim.insight.reasons.updates import Updates
@@ -35,7 +36,7 @@ from fpsim.tensors.noise import keep_random_numbers
 from fpsim.tensors.ops import round_to
 from fpsim.undoing import Undo, undone
 
-__all__ = ["remedies", "update_remedies"]
+__all__ = ["remedies", "update_remedies", "widened_reads"]
 
 FEW = 8  # operations that are tried in float32 before all of them are
 MOST_EXPONENT = 64  # of a loss scale
@@ -69,6 +70,7 @@ def _in_order(event: Event) -> list[Callable[[Attempts, Event, Timeline], Remedy
         "alignment": [zero_infinity],
         "scale": [_scale, _of_gradients, _float32_backward],
         "floor": [finite_floor],
+        "sum": [_float32_sum, _float32_if_none],
         "target": [],
         "product": [],
         "unseen": [],
@@ -182,6 +184,30 @@ def _float32(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
     return _fewest(attempts, event, following) or _fewest(attempts, event, [*nearest.values(), *others, *following[1:]])
 
 
+def _float32_sum(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
+    """All operations of a sum, of a few of which float32 is not enough; or those of all sums that are wrong."""
+    trials, wrong = attempts.trials, [o for o in seen.operations if o.notes.get("swamped")]
+    everywhere = [*dict.fromkeys(o for at in wrong for o in additions_behind(at))]
+    for operations in (event.stretch, everywhere):
+        units: list[Any] = [*operations]
+        if trials.emulated:
+            units = [*dict.fromkeys((o.module, o.name) for o in operations if o.module in trials.policies)]
+        if attempts.wide is torch.float32 and units:
+            outcome = attempts.works(_widened(trials, units, attempts.wide))
+            if outcome is not None:
+                return _widened_remedy(attempts, event, units, outcome)
+    return None
+
+
+def widened_reads(
+    trials: Trials, event: Event, seen: Timeline, was: Outcome, reference: Reference, edit: Edit
+) -> list[Remedy]:
+    """Gradients of what is read often, added up in float32."""
+    outcome = Attempts(trials, event, was, seen, reference).works(Change(edit=edit))
+    words = f"gradients of {event.place} added up in float32"
+    return [] if outcome is None else [Remedy(words, "sum", None, [event.place], outcome.loss)]
+
+
 def _float32_if_none(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
     return None if attempts.has_one else _float32(attempts, event, seen)
 
@@ -218,6 +244,11 @@ def _fewest(attempts: Attempts, event: Event, candidates: Sequence[Operation]) -
         outcome = None if chosen is None else attempts.works(_widened(attempts, chosen))
     if chosen is None or outcome is None:
         return None
+    return _widened_remedy(attempts, event, chosen, outcome)
+
+
+def _widened_remedy(attempts: Attempts, event: Event, chosen: Sequence[Any], outcome: Outcome) -> Remedy:
+    trials = attempts.trials
     if trials.emulated:
         names = [f"{module}:{name}" if name else (module or "the model") for module, name in chosen]
     else:

@@ -85,6 +85,9 @@ class Timeline:
         """Whether what a call is about to write to is looked at before."""
         return not self.is_update(x)
 
+    def cast(self, operation: Operation, integers: Tensor) -> None:
+        """See the integers that a call casts the result of an operation to."""
+
     @torch.no_grad()
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
         if self.is_update(result):
@@ -258,6 +261,10 @@ class Timeline:
     def _add(self, event: Event) -> None:
         event.batch = self.batch if event.stage == "forward" else event.batch
         self.events.append(event)
+
+    def last_at(self, site: str) -> Operation | None:
+        """The last operation of a site."""
+        return self._last.get(site)
 
     # As the observer of the emulation
 

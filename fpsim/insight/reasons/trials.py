@@ -324,7 +324,7 @@ EPS = (1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 class Remedy:
     """What was tried, and worked.
 
-    what: in words. name: "eps", "scale", "float32", "clamp", "fill", "mask", "slope", "master", "clear", "rate".
+    what: in words. name: "eps", "scale", "float32", "clamp", "fill", "mask", "slope", "master", "clear", "rate", "sum".
     value: the number that was taken. sites: of the operations that ran in float32.
     loss: what the step then gave. policy: for a quantised model, where the remedy is one.
     """
@@ -579,7 +579,7 @@ class Attempts:
         if self.event.kind == "gradient lost" and (not self._is_held(seen) or self.reference.lost(seen, outcome)):
             return None
         if is_compared and (left := error_event(seen, self.reference.seen)[0]) is not None:
-            if (left.place, left.kind) == (self.event.place, self.event.kind):
+            if left.kind == self.event.kind and left.place in (self.event.place, *(o.site for o in self.event.stretch)):
                 return None
         return outcome
 

@@ -75,7 +75,7 @@ class Widening:
         if torch.is_autocast_enabled(device) and not lows:
             lows = [torch.get_autocast_dtype(device)]
         if kind.name in self._casts and tensors and _wanted(kind.name, args, kwargs, self._low):
-            out = self._widened(tensors[0])
+            out = self._widened(tensors[0]) if tensors[0].is_floating_point() else tensors[0].to(self.wide)
         else:
             with torch.autocast(device, enabled=False):
                 args, kwargs = map_leaves(self._widened, (args, kwargs))

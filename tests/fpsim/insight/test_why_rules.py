@@ -12,6 +12,7 @@ import tiers
 import torch
 from planted_cases import step_named
 from planted_steps import Of, around, linear, plant, seeded
+from planted_sums import average_step, copied
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -591,3 +592,38 @@ def test_a_quantised_optimizer_that_keeps_its_updates_is_no_alarm(update: Any, r
     model, step = stored(update, rate, torch.optim.AdamW)
     found = fpsim.why(model, step)
     assert found.cause is None, str(found)
+
+
+@pytest.mark.parametrize(("terms", "is_named"), [(8, False), (10, True)])
+def test_a_sum_is_named_from_eight_half_ulps_on(terms: int, is_named: bool) -> None:
+    """Half an ulp of bfloat16 is 1 from 256 on: 0.8984375 is lost, eight times (7.2 half ulps) and ten times (9)."""
+    model = nn.Linear(1, 1).bfloat16()
+    term = torch.tensor(0.8984375, dtype=torch.bfloat16)
+
+    def step() -> torch.Tensor:
+        total = model(torch.ones(1, 1, dtype=torch.bfloat16)).sum() * 0 + 256
+        for _ in range(terms):
+            total = total + term
+        total.backward()
+        return total
+
+    found = fpsim.why(model, step)
+    assert (found.cause is not None) is is_named
+    if found.cause is not None:
+        assert (found.cause["place"], found.cause["kind"]) == (f":add_{terms}", "swamping")
+        assert f"is 256 in bfloat16, and {256 + terms * 0.8984375:.6g} if" in found.cause["why"]
+        assert found.tried[0]["loss"] == pytest.approx(256 + terms * 0.8984375, rel=2**-9)  # one rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_average_that_is_named_stays_as_many_numbers_as_it_says(dtype: torch.dtype) -> None:
+    """In float32 the same step moves them all."""
+    moved = {}
+    for fmt in ({torch.float16: "half", torch.bfloat16: "bfloat16"}[dtype], "float32"):
+        planted = average_step(copied, fmt, 2e-4, "buffer", 0.25)
+        average: torch.Tensor = planted.model.average  # type: ignore[assignment]
+        before, found = average.clone(), planted.why()
+        planted.step()
+        moved[average.dtype] = int((average != before).sum())
+        assert (found.cause["count"] if found.cause is not None else 0) == (64 if fmt != "float32" else 0)
+    assert moved == {dtype: 0, torch.float32: 64}

@@ -1,0 +1,359 @@
+"""Sums that lose their terms: each is added up again in float64, from the operands that it had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fpsim.emulation.operations import Kind, row_of, spelling_of
+from fpsim.emulation.tracing import Operation
+from fpsim.insight.ranges import Ends, first_index
+from fpsim.insight.reasons.event import Event
+from fpsim.insight.reasons.widening import LOW
+from fpsim.tensors.accumulators import Accumulator
+from fpsim.tensors.spec import rounding_spec
+from fpsim.torch_internals import map_leaves
+
+__all__ = [
+    "HALF_ULP",
+    "WRONG",
+    "Sums",
+    "Swamped",
+    "additions_behind",
+    "integers_event",
+    "swamped",
+    "swamped_event",
+    "swamped_gradient_event",
+    "swamped_in",
+]
+
+WRONG = 8.0  # half ulps, from which on a sum is wrong
+HALF_ULP = 2.0**-24  # of 1 in float32
+FELT = 0.01  # the relative error from which on an accumulator of its own is told of
+MASK = 1e30  # from which on a number masks
+# Operations that add up many numbers in one call. Those of `INTO` add them to their first argument.
+INTO = frozenset("index_add index_put scatter_add".split())
+INSIDE = frozenset("sum nansum mean cumsum dot vdot inner mv trace".split()) | INTO
+# Those that give the numbers of their argument in the same order.
+SAME = frozenset("detach clone contiguous alias view reshape unsqueeze squeeze flatten data".split())
+
+
+class Swamped(NamedTuple):
+    """A sum that is wrong.
+
+    half_ulps: by how many. error: relative. mine, true: what it is, and would be. terms: how many are added.
+    ends: of the format that it is added up in.
+    """
+
+    half_ulps: float
+    error: float
+    mine: str
+    true: str
+    terms: int
+    ends: Ends
+
+    def __str__(self) -> str:
+        return (
+            f"A sum of {self.terms} terms is {self.mine} in {self.ends.name}, and {self.true} if the same terms are "
+            f"added up in float32: {self.half_ulps:.3g} times half an ulp, a relative error of {self.error:.3g}."
+        )
+
+
+@dataclass
+class _Sum:
+    """What a tensor would hold if all that was added to it had been added exactly.
+
+    total: in float64. largest: its largest magnitude on the way. held: what the tensor holds in its place.
+    """
+
+    total: Tensor
+    largest: Tensor
+    held: Tensor
+    terms: int
+
+
+class Sums:
+    """Adds up again what the operations of a step add: one by one, or many numbers in one call.
+
+    A sum is wrong where its error is more than 8 times half an ulp of what it should be, or was on the way, in the root
+    of the mean square over the elements; and more than float32 would have.
+    """
+
+    def __init__(self) -> None:
+        self._known = WeakTensorKeyDictionary()  # {tensor: _Sum}
+
+    @torch.no_grad()
+    def add(
+        self, operation: Operation, given: list[Tensor], read: list[Tensor], result: Tensor, call: tuple[Any, Any]
+    ) -> None:
+        """See an operation, and note in it that it adds, and what is wrong with its result.
+
+        given: its operands. read: what each of them held. call: its arguments, as it read them.
+        """
+        row, ends, is_native = row_of(operation.name), operation.notes["ends"], False
+        name = row.name.removesuffix("_")
+        if row.kind is Kind.ADDITION or name == "lerp":
+            new = self._of_addition(operation, given, read, call)
+        elif row.kind is Kind.MULTIPLICATION or name == "div":
+            new = self._of_factor(operation, given, read, call)
+        elif name in INSIDE:
+            # An emulated one is rounded once, whatever it adds; its operands may not be rounded yet.
+            is_native = isinstance(ends.holder, torch.dtype) and all(x.dtype is ends.holder for x in read)
+            is_wanted = _is_low(ends) and (is_native or name in INTO)
+            new = self._of_many(name, given, read, call) if is_wanted else None
+        elif row.kind is Kind.CAST or name in SAME:
+            new = self._of_same(operation, given, read, result)
+        else:
+            return
+        if new is None or new.total.shape != result.shape:
+            return
+        new.held = result.detach().clone()
+        self._known[result] = new
+        operation.notes["adds"] = True
+        if _is_low(ends) and not operation.notes["result"].kinds:
+            slack = new.terms * HALF_ULP * new.largest
+            scale = new.total.abs() if name in INSIDE and is_native else new.largest
+            operation.notes["swamped"] = swamped(result, new.total, scale, slack, ends, new.terms)
+
+    def _of(self, x: Any, given: list[Tensor], read: list[Tensor]) -> _Sum:
+        """The exact numbers of an argument: the sum that it is, or what it holds."""
+        if not isinstance(x, Tensor):
+            total = torch.tensor(float(x), dtype=torch.float64)
+            return _Sum(total, total.abs(), total, int(x != 0))
+        tensor = next((g for g, r in zip(given, read, strict=True) if r is x), x)
+        known = self._known.get(tensor)
+        if known is not None and known.held.shape == x.shape and torch.equal(known.held, x):
+            return known  # type: ignore[no-any-return]
+        total = x.detach().double()
+        return _Sum(total, total.abs(), x, 1)
+
+    def _of_addition(
+        self, operation: Operation, given: list[Tensor], read: list[Tensor], call: tuple[Any, Any]
+    ) -> _Sum | None:
+        spelling, (args, kwargs) = spelling_of(operation.name), call
+        is_lerp = spelling.row.name == "lerp"
+        values = [spelling.get(i, args, kwargs) for i in (0, 1)]
+        values[1] = kwargs.get("end", values[1]) if is_lerp else values[1]
+        alpha = kwargs.get("weight" if is_lerp else "alpha", args[2] if len(args) > 2 else 1)
+        if not all(isinstance(x, Tensor | int | float) for x in (*values, alpha)):
+            return None
+        if not any(isinstance(x, Tensor) and (x.dtype in LOW or self._is_known(x, given, read)) for x in values):
+            if not _is_low(operation.notes["ends"]):
+                return None  # all of it is float32
+        a, b = (self._of(x, given, read) for x in values)
+        alpha = alpha.double() if isinstance(alpha, Tensor) else alpha
+        change = alpha * (b.total - a.total if is_lerp else b.total)
+        total = a.total - change if spelling.row.name == "sub" else a.total + change
+        largest = torch.maximum(torch.maximum(a.largest, abs(alpha) * b.largest), total.abs())
+        return _Sum(total, largest, total, a.terms + b.terms)
+
+    def _of_factor(
+        self, operation: Operation, given: list[Tensor], read: list[Tensor], call: tuple[Any, Any]
+    ) -> _Sum | None:
+        """A sum times another number, or divided by one, as an average is that forgets."""
+        spelling, (args, kwargs) = spelling_of(operation.name), call
+        a, b = (spelling.get(i, args, kwargs) for i in (0, 1))
+        if not any(isinstance(x, Tensor) and self._is_known(x, given, read) for x in (a, b)):
+            return None
+        if not all(isinstance(x, Tensor | int | float) for x in (a, b)) or "rounding_mode" in kwargs:
+            return None
+        parts = [self._of(x, given, read) for x in (a, b)]
+        if not any(part.terms > 1 for part in parts):
+            return None
+        (a, b), combined = parts, torch.div if spelling.row.name == "div" else torch.mul
+        largest = combined(a.largest, b.total.abs() if combined is torch.div else b.largest)
+        return _Sum(combined(a.total, b.total), largest, a.total, a.terms + b.terms - 1)
+
+    def _is_known(self, x: Tensor, given: list[Tensor], read: list[Tensor]) -> bool:
+        return any(r is x and g in self._known for g, r in zip(given, read, strict=True))
+
+    def _of_many(self, name: str, given: list[Tensor], read: list[Tensor], call: tuple[Any, Any]) -> _Sum | None:
+        """The sum of an operation that adds up many numbers; None where it cannot be called so."""
+        (args, kwargs), known = call, None
+        if name in INTO and args and isinstance(args[0], Tensor):
+            known = self._of(args[0], given, read)
+
+        def wide(x: Any, magnitudes: bool) -> Any:
+            if isinstance(x, torch.dtype):
+                return torch.float64
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                return x
+            if known is not None and x is args[0]:
+                return known.largest if magnitudes else known.total
+            return x.detach().double().abs() if magnitudes else x.detach().double()
+
+        with suppress(Exception):  # a spelling that torch.<name> does not have
+            totals = []
+            for magnitudes in (False, True):
+                values, options = map_leaves(lambda x, m=magnitudes: wide(x, m), (args, kwargs))  # type: ignore[misc]
+                totals.append(getattr(torch, name)(*values, **options))
+            most = max(x.numel() for x in read)
+            terms = (0 if known is None else known.terms) + max(1, most // max(totals[0].numel(), 1))
+            return _Sum(totals[0], totals[1], totals[0], most if name == "cumsum" else terms)
+        return None
+
+    def _of_same(self, operation: Operation, given: list[Tensor], read: list[Tensor], result: Tensor) -> _Sum | None:
+        if len(read) != 1 or read[0].numel() != result.numel():
+            return None
+        source = operation.sources[0]
+        is_cast = read[0].dtype in LOW or (
+            source is not None and "ends" in source.notes and _is_low(source.notes["ends"])
+        )
+        if not self._is_known(read[0], given, read) and not (is_cast and row_of(operation.name).kind is Kind.CAST):
+            return None
+        known = self._of(read[0], given, read)
+        total, largest = (x.reshape(result.shape) for x in (known.total, known.largest))
+        return _Sum(total, largest, total, known.terms)
+
+
+def _is_low(ends: Ends) -> bool:
+    return ends.epsilon > 2 * HALF_ULP
+
+
+def swamped(result: Tensor, true: Tensor, scale: Tensor, slack: Tensor, ends: Ends, terms: int) -> Swamped | None:
+    """What is wrong with a sum; None where it is right.
+
+    true: float64. scale: magnitudes of whose half ulps the error is counted. slack: what float32 is wrong by at most.
+    """
+    mine = result.detach().double()
+    numbers = true.isfinite() & (true.abs() < min(MASK, ends.largest)) & mine.isfinite()
+    error, exact = (mine - true)[numbers], true[numbers]
+    half_ulps = wrong_by(error, scale.expand(true.shape)[numbers], slack.expand(true.shape)[numbers], ends)
+    if half_ulps <= WRONG:
+        return None
+    shown = [
+        f"{float(x.min()):.6g} to {float(x.max()):.6g}" if x.numel() > 1 else f"{float(x.sum()):.6g}"
+        for x in (mine[numbers], exact)
+    ]
+    relative = float(error.norm() / exact.norm()) if bool(exact.any()) else float("inf")
+    return Swamped(half_ulps, relative, shown[0], shown[1], terms, ends)
+
+
+def wrong_by(error: Tensor, scale: Tensor, slack: Tensor, ends: Ends) -> float:
+    """How many half ulps of the magnitudes `scale` an error is, in the root of the mean square."""
+    exponents = torch.frexp(scale.clamp(min=max(ends.smallest, 1e-300)))[1] - 1
+    half_ulp = torch.ldexp(torch.full_like(scale, ends.epsilon / 2), exponents).clamp(min=ends.smallest / 2)
+    if getattr(ends.holder, "rounding", "") == "stochastic":
+        half_ulp = 2 * half_ulp
+    allowed = float((half_ulp + slack).norm())
+    return float(error.norm()) / allowed if allowed else 0.0
+
+
+def swamped_in(accumulator: Accumulator, a: Tensor, b: Tensor, added: Tensor | None, result: Tensor) -> Swamped | None:
+    """What an accumulator of its own makes of a product, beside what float64 does; None where it is right.
+
+    Recipes have accumulators of 14 bits: what is no hundredth of the result is nothing beside their operands.
+    """
+    ends = Ends.of_spec(rounding_spec(accumulator.outer or accumulator.format, accumulator.rounding))
+    total, most = torch.matmul(a.double(), b.double()), torch.matmul(a.double().abs(), b.double().abs())
+    if added is not None:
+        total, most = total + added.double(), most + added.double().abs()
+    terms = a.shape[-1]
+    wrong = swamped(result, total, total.abs(), terms * HALF_ULP * most, ends, terms)
+    return None if wrong is None or wrong.error < FELT else wrong
+
+
+# What is told
+
+
+def additions_behind(operation: Operation) -> list[Operation]:
+    """The additions that make up a sum, the last one first, and what the first one adds to."""
+    found, waiting = {id(operation): operation}, [operation]
+    while waiting:
+        at = waiting.pop()
+        if not at.notes.get("adds"):
+            continue
+        for parent in at.parents:
+            if (
+                id(parent) not in found
+                and parent.name != "parameter"
+                and (parent.notes.get("adds") or parent is at.sources[0])
+            ):
+                found[id(parent)] = parent
+                waiting.append(parent)
+    return sorted(found.values(), key=lambda o: -o.index)
+
+
+def swamped_event(operation: Operation) -> Event:
+    """The event of the sum that an operation belongs to, where it is most wrong: what follows may be another sum."""
+    at = further = operation
+    while (further := next((c for c in further.children if c.notes.get("adds")), None)) is not None:
+        wrong: Swamped | None = further.notes.get("swamped")
+        if wrong is not None and wrong.error > 1.001 * at.notes["swamped"].error and _adds(further):
+            at = further
+    event = _event(at, "activation", at.notes["swamped"])
+    event.stretch = additions_behind(at)
+    if operation is not at:
+        event.why.append(f"It is wrong from {operation.site} on.")
+    return event
+
+
+def _adds(operation: Operation) -> bool:
+    row = row_of(operation.name)
+    return row.kind in (Kind.ADDITION, Kind.PRODUCT) or row.name in INSIDE or row.name == "lerp"
+
+
+def swamped_gradient_event(operation: Operation) -> Event:
+    """The event of a gradient that an accumulator of its own adds up."""
+    event = _event(operation, "error", operation.notes["swamped_gradient"])
+    event.stretch = [operation]
+    return event
+
+
+def _event(at: Operation, role: str, wrong: Swamped) -> Event:
+    count = at.notes["result"].count
+    event = Event("float32", "swamping", at.site, role, count, count, [str(wrong)], at, at, remedy="sum")
+    event.fmt, event.ends = wrong.ends.name, wrong.ends
+    event.read = [(p.site, str(p.notes["result"])) for p in at.parents if "result" in p.notes]
+    return event
+
+
+def integers_event(
+    operation: Operation, integers: tuple[Tensor, Tensor], numbers: Mapping[Any, tuple[Tensor, Tensor | None]]
+) -> Event | None:
+    """The event of whole numbers that a format does not hold, and that are read as integers; None where all are right.
+
+    integers: what was read of an operation's result, here and in float32. numbers: results by the id of an operation,
+    here and in float32.
+    """
+    mine, true = integers
+    result = numbers[id(operation)][1]
+    if mine.shape != true.shape or result is None or result.shape != true.shape:
+        return None
+    lost = (mine != true) & (result.double() == true.double())
+    at, way = operation, {id(operation): operation}
+    while (
+        before := next((p for p in at.parents if id(p) not in way and _differs(numbers.get(id(p)))), None)
+    ) is not None:
+        at = before
+        way[id(at)] = at
+    ends = at.notes["ends"]
+    if not ends.epsilon:
+        return None
+    holds = 2 / ends.epsilon
+    lost &= true.double().abs() > holds
+    if not bool(lost.any()):
+        return None
+    event = Event("float32", "integers lost", at.site, "activation", int(lost.sum()), lost.numel())
+    event.operation = event.origin = at
+    event.fmt, event.ends, event.remedy = ends.name, ends, "sum"
+    event.stretch = [*way.values()]
+    event.why.append(
+        f"{event.count} of {event.of} integers that are read from it are others than in float32 (first at "
+        f"{first_index(lost) or '0'}): {int(mine[lost][0])} for {int(true[lost][0])}. {ends.name} holds all integers "
+        f"up to {holds:g}."
+    )
+    event.read = [(p.site, str(p.notes["result"])) for p in at.parents if "result" in p.notes]
+    return event
+
+
+def _differs(pair: tuple[Tensor, Tensor | None] | None) -> bool:
+    if pair is None or pair[1] is None or pair[0].shape != pair[1].shape:
+        return False
+    return not torch.equal(pair[0].double(), pair[1].double())
