@@ -154,8 +154,8 @@ class Averages:
         with torch.no_grad(), without_torch_function():
             try:
                 wides = []
-                for wide in map(self._widened, (0, 1)):
-                    values, options = map_leaves(wide, (args, kwargs))
+                for widened in map(self._widened, (0, 1)):
+                    values, options = map_leaves(widened, (args, kwargs))
                     wides.append(func(*values, **options))
             except Exception:  # torch refuses some mixtures of dtypes
                 for x in mine:

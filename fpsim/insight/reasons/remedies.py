@@ -193,7 +193,7 @@ def _float32_sum(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | N
         if trials.emulated:
             units = [*dict.fromkeys((o.module, o.name) for o in operations if o.module in trials.policies)]
         if attempts.wide is torch.float32 and units:
-            outcome = attempts.works(_widened(trials, units, attempts.wide))
+            outcome = attempts.works(_widened(attempts, units))
             if outcome is not None:
                 return _widened_remedy(attempts, event, units, outcome)
     return None

@@ -282,16 +282,21 @@ def additions_behind(operation: Operation) -> list[Operation]:
 
 def swamped_event(operation: Operation) -> Event:
     """The event of the sum that an operation belongs to, where it is most wrong: what follows may be another sum."""
-    at = further = operation
-    while (further := next((c for c in further.children if c.notes.get("adds")), None)) is not None:
+    at, further = operation, _next_addition(operation)
+    while further is not None:
         wrong: Swamped | None = further.notes.get("swamped")
         if wrong is not None and wrong.error > 1.001 * at.notes["swamped"].error and _adds(further):
             at = further
+        further = _next_addition(further)
     event = _event(at, "activation", at.notes["swamped"])
     event.stretch = additions_behind(at)
     if operation is not at:
         event.why.append(f"It is wrong from {operation.site} on.")
     return event
+
+
+def _next_addition(operation: Operation) -> Operation | None:
+    return next((c for c in operation.children if c.notes.get("adds")), None)
 
 
 def _adds(operation: Operation) -> bool:
