@@ -44,6 +44,7 @@ class AtSites(TorchFunctionMode):
         self.inside = 0
         self.handles: list[Any] = []
         self.narrow: dict[int, tuple[Tensor, torch.dtype]] = {}
+        self.missed = {*wide, *change}  # sites that no operation was at
 
     def __enter__(self) -> Any:
         for name, module in self.model.named_modules():
@@ -64,6 +65,7 @@ class AtSites(TorchFunctionMode):
         module, counts = self.frames[-1]
         ordinal = counts.get(name, 0)
         site = f"{module}:{name}_{ordinal}" if ordinal else f"{module}:{name}"
+        self.missed.discard(site)
         if name in ("backward", "get", "set", "long", "requires_grad_") or func is Tensor.__float__:
             return func(*args, **kwargs)  # an index is read from as many bits as there are
         if site in self.change:
@@ -270,7 +272,7 @@ def _changes(found: fpsim.Why, remedy: dict[str, Any], fmt: str) -> dict[str, An
             is_divisor = "div" in remedy["sites"][0]
             args = (first, args[1].clamp(min=1)) if is_divisor else (in_format(first.clamp(min=value)), *args[1:])
         elif kind == "divisor":
-            at = 1 if "div" in remedy["sites"][0] else 0
+            at = 1 if ":div" in remedy["sites"][0] else 0  # of 1 / x, which is a reciprocal or "rdiv", the first
             args = (*args[:at], in_format(args[at].masked_fill(args[at] == 0, value)), *args[at + 1 :])
         elif kind == "infinity":
             args, kwargs = args[:6], {**kwargs, "zero_infinity": True}
