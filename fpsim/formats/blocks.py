@@ -15,7 +15,17 @@ from fpsim.formats.fixed_point import FIXED_POINT_NAME, FixedPoint, named_fixed_
 from fpsim.formats.floats import ALIASES, CATALOGUE, FloatFormat, as_float_format
 from fpsim.formats.foreign import from_other_library
 
-__all__ = ["BLOCKS", "SCALE_RULES", "BlockFormat", "Delayed", "Element", "Format", "as_element", "as_format"]
+__all__ = [
+    "BLOCKS",
+    "SCALE_RULES",
+    "BlockFormat",
+    "Delayed",
+    "Element",
+    "Format",
+    "as_element",
+    "as_format",
+    "has_room_for_scales",
+]
 
 Element = FloatFormat | FixedPoint | Codebook
 
@@ -171,6 +181,11 @@ def _require_block(block: object) -> None:
     )
 
 
+def has_room_for_scales(element: Element) -> bool:
+    """Whether a float32 holds each value of an element that is no code book, times a scale."""
+    return element.min_ulp_exponent >= -94 and element.mantissa_bits <= 22
+
+
 def _require_rule(f: BlockFormat) -> None:
     rules = _rules_of(f)
     if isinstance(f.scale_rule, Delayed):
@@ -212,7 +227,7 @@ def _require_rule(f: BlockFormat) -> None:
             f"{f.element} holds a multiple of 2**{f.element.min_ulp_exponent}, which leaves no room for a power of two "
             f"in a float32. Use scale='fp32', or values that are multiples of 2**-94."
         )
-    if not is_book and (f.element.min_ulp_exponent < -94 or f.element.mantissa_bits > 22):
+    if not is_book and not has_room_for_scales(f.element):
         raise ValueError(
             f"{f.element} leaves no room for a scale in a float32: a block needs elements of at most 23 significant "
             f"bits whose smallest value is at least 2**-94."

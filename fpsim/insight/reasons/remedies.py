@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fpsim.emulation.tracing import Edit, Operation
-from fpsim.formats.blocks import BlockFormat, Format, as_format
+from fpsim.formats.blocks import BlockFormat, Format, as_format, has_room_for_scales
 from fpsim.formats.floats import CATALOGUE, FloatFormat
 from fpsim.insight.reasons.edits import (
     clamped_count,
@@ -138,11 +138,12 @@ def _of_gradients(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | 
     trials, fmt = attempts.trials, getattr(event.ends.holder, "fmt", None)
     if event.kind != "gradient lost" or not trials.emulated or not isinstance(fmt, FloatFormat):
         return None
-    scaled = BlockFormat(fmt, "tensor", CATALOGUE["fp32"])
-    changes: dict[str, Products | FloatFormat] = {
-        f"gradients enter products in {scaled}": Products(dgrad=(scaled, None), wgrad=(scaled, None)),
-        "gradients in bf16": CATALOGUE["bf16"],
-    }
+    changes: dict[str, Products | FloatFormat] = {}
+    if has_room_for_scales(fmt):
+        scaled = BlockFormat(fmt, "tensor", CATALOGUE["fp32"])
+        changes[f"gradients enter products in {scaled}"] = Products(dgrad=(scaled, None), wgrad=(scaled, None))
+    if fmt != CATALOGUE["bf16"]:
+        changes["gradients in bf16"] = CATALOGUE["bf16"]
     for words, other in changes.items():
         changed = {name: _with_gradients(policy, fmt, other) for name, policy in trials.policies.items()}
         outcome = attempts.works(Change(policies=changed))

@@ -363,6 +363,17 @@ def test_a_lost_gradient_is_below_the_least_number_only_where_it_is(bias: float,
     assert f"{words} least number 5.96e-08" in found.cause["why"], found.cause["why"]
 
 
+def test_gradients_that_are_lost_in_bfloat16_have_no_scale_that_float32_holds() -> None:
+    """Its least number lies among float32's subnormals: a block of it has no room for a scale."""
+    layer = nn.Linear(4, 4)
+    nn.init.constant_(layer.bias, 5.0)  # of which tanh is 1 in bf16
+    model, x = fpsim.quantize(nn.Sequential(layer, nn.Tanh()), "bf16"), torch.full((2, 4), 0.01)
+    found = fpsim.why(model, lambda: model(x).sum().backward())
+    assert found.cause is not None
+    assert (found.cause["kind"], found.cause["format"]) == ("gradient lost", "bf16")
+    assert not [remedy for remedy in found.tried if remedy["remedy"] == "format"]
+
+
 # What a `where` leaves out: NaN that reaches no loss and no gradient of a parameter
 
 SEGMENTS = torch.tensor([0, 0, 2, 2, 2, 0, 2, 0])
