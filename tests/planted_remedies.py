@@ -66,7 +66,14 @@ class AtSites(TorchFunctionMode):
         ordinal = counts.get(name, 0)
         site = f"{module}:{name}_{ordinal}" if ordinal else f"{module}:{name}"
         self.missed.discard(site)
-        if name in ("backward", "get", "set", "long", "requires_grad_") or func is Tensor.__float__:
+        to_integers = name in ("to", "type") and any(
+            isinstance(a, torch.dtype) and not a.is_floating_point for a in args
+        )
+        if (
+            name in ("backward", "get", "set", "int", "long", "requires_grad_")
+            or func is Tensor.__float__
+            or to_integers
+        ):
             return func(*args, **kwargs)  # an index is read from as many bits as there are
         if site in self.change:
             args, kwargs = self.change[site]((args, kwargs))

@@ -22,8 +22,8 @@ NATIVE = {"half": torch.float16, "bfloat16": torch.bfloat16}
 HOLDS = {"half": 2048, "fp16": 2048, "bfloat16": 256, "bf16": 256}  # from there on a term below 1 is lost
 
 
-def planted(name: str, kind: str, place: str, role: str, build: Callable[[], Step]) -> None:
-    CASES.append(Case(name, partial(_seeded, build), kind, place, role, "own"))
+def planted(name: str, kind: str, place: str, role: str, build: Callable[[], Step], missed: str = "") -> None:
+    CASES.append(Case(name, partial(_seeded, build), kind, place, role, "own", missed))
 
 
 def fine(name: str, build: Callable[[], Step]) -> None:
@@ -235,7 +235,10 @@ def rising_step(form: Callable[[Tensor], Tensor], fmt: str, terms: int) -> Step:
 
 for form in (running_mean, smoothed, smoothed_by_lerp):
     for fmt in ("bfloat16", "bf16"):
-        planted(f"{form.__name__}-{fmt}", "swamping", "sums:.*", "activation", partial(rising_step, form, fmt, 100))
+        missed = "its remedy has a sum of both dtypes in it, which the test leaves float32"
+        missed = missed if (form, fmt) == (running_mean, "bfloat16") else ""
+        build = partial(rising_step, form, fmt, 100)
+        planted(f"{form.__name__}-{fmt}", "swamping", "sums:.*", "activation", build, missed)
     fine(f"{form.__name__}_of_few", partial(rising_step, form, "bf16", 8))
     fine(f"{form.__name__}_in_float32", partial(rising_step, form, "float32", 100))
 fine("smoothed_quickly", partial(rising_step, partial(smoothed, decay=0.75), "bf16", 100))

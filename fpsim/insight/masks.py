@@ -45,7 +45,8 @@ def masked_in(
         x = operands[0]
         return _shaped(x != 0, result) if bool(((x == 0) | (x == 1)).all()) else None
     if kind is Kind.ADDITION and not spelling.is_swapped:  # what is subtracted from a number has another sign
-        for source, x in zip(operation.sources, operands, strict=False):
+        added = 1 if name == "sub" else len(operands)  # what is taken away has another sign, too
+        for source, x in zip(operation.sources, operands[:added], strict=False):
             known = None if source is None else source.notes.get("masked")
             if known is not None and known.shape == x.shape:
                 return _shaped(known, result)

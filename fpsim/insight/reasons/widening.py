@@ -74,8 +74,8 @@ class Widening:
         device = tensors[0].device.type if tensors else "cpu"
         if torch.is_autocast_enabled(device) and not lows:
             lows = [torch.get_autocast_dtype(device)]
-        if kind.name in self._casts and tensors and _wanted(kind.name, args, kwargs, self._low):
-            out = self._widened(tensors[0]) if tensors[0].is_floating_point() else tensors[0].to(self.wide)
+        if kind.name in self._casts and isinstance(args[0], Tensor) and _wanted(kind.name, args, kwargs, self._low):
+            out = self._widened(args[0]) if args[0].is_floating_point() else args[0].to(self.wide)
         else:
             with torch.autocast(device, enabled=False):
                 args, kwargs = map_leaves(self._widened, (args, kwargs))

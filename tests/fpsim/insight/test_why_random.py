@@ -42,6 +42,7 @@ KNOWN_CONTROLS = {
     "a guarded quotient": "a NaN that relu lets not back is called an infinite slope",
     "a mean over segments": "a NaN that `where` leaves out is called an overflow",
     "a row is masked wholly by addition": "a mask of -inf that is added to all rows is called an overflow",
+    "a sum of some terms": "sixty roundings in bfloat16 come to more than eight half ulps",
     "a sum that crosses zero": "a term cancels on the way, and nothing is lost in the end",
 }
 KNOWN_SHELLS = dict.fromkeys(("coder", "pair", "parts", "lit"), "parts that are called one by one have no names")
