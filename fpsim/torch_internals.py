@@ -507,11 +507,18 @@ def calibrate_holders(probe: object) -> None:
     with _measuring:
         if references in _alone:
             return
-        alone = _count_holders(False, _hold_nothing), _count_holders(True, _hold_nothing)
-        is_trusted = all(
-            any(more > least for more, least in zip(_count_holders(is_view, hold), alone[is_view], strict=True))
+        found = {
+            (is_view, hold): _count_holders(is_view, hold)
             for is_view in (False, True)
-            for hold in _WAYS_TO_HOLD
+            for hold in (_hold_nothing, *_WAYS_TO_HOLD)
+        }
+        if any(in_hook != references for in_hook, _ in found.values()):
+            return  # another thread began or ended to compile meanwhile
+        alone = found[False, _hold_nothing][1], found[True, _hold_nothing][1]
+        is_trusted = all(
+            any(more > least for more, least in zip(counted, alone[is_view], strict=True))
+            for (is_view, hold), (_, counted) in found.items()
+            if hold is not _hold_nothing
         )
         _alone[references] = alone if is_trusted else None
 
@@ -524,21 +531,22 @@ _WAYS_TO_HOLD: tuple[Callable[[Tensor], Any], ...] = (lambda g: g, Tensor.detach
 _WAYS_TO_HOLD += (Tensor.untyped_storage, Tensor.numpy, torch.to_dlpack)  # type: ignore[attr-defined]
 
 
-def _count_holders(is_view: bool, hold: Callable[[Tensor], Any]) -> _Holders:
-    """The counts in the hook of a gradient while `hold(gradient)` is alive."""
-    counts: list[_Holders] = []
+def _count_holders(is_view: bool, hold: Callable[[Tensor], Any]) -> tuple[int, _Holders]:
+    """How many hold an argument there, and the counts in the hook of a gradient while `hold(gradient)` is alive."""
+    counts: list[tuple[int, _Holders]] = []
 
-    def count(gradient: Tensor) -> _Holders:  # a frame of its own, as is_held_by_autograd_alone
+    def count(gradient: Tensor, probe: object) -> tuple[int, _Holders]:  # as is_held_by_autograd_alone
         base = gradient._base
         own = sys.getrefcount(gradient), _uses(gradient)
         of_base = (0, 0) if base is None else (sys.getrefcount(base), _uses(base))
         storage = gradient.untyped_storage()
-        return _Holders(*own, sys.getrefcount(storage), _storage_uses(storage._cdata), *of_base)
+        holders = _Holders(*own, sys.getrefcount(storage), _storage_uses(storage._cdata), *of_base)
+        return sys.getrefcount(probe), holders
 
     class Hook:
         def __call__(self, gradient: Tensor) -> None:
             held = hold(gradient)
-            counts.append(count(gradient))
+            counts.append(count(gradient, object()))
             del held
 
     with torch.enable_grad(), torch.inference_mode(False):
