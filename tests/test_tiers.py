@@ -101,6 +101,27 @@ def test_each_test_runs_by_default_or_a_smaller_sister_does(collected: dict[str,
     assert {*tiers.SISTERS.values()} <= default
 
 
+@pytest.mark.parametrize("tier", tiers.MINUTES)
+def test_a_tier_keeps_to_its_minutes_by_the_record_and_no_worker_is_alone_at_the_end(
+    collected: dict[str, list[str]], tier: str
+) -> None:
+    """If it takes more: mark cases with `full`, or make a test smaller; then run `pytest --record`, and `-m full`."""
+    cases = Counter(map(tiers.file_of, collected[tier]))
+    first, second = tiers.finish(tier, cases)
+    assert second / 60 <= tiers.MINUTES[tier]
+    assert second - first <= 30  # seconds
+
+
+def test_the_first_files_are_the_longest_and_one_with_many_quick_cases(collected: dict[str, list[str]]) -> None:
+    """Progress is printed with each full line: 72 results, of which one is there within 30 seconds."""
+    for tier in tiers.MINUTES:
+        rows = tiers.recorded(tier)
+        longest, quick, *_ = tiers.in_order(map(tiers.file_of, collected[tier]), tier)
+        assert rows[longest][1] == max(row[1] for file, row in rows.items() if file != tiers.COLLECTING)
+        assert rows[quick][0] >= 2 * 72
+        assert rows[quick][1] < 15
+
+
 def test_cases_without_a_record_count_a_second_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tiers, "RECORD", tmp_path / "durations.json")
     tiers.record("default", Counter({"a": 2, "b": 1}), Counter({tiers.COLLECTING: 10.0, "a": 50.0, "b": 5.0, "c": 0.0}))
