@@ -15,7 +15,9 @@ from fpsim.emulation.operations import Kind, row_of
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.ranges import Ends
 from fpsim.insight.reasons.event import Event
+from fpsim.insight.reasons.swamping import WRONG
 from fpsim.insight.reasons.trials import Change, Remedy, Trials
+from fpsim.insight.reasons.updates import MOVED
 from fpsim.insight.reasons.widening import LOW
 from fpsim.tensors.tally import wanted_and_lost
 from fpsim.torch_internals import map_leaves, tensors_of, version_of
@@ -23,8 +25,6 @@ from fpsim.torch_modes import without_torch_function
 
 __all__ = ["Averages"]
 
-MOVED = 0.1  # the share of the wanted changes, below which they count as lost
-WRONG = 8.0  # half ulps, from which on it matters that an average stays where it is
 PROBE = 2.0**-6  # by how much a probe begins beside the average, of its size
 ARITHMETIC = (Kind.ADDITION, Kind.MULTIPLICATION, Kind.DIVISION, Kind.CAST, Kind.VIEW, Kind.SELECTION)
 NORMS = ("batch_norm", "instance_norm")

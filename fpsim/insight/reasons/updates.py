@@ -24,7 +24,7 @@ from fpsim.tensors.ops import round_to
 from fpsim.tensors.tally import wanted_and_lost
 from fpsim.undoing import Undo, undone
 
-__all__ = ["Updates"]
+__all__ = ["MOVED", "Updates"]
 
 MOVED = 0.1  # the share of the wanted updates, below which they count as lost
 STEPS = 4096  # at most, of an optimizer of one's own that may keep what its parameters lose

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tiers
 import torch
+from module_functions import Same, Square
 from tiers import parametrize
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -365,28 +366,6 @@ def in_a_thread(function: Callable[[], Tensor]) -> Tensor:
     thread.start()
     thread.join()
     return given[0]
-
-
-class Same(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 0.5
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return gradient * x * 2
 
 
 BREAKING: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
