@@ -31,6 +31,7 @@ __all__ = [
     "CALL_SLOT",
     "SEES_BODIES",
     "Place",
+    "after_transforms",
     "any_mode",
     "below_transforms",
     "body_of",
@@ -94,6 +95,8 @@ has_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active  #
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Whether a tensor is a zero that autograd made without memory.
 _is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor  # type: ignore[assignment]
+# Whether it is a transform that shows this tensor, also one that has ended: it has no memory of its own.
+_is_shown: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_watched() -> bool:
@@ -124,7 +127,7 @@ def is_plain(x: Tensor) -> bool:
         return False
     if (_dispatch_modes() or has_transform() or forward_ad._current_level >= 0) and is_watched():
         return False
-    return not (x.is_neg() or _is_zero_tensor(x)) and (x.is_cpu or x.is_cuda)
+    return not (x.is_neg() or _is_zero_tensor(x) or _is_shown(x)) and (x.is_cpu or x.is_cuda)
 
 
 def layers_behind(x: Tensor) -> Iterator[Tensor]:
@@ -132,6 +135,14 @@ def layers_behind(x: Tensor) -> Iterator[Tensor]:
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
         yield x
+
+
+def after_transforms(x: Tensor) -> Tensor | None:
+    """What `x` is now: itself, or what a transform of torch.func showed that has ended. None for a sample that a vmap
+    has ended with: torch refuses each call with it.
+    """
+    x = torch._C._functorch.unwrap_if_dead(x)
+    return x if torch._C._functorch.maybe_get_level(x) <= (torch._C._functorch.maybe_current_level() or 0) else None
 
 
 def is_sample(x: Tensor) -> bool:

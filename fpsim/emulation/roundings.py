@@ -35,7 +35,14 @@ from fpsim.tensors.expressions import round_here_
 from fpsim.tensors.launch import round_memory_, rounded
 from fpsim.tensors.spec import FLOATING, RoundingSpec
 from fpsim.torch_internals import base_of, calibrate_holders, has_history, is_traced, share_storage, version_of
-from fpsim.torch_modes import has_transform, hook_gradient, is_plain, layers_behind
+from fpsim.torch_modes import (
+    after_transforms,
+    has_transform,
+    hook_gradient,
+    is_plain,
+    layers_behind,
+    without_torch_function,
+)
 
 __all__ = ["Copy", "Roundings", "values_of"]
 
@@ -389,8 +396,10 @@ _NESTED, _MKLDNN = ("nested tensor", "x.to_padded_tensor(0.0)"), ("tensor in mkl
 
 
 def values_of(copies: dict[Any, Copy]) -> dict[Any, Copy]:
-    """What is known of the numbers of a tensor, whichever graph they are in."""
-    return {key: (state, rounded.detach(), None) for key, (state, rounded, _) in copies.items()}
+    """What is known of the numbers of a tensor, whichever graph they are in, and whichever transform has ended."""
+    with without_torch_function():  # the copies are in the format, and a mode would look whether they are
+        known = ((key, state, after_transforms(rounded)) for key, (state, rounded, _) in copies.items())
+        return {key: (state, rounded.detach(), None) for key, state, rounded in known if rounded is not None}
 
 
 def _rounded_weight(spec: RoundingSpec, text: str, x: Tensor) -> Tensor:

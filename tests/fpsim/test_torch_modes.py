@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from fpsim.torch_modes import (
     CALL_SLOT,
     SEES_BODIES,
+    after_transforms,
     body_of,
     call_inside,
     has_transform,
@@ -21,6 +22,7 @@ from fpsim.torch_modes import (
     hook_steps,
     hooked,
     hooks_of_saved_tensors,
+    is_plain,
     is_stand_in,
     is_unwatched,
     keeps_grad_mode,
@@ -295,3 +297,24 @@ def test_an_operation_that_is_given_functions_shows_itself_to_a_mode_that_asks_f
     assert torch.equal(run(), x + 1)
     assert len(seen) == 1
     assert body_of(torch.add) is None
+
+
+def test_a_transform_that_has_ended_shows_what_it_was_given_or_nothing() -> None:
+    shown: list[torch.Tensor] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        assert after_transforms(x) is x
+        assert not is_plain(x)
+        shown.append(x)
+        return x.square().sum()
+
+    x = torch.ones(2, 3)
+    torch.func.grad(function)(x)
+    assert not is_plain(shown[0])
+    behind = after_transforms(shown[0])
+    assert behind is not None
+    assert is_plain(behind)
+    assert behind.data_ptr() == x.data_ptr()
+    torch.func.vmap(function)(x)
+    assert after_transforms(shown[1]) is None
+    assert after_transforms(x) is x

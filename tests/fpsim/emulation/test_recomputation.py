@@ -112,6 +112,62 @@ def test_stochastic_gradients_are_the_same_too(way: Wrap, fmt: str) -> None:
     assert_equal(gradients_of(once, x), gradients_of(again, x))
 
 
+class AfterTransform(nn.Module):
+    """What a transform has shown lives on, in a list of the user's or until Python collects it, when a body is run."""
+
+    def __init__(self, wrap: Wrap, kept: str, is_used: bool, transform: str) -> None:
+        super().__init__()
+        self.wrap, self.kept, self.is_used, self.transform = wrap, kept, is_used, transform
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        start = x * 1.1
+
+        def inner(shown: Tensor) -> Tensor:
+            constant = start.detach() * self.weight.detach()
+            product = shown * constant * 1.1
+            kept.extend({"shown": [shown], "constant": [constant], "product": [product]}.get(self.kept, []))
+            return product.sum()
+
+        if self.transform == "vmap":
+            slope = start.detach() + torch.func.vmap(inner)(start.detach())
+        else:
+            slope = getattr(torch.func, self.transform)(inner)(start.detach())
+        out = self.wrap(lambda a, b: a * b * 1.1, slope, start * 0.9)
+        for y in kept if self.is_used else ():
+            out = out + y * 0.5
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@WAYS
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+@pytest.mark.parametrize("kept", ["nothing", "shown", "constant", "product"])
+def test_what_a_transform_that_has_ended_has_shown_is_no_hindrance(way: Wrap, transform: str, kept: str) -> None:
+    def run(wrap: Wrap, fmt: str | None, has_gradients: bool) -> tuple[Tensor, Tensor | None]:
+        torch.manual_seed(0)
+        model = AfterTransform(wrap, kept, is_used=transform != "vmap", transform=transform)
+        x = torch.randn(4, 4)
+        if fmt is None:
+            model, x = model.bfloat16(), x.bfloat16()
+        else:
+            model = fpsim.quantize(model, fmt)
+        x.requires_grad_(has_gradients)
+        with torch.set_grad_enabled(has_gradients):
+            out = model(x)
+        if has_gradients:
+            out.sum().backward()
+        return out.detach().float(), x.grad
+
+    native, _ = run(plain, None, False)
+    assert torch.equal(run(way, "bf16", False)[0], native)
+    out, gradient = run(way, "bf16", True)
+    assert torch.equal(out, native)
+    assert gradient is not None
+    assert torch.equal(gradient, run(plain, "bf16", True)[1])  # type: ignore[arg-type]
+
+
 @WAYS
 def test_sites_are_those_of_the_first_run(way: Wrap) -> None:
     once, again = nets(way, "e4m3fn", "nearest_even")
