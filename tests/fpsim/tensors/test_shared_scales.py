@@ -207,7 +207,7 @@ def test_scales_that_are_not_there_are_refused(make: Callable[[], object], error
 
 
 @tiers.parametrize("axis", [0, 1], keep={1})
-@tiers.parametrize("name", ["mxfp4", "nvfp4", "mxfp8_e5m2"], keep={"mxfp4", "mxfp8_e5m2"})
+@tiers.parametrize("name", ["mxfp4", "nvfp4", "mxfp8_e5m2"], keep={"mxfp4"})
 def test_stochastic_rounding_is_unbiased_within_the_range(name: str, axis: int) -> None:
     torch.manual_seed(0)
     x = torch.rand(48, 33) * 0.9 + 0.05

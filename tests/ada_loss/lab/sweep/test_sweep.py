@@ -727,12 +727,12 @@ def test_a_cell_of_a_ledger_is_checked_as_one_of_a_yaml_file(tmp_path: Path, cha
 def test_nobody_else_connects_to_a_local_cluster(local: str) -> None:
     assert local.startswith("tls://127.0.0.1:")
     with pytest.raises(OSError, match=r"Timed out|handshake|CERTIFICATE|TLS"):
-        distributed.Client(local, security=distributed.Security.temporary(), timeout=3)
+        distributed.Client(local, security=distributed.Security.temporary(), timeout=1)
     with pytest.raises(TypeError, match="TLS expects a `ssl_context` argument"):
-        distributed.Client(local, timeout=3)
+        distributed.Client(local, timeout=1)
     plain = local.replace("tls://", "tcp://")
     with pytest.raises(OSError, match=r"Timed out|reset by peer"):
-        distributed.Client(plain, timeout=3)
+        distributed.Client(plain, timeout=1)
 
 
 @pytest.mark.full
