@@ -87,7 +87,7 @@ class TaggedParameter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.w.multiplier = 0.25  # type: ignore[attr-defined]
+        self.w.multiplier = 0.3  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.w * getattr(self.w, "multiplier", 1.0)

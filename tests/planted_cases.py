@@ -56,15 +56,16 @@ def first_of_each_kind(cases: Iterable[Case]) -> set[str]:
 
 
 FEW = one_of_each(case.name for case in GRID)
-SHOWN = first_of_each_kind(case for case in STEPS if not case.missed) | first_of_each_kind(
-    case for case in GRID if case.name in FEW
-)
+SHOWN = first_of_each_kind(case for case in (*STEPS, *GRID) if not case.missed and (case in STEPS or case.name in FEW))
 SHOWN_FINE = {*one_of_each(name for name, _ in CONTROLS), *(name for name, _ in HEALTHY_STEPS[::8])}
 
 
 def failing() -> list[Any]:
-    """All cases, as parameters of a test: one of each kind by default, each cause in full, each model in slow."""
-    few = {*SHOWN, *FEW, *(case.name for case in STEPS)}
+    """All cases, as parameters of a test: one of each kind by default, each step in full, each model in slow.
+
+    Causes in models, drawn at random, are those of `planted_random`.
+    """
+    few = {*SHOWN, *(case.name for case in STEPS)}
     marks: dict[bool, list[Any]] = {True: [], False: [pytest.mark.full]}
     return [
         pytest.param(
@@ -80,7 +81,9 @@ def failing() -> list[Any]:
 
 
 def fine() -> list[Any]:
-    """All steps in which nothing is wrong, as parameters of a test: one of each sort by default, all in full."""
-    return [
-        pytest.param(build, id=name, marks=[] if name in SHOWN_FINE else [pytest.mark.full]) for name, build in FINE
-    ]
+    """All steps in which nothing is wrong, as parameters of a test: some of each sort by default, models in slow."""
+    models = dict(CONTROLS).keys() - {*one_of_each(name for name, _ in CONTROLS)}
+    marks = {
+        name: pytest.mark.slow if name in models else pytest.mark.full for name, _ in FINE if name not in SHOWN_FINE
+    }
+    return [pytest.param(build, id=name, marks=[marks[name]] if name in marks else []) for name, build in FINE]

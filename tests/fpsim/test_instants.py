@@ -59,6 +59,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1)
 
 
+@pytest.mark.full
 @tiers.parametrize("name", MADE, keep=tiers.every(3))
 def test_what_is_made_for_a_block_ends_with_it_and_leaves_nothing_on_torch_though_the_traceback_is_kept(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -491,6 +491,7 @@ def test_powers_of_two_as_scales_move_nothing_but_exponents(name: str, rule: str
     assert same(round_to(x, fmt) + 0.0, wanted.float() + 0.0)
 
 
+@pytest.mark.full
 def test_a_scale_in_eight_bits_and_one_of_the_whole_tensor() -> None:
     x = torch.randn(16, 64)
     for fmt in ("nf4 per 16 e4m3fn fp32", "nf4 per tensor fp32", "nf4 per row fp32 amax", "nf4 per 4x4 fp32"):
@@ -567,6 +568,7 @@ def test_operands_of_products_are_code_books_in_blocks() -> None:
     y.sum().backward()
 
 
+@pytest.mark.full
 def test_gradients_transforms_and_compiled_programs() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     for fmt in ("nf4", LEVELS, "dynamic8 per 8 fp32"):

@@ -153,6 +153,7 @@ def test_far_scales_too(variant: str) -> None:
     assert torch.equal(near * 2.0**-120, far)
 
 
+@pytest.mark.full
 def test_vmap_and_gradients_pass() -> None:
     x = torch.full((4, 600), 1 + 3 / 64)
     for name in ("e4m3fn", "mxfp8_e4m3"):
@@ -257,6 +258,7 @@ def test_what_makes_no_sense_is_refused_with_the_remedy(call: Callable[[], objec
 # Sums, and numbers with a fixed point
 
 
+@pytest.mark.full
 @tiers.parametrize("variant", VARIANTS, keep={"C_ties_to_odd"})  # each compiles a loop of its own
 def test_sums_are_exact_and_rounded_once_by_the_variant(variant: str) -> None:
     generator = torch.Generator().manual_seed(0)

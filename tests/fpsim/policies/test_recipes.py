@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from torch import nn
 
@@ -224,7 +225,7 @@ def test_a_policy_is_read_from_all_that_quantize_takes() -> None:
         as_policy({"error": "bf16"})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", TABLE)
+@tiers.parametrize("name", TABLE, keep={"fp8_delayed", "mxfp8", "nvfp4"})
 def test_a_model_trains_under_every_recipe(name: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))

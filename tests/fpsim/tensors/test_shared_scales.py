@@ -212,9 +212,9 @@ def test_stochastic_rounding_is_unbiased_within_the_range(name: str, axis: int) 
     torch.manual_seed(0)
     x = torch.rand(48, 33) * 0.9 + 0.05
     x[::16], x[:, ::16] = 1.5, 1.5  # each block's amax is a value of the format, and the top of the range is not left
-    draws = torch.stack([round_to(x, name, "stochastic", axis=axis) for _ in range(1000)]).double()
-    # the spacing is at most 0.5 up to 1.5, so a mean's standard deviation at most 0.25 / sqrt(1000) = 0.008
-    assert (draws.mean(0) - x).abs().max() < 6 * 0.25 / 1000**0.5
+    draws = torch.stack([round_to(x, name, "stochastic", axis=axis) for _ in range(200)]).double()
+    # the spacing is at most 0.5 up to 1.5, so a mean's standard deviation at most 0.25 / sqrt(200) = 0.018
+    assert (draws.mean(0) - x).abs().max() < 6 * 0.25 / 200**0.5
     neighbours = torch.stack([round_to(x, name, r, axis=axis) for r in ("up", "down")])
     assert ((draws == neighbours[0]) | (draws == neighbours[1])).all()
 

@@ -716,6 +716,7 @@ def test_damaged_telemetry_costs_its_own_pictures_alone(tmp_path: Path, arrays: 
     assert text.count('alt="accuracy in %') == 2  # light and dark
 
 
+@pytest.mark.full
 def test_a_page_of_a_cell_keeps_eight_curves_and_forty_sites() -> None:
     """Of 41 sites 40 are drawn, from the first to the last, and one is said to be left out."""
     curve = np.arange(2.0), np.array([1.0, 2.0])

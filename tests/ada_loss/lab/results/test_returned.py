@@ -13,6 +13,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import tiers
 import torch
 from matplotlib.image import imread
 from matplotlib.text import Text
@@ -72,7 +73,7 @@ THINGS: dict[str, tuple[Callable[[Results, Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("thing", [*THINGS])
+@tiers.parametrize("thing", [*THINGS], keep={"curves", "recording", "run", "search"})
 def test_it_prints_has_a_length_converts_and_plots(results: Results, tmp_path: Path, thing: str) -> None:
     make, words = THINGS[thing]
     it = make(results, tmp_path)
@@ -102,6 +103,7 @@ def test_a_share_is_called_underflow_everywhere_and_counts_are_called_counts() -
     assert watching.rows() == []
 
 
+@pytest.mark.full
 def test_without_pyplot_a_figure_is_nobodys_and_a_report_never_is() -> None:
     code = "import sys, fpsim.insight.pictures as p; p.new_picture(2, 2); print('matplotlib.pyplot' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -162,6 +162,7 @@ def own(out: Path, **options: Any) -> Results:
     return sweep(**{"train": logs_as_a_trainer_does, **arguments, **options}, out=out)
 
 
+@pytest.mark.full
 @tiers.parametrize("tracker", READERS, keep={"wandb"})
 def test_trackers_get_every_number_at_the_step_it_was_logged_at(tmp_path: Path, tracker: str) -> None:
     out = tmp_path / "mine"

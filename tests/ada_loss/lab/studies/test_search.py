@@ -222,6 +222,7 @@ def neighbours(found: SearchResult) -> set[tuple[str, str, str]]:
     return less | {(*formats, ", ".join(n for n in found.wide if n != name)) for name in found.wide}  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 @tiers.parametrize(("seed", "bits"), [(0, (3, 3)), (3, (2, 4))], keep={0})
 def test_a_search_from_a_ranking_takes_fewer_trials_and_its_answer_is_as_small_and_as_proven(
     tmp_path: Path, seed: int, bits: tuple[int, int]

