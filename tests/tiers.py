@@ -270,7 +270,6 @@ SISTERS = {
         },
         "fpsim/cuda/test_executed.py": {"the_rounding_kernels": SOME_EXECUTED},
         "fpsim/cuda/test_executed_others.py": {
-            "the_rounding_kernels_that_let_masks_pass": SOME_EXECUTED,
             "the_other_kernels": SOME_EXECUTED,
             "a_change_of_one_instruction_is_found": SOME_EXECUTED,
         },

@@ -19,6 +19,8 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow  # the simulator runs them all in `full`
+@pytest.mark.timeout(7200)
 def test_the_rounding_kernels_that_let_masks_pass() -> None:
     run_alone("executed_rounding.py", "-k", "masks")
 
