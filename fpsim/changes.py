@@ -20,6 +20,7 @@ CHANGES: dict[int, tuple[str, ...]] = {
         "steps of optimizers that drop gradients, and nested states of optimizers",
         "float64 in fp32",
     ),
+    3: ("gradients in bfloat16 tensors at a scale",),
 }
 BITS = max(CHANGES)  # 1 was everything before they were counted
 
@@ -32,8 +33,8 @@ def changes_since(bits: int) -> str:
 
     >>> changes_since(BITS)
     ''
-    >>> changes_since(1).split("; ")[-1]
-    'float64 in fp32'
+    >>> changes_since(2).split("; ")[0]
+    'gradients in bfloat16 tensors at a scale'
     """
     require_whole("bits", bits, 1)
     return "; ".join(words for version, changed in CHANGES.items() if version > bits for words in changed)

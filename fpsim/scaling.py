@@ -29,7 +29,7 @@ from fpsim.policies.update import as_update
 from fpsim.tensors.autograd import round_differentiably
 from fpsim.tensors.launch import round_fitting_, round_memory_, rounded
 from fpsim.tensors.moments import amax_of, binades, keep_memory_of, memory_of, moments_of, on_device
-from fpsim.tensors.spec import RoundingSpec, log2_scale_limits
+from fpsim.tensors.spec import ContainerError, RoundingSpec, log2_scale_limits
 from fpsim.tensors.tally import UpdateCounts, lost_between
 from fpsim.torch_internals import current_graph_task
 from fpsim.undoing import Exit
@@ -46,6 +46,7 @@ __all__ = [
     "MEAN_SQUARE",
     "MINIMUM",
     "NONZERO",
+    "ContainerError",
     "Exit",
     "Moments",
     "RoundingSpec",

@@ -43,6 +43,7 @@ from fpsim import scaling
 from fpsim.scaling import (
     AMAX,
     AMIN,
+    ContainerError,
     Moments,
     RoundingSpec,
     current_graph_task,
@@ -143,6 +144,13 @@ class Engine:
         operands: the arguments of the operation, tensors rounded already; of a rounded copy, the original.
         out: the tensor whose gradient it is.
         """
+        if out.dtype is torch.float16 and not spec.is_float32:
+            raise ContainerError(
+                f"The gradient at {site} is to be scaled, and is float16: what is too small for that is lost before "
+                f"it is rounded. Expected: float32, float64 or bfloat16. Leave torch.autocast and .half() out of the "
+                f"emulation, which rounds to a format itself; for a training in real float16 give "
+                f"ada_loss.GradScaler a model that is not quantised."
+            )
         if self._warns_of_noise and spec.rounding == "stochastic":
             self._warns_of_noise = False
             warnings.warn(

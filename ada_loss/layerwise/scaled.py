@@ -49,7 +49,9 @@ class AdaLossScaled:
 
     Args:
         model: from `fpsim.quantize`, with any format and policy. Formats with float32's exponents have nothing to
-            scale.
+            scale. Its tensors may be bfloat16 (torch.autocast, a checkpoint's dtype), where a product's gradient is
+            rounded by bfloat16 first; in float16 gradients were lost before they could be scaled, which raises
+            TypeError (of an operator, RuntimeError).
         transforms: the modules whose products are scaled, `[AdaLossTransformLinear(), ...]`. None for every product,
             and for the cast of float32 gradients at the model's outputs.
         init_scale: the scale of gradients that enter the model, a power of two. A rule that measures takes another than
@@ -105,8 +107,9 @@ class AdaLossScaled:
             self._listeners = listeners(model)
         except ValueError:
             raise ValueError(
-                f"{type(model).__name__} is not quantised, and float32 has nothing to scale. "
-                f"Call fpsim.quantize(model, fmt) first and scale what it returns."
+                f"{type(model).__name__} is not quantised: nothing rounds its gradients to a format, at no scale. "
+                f"Call fpsim.quantize(model, fmt) first and scale what it returns. A training in real float16 has "
+                f"one scale for all layers: ada_loss.GradScaler."
             ) from None
         _require_unscaled(self._listeners)
         self._options = Options(

@@ -199,10 +199,19 @@ def container_width(spec: RoundingSpec, dtype: torch.dtype) -> int:
 
 
 def log2_scale_limits(spec: RoundingSpec, dtype: torch.dtype) -> tuple[int, int]:
-    """Between which exponents of a scale a tensor of this dtype can be rounded; (0, 0) where it cannot be scaled."""
-    if dtype not in (torch.float32, torch.float64):
+    """Between which exponents of a scale a tensor of this dtype can be rounded; (0, 0) where it cannot be scaled.
+
+    A bfloat16 tensor is rounded in float32 and has that one's limits: it holds each value of a format that fits it,
+    times 2**-k, for 39 exponents more. What is in float16 was lost before anybody could scale it.
+
+    >>> log2_scale_limits(rounding_spec("e5m2"), torch.bfloat16)
+    (-112, 78)
+    >>> log2_scale_limits(rounding_spec("e5m2"), torch.float16)
+    (0, 0)
+    """
+    if dtype is torch.float16:
         return 0, 0
-    return scale_limits(spec.fmt, 32 if dtype is torch.float32 else 64)
+    return scale_limits(spec.fmt, 64 if dtype is torch.float64 else 32)
 
 
 def require_no_mask(x: np.ndarray[Any, Any], name: str = "x") -> None:

@@ -332,9 +332,33 @@ def test_to_round_at_a_scale_is_to_round_to_values_that_are_so_much_smaller(
         assert same(inside, got)
 
 
+FIT_BFLOAT16 = ("e5m2", "e4m3fn", "e2m1fn", "e3m2fn", "e4m3", "e5m2fnuz")
+
+
+@parametrize("rounding", ROUNDINGS, keep={"nearest_even", "stochastic"})
+@parametrize("name", FIT_BFLOAT16, keep={"e5m2"})
+def test_every_bfloat16_rounds_at_a_scale_as_its_float32_does(name: str, rounding: str) -> None:
+    x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
+    x = x[x.isfinite()]
+    spec, key = rounding_spec(name, rounding), torch.tensor(12345)
+    low, high = log2_scale_limits(spec, torch.bfloat16)
+    assert low < -100
+    assert high > 70
+    for log2_scale in (low, -1, 1, 20, high):
+        scale = torch.tensor(log2_scale)
+        expected = rounded(x.float(), spec, key, scale)
+        assert expected.unique().numel() > 10
+        inside = x.clone()
+        round_memory_(inside, spec, key, scale)
+        for got in (rounded(x, spec, key, scale), inside):
+            assert got.dtype is torch.bfloat16
+            assert torch.equal(got.float().view(torch.int32), expected.view(torch.int32)), log2_scale
+
+
 def test_formats_with_the_containers_exponents_cannot_be_scaled() -> None:
     for name in ("bf16", "fp32", "tf32", "e8m0fnu"):
         assert log2_scale_limits(rounding_spec(name), torch.float32) == (0, 0)
+        assert log2_scale_limits(rounding_spec(name), torch.bfloat16) == (0, 0)
     assert log2_scale_limits(rounding_spec("fp16"), torch.float16) == (0, 0)
     assert log2_scale_limits(rounding_spec("bf16"), torch.float64)[1] > 100
 
