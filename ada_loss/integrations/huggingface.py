@@ -7,6 +7,7 @@ from typing import Any
 
 from ada_loss.scalers import GradScaler
 from fpsim.checks import shown
+from fpsim.scaling import listeners
 
 try:
     from accelerate import Accelerator
@@ -23,17 +24,26 @@ def use_scaler(loop: Any, scaler: GradScaler) -> None:
     From here `accelerator.backward(loss)` scales, its optimizers unscale, skip steps that are not finite and update
     the scale, and `accelerator.clip_grad_norm_` (`max_grad_norm` of the Trainer) clips what is unscaled.
 
+    With mixed_precision="fp16" (the Trainer's fp16=True) the model is trained in real float16, and is not quantised.
+
     loop: an Accelerator before `prepare`, or a Trainer before `train`.
-    Raises TypeError for another object; ValueError for mixed precision, which would cast the emulated model's tensors,
-    and for an Accelerator that has prepared its optimizers.
+    Raises TypeError for another object; ValueError for an Accelerator that has prepared its optimizers, for bfloat16,
+    for float16 where the loop does not cast to it, and there for a quantised model, later, as it is prepared.
     """
     accelerator = getattr(loop, "accelerator", loop)
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"The loop is {shown(loop)}. Expected: an accelerate.Accelerator, a transformers.Trainer.")
-    if accelerator.mixed_precision != "no":
+    if accelerator.mixed_precision not in ("no", "fp16"):
         raise ValueError(
-            f"mixed_precision={accelerator.mixed_precision!r} casts tensors itself, besides the emulated format. "
-            f"Expected here: 'no'. Leave fp16= and bf16= of the Trainer out."
+            f"mixed_precision={accelerator.mixed_precision!r} casts tensors itself, besides the emulated format, and "
+            f"needs no loss scale without one. Expected here: 'no', or 'fp16' for a model that is not quantised. Leave "
+            f"bf16= of the Trainer out."
+        )
+    is_half = accelerator.mixed_precision == "fp16"
+    if is_half and not accelerator.native_amp:
+        raise ValueError(
+            f"mixed_precision='fp16' casts nothing on {accelerator.device.type}: Accelerate does so on a GPU alone. "
+            f"Expected here: 'no' (leave fp16= of the Trainer out), and torch.autocast in the model's own forward."
         )
     if accelerator._optimizers:
         raise ValueError("The Accelerator has prepared its optimizers. Call use_scaler before accelerator.prepare.")
@@ -43,8 +53,26 @@ def use_scaler(loop: Any, scaler: GradScaler) -> None:
         for one in given if isinstance(given, list | tuple) else [given]:
             scaler.unscale_(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
+    def prepare_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_quantised(model):
+            raise ValueError(
+                f"{type(model).__name__} is quantised, and mixed_precision='fp16' would cast its tensors to float16, "
+                f"where small gradients are lost before they are rounded. Expected: mixed_precision='no'."
+            )
+        return prepare(model, *args, **kwargs)
+
+    prepare = accelerator.prepare_model
+    if is_half:
+        accelerator.prepare_model = prepare_model
     accelerator.scaler = scaler
     accelerator.unscale_gradients = unscale_gradients  # its own does nothing but under autocast in float16
+
+
+def is_quantised(model: Any) -> bool:
+    try:
+        return bool(listeners(model))
+    except ValueError:
+        return False
 
 
 def tell(log: Callable[..., None]) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ada_loss.scalers import GradScaler
@@ -21,20 +23,39 @@ __all__ = ["ScaledPrecision", "Tell"]
 class ScaledPrecision(Precision):  # type: ignore[misc]
     """Scales the loss, unscales before Lightning clips, and skips steps that are not finite.
 
-    It casts nothing: quantise the networks inside of the LightningModule. `lightning.Trainer(plugins=[...])` takes it.
+    `lightning.Trainer(plugins=[...])` takes it.
 
     scaler: a `GradScaler`, or that of a job.
+    precision: "32-true" casts nothing: quantise the networks inside of the LightningModule. "16-mixed" is training in
+        real float16 on a GPU, under torch.autocast, of networks that are not quantised.
+    Raises ValueError for another precision, for a loss that "16-mixed" finds on a CPU, and for LBFGS.
     """
 
-    precision = "32-true"
+    def __init__(self, scaler: GradScaler, precision: str = "32-true") -> None:
+        if precision not in ("32-true", "16-mixed"):
+            raise ValueError(f"precision={precision!r} is invalid. Expected: '32-true', '16-mixed'.")
+        self.scaler, self.precision = scaler, precision  # type: ignore[assignment]
 
-    def __init__(self, scaler: GradScaler) -> None:
-        self.scaler = scaler
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        is_half = self.precision == "16-mixed"
+        with torch.autocast("cuda", torch.float16, cache_enabled=False) if is_half else super().forward_context():
+            yield
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        if self.precision == "16-mixed" and not tensor.is_cuda:
+            raise ValueError(
+                f"The loss is on {tensor.device}, where precision='16-mixed' casts nothing. Expected: a GPU; or "
+                f"precision='32-true', and torch.autocast in the module's own steps."
+            )
         return super().pre_backward(self.scaler.scale(tensor), module)  # type: ignore[no-any-return]
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **options: Any) -> Any:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS calls its closure several times in a step, and a loss scaler unscales once. Expected: another "
+                "optimizer, or Lightning's own precision."
+            )
         result = closure()
         if result is None and model.automatic_optimization:  # the step had no loss
             return result

@@ -32,9 +32,23 @@ def network(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 2))
 
 
-def expected(scaling: Any = 1024.0, fmt: str = FORMAT) -> tuple[list[Tensor], list[float], list[float]]:
+class Native(nn.Module):
+    """It trains in real float16: its forward asks for it."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.net, self.device = network(), device
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(self.device, torch.float16, enabled=self.device == "cpu"):  # on a GPU the loop does it
+            return self.net(x)  # type: ignore[no-any-return]
+
+
+def expected(
+    scaling: Any = 1024.0, fmt: str = FORMAT, native: nn.Module | None = None
+) -> tuple[list[Tensor], list[float], list[float]]:
     """Parameters, losses and scales of the loop by hand, with `GradScaler` alone."""
-    model = fpsim.quantize(network(), fmt)
+    model = fpsim.quantize(network(), fmt) if native is None else native
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     rule = scaling if isinstance(scaling, str) else loss_rule("static", scale=scaling, skip_overflow=True)
     scaler, losses, scales = GradScaler(rule), [], []
@@ -84,6 +98,91 @@ def test_accelerate_takes_the_steps_of_the_loop_by_hand(scaling: Any) -> None:
         use_scaler(model, job.scaler())
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loop", ["accelerate", "trainer", "lightning"])
+def test_a_model_that_casts_to_float16_itself_is_trained_as_by_hand(tmp_path: Path, loop: str) -> None:
+    pytest.importorskip("lightning.pytorch" if loop == "lightning" else "accelerate")
+    parameters, _, scales = expected("nnabla", native=Native())
+    exact, _, _ = expected("nnabla", native=network())
+    assert not all(map(torch.equal, parameters, exact))
+    scaler, model, seen = GradScaler("nnabla"), Native(), []
+    model.register_forward_hook(lambda *_: seen.append(scaler.get_scale()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    if loop == "accelerate":
+        import accelerate
+
+        from ada_loss.integrations.huggingface import use_scaler
+
+        accelerator = accelerate.Accelerator(cpu=True)
+        use_scaler(accelerator, scaler)
+        prepared, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader([*zip(*data())], batch_size=4))
+        for x, y in loader:
+            loss = F.cross_entropy(prepared(x), y)
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(prepared.parameters(), NORM)
+            optimizer.step()
+    elif loop == "trainer":
+        trainer_of(Classifier(model), optimizer, scaler, tmp_path).train()
+    else:
+        fit(model, optimizer, scaler, tmp_path)
+    assert same(model, parameters)
+    assert seen == scales
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_float16_that_a_loop_does_not_cast_to_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from ada_loss.integrations.huggingface import use_scaler
+
+    accelerate.state.AcceleratorState._reset_state(True)
+    for precision, words in (("fp16", "casts nothing on cpu"), ("bf16", "needs no loss scale")):
+        with pytest.raises(ValueError, match=words):
+            use_scaler(accelerate.Accelerator(cpu=True, mixed_precision=precision), GradScaler())
+        accelerate.state.AcceleratorState._reset_state(True)
+    pytest.importorskip("lightning.pytorch")
+    from ada_loss.integrations.lightning import ScaledPrecision
+
+    with pytest.raises(ValueError, match="Expected: '32-true', '16-mixed'"):
+        ScaledPrecision(GradScaler(), "bf16-mixed")
+    with pytest.raises(ValueError, match="where precision='16-mixed' casts nothing"):
+        ScaledPrecision(GradScaler(), "16-mixed").pre_backward(torch.ones(()), None)
+    with pytest.raises(ValueError, match="LBFGS calls its closure several times"):
+        fit(network(), torch.optim.LBFGS([nn.Parameter(torch.ones(1))]), GradScaler(), tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loop", ["trainer", "lightning"])
+def test_float16_of_a_loop_on_a_card_is_trained_as_by_hand(tmp_path: Path, loop: str) -> None:
+    model, by_hand = Native("cuda"), Native("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    if loop == "trainer":
+        from ada_loss.integrations.huggingface import use_scaler
+
+        trainer_of(Classifier(model), optimizer, GradScaler("nnabla"), tmp_path, fp16=True, use_cpu=False).train()
+        trainer = trainer_of(
+            Classifier(fpsim.quantize(network(), FORMAT)), None, None, tmp_path, fp16=True, use_cpu=False
+        )
+        use_scaler(trainer, GradScaler())
+        with pytest.raises(ValueError, match=r"Classifier is quantised, and mixed_precision='fp16'"):
+            trainer.train()
+    else:
+        fit(model, optimizer, GradScaler("nnabla"), tmp_path, "16-mixed")
+    scaler, optimizer = GradScaler("nnabla"), torch.optim.SGD(by_hand.cuda().parameters(), lr=RATE)
+    for x, y in zip(data()[0].cuda().split(4), data()[1].cuda().split(4)):
+        with torch.autocast("cuda", torch.float16):
+            loss = F.cross_entropy(by_hand(x).float() if loop == "lightning" else by_hand(x), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(by_hand.parameters(), NORM)
+        scaler.step(optimizer)
+        scaler.update()
+    for mine, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
+        assert torch.equal(mine.cpu(), theirs.cpu())
+
+
 class Rows(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(data()[0])
@@ -104,12 +203,13 @@ class Classifier(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-def trainer_of(job: Job, folder: Path) -> Any:
+def trainer_of(
+    model: nn.Module, optimizer: Any, scaler: GradScaler | None, folder: Path, log: Any = None, **options: Any
+) -> Any:
     from transformers import Trainer, TrainingArguments
 
     from ada_loss.integrations.huggingface import tell, use_scaler
 
-    model = Classifier(job.quantize(network()))
     arguments = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=4,
@@ -118,20 +218,27 @@ def trainer_of(job: Job, folder: Path) -> Any:
         lr_scheduler_type="constant",
         max_grad_norm=NORM,
         logging_steps=1,
-        use_cpu=True,
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
+        **{"use_cpu": True, **options},
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
 
     class InOrder(Trainer):  # the one thing that is not the library's: the order of the data
         def _get_train_sampler(self, *_: Any) -> Any:
             return torch.utils.data.SequentialSampler(Rows())
 
-    trainer = InOrder(model, arguments, train_dataset=Rows(), optimizers=(optimizer, None), callbacks=[tell(job.log)])
-    use_scaler(trainer, job.scaler())
+    callbacks = [] if log is None else [tell(log)]
+    trainer = InOrder(model, arguments, train_dataset=Rows(), optimizers=(optimizer, None), callbacks=callbacks)
+    if scaler is not None:
+        use_scaler(trainer, scaler)
     return trainer
+
+
+def trainer_with(job: Job, folder: Path) -> Any:
+    model = Classifier(job.quantize(network()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    return trainer_of(model, optimizer, job.scaler(), folder, job.log)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -140,7 +247,7 @@ def test_transformers_trainer_takes_the_steps_of_the_loop_by_hand(tmp_path: Path
     pytest.importorskip("accelerate")
     parameters, losses, scales = expected(scaling)
     job = Job(FORMAT, scaling=scaling)
-    trainer = trainer_of(job, tmp_path)
+    trainer = trainer_with(job, tmp_path)
     trainer.train()
     job.close()
     assert same(trainer.model, parameters)
@@ -148,14 +255,16 @@ def test_transformers_trainer_takes_the_steps_of_the_loop_by_hand(tmp_path: Path
     assert job.scales == scales
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("scaling", [1024.0, "torch"])
-def test_lightning_takes_the_steps_of_the_loop_by_hand(tmp_path: Path, scaling: Any) -> None:
-    lightning = pytest.importorskip("lightning.pytorch")
+def fit(
+    net: nn.Module, optimizer: Any, scaler: GradScaler, folder: Path, precision: str = "32-true", log: Any = None
+) -> tuple[Any, Any]:
+    """A LightningModule and the Trainer that has trained it."""
+    import lightning.pytorch as lightning
+
     from ada_loss.integrations.lightning import ScaledPrecision, Tell
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self, net: nn.Module) -> None:
+        def __init__(self) -> None:
             super().__init__()
             self.net = net
 
@@ -163,24 +272,33 @@ def test_lightning_takes_the_steps_of_the_loop_by_hand(tmp_path: Path, scaling: 
             return F.cross_entropy(self.net(batch[0]), batch[1])
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=RATE)
+            return optimizer
 
-    parameters, losses, scales = expected(scaling)
-    job = Job(FORMAT, scaling=scaling)
-    module = Module(job.quantize(network()))
+    module = Module()
     trainer = lightning.Trainer(
-        accelerator="cpu",
+        accelerator="cpu" if precision == "32-true" else "gpu",
         max_epochs=1,
         gradient_clip_val=NORM,
-        plugins=[ScaledPrecision(job.scaler())],
-        callbacks=[Tell(job.log)],
+        plugins=[ScaledPrecision(scaler, precision)],
+        callbacks=[] if log is None else [Tell(log)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        default_root_dir=str(tmp_path),
+        default_root_dir=str(folder),
     )
     trainer.fit(module, DataLoader([*zip(*data())], batch_size=4))
+    return module, trainer
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scaling", [1024.0, "torch"])
+def test_lightning_takes_the_steps_of_the_loop_by_hand(tmp_path: Path, scaling: Any) -> None:
+    pytest.importorskip("lightning.pytorch")
+    parameters, losses, scales = expected(scaling)
+    job = Job(FORMAT, scaling=scaling)
+    net = job.quantize(network())
+    module, trainer = fit(net, torch.optim.SGD(net.parameters(), lr=RATE), job.scaler(), tmp_path, log=job.log)
     job.close()
     assert same(module, parameters)
     assert [value for _, value in job.curves["loss"]] == losses
@@ -191,7 +309,7 @@ def test_lightning_takes_the_steps_of_the_loop_by_hand(tmp_path: Path, scaling: 
 
 
 def with_trainer(job: Job) -> dict[str, float]:
-    trainer = trainer_of(job, Path(job.options["folder"]))
+    trainer = trainer_with(job, Path(job.options["folder"]))
     return {"train_loss": trainer.train().training_loss}
 
 
