@@ -59,6 +59,7 @@ FORMATS: dict[str, Any] = {
     "activations in e5m2": fpsim.Policy(activation="e5m2", error="bf16"),
 }
 NATIVE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LEAVING_OUT = {"inner_gradient", "first_of_itself_twice", "one_half"}  # rows that use a part of what they compute
 FARTHER = 1.25
 FEW, MANY = 4, 60  # inputs of the comparison with native code: at first, and where it seems to be better
 # Ways with other numbers than the eager one: a transform calls other kernels, and adds gradients in another order, of
@@ -276,7 +277,7 @@ class Examined:
         # what a copy remembers is of outside, and draws noise once more
         remembers = any("Remembering" in block.names for block in self.blocks)
         # and what nobody uses, such as the value whose slope is taken, draws none in a program, as in torch's own
-        leaves_out = way == "compiled" and any("inner_gradient" in block.names for block in self.blocks)
+        leaves_out = way == "compiled" and any(LEAVING_OUT & block.names for block in self.blocks)
         shares_noise = "stochastically" in format and (way == "threads" or remembers or leaves_out)
         if way in UNLIKE_EAGER or shares_noise or isinstance(eager, Exception):
             return []

@@ -73,6 +73,7 @@ from fpsim.emulation.marks import (
     is_wide_tensor,
     mark,
     mark_as_weight,
+    mark_like,
     unmark,
 )
 from fpsim.emulation.operands import Rounds, leaves_float32
@@ -187,7 +188,10 @@ class Emulation(Roundings, TorchFunctionMode):
         """The call, as what it does is to be treated."""
         first = args[0] if args else None
         if call.drops is not None and isinstance(first, Tensor) and call.drops_nothing(args, kwargs):
-            return call(func, args, kwargs)
+            out = call(func, args, kwargs)
+            if out is not first and (known := format_of(first)) is not None:  # in a program it is a copy
+                mark_like(out, known)
+            return out
         if call.is_of_each and len(moved := [*tensors_in(args)]) > 1:
             return self._each_moved(func, call, moved, args, kwargs)
         written = first if isinstance(first, Tensor) and call.writes_to_first(args, kwargs) else None
