@@ -27,10 +27,10 @@ from fpsim.tensors.gemm import summation_of
 from fpsim.tensors.hadamard import FIXED_SIGNS
 from fpsim.tensors.moments import binades, moments_of
 from fpsim.tensors.shared_scales import (
+    amax_pattern,
     asked_of,
     block_axes,
     block_plan,
-    finite_amax,
     in_parts,
     launch_of,
     shared_numbers,
@@ -186,6 +186,49 @@ SHARING = ["nvfp4", "e4m3fn per tensor fp32", "e5m2 per tensor", "e4m3fn per ten
 TALLIED = [("mxfp4", 1), ("e2m1fn per 32 at 0.75", -1), ("nvfp4", 1), ("e4m3fn per tensor fp32", 0)]
 
 
+# Formats of which both rules of an infinity are looked at, and those whose scale the whole tensor shares
+INFINITIES = [
+    "mxfp8_e4m3",
+    "e4m3fn per 32 ceil saturate",
+    "e2m1fn per 16 e4m3fn fp32",
+    "e2m1fn per 16 e4m3fn fp32 saturate",
+    "e4m3fn per 128 fp32",
+    "e4m3fn per 128 fp32 saturate",
+    "e4m3fn per tensor fp32",
+    "e4m3fn per tensor fp32 saturate",
+    "e5m2 per tensor fp32 delayed",
+    "e5m2 per tensor fp32 delayed saturate",
+]
+MASK = torch.finfo(torch.float32).max
+
+
+def infinities() -> Iterator[torch.Tensor]:
+    """(rows, 128): infinities, NaN and masks, alone, beside one another and beside numbers; then fewer of them."""
+    x = torch.randn(9, 128, generator=torch.Generator().manual_seed(1))
+    x[0, 0], x[1, 5], x[2, 40:42], x[3, 77] = torch.inf, torch.nan, torch.tensor([-torch.inf, MASK]), -MASK
+    x[4], x[5], x[6], x[6, ::9], x[7, 1] = (
+        MASK,
+        -torch.inf,
+        0.0,
+        -MASK,
+        float(torch.tensor(MASK).nextafter(x.new_zeros(()))),
+    )
+    yield x
+    yield x.nan_to_num(nan=3.0, posinf=MASK, neginf=-MASK)
+    yield x.nan_to_num(nan=3.0, posinf=MASK, neginf=-MASK).clamp(-4, 4).index_fill(0, torch.tensor([2]), torch.inf)
+    yield x.nan_to_num(nan=torch.nan, posinf=1.0, neginf=-2.0)
+
+
+def of_tensor(spec: BlockSpec) -> bool:
+    """Whether an infinity makes a scale of the whole tensor NaN."""
+    return spec.fmt.tensor_scale or spec.fmt.block == "tensor"
+
+
+def beside_numbers(spec: BlockSpec) -> torch.Tensor:
+    """Three elements for a tensor of numbers: with NaN and inf, where these leave the other blocks alone."""
+    return torch.tensor([-MASK, MASK, -0.0] if of_tensor(spec) else [torch.nan, torch.inf, -0.0])
+
+
 class Rounded(NamedTuple):
     """What rounding in blocks gives, and how many threads share a block."""
 
@@ -202,7 +245,7 @@ def rounded_by(
     has_key: the key is in memory, and not a number among the arguments. small: places are computed in 32 bits.
     """
     plan, axes = block_plan(spec), block_axes(x.shape, spec.fmt.tile, axis, None)
-    largest = int(x.nan_to_num(0, 0, 0).abs().max().view(torch.int32)) if spec.fmt.tensor_scale else -1
+    largest = int(amax_pattern(x, plan)) if spec.fmt.tensor_scale else -1
     y, scales = torch.full_like(x, 77.0), torch.zeros(math.prod(axes.blocks))
     kernel = block_teams.cuda_rounding(plan.rule, plan.shape, plan.scale_shape, plan.kind, small)
     grid, team = block_teams.grid_of(axes, launched(machine, kernel))
@@ -215,14 +258,16 @@ def rounded_by(
     return Rounded(y, scales, team)
 
 
-def densely_rounded_by(machine: Machine, x: torch.Tensor, spec: BlockSpec, has_key: bool) -> Rounded:
+def densely_rounded_by(
+    machine: Machine, x: torch.Tensor, spec: BlockSpec, has_key: bool, scale: torch.Tensor | None = None
+) -> Rounded:
     """A contiguous tensor rounded along its last axis by the kernel that a launch takes; a size in place of a team."""
     plan, axes = block_plan(spec), block_axes(x.shape, spec.fmt.tile, -1, None)
     y, scales = torch.full((x.numel() + 4,), 77.0), torch.zeros(math.prod(axes.blocks))
     y = y[x.storage_offset() :][: x.numel()].view(x.shape)  # aligned as x is
     work = launch_of(plan, axes, spec.fmt)
     work = launch_of(plan, axes, spec.fmt, launched(machine, work.kernel))
-    shared, key = Memory(shared_numbers(x, spec.fmt, plan, None)), Memory(torch.tensor([KEY]))
+    shared, key = Memory(shared_numbers(x, spec.fmt, plan, scale)[:2]), Memory(torch.tensor([KEY]))
     key_words = (key, 1, 0) if has_key else (None, 0, KEY)
     places = (0, WIDE_NUMBERS) if plan.shape >= BOOK else ()
     tables = [table_at(table_address(plan.parameters[i : i + NUMBERS])) for i in places]
@@ -236,7 +281,7 @@ def shared_by(machine: Machine, x: torch.Tensor, spec: BlockSpec) -> torch.Tenso
     """What the blocks of a tensor share, two int64, and its amax."""
     out, kernel = torch.full((block_amax.PLACES,), -1), block_amax.cuda_amax()
     launched(machine, kernel)
-    asked, largest = asked_of(spec.fmt, block_plan(spec).kind), BINARY32.bits(spec.fmt.largest)
+    asked, largest = asked_of(spec.fmt, block_plan(spec)), BINARY32.bits(spec.fmt.largest)
     blocks = moments.partial_words(x.numel(), 4)[0]
     machine(kernel, blocks, Memory(x), x.numel(), int(is_aligned(x)), largest, asked, Array(out))
     return out[: block_amax.FOUND + 1]
@@ -245,8 +290,8 @@ def shared_by(machine: Machine, x: torch.Tensor, spec: BlockSpec) -> torch.Tenso
 def tallied_by(machine: Machine, x: torch.Tensor, after: torch.Tensor, spec: BlockSpec, axis: int) -> torch.Tensor:
     """What happened to blocks between `x` and `after`."""
     plan, axes = block_plan(spec), block_axes(x.shape, spec.fmt.tile, axis, None)
-    whole = finite_amax(x) if spec.fmt.block == "tensor" else torch.tensor(-1)
-    shared = torch.cat([shared_numbers(x, spec.fmt, plan, None), whole.reshape(1)])
+    whole = amax_pattern(x, plan) if spec.fmt.block == "tensor" else torch.tensor(-1)
+    shared = torch.cat([shared_numbers(x, spec.fmt, plan, None)[:2], whole.reshape(1)])
     axes = in_parts(axes, True) if spec.fmt.block == "tensor" else axes
     out = torch.tensor([0] * SMALLEST_SCALE + [2**63 - 1, 0])
     kernel = block_teams.cuda_tally(plan.scale_shape, plan.kind, block_teams.is_small(axes))

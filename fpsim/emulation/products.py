@@ -17,7 +17,6 @@ from fpsim.emulation.forms import Form, Side
 from fpsim.emulation.marks import is_roundable, is_view_of_weight, mark_as_view_of_weight
 from fpsim.emulation.scope import Listeners, Observer, Scope
 from fpsim.formats.blocks import BlockFormat, Delayed
-from fpsim.kernels.statistics import AMAX
 from fpsim.policies.products import PRODUCTS, Operand, ProductSpecs
 from fpsim.tensors.accumulators import Accumulator
 from fpsim.tensors.block_autograd import round_blocks_traced
@@ -25,9 +24,8 @@ from fpsim.tensors.expressions import round_traced
 from fpsim.tensors.gemm import accumulate, apply_accumulate_operator
 from fpsim.tensors.hadamard import Hadamard, apply_hadamard_operator, padded_to_groups, require_groups, transformed
 from fpsim.tensors.launch import rounded, to_float64
-from fpsim.tensors.moments import amax_of
 from fpsim.tensors.noise import new_key_for, new_traceable_key
-from fpsim.tensors.shared_scales import Cut, rounded_blocks
+from fpsim.tensors.shared_scales import Cut, recorded_amax, rounded_blocks
 from fpsim.tensors.spec import FLOATING, BlockSpec, RoundingSpec, Spec
 from fpsim.torch_internals import is_legacy_batched, is_traced
 from fpsim.torch_modes import is_plain
@@ -316,7 +314,7 @@ class _Product:
         assert isinstance(spec.fmt.scale_rule, Delayed)
         history = self.listeners.histories.of(self.site, role, spec.fmt.scale_rule, spec.fmt.largest, x.device)
         if self.is_step:
-            history.record(amax_of(x)[AMAX])
+            history.record(recorded_amax(x, spec))
         return history.scale()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from fpsim.formats.foreign import from_other_library
 
 __all__ = [
     "BLOCKS",
+    "NONFINITE",
     "SCALE_RULES",
     "BlockFormat",
     "Delayed",
@@ -29,6 +31,7 @@ __all__ = [
 
 Element = FloatFormat | FixedPoint | Codebook
 
+MX_BLOCK = 32  # elements of a block of OCP MX v1.0
 MOST_STEPS = 2**20  # of a history, which is kept for each operand
 POWER_RULES = ("floor", "ceil", "even", "nearest")
 SCALE_RULES = {
@@ -38,6 +41,10 @@ SCALE_RULES = {
     "nearest": "2**(round(log2(amax)) - emax)",
     "amax": "amax / largest, in the scale's format",
     "absmax": "amax / largest in float32, by which elements are divided (bitsandbytes, torchao)",
+}
+NONFINITE = {
+    "nan": "the scale is NaN, and so is each element (OCP MX v1.0; microxcaling, torchao)",
+    "saturate": "an infinity saturates, and NaN stays alone (NVIDIA TransformerEngine)",
 }
 
 
@@ -82,7 +89,7 @@ class BlockFormat:
             "tensor" for all there are. A ragged last block is a shorter block.
         scale: the format of the scales: "e8m0fnu" for powers of two, "fp32", or any format without subnormal surprises,
             such as "e4m3fn".
-        scale_rule: how a scale follows from amax, the largest finite magnitude of its block. Powers of two: "floor",
+        scale_rule: how a scale follows from amax, the largest magnitude of its block. Powers of two: "floor",
             "ceil", "even" or "nearest", see SCALE_RULES. Any other scale: "amax", or Delayed() for a tensor. Float32
             alone: "absmax", the default of code books, under which elements are divided by the scale. Under "amax" they
             are multiplied by largest / amax, which differs in the last bit.
@@ -92,6 +99,13 @@ class BlockFormat:
             arXiv 2502.20586, so that nothing saturates under the rule "floor".
         least_amax: under "absmax", what a smaller amax counts as: 1e-12 in torchao. With 0, a block of zeros has a
             scale of 0, and stays zero in formats without a zero too.
+        nonfinite: what an infinity or NaN makes of the block that it is in. "nan": the scale is NaN, and so is every
+            element; with a tensor_scale, of the whole tensor. "saturate": an infinity saturates at `scale_of_infinity`,
+            which hides the overflow, and NaN stays NaN alone, as in TransformerEngine. Under Delayed() scales are those
+            of before: an infinity alone becomes NaN in elements that have one, and saturates in others.
+
+    Plus and minus float32's largest number are masks: they stay as they are, and no scale follows from them. In a block
+    whose scale is NaN they are NaN too.
 
     Raises:
         ValueError: for combinations that make no format.
@@ -100,6 +114,8 @@ class BlockFormat:
     True
     >>> print(BlockFormat("e4m3fn", (128, 128), scale_rule="ceil"))
     e4m3fn per 128x128 ceil
+    >>> print(BlockFormat("e4m3fn", "tensor", "fp32", nonfinite="saturate"))
+    e4m3fn per tensor fp32 saturate
     """
 
     element: Element
@@ -109,6 +125,7 @@ class BlockFormat:
     tensor_scale: bool = False
     gain: float = 1.0
     least_amax: float = 0.0
+    nonfinite: str = "nan"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "element", _symmetric(as_element(self.element)))
@@ -122,6 +139,28 @@ class BlockFormat:
 
     def __str__(self) -> str:
         return _BLOCK_NAMES.get(self) or _systematic_name(self) or repr(self)
+
+    def __repr__(self) -> str:
+        """That of a dataclass, without `nonfinite` where it is the standard's: ids of stored cells hold such words."""
+        given = [f.name for f in fields(self) if f.name != "nonfinite" or self.nonfinite != "nan"]
+        return f"BlockFormat({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
+
+    @property
+    def scale_of_infinity(self) -> float:
+        """The scale of a block in which a number is infinite.
+
+        Where it saturates: 1, as TransformerEngine's compute_scale_from_amax has it, but the largest number of the
+        scales' format in blocks of MXFP8 (the code 0xFE) and NVFP4.
+
+        >>> [as_format(name).scale_of_infinity for name in ("mxfp4", "e4m3fn per row fp32 saturate")]
+        [nan, 1.0]
+        >>> as_format("e4m3fn per 32 ceil saturate").scale_of_infinity == 2.0**127
+        True
+        """
+        if self.nonfinite == "nan":
+            return math.nan
+        is_narrow = self.block == MX_BLOCK if self.has_power_scale else self.scale != CATALOGUE["fp32"]
+        return self.scale.largest if is_narrow else 1.0
 
     @property
     def has_power_scale(self) -> bool:
@@ -214,6 +253,8 @@ def _require_rule(f: BlockFormat) -> None:
         raise ValueError(
             f"gain={shown(f.gain)} is invalid. Expected: above 0 and at most 1; 1 unless scales are powers."
         )
+    if not isinstance(f.nonfinite, str) or f.nonfinite not in NONFINITE:
+        raise ValueError(refuse(f"Unknown nonfinite {shown(f.nonfinite)}", NONFINITE, word=f.nonfinite))
     if f.element.specials == "scale":
         raise ValueError(f"{f.element} has no zero and no sign. Elements are numbers such as e4m3fn or int8.")
     if not is_finite_number(f.least_amax) or f.least_amax < 0 or (f.least_amax and f.scale_rule != "absmax"):
@@ -242,11 +283,13 @@ def _rules_of(f: BlockFormat) -> tuple[str, ...]:
     return ("amax", "absmax") if f.scale == CATALOGUE["fp32"] else ("amax",)
 
 
-_PER = re.compile(r"(\S+) per (tensor|row|\d+|(\d+) ?x ?(\d+))((?: [a-z0-9]+)*)(?: at (\d+(?:\.\d+)?(?:e-?\d+)?))?")
+_PER = re.compile(
+    r"(\S+) per (tensor|row|\d+|(\d+) ?x ?(\d+))((?: [a-z0-9]+)*?)( saturate)?(?: at (\d+(?:\.\d+)?(?:e-?\d+)?))?"
+)
 
 
 def _systematic_name(f: BlockFormat) -> str | None:
-    """'<element> per <block> [scale [fp32]] [rule] [at gain]', where that says all: e4m3fn per tensor fp32."""
+    """'<element> per <block> [scale [fp32]] [rule] [saturate] [at gain]', where that says all: int4 per row fp32."""
     size = "x".join(map(str, f.block)) if isinstance(f.block, tuple) else f.block
     words = [str(f.element).replace("symmetric ", ""), "per", str(size)]
     if isinstance(f.element, FixedPoint):
@@ -255,6 +298,8 @@ def _systematic_name(f: BlockFormat) -> str | None:
         words += [str(f.scale), *(["fp32"] if f.tensor_scale else [])]
     if f.scale_rule != f._default_rule:
         words.append("delayed" if f.is_delayed else str(f.scale_rule))
+    if f.nonfinite != "nan":
+        words.append(f.nonfinite)
     if f.gain != 1:
         words += ["at", repr(float(f.gain))]
     name = " ".join(words)
@@ -264,7 +309,7 @@ def _systematic_name(f: BlockFormat) -> str | None:
 
 
 def _from_words(name: str) -> BlockFormat | None:
-    """The format of '<element> per <block> [scale [fp32]] [rule] [at gain]'; None where a word is unknown."""
+    """The format of a name as `_systematic_name` writes it; None where it is not one."""
     match = _PER.fullmatch(name)
     if match is None:
         return None
@@ -282,8 +327,8 @@ def _from_words(name: str) -> BlockFormat | None:
         else:
             scale = word
     scale = scale or ("fp32" if rule in ("amax", "absmax") else "e8m0fnu")
-    gain = float(match[6]) if match[6] else 1.0
-    return BlockFormat(as_element(match[1]), block, as_float_format(scale), rule, has_two, gain)  # type: ignore[arg-type]
+    gain, nonfinite = float(match[7] or 1.0), "saturate" if match[6] else "nan"
+    return BlockFormat(as_element(match[1]), block, as_float_format(scale), rule, has_two, gain, 0.0, nonfinite)  # type: ignore[arg-type]
 
 
 Format = FloatFormat | FixedPoint | Codebook | BlockFormat
@@ -307,10 +352,10 @@ def as_format(fmt: Any) -> Format:
     Args:
         fmt: a name of the catalogues ("fp16", "e4m3fn", "mxfp4", "nvfp4"), an alias ("half"), eXmY, eXmYfn or eXmYfnuz
             for any other with the standard bias, "int8" and the like, a code book's ("nf4", "dynamic8", "hif8"),
-            "<element> per <block> [scale [fp32]] [rule] [at gain]" for elements that share a scale ("e4m3fn per tensor
-            fp32", "int4 per 32", "e4m3fn per 128x128 ceil", "e2m1fn per 16x16 e4m3fn fp32", "e2m1fn per 32 at 0.75",
-            "dynamic8 per 256 fp32"), the `repr` of a format, or a format; a floating dtype of torch, NumPy or ml_dtypes
-            (torch.float8_e4m3fn), gfloat's FormatInfo.
+            "<element> per <block> [scale [fp32]] [rule] [saturate] [at gain]" for elements that share a scale ("e4m3fn
+            per tensor fp32", "int4 per 32", "e4m3fn per 128x128 ceil", "e2m1fn per 16x16 e4m3fn fp32", "e2m1fn per 32
+            at 0.75", "dynamic8 per 256 fp32"), the `repr` of a format, or a format; a floating dtype of torch, NumPy or
+            ml_dtypes (torch.float8_e4m3fn), gfloat's FormatInfo.
 
     Raises:
         ValueError: for an unknown name.

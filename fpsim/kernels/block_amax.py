@@ -10,27 +10,40 @@ import numpy as np
 
 from fpsim.compiling.compile import CUDA_THREADS, cuda_module, float32_bits, float32_of
 from fpsim.compiling.deferred import njit
-from fpsim.kernels.blocks import FLOAT32_LARGEST, finite_magnitude
+from fpsim.kernels.blocks import (
+    FLOAT32_LARGEST,
+    INFINITY,
+    MAGNITUDE,
+    MASK,
+    NAN,
+    amax_of_vector,
+    counted_amax_of_vector,
+    counted_magnitude,
+)
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
-AMAX, MULTIPLIER, OF_TENSOR = 1, 2, 4  # flags: what the first of two numbers becomes; whether the second is the amax
+# Flags: what the first of two numbers becomes; whether the second is the amax; whether an infinity saturates.
+AMAX, MULTIPLIER, OF_TENSOR, SATURATES = 1, 2, 4, 8
 PLACES = 4  # the two numbers that blocks share, the amax, and how many blocks of threads are done; all begin as -1
 _FIRST, _SECOND, FOUND, _DONE = range(PLACES)
 
 
 @njit(inline="always")
 def multiplier(amax, largest):
-    """largest / amax as float32, both patterns; 1 where amax is 0 (NVIDIA TransformerEngine, Float8CurrentScaling)."""
+    """largest / amax as float32, both patterns; 1 where amax is 0 (NVIDIA TransformerEngine, Float8CurrentScaling).
+
+    Of an infinite amax it says nothing.
+    """
     nonzero = amax if amax != np.uint32(0) else largest
     return float32_bits(min(np.float32(float32_of(largest) / float32_of(nonzero)), FLOAT32_LARGEST))
 
 
 def amax_kernel() -> Callable[..., None]:
-    """The body of a CUDA kernel that finds the pattern of the largest finite magnitude of `n` uint32.
+    """The body of a CUDA kernel that finds the pattern of the largest magnitude of `n` uint32: `counted_magnitude`.
 
     is_aligned: x begins at a multiple of 16 bytes. largest: of the elements' format, a pattern. asked: flags; the block
     of threads that is done last writes what they ask for. out: PLACES int64.
@@ -47,13 +60,16 @@ def amax_kernel() -> Callable[..., None]:
     def kernel(x, n, is_aligned, largest, asked, out):
         shared = cuda.shared.array(CUDA_THREADS, uint32)
         t, thread, step, amax = cuda.threadIdx.x, cuda.grid(1), cuda.gridsize(1), u32(0)
+        counted = INFINITY if asked & SATURATES else MAGNITUDE
         vectors = n // 4 if is_aligned else 0
         for i in range(thread, vectors, step):
             x0, x1, x2, x3 = load(x, i)
-            most = max(max(finite_magnitude(x0), finite_magnitude(x1)), max(finite_magnitude(x2), finite_magnitude(x3)))
+            most = amax_of_vector(x0, x1, x2, x3)
+            if most >= MASK:
+                most = counted_amax_of_vector(x0, x1, x2, x3, counted)
             amax = max(amax, most)
         for i in range(vectors * 4 + thread, n, step):
-            amax = max(amax, finite_magnitude(x[i]))
+            amax = max(amax, counted_magnitude(x[i], counted))
         shared[t] = amax
         half = cuda.blockDim.x // 2
         cuda.syncthreads()
@@ -69,7 +85,9 @@ def amax_kernel() -> Callable[..., None]:
         if cuda.atomic.add(out, _DONE, 1) == cuda.gridDim.x - 2:  # it began at -1
             cuda.threadfence()
             found = u32(cuda.atomic.max(out, FOUND, 0))
-            if asked & MULTIPLIER:
+            if asked & MULTIPLIER and found >= INFINITY:
+                out[_FIRST] = int64(float32_bits(np.float32(1)) if asked & SATURATES else NAN)
+            elif asked & MULTIPLIER:
                 out[_FIRST] = int64(multiplier(found, u32(largest)))
             elif asked & AMAX:
                 out[_FIRST] = int64(found)

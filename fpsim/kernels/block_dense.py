@@ -14,14 +14,19 @@ import numpy as np
 
 from fpsim.compiling.compile import CUDA_THREADS, cuda_module
 from fpsim.kernels.blocks import (
+    COUNTED,
     GAINED,
+    MASK,
     PARAMETERS,
-    finite_magnitude,
+    amax_of_vector,
+    counted_amax_of_vector,
     is_near,
     make_apply,
     make_apply_far,
     make_block_scale,
     make_tensor_scale,
+    special_element,
+    special_vector,
 )
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
 from fpsim.kernels.round import exchange_halves, key_words, noise_words
@@ -105,8 +110,10 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
                 x0, x1, x2, x3 = load(x, vector)
             else:
                 x0, x1, x2, x3 = x[first], x[first + 1], x[first + 2], x[first + 3]
-        if team > 0:
-            amax = max(max(finite_magnitude(x0), finite_magnitude(x1)), max(finite_magnitude(x2), finite_magnitude(x3)))
+        amax = amax_of_vector(x0, x1, x2, x3)
+        has_specials = amax >= MASK
+        if has_specials:
+            amax = counted_amax_of_vector(x0, x1, x2, x3, u32(p[COUNTED]))
         if team > 1:
             shared[thread] = amax
         if is_stochastic:
@@ -125,21 +132,24 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
         if exists and near:
             if is_stochastic:
                 n0, n1, n2, n3 = words[mine], words[mine + u64(1)], words[mine + u64(2)], words[mine + u64(3)]
-            x0 = apply(x0, n0, numbers, scale.by, scale.back, whole)
-            x1 = apply(x1, n1, numbers, scale.by, scale.back, whole)
-            x2 = apply(x2, n2, numbers, scale.by, scale.back, whole)
-            x3 = apply(x3, n3, numbers, scale.by, scale.back, whole)
+            y0 = apply(x0, n0, numbers, scale.by, scale.back, whole)
+            y1 = apply(x1, n1, numbers, scale.by, scale.back, whole)
+            y2 = apply(x2, n2, numbers, scale.by, scale.back, whole)
+            y3 = apply(x3, n3, numbers, scale.by, scale.back, whole)
+            if has_specials:
+                y0, y1, y2, y3 = special_vector((x0, x1, x2, x3), (y0, y1, y2, y3), scale.back, p)
             if is_aligned:
-                store(y, vector, (x0, x1, x2, x3))
+                store(y, vector, (y0, y1, y2, y3))
             else:
-                y[first], y[first + 1], y[first + 2], y[first + 3] = x0, x1, x2, x3
+                y[first], y[first + 1], y[first + 2], y[first + 3] = y0, y1, y2, y3
         elif can_be_far or team == 0:
             for i in range(first, min(first + VECTOR, n)):
                 bits = words[mine + u64(i - first)] if is_stochastic else u32(0)
                 if team == 0 and near:
-                    y[i] = apply(x[i], bits, numbers, scale.by, scale.back, whole)
+                    rounded = apply(x[i], bits, numbers, scale.by, scale.back, whole)
+                    y[i] = special_element(x[i], rounded, scale.back, p)
                 elif can_be_far:
-                    y[i] = apply_far(x[i], bits, scale.exponent, p)
+                    y[i] = special_element(x[i], apply_far(x[i], bits, scale.exponent, p), scale.back, p)
 
     return kernel
 

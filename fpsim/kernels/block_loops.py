@@ -17,14 +17,18 @@ from fpsim.compiling.compile import pointer, stack_array
 from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
 from fpsim.kernels.blocks import (
+    COUNTED,
     GAINED,
+    MASK,
     PARAMETERS,
-    finite_magnitude,
+    counted_magnitude,
     is_near,
+    magnitude_of,
     make_apply,
     make_apply_far,
     make_block_scale,
     make_tensor_scale,
+    special_element,
 )
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
 from fpsim.kernels.round import exchange_halves, fill_noise, noise_words
@@ -68,18 +72,43 @@ def element_noise(index, key0, key1):
 
 @njit(inline="always")
 def amax_of(xs, count, amax):
+    """Of all patterns, those that stand for no number too: below MASK it is the amax, and nothing is to be left out."""
     for i in range(count):
-        amax = max(amax, finite_magnitude(xs[i]))
+        amax = max(amax, magnitude_of(xs[i]))
     return amax
+
+
+@njit(inline="always")
+def counted_amax(xs, count, counted, amax):
+    for i in range(count):
+        amax = max(amax, counted_magnitude(xs[i], counted))
+    return amax
+
+
+@njit(inline="always")
+def treat_specials(xs, ys, count, back, p):
+    """Go again through elements that were rounded at one scale, with masks or infinities among them."""
+    for i in range(count):
+        ys[i] = special_element(xs[i], ys[i], back, p)
+
+
+HAS_SPECIALS = 1 << 32  # added to an amax
 
 
 @cache
 def cpu_amax() -> Loop:
-    """The pattern of the largest finite magnitude of `n` float32 at address `src`."""
+    """The pattern of the largest magnitude of `n` float32 at address `src`, as `counted_magnitude` has it.
+
+    HAS_SPECIALS is added where there is a mask, an infinity or NaN.
+    """
 
     @compiled_loop()
-    def loop(src, n):
-        return np.int64(amax_of(carray(pointer(src), (n,), np.uint32), n, np.uint32(0)))
+    def loop(src, n, counted):
+        x = carray(pointer(src), (n,), np.uint32)
+        amax = amax_of(x, n, np.uint32(0))
+        if amax < MASK:
+            return np.int64(amax)
+        return np.int64(np.int64(counted_amax(x, n, np.uint32(counted), np.uint32(0))) + np.int64(HAS_SPECIALS))
 
     return loop
 
@@ -146,9 +175,10 @@ def _run_along(rule: int, shape: int, kind: int) -> Callable[..., Any]:
 def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
     """Round blocks whose elements lie side by side: `inner` is 1.
 
-    Addresses: src, dst; parameters (of a BlockPlan); key (two uint32); shared (two int64: a pattern to take instead of
-    every block's own number, or -1, and the pattern of the tensor's amax); scales (float32, one for a block; 0 for
-    nowhere). Blocks `first` to `last` are rounded, counted by outer, R, middle and C.
+    Addresses: src, dst; parameters (of a BlockPlan); key (two uint32); shared (three int64: a pattern to take instead
+    of every block's own number, or -1; the pattern of the tensor's amax; where the first is given, whether there may be
+    masks or infinities: 0, 1, or -1 for not known); scales (float32, one for a block; 0 for nowhere). Blocks `first` to
+    `last` are rounded, counted by outer, R, middle and C.
 
     The length of a block is not a constant: LLVM unrolls a loop over 32 elements before it can vectorise it, which took
     twice the time. Numbers are computed for BATCH blocks side by side: a quarter less time with blocks of 16.
@@ -161,7 +191,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
 
     @compiled_loop(rule, shape, scale_shape, kind, error_model="numpy")
     def loop(src, dst, dims, parameters, key, shared, scales, first, last):
-        d, common = carray(pointer(dims), (7,), i64), carray(pointer(shared), (2,), i64)
+        d, common = carray(pointer(dims), (7,), i64), carray(pointer(shared), (3,), i64)
         outer, rows, middle, columns, r, c = d[0], d[1], d[2], d[3], d[5], d[6]
         p, keys = carray(pointer(parameters), (PARAMETERS,), i64), carray(pointer(key), (2,), u32)
         n, step = outer * rows * middle * columns, middle * columns
@@ -171,17 +201,23 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
         noise, have, whole = new_noise(), -1, tensor_scale(common[1], p)
         amaxes, largests, overflows, smallests = new_words(), new_words(), new_words(), new_words()
         origins, exponents, by, back = new_integers(), new_integers(), new_floats(), new_floats()
-        elements = numbers_from(p)
+        elements, is_known = numbers_from(p), common[0] >= 0 and common[2] >= 0
         unit = first
         while unit < last:  # neighbours along C, whose numbers are computed side by side
             row, column = unit // column_blocks, unit % column_blocks
             rest, i = row // middle, row // middle % row_blocks
             line = ((rest // row_blocks * rows + i * r) * middle + row % middle) * columns
             height, count = min(r, rows - i * r), min(BATCH, column_blocks - column, last - unit)
+            has_specials = is_known and common[2] > 0
             for b in range(count):
                 begin, length, amax = line + (column + b) * c, min(c, columns - (column + b) * c), u32(0)
-                for j in range(height if common[0] < 0 else 0):
+                for j in range(0 if is_known else height):
                     amax = amax_of(x[begin + j * step : begin + j * step + length], length, amax)
+                if amax >= MASK:
+                    has_specials, amax = True, u32(0)
+                    for j in range(height):
+                        xs = x[begin + j * step : begin + j * step + length]
+                        amax = counted_amax(xs, length, u32(p[COUNTED]), amax)
                 amaxes[b] = amax
             fill(count, amaxes, common[0], whole, p, origins, largests, overflows, smallests, by, back, exponents)
             if scales != 0:
@@ -200,6 +236,8 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
                             ys[k] = apply_far(xs[k], bits, exponents[b], p)
                     else:
                         have = run(xs, ys, start, noise, have, keys, numbers, by[b], back[b], whole)
+                    if has_specials:
+                        treat_specials(xs, ys, length, back[b], p)
             unit += count
 
     return loop
@@ -249,7 +287,7 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
 
     @compiled_loop(rule, shape, scale_shape, kind, error_model="numpy")
     def loop(src, dst, dims, parameters, key, shared, scales, first, last):
-        d, common = carray(pointer(dims), (7,), i64), carray(pointer(shared), (2,), i64)
+        d, common = carray(pointer(dims), (7,), i64), carray(pointer(shared), (3,), i64)
         outer, rows, middle, columns, inner, r, c = d[0], d[1], d[2], d[3], d[4], d[5], d[6]
         p, k = carray(pointer(parameters), (PARAMETERS,), i64), carray(pointer(key), (2,), u32)
         n, step = outer * rows * middle * columns * inner, middle * columns * inner
@@ -274,7 +312,15 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
                 start = base + t // length * step + t % length * inner
                 xs = x[start : start + width]
                 for i in range(width):
-                    amaxes[i] = max(amaxes[i], finite_magnitude(xs[i]))
+                    amaxes[i] = max(amaxes[i], magnitude_of(xs[i]))
+            most = amax_of(amaxes, width, u32(0))
+            if most >= MASK:
+                for i in range(width):
+                    amaxes[i] = 0
+                for t in range(height * length):
+                    start = base + t // length * step + t % length * inner
+                    for i in range(width):
+                        amaxes[i] = max(amaxes[i], counted_magnitude(x[start + i], u32(p[COUNTED])))
             far = fill(width, amaxes, common[0], whole, p, origins, largests, overflows, smallests, by, back, exponents)
             if scales != 0:
                 for i in range(width):
@@ -287,5 +333,7 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
                     if not is_near(exponents[i], p):
                         bits = element_noise(start + i, k[0], k[1]) if is_stochastic else u32(0)
                         ys[i] = apply_far(xs[i], bits, exponents[i], p)
+                for i in range(width if most >= MASK else 0):
+                    ys[i] = special_element(xs[i], ys[i], back[i], p)
 
     return loop

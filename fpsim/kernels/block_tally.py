@@ -19,17 +19,22 @@ from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
 from fpsim.kernels.block_loops import place_of
 from fpsim.kernels.blocks import (
+    COUNTED,
     DIVIDED,
     FLOAT32_LARGEST,
     GAIN,
     GAINED,
+    INFINITE_SCALE,
+    INFINITY,
     LEAST_EXPONENT,
+    MAGNITUDE,
+    MASK,
     MOST_EXPONENT,
     NARROW,
     PARAMETERS,
     POWER,
     QUOTIENT,
-    finite_magnitude,
+    counted_magnitude,
     make_block_scale,
     make_tensor_scale,
     wanted_exponent,
@@ -54,7 +59,7 @@ _INFINITY = np.uint64(0x7FF << 52)
 
 @cache
 def make_facts(scale_shape: int, kind: int) -> Callable[..., Any]:
-    """What a tally asks of one block that is not all zero, as a compiled function.
+    """What a tally asks of one block that `has_scale`, as a compiled function.
 
     Whether its scale was raised to the smallest of its format, or became zero; whether it was lowered to the largest;
     the float64 pattern of the scale; and of the magnitudes below which an element is subnormal, and from which one
@@ -89,11 +94,18 @@ def make_facts(scale_shape: int, kind: int) -> Callable[..., Any]:
 
 
 @njit(inline="always")
+def has_scale(amax, tensor_amax, p):
+    """Whether a block is not all zero, and its scale is not NaN."""
+    is_nan = p[INFINITE_SCALE] > np.int64(INFINITY) and (amax >= INFINITY or tensor_amax >= np.int64(INFINITY))
+    return amax != np.uint32(0) and not is_nan
+
+
+@njit(inline="always")
 def end_of_range(before, after, normal, saturated):
     """Whether an element became subnormal, and whether it saturated: 0 or 1."""
     x, r = np.uint64(widened(before) & _MAGNITUDE), np.uint64(widened(after) & _MAGNITUDE)
-    is_finite = x < _INFINITY and r < _INFINITY
-    return int(is_finite and np.uint64(0) < r < normal), int(is_finite and x >= saturated)
+    is_number = x < _INFINITY and r < _INFINITY and np.uint32(before & MAGNITUDE) != MASK
+    return int(is_number and np.uint64(0) < r < normal), int(is_number and x >= saturated)
 
 
 @cache
@@ -121,11 +133,11 @@ def cpu_loop(scale_shape: int, kind: int) -> Loop:
             amax = u32(max(common[2], i64(0)))
             for j in range(height if common[0] < 0 else 0):
                 for k in range(length):
-                    amax = max(amax, finite_magnitude(x[base + j * step + k * inner]))
+                    amax = max(amax, counted_magnitude(x[base + j * step + k * inner], u32(p[COUNTED])))
             is_counted = common[0] < 0 or unit == 0
             out[BLOCKS] += int(is_counted)
-            if amax == u32(0):
-                out[ZERO_BLOCKS] += int(is_counted)
+            out[ZERO_BLOCKS] += int(is_counted and amax == u32(0))
+            if not has_scale(amax, common[1], p):
                 continue
             is_under, is_over, scale, normal, saturated = facts(amax, common[0], whole, p, f[0], f[1], f[2])
             out[SCALE_UNDERFLOW] += int(is_under and is_counted)

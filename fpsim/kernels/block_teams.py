@@ -17,16 +17,20 @@ from fpsim.compiling.compile import CUDA_THREADS, cuda_module
 from fpsim.compiling.deferred import njit
 from fpsim.kernels.bits import leading_zeros
 from fpsim.kernels.block_loops import element_noise, place_of
-from fpsim.kernels.block_tally import end_of_range, make_facts
+from fpsim.kernels.block_tally import end_of_range, has_scale, make_facts
 from fpsim.kernels.blocks import (
+    COUNTED,
     GAINED,
+    MASK,
     PARAMETERS,
-    finite_magnitude,
+    counted_magnitude,
     is_near,
+    magnitude_of,
     make_apply,
     make_apply_far,
     make_block_scale,
     make_tensor_scale,
+    special_element,
 )
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
 from fpsim.kernels.round import key_words
@@ -158,12 +162,21 @@ def _make_walk(small: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _make_amax(further: Callable[..., Any]) -> Callable[..., Any]:
-    def amax_of_team(x, at, walk, shared, member, leader, apart, team):
-        """The pattern of the largest finite magnitude of a block. All threads come here, also those without a block."""
-        amax = np.uint32(0)
+    def amax_of_team(x, start, walk, shared, member, leader, apart, team, counted):
+        """The pattern of the largest magnitude of a block, and whether this thread has masks, infinities or NaN.
+
+        All threads come here, also those without a block.
+        """
+        amax, at = np.uint32(0), start
         while at[0] < walk[0]:
-            amax = max(amax, finite_magnitude(x[at[2]]))
+            amax = max(amax, magnitude_of(x[at[2]]))
             at = further(at, walk)
+        has_specials = amax >= MASK
+        if has_specials:
+            amax, at = np.uint32(0), start
+            while at[0] < walk[0]:
+                amax = max(amax, counted_magnitude(x[at[2]], counted))
+                at = further(at, walk)
         mine, half = leader + np.uint64(member) * apart, np.uint32(np.uint32(team) >> np.uint32(1))
         shared[mine] = amax
         while half > np.uint32(0):
@@ -172,7 +185,7 @@ def _make_amax(further: Callable[..., Any]) -> Callable[..., Any]:
                 shared[mine] = max(shared[mine], shared[mine + np.uint64(half) * apart])
             half = np.uint32(half >> np.uint32(1))
         cuda.syncthreads()
-        return shared[leader]
+        return shared[leader], has_specials
 
     return amax_of_team
 
@@ -198,9 +211,9 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int, small: b
         shared = cuda.shared.array(CUDA_THREADS, uint32)
         unit, member, leader, apart = place_in_team(inner, team)
         at, walk = begin(unit, member, team, outer, rows, middle, columns, inner, r, c)
-        amax = u32(0)
+        amax, has_specials = u32(0), True
         if given[0] < 0:
-            amax = amax_of_team(x, at, walk, shared, member, leader, apart, team)
+            amax, has_specials = amax_of_team(x, at, walk, shared, member, leader, apart, team, u32(p[COUNTED]))
         whole = tensor_scale(given[1], p)
         scale = block_scale(amax, given[0], whole, p)
         if has_scales and member == 0 and walk[0] > 0:
@@ -214,9 +227,10 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int, small: b
             if is_stochastic:
                 bits = element_noise(index, key0, key1)
             if near:
-                y[index] = apply(number, bits, numbers, scale.by, scale.back, whole)
+                rounded = apply(number, bits, numbers, scale.by, scale.back, whole)
             else:
-                y[index] = apply_far(number, bits, scale.exponent, p)
+                rounded = apply_far(number, bits, scale.exponent, p)
+            y[index] = special_element(number, rounded, scale.back, p) if has_specials else rounded
             at = further(at, walk)
 
     return kernel
@@ -245,7 +259,7 @@ def tally_kernel(scale_shape: int, kind: int, small: bool) -> Callable[..., None
         at, walk = begin(unit, member, team, outer, rows, middle, columns, inner, r, c)
         amax = u32(max(given[2], i64(0)))
         if given[0] < 0:
-            amax = amax_of_team(x, at, walk, shared, member, leader, apart, team)
+            amax, _ = amax_of_team(x, at, walk, shared, member, leader, apart, team, u32(p[COUNTED]))
         else:
             cuda.syncthreads()
         if walk[0] > 0:
@@ -254,7 +268,7 @@ def tally_kernel(scale_shape: int, kind: int, small: bool) -> Callable[..., None
                 cuda.atomic.add(counts, BLOCKS, 1)
                 if amax == u32(0):
                     cuda.atomic.add(counts, ZERO_BLOCKS, 1)
-            if amax > u32(0):
+            if has_scale(amax, given[1], p):
                 whole = tensor_scale(given[1], p)
                 is_under, is_over, scale, low, high = facts(amax, given[0], whole, p, normal, saturated, of_scale)
                 if counted and is_under:

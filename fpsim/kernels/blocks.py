@@ -55,21 +55,68 @@ SCALE_NUMBERS = 2 * NUMBERS  # of the scale's format
     GAIN,
     SCALE_LARGEST,
     LEAST_AMAX,
+    COUNTED,  # the largest magnitude that an amax counts: infinity, or every NaN
+    INFINITE_SCALE,  # of a block whose amax is not finite
+    INFINITE_EXPONENT,  # its log2
+    INFINITE_ELEMENT,  # what an infinity becomes whose scale knows nothing of it; 0 where it is rounded
     PARAMETERS,  # how many there are
-) = range(3 * NUMBERS, 3 * NUMBERS + 13)
+) = range(3 * NUMBERS, 3 * NUMBERS + 17)
 
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 INFINITY = np.uint32(0x7F800000)
+SIGN = np.uint32(1 << 31)
 MANTISSA = np.uint32(0x007FFFFF)
 IMPLICIT = np.uint32(0x00800000)
 SQRT2_MANTISSA = np.uint32(3474675)  # floor(2**23 * (sqrt(2) - 1)): no float32 is sqrt(2)
 FLOAT32_LARGEST = np.float32(np.finfo(np.float32).max)
+MASK = np.uint32(0x7F7FFFFF)  # float32's largest number: plus and minus it are masks. No other number is above it
+NAN = np.uint32(0x7FC00000)
+NAN_EXPONENT = 1 << 12  # in the place of log2 of a scale that is NaN: far beyond every other
 
 
 @njit(forceinline=True)
-def finite_magnitude(word):
+def magnitude_of(word):
+    return np.uint32(word & MAGNITUDE)
+
+
+@njit(forceinline=True)
+def counted_magnitude(word, counted):
+    """The magnitude as an amax counts it: 0 for masks, and for what is above `counted`."""
     magnitude = np.uint32(word & MAGNITUDE)
-    return magnitude if magnitude < INFINITY else np.uint32(0)
+    return np.uint32(0) if magnitude == MASK or magnitude > counted else magnitude
+
+
+@njit(forceinline=True)
+def amax_of_vector(x0, x1, x2, x3):
+    """Of all patterns: below MASK it is the amax of numbers."""
+    return max(max(magnitude_of(x0), magnitude_of(x1)), max(magnitude_of(x2), magnitude_of(x3)))
+
+
+@njit(forceinline=True)
+def counted_amax_of_vector(x0, x1, x2, x3, counted):
+    first = max(counted_magnitude(x0, counted), counted_magnitude(x1, counted))
+    return max(first, max(counted_magnitude(x2, counted), counted_magnitude(x3, counted)))
+
+
+@njit(inline="always")
+def special_element(before, after, back, p):
+    """What becomes of an element that may be a mask or an infinity, where `after` is what it was rounded to.
+
+    back: the scale of its block, of which only whether it is NaN is looked at.
+    """
+    magnitude = np.uint32(before & MAGNITUDE)
+    if magnitude == MASK and back == back:
+        return np.uint32(before)
+    is_replaced = magnitude == INFINITY and p[INFINITE_ELEMENT] != np.int64(0)
+    return np.uint32(np.uint32(before) | np.uint32(p[INFINITE_ELEMENT])) if is_replaced else np.uint32(after)
+
+
+@njit(inline="always")
+def special_vector(before, after, back, p):
+    x0, x1, x2, x3 = before
+    y0, y1, y2, y3 = after
+    y0, y1 = special_element(x0, y0, back, p), special_element(x1, y1, back, p)
+    return y0, y1, special_element(x2, y2, back, p), special_element(x3, y3, back, p)
 
 
 @njit(forceinline=True)
@@ -85,7 +132,7 @@ def normalised(magnitude):
 
 @njit(inline="always")
 def wanted_exponent(amax, p):
-    """log2 of the scale that the rule gives a block whose largest finite magnitude has the pattern `amax`, above 0."""
+    """log2 of the scale that the rule gives a block whose largest magnitude has the pattern `amax`, above 0."""
     field, mantissa = normalised(amax)
     up = np.int32(0)
     if p[SCALE_RULE] == CEIL:
@@ -102,7 +149,8 @@ def exponent_of_scale(amax, p):
     """The same within what the scale's format and a float32 hold; the least for a block of zeros."""
     least, most = np.int32(p[LEAST_EXPONENT]), np.int32(p[MOST_EXPONENT])
     found = max(least, min(most, wanted_exponent(amax, p)))
-    return found if amax != np.uint32(0) else least
+    found = found if amax != np.uint32(0) else least
+    return found if amax < INFINITY else np.int32(p[INFINITE_EXPONENT])
 
 
 @njit(inline="always")
@@ -135,6 +183,8 @@ def make_tensor_scale(kind: int) -> Callable[..., Any]:
     def tensor_scale(tensor_amax, p):
         if kind != NARROW or tensor_amax <= np.int64(0):
             return np.float32(1)
+        if tensor_amax >= np.int64(INFINITY):  # 1 in TransformerEngine, compute_global_encode_scaling_factor_FP4
+            return float32_of(NAN) if p[INFINITE_SCALE] > np.int64(INFINITY) else np.float32(1)
         top = np.float32(float32_of(p[SCALE_LARGEST]) * float32_of(p[LARGEST]))
         return min(np.float32(top / float32_of(tensor_amax)), FLOAT32_LARGEST)
 
@@ -162,25 +212,29 @@ def make_block_scale(scale_shape: int, kind: int) -> Callable[..., Any]:
 
     @njit(inline="always")
     def block_scale(amax, shared, whole, p):
-        """amax: of the block's finite elements. shared: what to take instead where it is not negative."""
+        """amax: as `counted_magnitude` has it. shared: what to take instead where it is not negative."""
         numbers = elements(p)
         by, back, exponent = f32(1), f32(1), i32(0)
         a = u32(shared) if shared >= i64(0) else u32(amax)
+        is_finite, infinite = a < INFINITY, float32_of(p[INFINITE_SCALE])
         if kind == POWER or kind == GAINED:
             exponent = exponent_of_scale(a, p)
             shift = max(p[LEAST_SHIFT], min(p[MOST_SHIFT], -i64(exponent)))
             numbers = at_scale(numbers, shift)
-            by, back = float32_of(p[GAIN]), float32_of(power_of_two(exponent))
+            by, back = float32_of(p[GAIN]), float32_of(power_of_two(exponent)) if is_finite else infinite
         elif kind == DIVIDED:
             nonzero = a if a != u32(0) else u32(p[LARGEST])  # a block of zeros has a scale of 1
             by = min(f32(float32_of(p[LARGEST]) / float32_of(nonzero)), FLOAT32_LARGEST)
+            by = by if is_finite else infinite  # 1 or NaN, as their inverse
             by = float32_of(shared) if shared >= i64(0) else by
             back = f32(f32(1) / by)
         elif kind == QUOTIENT:
             back = f32(float32_of(max(a, u32(p[LEAST_AMAX]))) / float32_of(p[LARGEST]))
+            back = back if is_finite else infinite
             by = back if back != f32(0) else f32(1)
         else:
             back = float32_of(round_scale(float32_bits(wanted_scale(a, whole, p)), u32(0), scales(p)))
+            back = back if is_finite else infinite
             divisor = f32(back * f32(f32(1) / whole))
             by = min(f32(f32(1) / divisor), FLOAT32_LARGEST) if divisor != f32(0) else FLOAT32_LARGEST
         return BlockScale(
@@ -216,10 +270,13 @@ def make_apply_far(rule: int, shape: int, kind: int) -> Callable[..., Any]:
     """The rounding of one element of a block whose scale is too far for 32 bits: powers of two alone go so far."""
     round_wide, at_scale = make_rounding(rule, shape, 64), make_at_scale(64)
     narrow_numbers, wide_numbers = make_numbers_from(32), make_numbers_from(64, WIDE_NUMBERS)
-    u64, i64, is_book = np.uint64, np.int64, shape in (BOOK, SEARCHED_BOOK)
+    u32, u64, i64, is_book = np.uint32, np.uint64, np.int64, shape in (BOOK, SEARCHED_BOOK)
+    beyond, infinity64, magnitude64 = u64((1023 + 128) << 52), u64(0x7FF << 52), u64((1 << 63) - 1)
 
     @njit(forceinline=True)
     def apply_far(word, noise, exponent, p):
+        if exponent == np.int32(NAN_EXPONENT):
+            return NAN
         if not is_book and np.uint32(word & MAGNITUDE) == np.uint32(0):
             return np.uint32(word & narrow_numbers(p).zero_sign)
         by = float32_of(p[GAIN])
@@ -227,7 +284,9 @@ def make_apply_far(rule: int, shape: int, kind: int) -> Callable[..., Any]:
         numbers, wide = at_scale(wide_numbers(p), i64(0) if is_book else -i64(exponent)), widened(scaled)
         wide = divided_by_power(wide, exponent) if is_book else wide  # a table stays as it is
         rounded = round_wide(wide, u64(u64(noise) << u64(32)), numbers)
-        rounded = narrowed(divided_by_power(rounded, -exponent) if is_book else rounded)
+        rounded = divided_by_power(rounded, -exponent) if is_book else rounded
+        is_beyond = beyond <= u64(rounded & magnitude64) < infinity64  # at the largest of all scales
+        rounded = u32(u32(word & SIGN) | INFINITY) if is_beyond else narrowed(rounded)
         return float32_bits(np.float32(float32_of(rounded) / by)) if kind == GAINED else rounded
 
     return apply_far  # type: ignore[no-any-return]

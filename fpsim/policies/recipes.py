@@ -226,7 +226,7 @@ def _has_matrix(module: nn.Module) -> bool:
     return any(p.dim() >= 2 for p in module.parameters(recurse=False))
 
 
-# The recipes
+# The recipes. Those of TransformerEngine have formats in which an infinity saturates, as it does there.
 
 _BF16 = Policy(weight="bf16", activation="bf16", error="bf16")
 
@@ -237,7 +237,9 @@ def _with(fprop: Any, dgrad: Any, wgrad: Any) -> Policy:
 
 def _hybrid(scale: str) -> Policy:
     """e4m3fn forward and e5m2 for gradients; what exceeds a scale that was predicted saturates, as it does in casts."""
-    forward, gradient = (Operand(as_format(f"{e} per tensor {scale}"), overflow="saturate") for e in ("e4m3fn", "e5m2"))
+    forward, gradient = (
+        Operand(as_format(f"{e} per tensor {scale} saturate"), overflow="saturate") for e in ("e4m3fn", "e5m2")
+    )
     return _with((forward, forward), (gradient, forward), (gradient, forward))
 
 
@@ -246,7 +248,7 @@ def _everywhere(fmt: str) -> Policy:
 
 
 def _fp8_tile() -> Policy:
-    part, tile = "e4m3fn per 128 ceil", "e4m3fn per 128x128 ceil"  # the smallest power of two that holds amax
+    part, tile = "e4m3fn per 128 ceil saturate", "e4m3fn per 128x128 ceil saturate"  # the least power that holds amax
     return _with((part, tile), (part, tile), (part, part))
 
 
@@ -256,7 +258,8 @@ def _mxfp4_sr() -> Policy:
 
 
 def _nvfp4() -> Policy:
-    part, tile, transform = as_format("nvfp4"), "e2m1fn per 16x16 e4m3fn fp32", Hadamard(16, "fixed")
+    part, tile = as_format("e2m1fn per 16 e4m3fn fp32 saturate"), "e2m1fn per 16x16 e4m3fn fp32 saturate"
+    transform = Hadamard(16, "fixed")
     gradient = Operand(part, "stochastic", random_bits=8)
     return _with(
         (part, tile), (gradient, tile), (replace(gradient, hadamard=transform), Operand(part, hadamard=transform))
@@ -289,7 +292,7 @@ _RECIPES = {
     "mxfp8": _Recipe(
         "mxfp8_e4m3 everywhere: a power of two for 32, rounded up so that nothing saturates",
         "arXiv 2506.08027; NVIDIA TransformerEngine, MXFP8BlockScaling",
-        _everywhere("e4m3fn per 32 ceil"),
+        _everywhere("e4m3fn per 32 ceil saturate"),
         keeps_last=0,
     ),
     "mxfp4_sr": _Recipe(

@@ -16,7 +16,7 @@ from fpsim.kernels import block_tally, block_teams
 from fpsim.kernels.blocks import BlockPlan
 from fpsim.kernels.statistics import BLOCK_FIELDS, LARGEST_SCALE, SMALLEST_SCALE
 from fpsim.tensors.launch import parts_of, run_on_card, run_parts
-from fpsim.tensors.shared_scales import BlockAxes, Cut, block_axes, block_plan, finite_amax, in_parts, shared_numbers
+from fpsim.tensors.shared_scales import BlockAxes, Cut, amax_pattern, block_axes, block_plan, in_parts, shared_numbers
 from fpsim.tensors.spec import BlockSpec, address_of
 
 __all__ = ["blocks_between", "saturated_from"]
@@ -35,10 +35,10 @@ def blocks_between(before: Tensor, after: Tensor, spec: BlockSpec, cut: Cut) -> 
     x, r = (t.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous() for t in (before, after))
     if x.numel() == 0:
         return _row(x.device)
-    shared = shared_numbers(x, spec.fmt, plan, cut.scale)
+    shared = shared_numbers(x, spec.fmt, plan, cut.scale)[:2]
     shared = torch.cat([shared, shared.new_full((1,), -1)])
     if spec.fmt.block == "tensor":
-        shared[2] = finite_amax(x)
+        shared[2] = amax_pattern(x, plan)
         axes = in_parts(axes, x.is_cuda)
     limits = limits_of(spec)
     if x.is_cuda:

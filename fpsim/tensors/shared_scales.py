@@ -24,7 +24,7 @@ from fpsim.tensors.spec import BlockSpec, address_of
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
-__all__ = ["BlockAxes", "Cut", "block_scales", "rounded_blocks"]
+__all__ = ["BlockAxes", "Cut", "block_scales", "recorded_amax", "rounded_blocks"]
 
 _RULES = {"floor": blocks.FLOOR, "ceil": blocks.CEIL, "even": blocks.EVEN, "nearest": blocks.NEAREST}
 
@@ -65,10 +65,22 @@ def block_plan(spec: BlockSpec) -> blocks.BlockPlan:
         BINARY32.bits(f.gain),
         BINARY32.bits(f.scale.largest),
         BINARY32.bits(f.least_amax),
+        *_of_infinity(f, spec.overflow),
     )
     assert len(numbers) == blocks.PARAMETERS
     assert plans[0].shape == plans[1].shape
     return blocks.BlockPlan(plans[0].rule, plans[0].shape, scale.shape, kind, numbers)
+
+
+def _of_infinity(f: BlockFormat, overflow: str) -> tuple[int, int, int, int]:
+    """The parameters COUNTED, INFINITE_SCALE, INFINITE_EXPONENT and INFINITE_ELEMENT of a plan."""
+    every_nan, infinity, nan = int(blocks.MAGNITUDE), int(blocks.INFINITY), int(blocks.NAN)
+    if f.is_delayed:  # whose scale is that of before: an element is on its own
+        is_nan = f.nonfinite == "nan" and f.element.has_nan and overflow == "saturate"
+        return every_nan, BINARY32.bits(1.0), 0, nan if is_nan else 0
+    if f.nonfinite == "nan":
+        return every_nan, nan, blocks.NAN_EXPONENT, 0
+    return infinity, BINARY32.bits(f.scale_of_infinity), math.frexp(f.scale_of_infinity)[1] - 1, 0
 
 
 class BlockAxes(NamedTuple):
@@ -157,9 +169,24 @@ def _axis(axis: int, shape: torch.Size, name: str) -> int:
     return axis % rank
 
 
-def finite_amax(x: Tensor) -> Tensor:
-    """The pattern of the largest finite magnitude of a contiguous tensor, an int64 on its device."""
-    return _amax_on_card(x, 0)[block_amax.FOUND] if x.is_cuda else torch.tensor(_amax_on_cpu(x))
+def amax_pattern(x: Tensor, plan: blocks.BlockPlan) -> Tensor:
+    """The pattern of the largest magnitude of a contiguous tensor, an int64 on its device.
+
+    Masks do not count. An infinity does, and NaN where it makes a scale NaN.
+    """
+    if x.is_cuda:
+        return _amax_on_card(x, _saturates(plan))[block_amax.FOUND]
+    return torch.tensor(_amax_on_cpu(x, plan)[0])
+
+
+def recorded_amax(x: Tensor, spec: BlockSpec) -> Tensor:
+    """The largest magnitude of a floating tensor that later steps take a scale from, a float32 of no dimension."""
+    source = x.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+    return amax_pattern(source, block_plan(spec)).to(torch.int32).view(torch.float32)
+
+
+def _saturates(plan: blocks.BlockPlan) -> int:
+    return block_amax.SATURATES if plan.parameters[blocks.COUNTED] == blocks.INFINITY else 0
 
 
 def _amax_on_card(x: Tensor, asked: int, largest: float = 1.0) -> Tensor:
@@ -173,12 +200,15 @@ def _amax_on_card(x: Tensor, asked: int, largest: float = 1.0) -> Tensor:
     return out
 
 
-def _amax_on_cpu(x: Tensor) -> int:
-    loop, address = block_loops.cpu_amax().native, address_of(x)
+def _amax_on_cpu(x: Tensor, plan: blocks.BlockPlan) -> tuple[int, int]:
+    """The same, and 1 where there is a mask, an infinity or NaN, else 0."""
+    loop, address, counted = block_loops.cpu_amax().native, address_of(x), plan.parameters[blocks.COUNTED]
     if x.numel() < PARALLEL_FROM:
-        return loop(address, x.numel())  # type: ignore[no-any-return]
-    parts = [(address + first * 4, length) for first, length in parts_of(x.numel())]
-    return max(run_parts(loop, parts, x))
+        found = loop(address, x.numel(), counted)
+        return found % block_loops.HAS_SPECIALS, found // block_loops.HAS_SPECIALS
+    parts = [(address + first * 4, length, counted) for first, length in parts_of(x.numel())]
+    each = run_parts(loop, parts, x)
+    return max(found % block_loops.HAS_SPECIALS for found in each), max(each) // block_loops.HAS_SPECIALS
 
 
 def rounded_blocks(
@@ -224,33 +254,39 @@ def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None 
 def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale: Tensor | None) -> Tensor:
     """Two int64: what stands in for every block's own amax, and the pattern of the tensor's; -1 for neither.
 
+    On the CPU a third: whether there are masks or infinities where the first is given, -1 where nobody looked.
+
     source: a contiguous float32.
     scale: of delayed scaling.
     """
     divides = plan.kind == blocks.DIVIDED
     if source.is_cuda:
-        if asked := asked_of(f, plan.kind):
+        if asked := asked_of(f, plan):
             return _amax_on_card(source, asked, f.element.largest)[:2]
         shared = torch.full((2,), -1, dtype=torch.int64, device=source.device)
         if scale is not None:
             shared[0] = scale.detach().reshape(()).view(torch.int32).long()
         return shared
-    number = -1
+    number = has_specials = -1
     if scale is not None:
         number = int(scale.detach().reshape(()).view(torch.int32))
     elif f.block == "tensor":
-        number = _amax_on_cpu(source)
-        number = _multiplier_on_cpu(number, f.element.largest) if divides else number
+        number, has_specials = _amax_on_cpu(source, plan)
+        if divides and number >= blocks.INFINITY:
+            number = BINARY32.bits(f.scale_of_infinity)  # which is NaN or 1, as its inverse
+        elif divides:
+            number = _multiplier_on_cpu(number, f.element.largest)
+    of_tensor = _amax_on_cpu(source, plan)[0] if f.tensor_scale else -1
     # from numpy: a default device of torch's is not meant for it, and it takes a third of the time of torch.tensor
-    return torch.from_numpy(np.array((number, _amax_on_cpu(source) if f.tensor_scale else -1)))
+    return torch.from_numpy(np.array((number, of_tensor, has_specials)))
 
 
-def asked_of(f: BlockFormat, kind: int) -> int:
+def asked_of(f: BlockFormat, plan: blocks.BlockPlan) -> int:
     """The flags of kernels.block_amax for what the blocks of a tensor share; 0 where no pass over it is needed."""
     asked = block_amax.OF_TENSOR if f.tensor_scale else 0
     if f.block == "tensor" and not f.is_delayed:
-        asked |= block_amax.MULTIPLIER if kind == blocks.DIVIDED else block_amax.AMAX
-    return asked
+        asked |= block_amax.MULTIPLIER if plan.kind == blocks.DIVIDED else block_amax.AMAX
+    return asked | _saturates(plan) if asked else 0
 
 
 def in_parts(axes: BlockAxes, is_cuda: bool) -> BlockAxes:
@@ -314,7 +350,7 @@ def _multiplier_on_cpu(amax: int, largest: float) -> int:
     return min(BINARY32.bits(largest / value), _LARGEST)
 
 
-_NOTHING_SHARED = torch.full((2,), -1, dtype=torch.int64, device="cpu")
+_NOTHING_SHARED = torch.full((3,), -1, dtype=torch.int64, device="cpu")
 
 
 class _Units(NamedTuple):

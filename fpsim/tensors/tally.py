@@ -88,7 +88,8 @@ class Tally:
         noise: the sum of squares of their changes, over the same elements.
         exponents: {floor(log2|x|): elements}.
         blocks: how many of them.
-        zero_blocks: those without a finite element that is not zero. They count in none of what follows.
+        zero_blocks: those whose elements are zero, or masks. They count in none of what follows; nor do those whose
+            scale is NaN, for an infinity or NaN is in them.
         scale_underflow: those whose scale would be below the smallest of its format. It becomes the smallest, or 0
             where that is nearer, which makes zeros of all elements.
         scale_overflow: those whose scale would be beyond the largest of its format, by half an ulp unless that is a

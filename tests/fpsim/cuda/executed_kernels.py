@@ -18,6 +18,7 @@ from kernel_cases import (
     ACCUMULATORS,
     BLOCKS,
     DENSE,
+    INFINITIES,
     KEY,
     PREDICTING,
     SCALES_OF_LOSSES,
@@ -26,12 +27,14 @@ from kernel_cases import (
     TALLIED,
     TRANSFORMS,
     Array,
+    beside_numbers,
     block_spec,
     counted_by,
     decisions_at,
     densely_rounded_by,
     factor_of,
     gathered_by,
+    infinities,
     lost_by,
     operands_of_a_product,
     product_by,
@@ -65,9 +68,9 @@ from fpsim.tensors.launch import rounded
 from fpsim.tensors.moments import binades, moments_of, on_device
 from fpsim.tensors.shared_scales import (
     Cut,
+    amax_pattern,
     block_plan,
     block_scales,
-    finite_amax,
     rounded_blocks,
     shared_numbers,
 )
@@ -194,8 +197,8 @@ def test_blocks_have_the_bits_of_the_cpu(
     name: str, rounding: str, shape: tuple[int, ...], axis: int, team: int
 ) -> None:
     x = numbers(math.prod(shape), torch.float32).view(shape)
-    x[0, :3].view(3, -1)[:, 0], x[2, 3] = torch.tensor([torch.nan, torch.inf, -0.0]), 0.0
     spec = block_spec(name, rounding)
+    x[0, :3].view(3, -1)[:, 0], x[2, 3] = beside_numbers(spec), 0.0
     rounded = rounded_by(CARD, x, spec, axis, has_key=True)
     assert rounded.team == team
     assert same(rounded.y, rounded_blocks(x, spec, axis, None, torch.tensor(KEY)))
@@ -219,12 +222,29 @@ def test_dense_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, shape: 
         x *= torch.exp2(-torch.linspace(0, 250, len(x))).view(
             -1, *[1] * (len(shape) - 1)
         )  # scales that take 64 bits too
-        x.view(-1)[:3], x.view(-1)[-size - 9 :] = torch.tensor([torch.nan, torch.inf, -0.0]), 0.0
         spec = block_spec(name, rounding)
+        x.view(-1)[:3], x.view(-1)[-size - 9 :] = beside_numbers(spec), 0.0
         rounded = densely_rounded_by(CARD, x, spec, has_key=True)
         assert rounded.team == size
         assert same(rounded.y, rounded_blocks(x, spec, -1, None, torch.tensor(KEY)))
         assert same(rounded.scales, block_scales(x, spec, -1).flatten())
+
+
+@pytest.mark.parametrize("name", INFINITIES)
+def test_infinities_and_masks_in_blocks_are_those_of_the_cpu(name: str) -> None:
+    spec = block_spec(name)
+    scale = torch.tensor(0.5) if spec.fmt.is_delayed else None
+    for x in infinities():
+        expected = rounded_blocks(x, spec, scale=scale)
+        assert same(densely_rounded_by(CARD, x, spec, True, scale).y, expected)
+        if scale is None:
+            *shared, amax = shared_by(CARD, x, spec)
+            assert shared == shared_numbers(x, spec.fmt, block_plan(spec), None)[:2].tolist()
+            assert amax == amax_pattern(x, block_plan(spec))
+            found = tallied_by(CARD, x, expected, spec, -1)
+            assert torch.equal(found, blocks_between(x, expected, spec, Cut(-1)))
+        if spec.fmt.block != "tensor":
+            assert same(rounded_by(CARD, x, spec, -1, True).y, expected)
 
 
 @pytest.mark.parametrize("name", SHARING)
@@ -234,10 +254,10 @@ def test_what_blocks_share_is_found_as_on_the_cpu(name: str) -> None:
     for n, offset in ((1, 0), (3, 1), (257, 0), (4097, 1), (40_003, 0)):
         x = numbers(n + offset, torch.float32)[offset:]
         if n > 3:
-            x[:3], x[-1] = torch.tensor([torch.nan, torch.inf, -0.0]), -float(x.nan_to_num(0, 0, 0).abs().max()) * 0.99
+            x[:3], x[-1] = beside_numbers(spec), -float(x.nan_to_num(0, 0, 0).abs().max()) * 0.99
         *shared, amax = shared_by(CARD, x, spec)
-        assert shared == shared_numbers(x, spec.fmt, plan, None).tolist()
-        assert amax == finite_amax(x)
+        assert shared == shared_numbers(x, spec.fmt, plan, None)[:2].tolist()
+        assert amax == amax_pattern(x, plan)
 
 
 @pytest.mark.parametrize("name", ["e4m3fn per tensor fp32", "e5m2 per tensor fp32"])
@@ -245,14 +265,14 @@ def test_the_multiplier_of_a_tensor_is_float32s_quotient(name: str) -> None:
     spec = block_spec(name)
     for word in (0, 1, 2, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x3F800001, 0x43E00000, 0x7F800000, 0x7FC00000):
         x = torch.tensor([word], dtype=torch.int32).view(torch.float32)
-        assert shared_by(CARD, x, spec)[:2].tolist() == shared_numbers(x, spec.fmt, block_plan(spec), None).tolist()
+        assert shared_by(CARD, x, spec)[:2].tolist() == shared_numbers(x, spec.fmt, block_plan(spec), None)[:2].tolist()
 
 
 @pytest.mark.parametrize(("name", "axis"), TALLIED)
 def test_blocks_are_tallied_as_on_the_cpu(name: str, axis: int) -> None:
     x = torch.randn(30, 134, 9) * torch.exp2(torch.tensor([-130.0, -40, 3])).repeat(10).view(30, 1, 1)
-    x[0, 0], x[1, 3:], x[2, 5, 0] = torch.tensor([torch.nan, torch.inf, -0.0] * 3), 0.0, 1e6
     spec = block_spec(name)
+    x[0, 0], x[1, 3:], x[2, 5, 0] = beside_numbers(spec).repeat(3), 0.0, 1e6
     after = rounded_blocks(x, spec, axis)
     assert torch.equal(tallied_by(CARD, x, after, spec, axis), blocks_between(x, after, spec, Cut(axis)))
 

@@ -17,7 +17,7 @@ from card_inputs import borders, everywhere, patterns
 from emulated_card import EmulatedCard, bind, ptx_of
 from executed_kernels import counted, gathered, numbers
 from executed_rounding import ends, on_card, specs_of
-from kernel_cases import block_spec, densely_rounded_by
+from kernel_cases import MASK, block_spec, densely_rounded_by
 from ptx_machine import Fault, Program
 
 from fpsim import FloatFormat, as_format
@@ -114,9 +114,11 @@ def blocks_found() -> list[np.ndarray]:
         x = numbers(32 * 300, torch.float32, offset)
         x *= torch.exp2(-torch.linspace(0, 30, 600)).repeat_interleave(16)  # scales of all sizes beneath the tensor's
         x.clamp_(-300, 300)
-        x[::97], x[5 * 32 : 7 * 32] = torch.tensor([torch.nan, torch.inf, -torch.inf])[torch.arange(99) % 3], 0.0
-        rounded = densely_rounded_by(EmulatedCard(), x, spec, has_key=False)
-        found += [rounded.y.numpy(), rounded.scales.numpy()]
+        x[::97], x[5 * 32 : 7 * 32] = torch.tensor([-MASK, -1.0, MASK])[torch.arange(99) % 3], 0.0
+        for infinity in (1.0, torch.inf):
+            x[7] = infinity
+            rounded = densely_rounded_by(EmulatedCard(), x, spec, has_key=False)
+            found += [rounded.y.numpy(), rounded.scales.numpy()]
     return found
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from format_cases import same as alike
 from kernel_cases import (
     ACCUMULATORS,
     BLOCKS,
     DENSE,
+    INFINITIES,
     KEY,
     PREDICTING,
     SCALES_OF_LOSSES,
@@ -23,12 +25,14 @@ from kernel_cases import (
     TRANSFORMS,
     Array,
     Memory,
+    beside_numbers,
     block_spec,
     counted_by,
     decisions_at,
     densely_rounded_by,
     factor_of,
     gathered_by,
+    infinities,
     lost_by,
     operands_of_a_product,
     product_by,
@@ -59,9 +63,9 @@ from fpsim.tensors.moments import binades, moments_of, on_device
 from fpsim.tensors.reference import noise_of, rounded_in_float64
 from fpsim.tensors.shared_scales import (
     Cut,
+    amax_pattern,
     block_plan,
     block_scales,
-    finite_amax,
     rounded_blocks,
     shared_numbers,
 )
@@ -286,8 +290,8 @@ def test_the_kernel_rounds_at_a_scale_as_the_cpu_does(name: str, dtype: torch.dt
 def test_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, axis: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 34, 3) * torch.exp2(torch.tensor([-149.0, -100, 3, 120])).view(4, 1, 1)
-    x[0, 0], x[2, 3, 0] = torch.tensor([torch.nan, torch.inf, -0.0]), 0.0
     spec = block_spec(name, rounding)
+    x[0, 0], x[2, 3, 0] = beside_numbers(spec), 0.0
     result = rounded_by(Simulator(16), x, spec, axis, has_key=False)
     assert same(result.y, rounded_blocks(x, spec, axis, None, torch.tensor(KEY)))
     assert same(result.scales, block_scales(x, spec, axis).flatten())
@@ -299,12 +303,25 @@ def test_dense_blocks_have_the_bits_of_the_cpu(name: str, rounding: str, shape: 
     x = (torch.randn(shape[0], math.prod(shape[1:])) * torch.exp2(torch.linspace(-148, 120, shape[0]))[:, None]).view(
         shape
     )
-    x.view(-1)[:3], x.view(-1)[-9:] = torch.tensor([torch.nan, torch.inf, -0.0]), 0.0
     spec = block_spec(name, rounding)
+    x.view(-1)[:3], x.view(-1)[-9:] = beside_numbers(spec), 0.0
     result = densely_rounded_by(Simulator(32), x, spec, has_key=False)
     assert result.team == size
     assert same(result.y, rounded_blocks(x, spec, -1, None, torch.tensor(KEY)))
     assert same(result.scales, block_scales(x, spec, -1).flatten())
+
+
+@pytest.mark.parametrize("name", INFINITIES[1::4])  # all of them in executed_kernels.py
+def test_infinities_and_masks_in_blocks_are_those_of_the_cpu(name: str) -> None:
+    spec = block_spec(name)
+    scale = torch.tensor(0.5) if spec.fmt.is_delayed else None
+    for x in infinities():
+        expected = rounded_blocks(x, spec, scale=scale)
+        assert alike(densely_rounded_by(Simulator(32), x, spec, False, scale).y, expected)
+        if spec.fmt.block != "tensor":
+            assert alike(rounded_by(Simulator(32), x, spec, -1, False).y, expected)
+            found = tallied_by(Simulator(32), x, expected, spec, -1)
+            assert torch.equal(found, blocks_between(x, expected, spec, Cut(-1)))
 
 
 @pytest.mark.parametrize("name", SHARING)
@@ -314,18 +331,18 @@ def test_what_blocks_share_is_found_as_on_the_cpu(name: str) -> None:
     for n, offset in ((1, 0), (299, 1)):
         x = torch.randn(n + offset)[offset:]
         if n > 3:
-            x[:3], x[-1] = torch.tensor([torch.nan, torch.inf, -0.0]), -float(x.nan_to_num(0, 0, 0).abs().max()) * 0.99
+            x[:3], x[-1] = beside_numbers(spec), -float(x.nan_to_num(0, 0, 0).abs().max()) * 0.99
         *shared, amax = shared_by(Simulator(16), x, spec)
-        assert shared == shared_numbers(x, spec.fmt, plan, None).tolist()
-        assert amax == finite_amax(x)
+        assert shared == shared_numbers(x, spec.fmt, plan, None)[:2].tolist()
+        assert amax == amax_pattern(x, plan)
 
 
 @pytest.mark.parametrize(("name", "axis"), TALLIED)
 def test_blocks_are_tallied_as_on_the_cpu(name: str, axis: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 34, 3) * torch.exp2(torch.tensor([-130.0, -40, 3])).view(3, 1, 1)
-    x[0, 0], x[1, 3:], x[2, 5, 0] = torch.tensor([torch.nan, torch.inf, -0.0]), 0.0, 1e6
     spec = block_spec(name)
+    x[0, 0], x[1, 3:], x[2, 5, 0] = beside_numbers(spec), 0.0, 1e6
     after = rounded_blocks(x, spec, axis)
     assert torch.equal(tallied_by(Simulator(16), x, after, spec, axis), blocks_between(x, after, spec, Cut(axis)))
 
