@@ -6,14 +6,16 @@ exactly, and noise is computed again. What a format is, its exponents and its la
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
+from fpsim.formats.blocks import BlockFormat
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.floats import FloatFormat
 
-__all__ = ["noise_of", "rounded_in_float64", "rounded_to_codebook"]
+__all__ = ["noise_of", "rounded_in_blocks", "rounded_in_float64", "rounded_to_codebook"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _WORD = 2.0**32
@@ -182,3 +184,42 @@ def rounded_to_codebook(x: Array, book: Codebook, rounding: str) -> Array:
     chosen = values[index]
     zero = np.copysign(0.0, wide) if book.has_negative_zero else np.zeros_like(wide)
     return np.where(np.isnan(wide), np.nan, np.where(chosen == 0, zero, chosen))
+
+
+def rounded_in_blocks(x: Array, fmt: BlockFormat) -> Array:
+    """What `fpsim.round_to(x, fmt)` has to give, as float64, where scales are powers of two, by "floor" or "ceil".
+
+    x: float32 of two axes, in blocks along the last one.
+    """
+    length = fmt.tile[1] or x.shape[1]
+    with np.errstate(invalid="ignore"):
+        wide = x.astype(np.float64)
+    places = range(0, x.shape[1], length)
+    return np.concatenate([np.stack([_block(row[i : i + length], fmt) for row in wide]) for i in places], axis=1)
+
+
+def _block(v: Array, fmt: BlockFormat) -> Array:
+    element = fmt.element
+    assert isinstance(element, FloatFormat)
+    is_mask = np.abs(v) == np.finfo(np.float32).max
+    amax = np.abs(np.where(is_mask, 0.0, v)).max()
+    if fmt.nonfinite == "saturate":
+        amax = np.abs(np.where(is_mask | np.isnan(v), 0.0, v)).max()
+    elif not np.isfinite(amax):
+        return np.full(v.shape, np.nan)
+    scale = fmt.scale_of_infinity if amax == np.inf else 2.0 ** _log2_scale(amax, element.largest, str(fmt.scale_rule))
+    with np.errstate(over="ignore"):
+        elements = rounded_in_float64(np.clip(v / scale, -element.largest, element.largest), element, "nearest_even")
+        rounded = (elements * scale).astype(np.float32).astype(np.float64)
+    return np.where(is_mask, v, rounded)
+
+
+def _log2_scale(amax: float, largest: float, rule: str) -> int:
+    """log2 of the scale of a block, whose largest element a float32 holds."""
+    emax, least = math.frexp(largest)[1] - 1, -127
+    if amax == 0:
+        return least
+    wanted = math.frexp(amax)[1] - 1 - emax
+    if rule == "ceil":
+        wanted += int(amax > math.ldexp(largest, wanted))
+    return max(least, min(127 - emax, wanted))

@@ -1,8 +1,8 @@
 """Whether the kernels of this machine round as they should: `python -m fpsim verify`.
 
-On any device bits are compared with `reference.py`, a second definition of rounding. On a card also: blocks that share
-a scale, against the CPU's; two streams at once, replays of a captured graph, the speed beside a copy, and what a launch
-costs.
+On any device bits are compared with `reference.py`, a second definition of rounding. On a card also: all formats whose
+blocks share a scale, against the CPU's; two streams at once, replays of a captured graph, the speed beside a copy, and
+what a launch costs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.variants import VARIANTS
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.moments import moments_of
-from fpsim.tensors.reference import noise_of, rounded_in_float64, rounded_to_codebook
+from fpsim.tensors.reference import noise_of, rounded_in_blocks, rounded_in_float64, rounded_to_codebook
 from fpsim.tensors.shared_scales import rounded_blocks
 from fpsim.tensors.spec import BlockSpec, RoundingSpec, any_spec, rounding_spec
 
 __all__ = ["FULL_FORMATS", "Row", "milliseconds", "on_card", "patterns", "verify"]
 
 FULL_FORMATS = ("fp16", "bf16", "tf32", "e4m3fn", "e5m2", "dlfloat16")  # one of each shape of the kernels and more
+# With scales that are powers of two, which `reference.py` knows, under both rules of what is not finite
+BLOCKS_OF_POWERS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "e4m3fn per 32 ceil saturate", "e4m3fn per row ceil")
 KEY = 0x9E3779B97F4A7C15 >> 1  # of the noise; a key has 63 bits
 FEW_BITS = 4  # of the variants
 _CHUNK = 1 << 22
@@ -88,6 +90,21 @@ def _compare(spec: RoundingSpec, device: str, parts: Iterable[Tensor]) -> Row:
     return Row(str(spec), not wrong, detail)
 
 
+def _compare_blocks(spec: BlockSpec, device: str) -> Row:
+    """Blocks of all sizes; with an infinity, NaN and masks, which are float32's largest number."""
+    generator, mask = torch.Generator().manual_seed(0), torch.finfo(torch.float32).max
+    x = torch.randn(600, 96, generator=generator) * torch.exp2(torch.linspace(-150, 126, 600))[:, None]
+    x[::7, 3], x[::11, 40], x[::13, 90], x[::5, 8], x[::17, 70] = torch.inf, torch.nan, -torch.inf, mask, -mask
+    expected = rounded_in_blocks(x.numpy(), spec.fmt)
+    result = rounded_blocks(x.to(device), spec).cpu().double().numpy()
+    is_wrong = ~((expected == result) | (np.isnan(expected) & np.isnan(result)))
+    if not is_wrong.any():
+        return Row(str(spec), True, f"{x.numel():,} numbers")
+    at = tuple(int(i) for i in np.argwhere(is_wrong)[0])
+    first = f"{float(x[at])!r} gives {float(result[at])!r}, not {float(expected[at])!r}"
+    return Row(str(spec), False, f"{is_wrong.sum()} of {x.numel():,} numbers differ: {first}")
+
+
 def _specs(fmt: str) -> list[RoundingSpec]:
     """Each rounding of a format, and each variant of a few random bits."""
     few = [rounding_spec(CATALOGUE[fmt], "stochastic", None, FEW_BITS, variant) for variant in VARIANTS]
@@ -109,6 +126,8 @@ def verify(device: str, full: bool) -> Iterator[Row]:
         ends = torch.tensor(torch.inf), torch.tensor(-torch.inf)
         for rounding in ("nearest_even", "toward_zero", "up", "down"):
             yield _compare(rounding_spec(book, rounding), device, [x, at, *(at.nextafter(end) for end in ends)])
+    for name in BLOCKS_OF_POWERS:
+        yield _compare_blocks(_block_spec(name), device)
     if full:
         for fmt in FULL_FORMATS:
             for spec in _specs(fmt):
@@ -140,12 +159,12 @@ def _blocks() -> Iterator[Row]:
     binades = torch.randint(-20, 20, (301, 1, 83), generator=generator).float()
     x = torch.randn(301, 37, 83, generator=generator) * torch.exp2(binades)
     x[0, 0, 0], x[1, 2, 3], x[4] = torch.inf, torch.nan, 0.0
-    whole = x[..., :64].contiguous()
     key = torch.tensor(KEY)
     for name in (*BLOCKS, "e4m3fn per row fp32", "e4m3fn per 128x128 fp32"):
         for rounding in ("nearest_even", "stochastic"):
             spec, wrong, first = _block_spec(name, rounding), 0, ""
-            for cut, axis in ((x, 0), (x, 1), (x, 2), (whole, 2)):
+            numbers = x.nan_to_num(0.0, 9.0) if spec.fmt.tensor_scale else x  # or all would be NaN
+            for cut, axis in ((numbers, 0), (numbers, 1), (numbers, 2), (numbers[..., :64].contiguous(), 2)):
                 expected = rounded_blocks(cut, spec, axis, None, key)
                 result = rounded_blocks(cut.cuda(), spec, axis, None, key).cpu()
                 is_wrong = result.view(torch.int32) != expected.view(torch.int32)
@@ -155,7 +174,7 @@ def _blocks() -> Iterator[Row]:
                     at = tuple(places[0])
                     values = f"{float(cut[at])!r} gives {float(result[at])!r}, not {float(expected[at])!r}"
                     first = f"along axis {axis} of {tuple(cut.shape)} at {at} {values}"
-            count = f"{3 * x.numel() + whole.numel():,} numbers"
+            count = f"{3 * x.numel() + x[..., :64].numel():,} numbers"
             yield Row(f"{name} {rounding}", not wrong, f"{wrong} of {count} differ: {first}" if wrong else count)
 
 

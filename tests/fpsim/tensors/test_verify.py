@@ -38,7 +38,7 @@ def test_the_reference_is_the_oracle(fmt: str, rounding: str) -> None:
 def test_the_quick_form_passes_and_prints_a_row_for_each_format_and_rounding_and_variant() -> None:
     done = subprocess.run([sys.executable, "-m", "fpsim", "verify", "--quick"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = 13 * len(CATALOGUE) + 4 * len(CODEBOOKS)
+    rows = 13 * len(CATALOGUE) + 4 * len(CODEBOOKS) + len(verify.BLOCKS_OF_POWERS)
     assert len([line for line in done.stdout.splitlines() if " ok " in line]) == rows
     assert done.stdout.endswith(f"all {rows} checks passed\n")
 
@@ -52,6 +52,7 @@ def test_one_wrong_bit_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(verify, "rounded", off)
     monkeypatch.setattr(verify, "CATALOGUE", {"fp16": CATALOGUE["fp16"]})
     monkeypatch.setattr(verify, "CODEBOOKS", {})
+    monkeypatch.setattr(verify, "BLOCKS_OF_POWERS", ())
     monkeypatch.setattr("fpsim.__main__.replay", lambda device: iter(()))
     assert main(["verify"]) == 1
     shown = capsys.readouterr().out
