@@ -321,6 +321,8 @@ def _place_of(operation: Operation, role: str, unrounded: Glance) -> str:
 def overflow_of(rounded: Rounded) -> tuple[float, int]:
     """The largest value that a rounding can give, and how many finite numbers became inf, NaN or that, and were not."""
     _, _, before, after, spec, cut = rounded
+    if isinstance(spec.fmt, BlockFormat) and spec.fmt.nonfinite == "nan" and not bool(before.isfinite().all()):
+        return math.inf, 0  # told of where it arose: that its block becomes NaN is no event of its own
     if isinstance(spec.fmt, BlockFormat) and spec.fmt.block != "tensor":  # where the largest of a block may saturate
         return math.inf, int((before.isfinite() & ~after.isfinite()).sum())
     sums, largest = Accumulator(spec, before.device), rounded.ends.largest

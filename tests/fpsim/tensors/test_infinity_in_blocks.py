@@ -8,7 +8,7 @@ import tiers
 import torch
 from format_cases import same
 from infinities import INPUTS, SATURATING, STANDARD
-from torch import nn
+from torch import Tensor, nn
 
 import ada_loss
 import fpsim
@@ -304,6 +304,41 @@ def test_a_tally_counts_a_mask_for_nothing() -> None:
         tally = fpsim.tally(x, name)
         assert (tally.overflow, tally.underflow, tally.nonfinite, tally.exact) == (0, 0, 0, 32)
     assert fpsim.tally(torch.full((1, 32), MASK), "mxfp4").zero_blocks == 1
+
+
+class Overflowing(nn.Module):
+    """Two layers around an exponential that overflows float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32, bias=False), nn.Linear(32, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.exp(self.up(x) * 200))
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "recipe:fp8_current"])
+def test_diagnose_why_and_a_recording_name_what_a_block_makes_nan_or_hides(fmt: str) -> None:
+    torch.manual_seed(0)
+    model, x = quantize(Overflowing(), fmt), torch.randn(8, 32)
+
+    def step() -> Tensor:
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    assert bool(step().isfinite()) == (fmt == "recipe:fp8_current")
+    broken = fpsim.diagnose(model, step)
+    assert (broken.cause["site"], broken.cause["kind"]) == (":exp", "inf")
+    roles = {row["role"] for row in broken if row["site"] == "down:linear"}
+    # at a scale of 1 the finite numbers saturate too; that a block becomes NaN is no event of its own
+    assert roles == {"activation", "error"} if fmt == "mxfp8_e4m3" else "fprop.x" in roles
+    assert str(fpsim.why(model, step)).startswith("Overflow at :exp, activation")
+    with fpsim.record(model) as recording:
+        step()
+    rows = {row["role"]: row for row in recording.rows() if row["site"] == "down:linear"}
+    assert rows["fprop.x"]["nonfinite"] > 0
 
 
 # Names
