@@ -17,9 +17,18 @@ from fpsim.kernels import block_amax, block_dense, block_loops, block_teams, blo
 from fpsim.kernels.codebook_tables import any_plan
 from fpsim.kernels.core import BINARY32, make_plan, scale_limits
 from fpsim.kernels.moments import partial_words
-from fpsim.tensors.launch import NO_KEY_ADDRESS, PARALLEL_FROM, key_arguments, on_card, parts_of, run_on_card, run_parts
+from fpsim.tensors.launch import (
+    NO_KEY_ADDRESS,
+    PARALLEL_FROM,
+    key_arguments,
+    on_card,
+    parts_of,
+    rounded,
+    run_on_card,
+    run_parts,
+)
 from fpsim.tensors.noise import new_key_for
-from fpsim.tensors.spec import BlockSpec, address_of
+from fpsim.tensors.spec import BlockSpec, address_of, rounding_spec
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
@@ -222,7 +231,8 @@ def rounded_blocks(
 ) -> Tensor:
     """A rounded copy of `x`, below autograd, whose blocks share scales.
 
-    x: float32, float64, float16 or bfloat16, any shape and strides; rounded as float32.
+    x: float32, float64, float16 or bfloat16, any shape and strides. Float64 is rounded once where scales are powers of
+        two, and becomes float32 first where they are not.
     axis: along which blocks run: the contraction axis of a product.
     across: along which the rows of a tile run; None takes the axis before `axis`, or the next for the first one.
     key: of the noise; None draws one.
@@ -316,7 +326,9 @@ def _run(
         block_axes(x.shape, f.tile, axis, across)  # which raises for what is not an axis, and may have no hash
     plan, axes, work = _kept(spec, x.shape, axis, across, x.is_cuda)
     source = x.detach()
-    if x.dtype is not torch.float32 or not x.is_contiguous():
+    if x.dtype is torch.float64:
+        source = _narrowed(source, plan.kind == blocks.POWER)
+    elif x.dtype is not torch.float32 or not x.is_contiguous():
         source = source.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
     out = torch.empty_like(source) if out is None else out
     scales = None
@@ -332,7 +344,27 @@ def _run(
         else:
             assert work is not None
             _run_on_cpu(work, key, source, out, shared, scales)
+    if x.dtype is torch.float64:
+        return torch.where(out.abs() == _MASK, x.detach(), out.to(x.dtype)), scales
     return out if x.dtype is torch.float32 else out.to(x.dtype), scales
+
+
+_MASK = torch.finfo(torch.float32).max
+_BELOW_MASK = math.ldexp(2**24 - 2, 104)
+
+
+def _narrowed(x: Tensor, to_odd: bool) -> Tensor:
+    """Contiguous float32 of float64 numbers; masks of either dtype as masks, what float32 does not hold as infinity.
+
+    to_odd: what was rounded to odd and is rounded again, to fewer bits, is rounded as if once (Boldo, Melquiond 2008),
+        and so is the power of two that is looked for. A scale that is multiplied in float32 asks for the nearest.
+    """
+    near = x.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+    narrow = rounded(x, rounding_spec("fp32", "to_odd")).to(torch.float32).contiguous() if to_odd else near
+    narrow = torch.where(near.isfinite(), narrow.clamp(-_BELOW_MASK, _BELOW_MASK), near)
+    magnitude = x.abs()
+    is_mask = (magnitude == _MASK) | (magnitude == torch.finfo(torch.float64).max)
+    return torch.where(is_mask, x.sign().to(torch.float32) * _MASK, narrow)
 
 
 _LARGEST = BINARY32.bits(torch.finfo(torch.float32).max)

@@ -62,6 +62,31 @@ def test_each_block_has_its_scale_and_its_elements_to_the_bit(name: str, rule: s
             assert line[start : start + 32] == [float(v) for v in round_block(row[start : start + 32], f)]
 
 
+@tiers.parametrize("rule", ["floor", "ceil", "even", "nearest"], keep={"floor", "ceil"})
+@tiers.parametrize("name", OCP, keep={"mxfp8_e4m3"})
+def test_operands_of_a_float64_model_are_rounded_once(name: str, rule: str) -> None:
+    """Numbers so near to a tie, or to where the scale changes, that float32 has them there."""
+    f, generator = block(name, scale_rule=rule), torch.Generator().manual_seed(0)
+    values = torch.tensor([v for v in f.element.values() if v > 0], dtype=torch.float64)
+    ties = (values[1:] + values[:-1]) / 2
+    x = ties[torch.randint(0, len(ties), (40, 32), generator=generator)]
+    x[:, 0] = torch.tensor([f.element.largest, 2.0 * f.element.largest, 2.0, 2**0.5 * 4]).double().repeat(10)
+    x *= 1 + torch.randint(-1, 2, x.shape, generator=generator).double() * 2.0**-40
+    rounded = rounded_blocks(x, any_spec(f))  # type: ignore[arg-type]
+    expected = [[float(v) for v in round_block(row, f)] for row in x.tolist()]
+    assert rounded.tolist() == expected
+    assert rounded_blocks(x.float(), any_spec(f)).tolist() != expected  # type: ignore[arg-type]
+
+
+def test_a_float64_number_keeps_its_masks_and_leaves_the_range_of_float32() -> None:
+    largest, mask = torch.finfo(torch.float64).max, torch.finfo(torch.float32).max
+    x = torch.tensor([[-largest, 1.0, mask, 0.3]], dtype=torch.float64)
+    for name in ("mxfp8_e4m3", "e4m3fn per row fp32"):
+        rounded = rounded_blocks(x, any_spec(name))  # type: ignore[arg-type]
+        assert rounded[0, [0, 2]].tolist() == [-largest, mask]
+        assert rounded_blocks(x.clamp(-1e39, 1.0), any_spec(name)).isnan().all()  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("info", all_block_formats, ids=lambda info: info.name)
 def test_blocks_equal_those_of_gfloat(info: gfloat.BlockFormatInfo) -> None:
     name = {"mxfp4_e2m1": "mxfp4"}.get(info.name, info.name)
