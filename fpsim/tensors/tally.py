@@ -19,6 +19,7 @@ from fpsim.formats.fixed_point import FixedPoint
 from fpsim.kernels.core import BINARY64
 from fpsim.kernels.moments import partial_words
 from fpsim.kernels.statistics import (
+    AMAX,
     BLOCK_SATURATED,
     BLOCK_SUBNORMAL,
     ELEMENT_COUNTS,
@@ -39,6 +40,7 @@ from fpsim.kernels.statistics import (
 from fpsim.kernels.tally import cuda_lost, cuda_tally, lost_loop, tally_loop
 from fpsim.tensors.block_tally import blocks_between, saturated_from
 from fpsim.tensors.launch import parts_of, rounded, run_on_card, run_parts, to_float64
+from fpsim.tensors.moments import amax_of
 from fpsim.tensors.shared_scales import Cut, axis_pair, require_no_axis, rounded_blocks
 from fpsim.tensors.spec import (
     BlockSpec,
@@ -63,6 +65,8 @@ __all__ = [
     "wanted_and_lost",
 ]
 
+SMALL_EXPONENT = -64
+SMALL = 2.0**SMALL_EXPONENT  # a tensor below it is multiplied to normal numbers before its shape is looked at
 CHUNK = 2**16  # elements of an update that are counted at once on a CPU: what is computed of them stays in its cache
 
 
@@ -414,14 +418,17 @@ def shape_between(before: Tensor, after: Tensor, row: int = -1) -> Tensor:
     [0.5, 3.25]
     """
     x, r = (t.detach() if t.dtype == torch.float64 else t.detach().float() for t in (before, after))
+    if x.is_cpu and x.dtype is torch.float32 and float(amax_of(x)[AMAX]) < SMALL:
+        x, r = (to_float64(t, -SMALL_EXPONENT).float() for t in (x, r))  # the processor may flush subnormals to zero
     error = r - x
     both = error.isfinite()
+    nonzero = (x.view(torch.int32 if x.dtype is torch.float32 else torch.int64) << 1 != 0) & both
     error, magnitude = torch.where(both, error, 0.0), torch.where(both, x, 0.0).abs()
     largest = magnitude.amax() if x.numel() else magnitude.sum()
     error, magnitude = error / largest, magnitude / largest  # a fourth power of 1e-20 would be lost
     rows = error.sum(row) if -x.dim() <= row < x.dim() else error.sum()
     squares = (magnitude * magnitude).flatten()
-    kurtosis = torch.dot(squares, squares).double() * magnitude.count_nonzero() / squares.sum().double() ** 2
+    kurtosis = torch.dot(squares, squares).double() * nonzero.count_nonzero() / squares.sum().double() ** 2
     return torch.stack([rows.abs().sum(dtype=torch.float64) / magnitude.sum(dtype=torch.float64), kurtosis])
 
 

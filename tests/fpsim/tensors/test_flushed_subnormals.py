@@ -316,3 +316,26 @@ def test_an_operand_of_a_product_is_recorded_with_its_subnormals() -> None:
         return {row["role"]: row["amax"] for row in recording.rows() if row["role"].endswith("dy")}
 
     assert both_ways(amaxes) == {"wgrad.dy": math.ldexp(7136, 20 - 149)}
+
+
+def recorded_gradients(of: torch.Tensor, fmt: str) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    model = fpsim.quantize(torch.nn.Linear(8, 4, bias=False), fmt)
+    with fpsim.record(model) as recording:
+        model(torch.randn(8, 8)).backward(of)
+    return recording.rows()
+
+
+@pytest.mark.parametrize("fmt", ["fp16", "mxfp8_e4m3"])
+def test_statistics_of_recorded_gradients_are_the_same(fmt: str) -> None:
+    patterns = torch.randint(-(1 << 23), 1 << 23, (8, 4), generator=torch.Generator().manual_seed(1)).int()
+    subnormal = (patterns.abs() | ((patterns < 0).int() << 31)).view(torch.float32)
+    usual = torch.randn(8, 4)
+    usual[2] = subnormal[2]
+    for of in (subnormal, usual):
+        expected = recorded_gradients(of, fmt)
+        with flushing():
+            assert recorded_gradients(of, fmt) == expected
+        (row,) = (row for row in expected if row["role"] in ("error", "wgrad.dy"))
+        assert row["nonzero"] == 32
+        assert row["kurtosis"] > 0.5
