@@ -31,31 +31,24 @@ def test_what_the_two_rules_make_of_an_infinity() -> None:
     assert round_to(x, "e2m1fn per 16 e4m3fn fp32 saturate").tolist() == [[6 * 448.0, 0.0, -0.0, 0.0]]
 
 
-@pytest.mark.parametrize("case", INPUTS)
 @tiers.parametrize("name", STANDARD, keep=ALIKE)
-def test_the_standards_rule_is_that_of_microxcaling_torchao_and_bitsandbytes(name: str, case: str) -> None:
-    x, rounded = INPUTS[case], round_to(torch.from_numpy(INPUTS[case]), name)
-    with np.errstate(all="ignore"):
-        for library in STANDARD[name]:
-            assert same(rounded, torch.from_numpy(library(x)))
-
-
-@pytest.mark.parametrize("case", INPUTS)
-@tiers.parametrize("name", SATURATING, keep={"e5m2 per tensor fp32 saturate", "e4m3fn per 32 ceil saturate"})
-def test_the_other_rule_is_that_of_transformer_engine(name: str, case: str) -> None:
-    x, rounded = INPUTS[case], round_to(torch.from_numpy(INPUTS[case]), name)
-    with np.errstate(all="ignore"):
-        expected = np.where(np.abs(x) == MASK, x, SATURATING[name](x))  # a mask is none there
-    assert same(rounded, torch.from_numpy(expected))
+def test_the_standards_rule_is_that_of_microxcaling_torchao_and_bitsandbytes(name: str) -> None:
+    for case, x in INPUTS.items():
+        rounded = round_to(torch.from_numpy(x), name)
+        with np.errstate(all="ignore"):
+            for library in STANDARD[name]:
+                assert same(rounded, torch.from_numpy(library(x))), case
 
 
 @tiers.parametrize("name", SATURATING, keep={"e5m2 per tensor fp32 saturate", "e4m3fn per 32 ceil saturate"})
-def test_finite_numbers_are_those_of_transformer_engine_too(name: str) -> None:
-    """So that the transcription is more than its special cases."""
-    x = torch.randn(64, generator=torch.Generator().manual_seed(0)) * 3
-    with np.errstate(all="ignore"):
-        assert same(round_to(x, name), torch.from_numpy(SATURATING[name](x.numpy())))
-    assert torch.equal(round_to(x, name), round_to(x, name.removesuffix(" saturate")))
+def test_the_other_rule_is_that_of_transformer_engine(name: str) -> None:
+    for case, x in INPUTS.items():
+        with np.errstate(all="ignore"):
+            expected = np.where(np.abs(x) == MASK, x, SATURATING[name](x))  # a mask is none there
+        assert same(round_to(torch.from_numpy(x), name), torch.from_numpy(expected)), case
+    usual = torch.randn(64, generator=torch.Generator().manual_seed(0)) * 3  # the transcription is more than its cases
+    assert same(round_to(usual, name), torch.from_numpy(SATURATING[name](usual.numpy())))
+    assert torch.equal(round_to(usual, name), round_to(usual, name.removesuffix(" saturate")))
 
 
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
@@ -87,12 +80,12 @@ def test_only_the_own_block_becomes_nan(name: str, axis: int, own: tuple[int | s
         assert torch.equal(rounded, usual)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "e4m3fn per tensor fp32", "int8 per tensor", "e4m3fn per tensor e4m3fn"])
-def test_a_scale_of_the_tensor_is_nan_for_all(name: str) -> None:
+def test_a_scale_of_the_tensor_is_nan_for_all() -> None:
     x = torch.randn(70, 100)
     x[69, 99] = INF
-    assert round_to(x, name).isnan().all()
-    assert scales_of(x, name).isnan().all()
+    for name in ("nvfp4", "e4m3fn per tensor fp32", "e4m3fn per tensor"):
+        assert round_to(x, name).isnan().all()
+        assert scales_of(x, name).isnan().all()
 
 
 @pytest.mark.parametrize("axis", [1, 0])
@@ -151,24 +144,22 @@ def test_codes_of_a_block_that_is_nan() -> None:
     assert encode(scales_of(x, "e4m3fn per 32 ceil saturate"), "e8m0fnu").tolist() == [[0xFE]]
 
 
-@pytest.mark.parametrize(
-    ("name", "overflow", "expected"),
-    [
-        ("e4m3fn per tensor fp32 delayed", None, [NAN, NAN, NAN, MASK, 448 / 2, 2.0]),
-        ("e5m2 per tensor fp32 delayed", None, [NAN, NAN, NAN, MASK, 28672.0, 2.0]),
-        ("e5m2 per tensor fp32 delayed", "inf", [INF, -INF, NAN, MASK, INF, 2.0]),
-        ("e2m1fn per tensor fp32 delayed", None, [3.0, -3.0, NAN, MASK, 3.0, 2.0]),
-        ("e4m3fn per tensor fp32 delayed saturate", None, [224.0, -224.0, NAN, MASK, 224.0, 2.0]),
-    ],
-)
-def test_under_delayed_scaling_each_element_is_on_its_own(
-    name: str, overflow: str | None, expected: list[float]
-) -> None:
+DELAYED = [  # rounded at a scale of 2
+    ("e4m3fn per tensor fp32 delayed", None, [NAN, NAN, NAN, MASK, 224.0, 2.0]),
+    ("e5m2 per tensor fp32 delayed", None, [NAN, NAN, NAN, MASK, 28672.0, 2.0]),
+    ("e5m2 per tensor fp32 delayed", "inf", [INF, -INF, NAN, MASK, INF, 2.0]),
+    ("e2m1fn per tensor fp32 delayed", None, [3.0, -3.0, NAN, MASK, 3.0, 2.0]),
+    ("e4m3fn per tensor fp32 delayed saturate", None, [224.0, -224.0, NAN, MASK, 224.0, 2.0]),
+]
+
+
+def test_under_delayed_scaling_each_element_is_on_its_own() -> None:
     x = torch.tensor([INF, -INF, NAN, MASK, 1e9, 2.0])
-    spec = any_spec(name, overflow=overflow)
-    for many in (x, x.repeat(20_000)):  # on one thread and on several
-        rounded = rounded_blocks(many, spec, scale=torch.tensor(2.0))  # type: ignore[arg-type]
-        assert same(rounded, torch.tensor(expected).repeat(len(many) // len(x)))
+    for name, overflow, expected in DELAYED:
+        spec = any_spec(name, overflow=overflow)
+        for many in (x, x.repeat(20_000)):  # on one thread and on several
+            rounded = rounded_blocks(many, spec, scale=torch.tensor(2.0))  # type: ignore[arg-type]
+            assert same(rounded, torch.tensor(expected).repeat(len(many) // len(x)))
 
 
 def test_an_amax_of_delayed_scaling_knows_no_mask_and_keeps_its_rule() -> None:
@@ -196,20 +187,20 @@ def test_it_is_the_same_under_autograd_vmap_and_the_compiler() -> None:
         assert torch.equal(leaf.grad, torch.ones_like(x))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_threads_change_nothing(threads: int) -> None:
+def test_threads_change_nothing() -> None:
     x = torch.randn(700, 700, generator=torch.Generator().manual_seed(0))
     x[699, 699], x[0, 0] = -MASK, 40.0
     infinite = x.index_fill(1, torch.tensor([650]), INF)
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        rounded, all_nan = (round_to(t, "e4m3fn per tensor fp32") for t in (x, infinite))
-    finally:
-        torch.set_num_threads(before)
-    assert rounded[699, 699] == -MASK
-    assert rounded[0, 0] == 40.0  # 448 / 40 and back
-    assert all_nan.isnan().all()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            rounded, all_nan = (round_to(t, "e4m3fn per tensor fp32") for t in (x, infinite))
+        finally:
+            torch.set_num_threads(before)
+        assert rounded[699, 699] == -MASK
+        assert rounded[0, 0] == 40.0  # 448 / 40 and back
+        assert all_nan.isnan().all()
 
 
 # In a model
@@ -344,23 +335,15 @@ def test_diagnose_why_and_a_recording_name_what_a_block_makes_nan_or_hides(fmt: 
 # Names
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *SATURATING,
-        "e4m3fn per tensor fp32 delayed saturate",
-        "e2m1fn per 32 saturate at 0.75",
-        "nf4 per 64 fp32 saturate",
-        "int8 per row fp32 saturate",
-    ],
-)
-def test_a_format_of_the_other_rule_has_a_name(name: str) -> None:
-    f = as_format(name)
-    assert isinstance(f, BlockFormat)
-    assert f.nonfinite == "saturate"
-    assert str(f) == name
-    assert as_format(str(f)) == as_format(repr(f)) == f
-    assert f != as_format(name.replace(" saturate", ""))
+def test_a_format_of_the_other_rule_has_a_name() -> None:
+    more = "e4m3fn per tensor fp32 delayed saturate", "e2m1fn per 32 saturate at 0.75", "nf4 per 64 fp32 saturate"
+    for name in (*SATURATING, *more, "int8 per row fp32 saturate"):
+        f = as_format(name)
+        assert isinstance(f, BlockFormat)
+        assert f.nonfinite == "saturate"
+        assert str(f) == name
+        assert as_format(str(f)) == as_format(repr(f)) == f
+        assert f != as_format(name.replace(" saturate", ""))
 
 
 def test_the_words_of_a_format_of_the_standards_rule_are_what_they_were() -> None:
@@ -368,7 +351,7 @@ def test_the_words_of_a_format_of_the_standards_rule_are_what_they_were() -> Non
     assert "saturate" not in str(Operand("nvfp4"))
 
 
-@pytest.mark.parametrize("value", ["inf", "", None, True])
-def test_an_unknown_rule_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match=r"Unknown nonfinite .* Known: nan, saturate"):
-        BlockFormat("e4m3fn", 32, nonfinite=value)  # type: ignore[arg-type]
+def test_an_unknown_rule_is_refused() -> None:
+    for value in ("inf", "", None, True):
+        with pytest.raises(ValueError, match=r"Unknown nonfinite .* Known: nan, saturate"):
+            BlockFormat("e4m3fn", 32, nonfinite=value)  # type: ignore[arg-type]
