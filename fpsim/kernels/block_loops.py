@@ -208,16 +208,17 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
             rest, i = row // middle, row // middle % row_blocks
             line = ((rest // row_blocks * rows + i * r) * middle + row % middle) * columns
             height, count = min(r, rows - i * r), min(BATCH, column_blocks - column, last - unit)
-            has_specials = is_known and common[2] > 0
             for b in range(count):
                 begin, length, amax = line + (column + b) * c, min(c, columns - (column + b) * c), u32(0)
                 for j in range(0 if is_known else height):
                     amax = amax_of(x[begin + j * step : begin + j * step + length], length, amax)
-                if amax >= MASK:
-                    has_specials, amax = True, u32(0)
-                    for j in range(height):
-                        xs = x[begin + j * step : begin + j * step + length]
-                        amax = counted_amax(xs, length, u32(p[COUNTED]), amax)
+                amaxes[b] = amax
+            has_specials = common[2] > 0 if is_known else amax_of(amaxes, count, u32(0)) >= MASK
+            for b in range(count if has_specials else 0):
+                begin, length, amax = line + (column + b) * c, min(c, columns - (column + b) * c), u32(0)
+                for j in range(height):
+                    xs = x[begin + j * step : begin + j * step + length]
+                    amax = counted_amax(xs, length, u32(p[COUNTED]), amax)
                 amaxes[b] = amax
             fill(count, amaxes, common[0], whole, p, origins, largests, overflows, smallests, by, back, exponents)
             if scales != 0:
@@ -236,8 +237,11 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
                             ys[k] = apply_far(xs[k], bits, exponents[b], p)
                     else:
                         have = run(xs, ys, start, noise, have, keys, numbers, by[b], back[b], whole)
-                    if has_specials:
-                        treat_specials(xs, ys, length, back[b], p)
+            for b in range(count if has_specials else 0):
+                begin, length = line + (column + b) * c, min(c, columns - (column + b) * c)
+                for j in range(height):
+                    start = begin + j * step
+                    treat_specials(x[start : start + length], y[start : start + length], length, back[b], p)
             unit += count
 
     return loop
