@@ -58,8 +58,6 @@ from fpsim.emulation.conversions import (
     mark_gradients,
     named_dtype,
     result_type,
-    scalars_in_format,
-    scalars_of_call,
     set_data,
 )
 from fpsim.emulation.marks import (
@@ -79,6 +77,7 @@ from fpsim.emulation.marks import (
 from fpsim.emulation.operands import Rounds, leaves_float32
 from fpsim.emulation.product_calls import CALLS, compute_products
 from fpsim.emulation.products import ProductCall, note_views_of_weights, weights_among
+from fpsim.emulation.promotion import scalars_in_format, scalars_of_call
 from fpsim.emulation.roundings import Roundings
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.emulation.short_way import by_short_way
