@@ -21,6 +21,13 @@ CHANGES: dict[int, tuple[str, ...]] = {
         "float64 in fp32",
     ),
     3: ("gradients in bfloat16 tensors at a scale",),
+    4: (
+        "integers beside numbers of the format",
+        "whole numbers of Python in comparisons, %, fmod, clamp and indexed writes",
+        "float32 beside the format in einsum without a sum, addr, inner and torch._foreach functions",
+        "float32 from windows, Fourier frequencies, sparse tensors, ldexp and bincount with weights",
+        "nextafter, and mse_loss that reduces nothing",
+    ),
 }
 BITS = max(CHANGES)  # 1 was everything before they were counted
 

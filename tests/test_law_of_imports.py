@@ -71,7 +71,7 @@ FLOORS = (
         "scope",
         "accumulated backward casts checkpoints operands steps",
         "arguments calls",
-        "aliases products",
+        "aliases products promotion",
         "conversions product_calls roundings",
         "short_way",
         "mode",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fpsim.emulation.casts import WIDE_DTYPES
-from fpsim.emulation.marks import format_of, is_roundable
+from fpsim.emulation.marks import format_of, is_marked_wide, is_roundable
 from fpsim.kernels.statistics import AMAX
 from fpsim.tensors.moments import amax_of
 from fpsim.tensors.spec import RoundingSpec
@@ -45,11 +45,11 @@ def roundable_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def typed_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that may be float32 on purpose: those that are rounded, and complex ones."""
+    """The tensors that may be float32 on purpose: those that are rounded, complex ones, and sparse ones that are."""
     tensors: list[Tensor] = []
     for x in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(x, Tensor):
-            if is_roundable(x) or x.is_complex():
+            if is_roundable(x) or x.is_complex() or (x.layout is not torch.strided and is_marked_wide(x)):
                 tensors.append(x)
         elif isinstance(x, tuple | list):
             tensors += typed_in(tuple(x), {})

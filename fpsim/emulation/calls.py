@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fpsim.emulation import recurrent
 from fpsim.emulation.casts import CAST_NAMES, FACTORIES, FACTORIES_LIKE
+from fpsim.emulation.einsum import is_contracted
 from fpsim.emulation.marks import note_inference_write
 from fpsim.emulation.operations import TABLE, Kind, Number, spelling_of
 from fpsim.emulation.scope import active
@@ -33,6 +34,7 @@ __all__ = [
     "call_of",
     "in_order",
     "known_calls",
+    "only_multiplies",
 ]
 
 
@@ -47,6 +49,7 @@ class Action(Enum):
     FACTORY = "it makes a tensor of nothing but sizes and numbers"
     LIKE = "it makes a tensor like another one"
     FILL = "it writes new numbers over all of a tensor, which keeps its format"
+    STEP = "it gives the next number of the format"
     CAST = "it may move values between float32 and the format"
     MOVE = "the values that come out are values that went in, or their negatives: views, copies, selections"
     SET_ITEM = "it moves values into a tensor"
@@ -136,11 +139,17 @@ NOT_OPERANDS: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {
     **dict.fromkeys((F.batch_norm, F.instance_norm), ((1, 2), _STATISTICS)),
     **dict.fromkeys(_OPERATORS.split(), ((3, 4), _STATISTICS)),  # torch's operators have the weight and the bias first
 }
-# Arguments that are only compared, by function: they promote nothing.
+# Arguments that promote nothing, by function: they are only compared, or multiplied into what others gave.
 ONLY_COMPARED = {
+    **dict.fromkeys(
+        (F.binary_cross_entropy_with_logits, torch.binary_cross_entropy_with_logits),
+        ((0, 2), ("input", "weight", "pos_weight")),
+    ),
     F.cosine_embedding_loss: ((2,), ("target",)),
     F.hinge_embedding_loss: ((1,), ("target",)),
 }
+# Functions that torch writes as two, of which the first may give float32 by itself.
+_IN_TWO = (torch.ldexp, Tensor.ldexp, Tensor.ldexp_)
 QUOTIENT_OF_NUMBER = Tensor.__rtruediv__  # 3.0 / x, which torch computes as x.reciprocal() * 3.0
 # Functions that give float64, whatever they are given.
 _FLOAT64 = ("float_power",)
@@ -153,6 +162,7 @@ LOOK_UPS = ("embedding",)
 EACH = frozenset("broadcast_tensors meshgrid atleast_1d atleast_2d atleast_3d".split())
 # Functions whose result has the dtype of their first argument: of the others they take the shape, or numbers to copy.
 SHAPE_OF_OTHERS = ("view_as", "expand_as", "reshape_as")
+STORED_AS_FIRST = ("huber_loss", "soft_margin_loss")  # computed with all of them, and stored in the dtype of the first
 COPIES_INTO_FIRST = ("diagonal_scatter", "select_scatter", "slice_scatter", "as_strided_scatter")
 # Functions that give their argument itself where they drop nothing, and whether they drop if they are not told.
 DROPS = {
@@ -172,8 +182,23 @@ NARROWING = frozenset(
 )
 
 NO_OPERANDS = ("alpha", "value", "out")  # names of arguments of theirs that are numbers, or are written to
+# Functions without a `Number` in their row that bring integers into the dtype of the others. Of those in neither table
+# integers are indices, labels or counts.
+PROMOTING = frozenset(
+    """
+    cat concat concatenate stack hstack vstack dstack column_stack row_stack block_diag max min diff
+    outer ger kron addr addr_ inner einsum
+    mse_loss l1_loss smooth_l1_loss huber_loss poisson_nll_loss gaussian_nll_loss kl_div soft_margin_loss
+    binary_cross_entropy_with_logits margin_ranking_loss cosine_similarity trapezoid trapz cumulative_trapezoid
+    """.split()
+)
 # Functions that first give a tensor without dimensions those of the other, so that it counts in the result's dtype.
-EXPANDING = frozenset("mse_loss l1_loss smooth_l1_loss kron".split())
+EXPANDING = frozenset(
+    """
+    mse_loss l1_loss smooth_l1_loss kron einsum hstack vstack dstack column_stack row_stack
+    cosine_similarity trapezoid trapz cumulative_trapezoid
+    """.split()
+)
 
 # Operands that may be given by name, in the order in which any operation has those that it takes.
 _OPERANDS = "input input1 query mat mat1 batch1 input2 key weight other mat2 vec vec2 tensor batch2 value".split()
@@ -187,7 +212,21 @@ def in_order(named: dict[str, Any]) -> list[Any]:
     return [named[name] for name in sorted(named, key=lambda name: _RANKS.get(name, len(_RANKS)))]
 
 
-_CONVERTING = (Action.FILL, Action.FACTORY, Action.LIKE, Action.CAST, Action.SET_DATA, Action.FOREACH)
+_MAY_MULTIPLY = frozenset("einsum inner addr addr_".split())  # of `NARROWING`
+
+
+def only_multiplies(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of one of `NARROWING` sums no products: torch promotes its operands as those of `*` then."""
+    if name not in _MAY_MULTIPLY:
+        return False
+    if name == "einsum":
+        return not is_contracted(args)
+    if name == "inner":
+        return any(isinstance(x, Tensor) and not x.dim() for x in (*args, *kwargs.values()))
+    return True
+
+
+_CONVERTING = (Action.STEP, Action.FILL, Action.FACTORY, Action.LIKE, Action.CAST, Action.SET_DATA, Action.FOREACH)
 
 
 class Call:
@@ -199,13 +238,16 @@ class Call:
     has_threshold: whether a number of Python beside a tensor is one of the tensor's dtype.
     threshold: where torch's kernels have it so: "always", or "on card".
     number: what torch makes of a float32 tensor without dimensions beside one of low precision.
+    promotes: whether integers beside numbers of the format are brought into it; else they are indices or counts.
     expands: whether a tensor without dimensions counts in the dtype of the result.
     copies: whether it writes what it is given to its first argument, as it is.
     has_pole: whether it may make minus infinity of numbers: it saturates in a format without. Of others, it is a mask.
     is_quotient: whether that depends on its second operand.
     is_view: whether its result may lie in the memory of its first argument.
     is_comparison: whether it compares numbers.
+    is_squared_difference: whether it is `mse_loss`, two operations where it reduces nothing.
     converts: whether it makes a tensor, or decides what a tensor's dtype is.
+    may_multiply: whether it sums no products with some of its arguments.
     narrows: whether its operands are brought into the format although they are float32 on purpose.
     chooses_inside: whether its backward pass looks for its result among what it chose it from.
     takes_dtype: whether a dtype may be given by its place among the arguments.
@@ -227,8 +269,9 @@ class Call:
     __slots__ = (
         "action", "body", "chooses_inside", "converts", "copies", "drops", "expands", "gives_float64",
         "has_dtype_of_first", "has_pole", "has_threshold", "in_place", "inplace_at", "is_comparison", "is_of_each",
-        "is_quotient", "is_view", "may_renormalise", "may_write", "name", "narrows", "number", "only_compared",
-        "only_computes", "scales", "skip_names", "skip_positions", "takes_dtype", "threshold", "writes",
+        "is_quotient", "is_squared_difference", "is_view", "may_multiply", "may_renormalise", "may_write", "name",
+        "narrows", "number", "only_compared", "only_computes", "promotes", "scales", "skip_names", "skip_positions",
+        "takes_dtype", "threshold", "writes",
     )  # fmt: skip
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -248,8 +291,9 @@ class Call:
         self.converts = self.action in _CONVERTING
         self.chooses_inside = name in CHOOSE_INSIDE
         self.is_view, self.is_comparison = name in VIEWS, name in COMPARISONS
+        self.is_squared_difference = function is F.mse_loss
         self.takes_dtype = name in TAKES_DTYPE or self.action in (Action.CAST, Action.FACTORY, Action.LIKE)
-        self.has_dtype_of_first = name in SHAPE_OF_OTHERS or name in COPIES_INTO_FIRST
+        self.has_dtype_of_first = name in (*SHAPE_OF_OTHERS, *COPIES_INTO_FIRST, *STORED_AS_FIRST)
         self.is_of_each, self.drops = name in EACH, DROPS.get(name)
         self.only_compared = ONLY_COMPARED.get(function)
         self.name = name.strip("_") if name.startswith("__") else name
@@ -262,8 +306,11 @@ class Call:
         self.scales = has_operands and row.scales and not is_swapped
         is_exact = not has_operands or (is_swapped and row.number is Number.SECOND)  # there, the first one is second
         self.number = Number.EXACT if is_exact else row.number
+        is_number = row.number is not Number.EXACT or self.is_comparison or self.action is Action.SET_ITEM
+        self.promotes = has_operands and (is_number or self.name in PROMOTING)
         self.expands = self.name in EXPANDING
         self.copies = self.action is Action.SET_ITEM or self.name == "copy_"
+        self.may_multiply = self.name in _MAY_MULTIPLY
         self.narrows = self.name in NARROWING or name in COPIES_INTO_FIRST or self.action is Action.SET_ITEM
         self.has_pole = has_operands and row.makes_minus_infinity
         self.is_quotient = self.has_pole and row.divides == 1 and not is_swapped
@@ -337,9 +384,12 @@ def _action_of(function: Callable[..., Any], name: str) -> Action:
         return Action.CAST
     if name == "__setitem__":
         return Action.SET_ITEM
+    if name in ("nextafter", "nextafter_"):
+        return Action.STEP
     if name in REFUSE:
         return Action.REFUSE
-    if function in (F.multi_head_attention_forward, QUOTIENT_OF_NUMBER) or name in recurrent.OPERATIONS:
+    in_steps = (F.multi_head_attention_forward, QUOTIENT_OF_NUMBER, *_IN_TWO)
+    if function in in_steps or name in recurrent.OPERATIONS:
         return Action.DECOMPOSE
     return Action.MOVE if name in MOVE else Action.COMPUTE
 

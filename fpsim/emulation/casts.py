@@ -42,7 +42,8 @@ CAST_NAMES = frozenset(row.name for row in TABLE.values() if row.kind is Kind.CA
 FACTORIES = frozenset(
     """
     zeros ones full empty eye arange linspace logspace range rand randn normal tensor as_tensor asarray scalar_tensor
-    empty_strided empty_permuted
+    empty_strided empty_permuted fft_fftfreq fft_rfftfreq
+    hann_window hamming_window blackman_window bartlett_window kaiser_window
     """.split()
 )
 FACTORIES_LIKE = frozenset(

@@ -7,10 +7,9 @@ is float32 on purpose then. In any other format `x.dtype` is torch.float32 for b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from enum import Enum
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +17,19 @@ from torch import Tensor, nn
 
 from fpsim.emulation.aliases import Alias, note_write, spec_of_memory, write_outside
 from fpsim.emulation.arguments import tensors_in
-from fpsim.emulation.calls import NO_OPERANDS, Action, Call
-from fpsim.emulation.casts import WIDE_DTYPES, asks_for_float32, dtype_in, is_of_machinery
-from fpsim.emulation.marks import is_made_here, is_marked_wide, is_roundable, is_state, mark, unmark
+from fpsim.emulation.calls import Action, Call
+from fpsim.emulation.casts import (
+    WIDE_DTYPES,
+    asks_for_float32,
+    dtype_in,
+    has_process_group,
+    is_called_by_sharding,
+    is_of_machinery,
+)
+from fpsim.emulation.marks import MARK, WIDE, is_made_here, is_marked_wide, is_roundable, is_state, mark, unmark
 from fpsim.emulation.operands import Rounds, leaves_float32
-from fpsim.emulation.operations import Number
-from fpsim.formats.blocks import Element
-from fpsim.tensors.launch import rounded_number
-from fpsim.tensors.spec import RoundingSpec, rounding_spec
+from fpsim.emulation.promotion import NUMBERS, number_in_format, numbers_in_format
+from fpsim.tensors.spec import FLOATING
 from fpsim.torch_internals import base_of
 from fpsim.torch_modes import layers_behind
 
@@ -41,10 +45,7 @@ __all__ = [
     "make",
     "mark_gradients",
     "named_dtype",
-    "numbers_in_format",
     "result_type",
-    "scalars_in_format",
-    "scalars_of_call",
     "set_data",
 ]
 
@@ -100,12 +101,27 @@ def named_dtype(
         dtype = torch.bfloat16 if call.name == "bfloat16" else torch.float16
     if dtype is None or not emulation.has_names or (name is None and not emulation.names):
         return args, kwargs, Asked.NOTHING
+    if call.name == "view" and name is not None and isinstance(args[0], Tensor):
+        _require_no_bits(emulation, args[0], dtype)
     if dtype is not name and dtype not in emulation.names:
         is_wide = name is not None and dtype in WIDE_DTYPES
         return args, kwargs, Asked.WIDE if is_wide else Asked.NOTHING
     args = tuple(_container_for(x, dtype) for x in args)
     kwargs = {key: _container_for(x, dtype) for key, x in kwargs.items()}
     return args, kwargs, Asked.NARROW
+
+
+def _require_no_bits(emulation: Any, x: Tensor, dtype: torch.dtype) -> None:
+    """Raise NotImplementedError for a view of bits: those of a number of the format are not in memory."""
+    name, is_ours = emulation.scope.dtype, x.dtype is torch.float32 and not is_marked_wide(x)
+    is_of_bits = dtype is not name if is_ours else dtype is name and x.dtype is not name
+    if is_of_bits and not (has_process_group() and is_called_by_sharding()):
+        own = str(name if is_ours else x.dtype).removeprefix("torch.")
+        raise NotImplementedError(
+            f"view at {emulation.scope.name or 'the top level'} asks for the bits of a tensor of {own} as {dtype}. A "
+            f"number of {name} is held in float32 here, which has other bits. Use x.to({dtype}) for the number, or do "
+            f"this outside of the model."
+        )
 
 
 def _container_for(x: Any, dtype: torch.dtype) -> Any:
@@ -314,6 +330,19 @@ def for_each(
     Optimizers work so on parameters, their states and gradients, which come from outside.
     """
     first = args[0] if args and isinstance(args[0], list | tuple) else ()
+    for others in (*args[1:], *kwargs.values()):
+        for i, y in enumerate(others if type(others) in (list, tuple) else (others,)):
+            if not isinstance(y, Tensor) or i >= len(first):
+                continue
+            x = first[i]
+            is_mixed = y.dtype not in FLOATING or x.dtype not in FLOATING
+            if emulation.has_wide and not is_mixed:
+                known: Any = getattr(x, MARK, None)  # is_marked_wide of both, in no call
+                other: Any = getattr(y, MARK, None)
+                is_mixed = (bool(known) and known[0] == WIDE) is not (bool(other) and other[0] == WIDE)
+                is_mixed = is_mixed and (known is not None or not call.in_place)
+            if is_mixed:
+                return _each_alone(emulation, call, first, args, kwargs)  # as torch does with lists of several dtypes
     if call.in_place and len(first) > 1:
         for i in range(len(first)):
             for_each(emulation, func, call, *_of_one(i, args, kwargs))
@@ -325,7 +354,7 @@ def for_each(
         kwargs = {name: emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for name, y in kwargs.items()}
         spec = emulation.scope.specs.activation
         if call.has_threshold and spec is not None and not any(is_wide for _, _, is_wide in known):
-            args = tuple(numbers_in_format(y, spec.fmt) for y in args)
+            args = tuple(numbers_in_format(y, spec.fmt, NUMBERS) for y in args)
     if call.in_place and first:
         _in_place(emulation, func, call, first[0], args[1:], kwargs)
         return [*first]
@@ -339,6 +368,23 @@ def for_each(
         is_rounded = is_ours and not is_wide and isinstance(y, Tensor)
         results.append(emulation.round_result(y, call, (x,), [], None) if is_rounded else y)
     return type(out)(results)
+
+
+def _each_alone(emulation: Any, call: Call, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function of lists does, by the method of the same name, tensor by tensor."""
+    name = call.name.removeprefix("_foreach_")
+    method = getattr(Tensor, name, None) or getattr(Tensor, name.removesuffix("_"))
+    results = []
+    with emulation:
+        for i, x in enumerate(first):
+            one, named = _of_one(i, args[1:], kwargs)
+            out = method(x, *map(_only, one), **{key: _only(y) for key, y in named.items()})
+            results.append(x.copy_(out) if call.in_place and out is not x else out)
+    return results if call.in_place else tuple(results)
+
+
+def _only(x: Any) -> Any:
+    return x[0] if isinstance(x, list) else x
 
 
 def _is_ours(emulation: Any, call: Call, x: Tensor) -> bool:
@@ -366,7 +412,7 @@ def _in_place(
     is_rounded = not is_wide and spec is not None and (is_stored or (is_made_here(x) and is_roundable(x)))
     number: Any = others[0] if others else None
     number = number[0] if isinstance(number, list | tuple) and number else number  # of each tensor its own
-    takes_number = is_rounded and call.name == "_foreach_mul_" and type(number) is float and x.is_cpu
+    takes_number = is_rounded and call.name == "_foreach_mul_" and type(number) in (float, int) and x.is_cpu
 
     def write(target: Tensor, *rest: Any, **named: Any) -> None:
         # torch on the CPU takes a number here in the tensor's own dtype; its gradient is that of the number itself
@@ -384,60 +430,3 @@ def _in_place(
         emulation.round_result(x, call, (x,), [], x)
         emulation.know_again(base_of(x), known_base, call)
     note_write(emulation, x)
-
-
-def scalars_in_format(spec: RoundingSpec | None, call: Call, args: tuple[Any, ...], is_wide: bool) -> tuple[Any, ...]:
-    """The arguments with numbers of Python as the format has them, beside a tensor of the format."""
-    is_read = call.is_comparison or call.action is Action.SET_ITEM
-    if is_wide or spec is None or not (is_read or call.has_threshold):
-        return args
-    beside = [x for x in args if isinstance(x, Tensor) and is_roundable(x)]
-    if not beside or (call.threshold == "on card" and not any(x.is_cuda for x in beside)):
-        return args
-    return tuple(numbers_in_format(x, spec.fmt) for x in args)
-
-
-def scalars_of_call(
-    emulation: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], is_wide: bool, keeps_first: bool
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with numbers, and tensors without dimensions, in the format where torch casts them to it.
-
-    A float32 tensor without dimensions gives no result its dtype, and torch casts it before it computes. On the CPU it
-    multiplies and divides by one in float32, and so does a card with all sums and products of one that is on the CPU.
-    """
-    if call.has_threshold:
-        converted = scalars_in_format(emulation.scope.specs.activation, call, (*args, *kwargs.values()), is_wide)
-        args, kwargs = converted[: len(args)], dict(zip(kwargs, converted[len(args) :], strict=True))
-    if is_wide or not emulation.has_wide or call.number is Number.EXACT:
-        return args, kwargs
-    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    is_on_card = any(x.is_cuda for x in given)
-    if not any(x.dim() for x in given):  # then what is written to is computed in float32
-        return args, kwargs
-
-    def narrow(place: int | str, x: Any) -> Any:
-        if not (isinstance(x, Tensor) and x.dim() == 0 and is_roundable(x) and is_marked_wide(x)):
-            return x
-        if (place == 0 and keeps_first) or place in NO_OPERANDS:
-            return x
-        is_second = place == 1 or place == "other"
-        is_number = call.number is not Number.CAST if is_on_card else call.number is Number.SECOND and is_second
-        return x if is_number and x.is_cpu else emulation.operand(x, Rounds.ALL)
-
-    args = tuple(narrow(i, x) for i, x in enumerate(args))
-    return args, {name: narrow(name, x) for name, x in kwargs.items()}
-
-
-def numbers_in_format(x: Any, fmt: Element) -> Any:
-    """A number of the format in the place of a number, and of each in a list of numbers; anything else as it is."""
-    if type(x) in (list, tuple) and all(isinstance(item, float) for item in x):
-        return type(x)(number_in_format(float(item), fmt) for item in x)
-    return number_in_format(float(x), fmt) if isinstance(x, float) else x
-
-
-@lru_cache(1 << 12)
-def number_in_format(number: float, fmt: Element) -> float:
-    """A number of Python as a tensor of the format holds it."""
-    if not math.isfinite(number) or abs(number) >= torch.finfo(torch.float32).max:
-        return number
-    return rounded_number(number, rounding_spec(fmt))

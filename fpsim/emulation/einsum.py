@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Contraction", "contraction", "simplified"]
+__all__ = ["Contraction", "contraction", "is_contracted", "simplified"]
 
 _LETTERS = string.ascii_letters
 
@@ -21,21 +21,10 @@ def simplified(args: tuple[Any, ...]) -> tuple[list[str], list[Tensor], str] | N
     Letters of one operand that nobody else has are summed, repeated ones are read along the diagonal, and axes of
     length 1 that stand for longer ones are dropped. None for what torch has to say something about.
     """
-    if isinstance(args[0], str):
-        rest = args[1:]
-        operands = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else list(rest)
-        left, arrow, right = args[0].replace(" ", "").partition("->")
-        terms, out = left.split(","), right if arrow else None
-    else:  # operands, each before a list of numbers
-        operands, lists = list(args[0 : len(args) // 2 * 2 : 2]), list(args[1::2])
-        terms = [_from_numbers(numbers) for numbers in lists]
-        out = _from_numbers(args[-1]) if len(args) % 2 else None
-    if len(terms) != len(operands) or not all(isinstance(x, Tensor) for x in operands):
+    read = _read(args)
+    if read is None:
         return None
-    expanded = _without_ellipses(terms, operands, out)
-    if expanded is None:
-        return None
-    terms, out = expanded
+    terms, operands, out = read
     sizes: dict[str, int] = {}
     for term, x in zip(terms, operands, strict=True):
         for letter, size in zip(term, x.shape, strict=True):
@@ -48,6 +37,38 @@ def simplified(args: tuple[Any, ...]) -> tuple[list[str], list[Tensor], str] | N
     if set(out) - set("".join(terms)) or len(set(out)) != len(out):
         return None
     return terms, [x for _, x in simple], out
+
+
+def is_contracted(args: tuple[Any, ...]) -> bool:
+    """Whether torch.einsum, given these arguments, sums products of several operands. True for what it refuses."""
+    read = _read(args)
+    if read is None:
+        return True
+    terms, operands, out = read
+    found: set[str] = set()  # letters of operands before, whose axes are longer than 1
+    for term, x in zip(terms, operands, strict=True):
+        letters = {letter for letter, size in zip(term, x.shape, strict=True) if size != 1}
+        if (letters & found) - set(out):
+            return True
+        found |= letters
+    return False
+
+
+def _read(args: tuple[Any, ...]) -> tuple[list[str], list[Tensor], str] | None:
+    """The terms without an ellipsis, the operands and the result; None for what torch has to say something about."""
+    if isinstance(args[0], str):
+        rest = args[1:]
+        operands = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else list(rest)
+        left, arrow, right = args[0].replace(" ", "").partition("->")
+        terms, out = left.split(","), right if arrow else None
+    else:  # operands, each before a list of numbers
+        operands, lists = list(args[0 : len(args) // 2 * 2 : 2]), list(args[1::2])
+        terms = [_from_numbers(numbers) for numbers in lists]
+        out = _from_numbers(args[-1]) if len(args) % 2 else None
+    if len(terms) != len(operands) or not all(isinstance(x, Tensor) for x in operands):
+        return None
+    expanded = _without_ellipses(terms, operands, out)
+    return None if expanded is None else (expanded[0], operands, expanded[1])
 
 
 def _from_numbers(numbers: Any) -> str:

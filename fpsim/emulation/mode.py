@@ -35,6 +35,7 @@ from fpsim.emulation.calls import (
     Call,
     call_of,
     in_order,
+    only_multiplies,
 )
 from fpsim.emulation.casts import (
     WIDE_DTYPES,
@@ -58,8 +59,6 @@ from fpsim.emulation.conversions import (
     mark_gradients,
     named_dtype,
     result_type,
-    scalars_in_format,
-    scalars_of_call,
     set_data,
 )
 from fpsim.emulation.marks import (
@@ -79,6 +78,7 @@ from fpsim.emulation.marks import (
 from fpsim.emulation.operands import Rounds, leaves_float32
 from fpsim.emulation.product_calls import CALLS, compute_products
 from fpsim.emulation.products import ProductCall, note_views_of_weights, weights_among
+from fpsim.emulation.promotion import integers_in_format, scalars_in_format, scalars_of_call, step_in_format
 from fpsim.emulation.roundings import Roundings
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.emulation.short_way import by_short_way
@@ -91,12 +91,29 @@ __all__ = ["Emulation", "TracedEmulation"]
 
 # torch functions of many operations, in Python: their inside is emulated call by call.
 _decomposed: dict[Any, Callable[..., Any]] = {
+    torch.ldexp: lambda input, other, **out: _ldexp(input, other, **out),
+    Tensor.ldexp: lambda self, other: _ldexp(self, other),
+    Tensor.ldexp_: lambda self, other: self.mul_(torch.pow(2.0, other)),
     F.multi_head_attention_forward: blind_to_modes(F.multi_head_attention_forward),
     QUOTIENT_OF_NUMBER: lambda self, other: self.reciprocal() * other,
 }
 
 
 FLOAT32 = rounding_spec("fp32")  # what an observer is told of a result that is float32 on purpose
+
+
+def _ldexp(x: Tensor, other: Tensor, **out: Any) -> Tensor:
+    """As torch computes it: a power of a dtype of its own, and where that is of integers a result of the first's."""
+    made = torch.mul(x, torch.pow(2.0, other), **out)
+    return made.type_as(x) if x.is_floating_point() and not (out or other.is_floating_point()) else made
+
+
+def _is_elementwise(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a loss gives a number for each pair: native kernels round the difference first then, on cards too."""
+    named = {name: x for name, x in kwargs.items() if x is not None}
+    if len(args) != 2 or named != {"reduction": "none"}:
+        return False
+    return all(isinstance(x, Tensor) for x in args) and args[0].shape == args[1].shape
 
 
 class Emulation(Roundings, TorchFunctionMode):
@@ -163,6 +180,10 @@ class Emulation(Roundings, TorchFunctionMode):
             inner = _decomposed.get(func) or partial(recurrent.OPERATIONS[call.name], scope.repeated)
             with self:
                 return inner(*args, **kwargs)
+        if call.is_squared_difference and _is_elementwise(args, kwargs):
+            with self:
+                difference = args[0] - args[1]
+                return difference * difference
         run = self.compute if call.only_computes and not self.has_wide and "out" not in kwargs else self._emulated
         hooks = hooks_of_saved_tensors()
         try:
@@ -253,6 +274,8 @@ class Emulation(Roundings, TorchFunctionMode):
             return set_data(self, func, call, args, kwargs)
         if action is Action.FOREACH:
             return for_each(self, func, call, args, kwargs)
+        if action is Action.STEP:
+            return step_in_format(self, func, call, args, kwargs, asked)
         return make(self, func, call, args, kwargs, asked)
 
     def _read(
@@ -263,9 +286,25 @@ class Emulation(Roundings, TorchFunctionMode):
         rounds = Rounds.ALL_BUT_WIDE if is_wide else Rounds.ALL
         if is_float32_island(self.autocast_depth) and not any(map(self._is_narrow, roundable_in(args, kwargs))):
             rounds = Rounds.NOTHING
-        args = tuple([self.prepared(as_numbers(x), rounds, []) for x in args])
-        kwargs = {name: self.prepared(as_numbers(x), rounds, []) for name, x in kwargs.items()} if kwargs else kwargs
-        return call(func, scalars_in_format(self.scope.specs.activation, call, args, is_wide), kwargs)
+        floats: list[Tensor] = []
+        args = tuple([self.prepared(as_numbers(x), rounds, floats) for x in args])
+        if kwargs:
+            kwargs = {name: self.prepared(as_numbers(x), rounds, floats) for name, x in kwargs.items()}
+        args, kwargs = scalars_in_format(self.scope.specs.activation, call, args, kwargs, is_wide)
+        if call.is_comparison and not is_wide and rounds is not Rounds.NOTHING:
+            for x in (*args, *kwargs.values()):
+                if isinstance(x, Tensor) and x.dtype not in FLOATING:
+                    args, kwargs = integers_in_format(self, call, args, kwargs, call.in_place, floats)
+                    break
+        spec = self.scope.specs.activation
+        if call.name != "bincount" or not floats or spec is None or spec.is_float32:
+            return call(func, args, kwargs)
+        if not is_wide:  # torch sums float32 in float32, and any other dtype in float64
+            args = tuple([x.double() if isinstance(x, Tensor) and is_roundable(x) else x for x in args])
+            kwargs = {name: x.double() if x is floats[-1] else x for name, x in kwargs.items()}
+        out = call(func, args, kwargs)
+        self.mark_wide(out)
+        return out
 
     def is_stored(self, x: Tensor) -> bool:
         """Whether `x` is a parameter or a buffer, or lies in the memory of something from outside."""
@@ -285,7 +324,7 @@ class Emulation(Roundings, TorchFunctionMode):
         if call.has_threshold or self.has_wide:
             args, kwargs = scalars_of_call(self, call, args, kwargs, is_wide, keeps_first)
         floats: list[Tensor] = []
-        new_args, new_kwargs = self._in_formats(call, args, kwargs, keeps_first, rounds, floats)
+        new_args, new_kwargs = self._in_formats(call, args, kwargs, keeps_first, rounds, floats, is_wide)
         if call.action is Action.SET_ITEM:
             return self._set_item(func, call, new_args, new_kwargs, is_wide)
         operands = (*new_args, *in_order(new_kwargs)) if new_kwargs else new_args
@@ -330,6 +369,8 @@ class Emulation(Roundings, TorchFunctionMode):
             rounds = Rounds.ALL_BUT_WIDE
         elif call.is_view and args and isinstance(args[0], Tensor) and is_made_here(args[0]):
             rounds = Rounds.VIEWED
+        elif call.may_multiply and self.has_wide and only_multiplies(call.name, args, kwargs):
+            rounds = Rounds.ALL_BUT_WIDE
         elif call.action is Action.MOVE or call.narrows or asked is Asked.NARROW:
             rounds = Rounds.ALL
         else:
@@ -341,10 +382,11 @@ class Emulation(Roundings, TorchFunctionMode):
 
     def _in_formats(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], keeps_first: bool, rounds: Rounds,
-        floats: list[Tensor],
+        floats: list[Tensor], is_wide: bool,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
         """The arguments, with those that are operands in their formats, which are appended to `floats`."""
-        positional = [*args]
+        index, moves = 1 if call.action is Action.SET_ITEM else -1, call.action is not Action.COMPUTE
+        positional, has_others = [*args], False  # others than of floating dtype, which may be integers to promote
         for i, x in enumerate(args):
             if (i == 0 and keeps_first) or i in call.skip_positions:
                 continue
@@ -352,15 +394,23 @@ class Emulation(Roundings, TorchFunctionMode):
                 if x.dtype in FLOATING and x.layout is torch.strided:  # as is_roundable
                     positional[i] = x = self.operand(x, rounds)
                     floats.append(x)
+                else:
+                    has_others = has_others or (i != index and (moves or x.dtype is not torch.bool))
             elif isinstance(x, list | tuple):
+                known = len(floats)
                 positional[i] = self.prepared(x, rounds, floats)
-        if not kwargs:
-            return tuple(positional), kwargs
-        named = {**kwargs}
-        for name, x in kwargs.items():
-            if isinstance(x, Tensor | list | tuple) and name != "out" and name not in call.skip_names:
-                named[name] = self.prepared(x, rounds, floats)
-        return tuple(positional), named
+                has_others = has_others or (i != index and len(floats) - known < len(x))
+        new_args, named = tuple(positional), kwargs
+        if kwargs:
+            named = {**kwargs}
+            for name, x in kwargs.items():
+                if isinstance(x, Tensor | list | tuple) and name != "out" and name not in call.skip_names:
+                    known = len(floats)
+                    named[name] = self.prepared(x, rounds, floats)
+                    has_others = has_others or len(floats) == known
+        if has_others and call.promotes and not is_wide and rounds is not Rounds.NOTHING:
+            return integers_in_format(self, call, new_args, named, keeps_first, floats)
+        return new_args, named
 
     def _moved(
         self, out: Any, call: Call, operands: tuple[Any, ...], floats: list[Tensor], first: Any,
@@ -404,7 +454,7 @@ class Emulation(Roundings, TorchFunctionMode):
         """Write values, which are in the target's format, into a part of it."""
         target = args[0]
         known, known_base = format_of(target), self.format_of_base(target)
-        call(func, scalars_in_format(self.scope.specs.activation, call, args, is_wide), kwargs)
+        call(func, *scalars_in_format(self.scope.specs.activation, call, args, kwargs, is_wide))
         self.know_again(target, known, call)
         self.know_again(base_of(target), known_base, call)
 
@@ -452,7 +502,10 @@ class Emulation(Roundings, TorchFunctionMode):
         if not tensors:
             return False
         if call.name in NARROWING and not any(x.is_complex() for x in tensors):
-            return all(is_marked_wide(x) for x in tensors)
+            if all(is_marked_wide(x) for x in tensors):
+                return True
+            if not (call.may_multiply and only_multiplies(call.name, args, kwargs)):
+                return False
         dimensions = 0 if call.expands else max(x.dim() for x in tensors)
         return any(is_marked_wide(x) for x in tensors if x.dim() or not dimensions)
 

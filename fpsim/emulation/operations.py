@@ -181,8 +181,21 @@ _TABLE = (
         steep=(0.0, 1.0),
         makes_minus_infinity=True,
     ),
-    _rows(Kind.LOGARITHM, "xlogy", domain=Domain(0.0, holds_low=False, at=1), steep=(0.0,), makes_minus_infinity=True),
-    _rows(Kind.LOGARITHM, "xlog1py", domain=Domain(-1.0, holds_low=False, at=1), makes_minus_infinity=True),
+    _rows(
+        Kind.LOGARITHM,
+        "xlogy",
+        domain=Domain(0.0, holds_low=False, at=1),
+        steep=(0.0,),
+        makes_minus_infinity=True,
+        number=Number.CAST,
+    ),
+    _rows(
+        Kind.LOGARITHM,
+        "xlog1py",
+        domain=Domain(-1.0, holds_low=False, at=1),
+        makes_minus_infinity=True,
+        number=Number.CAST,
+    ),
     _rows(Kind.LOGARITHM, "entr", domain=_NOT_NEGATIVE, steep=(0.0,), makes_minus_infinity=True),
     _rows(Kind.ROOT, "sqrt", domain=_NOT_NEGATIVE, steep=(0.0,), is_measure=True),
     _rows(Kind.ROOT, "rsqrt", divides=0, domain=_NOT_NEGATIVE, steep=(0.0,), makes_minus_infinity=True),
@@ -210,7 +223,7 @@ _TABLE = (
         "bessel_y0 bessel_y1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1",
         domain=_POSITIVE,
     ),
-    _rows(Kind.BOUNDED, "zeta", domain=Domain(1.0, holds_low=False)),
+    _rows(Kind.BOUNDED, "zeta", domain=Domain(1.0, holds_low=False), number=Number.CAST),
     _rows(Kind.BOUNDED, "igamma=gammainc igammac=gammaincc", domain=Domain(0.0, at=1), number=Number.CAST),
     _rows(Kind.GAMMA, "lgamma=gammaln"),
     _rows(Kind.GAMMA, "digamma=psi polygamma", makes_minus_infinity=True),
@@ -241,7 +254,7 @@ _TABLE = (
     ),
     _rows(Kind.ROUNDING, "floor ceil round trunc=fix frac frexp"),
     _rows(Kind.CHOICE, "maximum", keeps_mask=True, number=Number.CAST),
-    _rows(Kind.CHOICE, "minimum fmax fmin copysign", number=Number.CAST),
+    _rows(Kind.CHOICE, "minimum fmax fmin copysign nextafter", number=Number.CAST),
     _rows(Kind.CHOICE, "clamp=clip", keeps_mask=True, number=Number.CAST, threshold="always"),
     _rows(Kind.CHOICE, "clamp_min clamp_max hardshrink", threshold="always"),
     _rows(Kind.CHOICE, "threshold softshrink", threshold="on card"),
@@ -249,7 +262,7 @@ _TABLE = (
         Kind.CHOICE,
         """
         abs=absolute neg=negative positive relu relu6 leaky_relu prelu rrelu hardtanh hardsigmoid hardswish heaviside
-        sign sgn nextafter conj conj_physical
+        sign sgn conj conj_physical
         """,
     ),
     _rows(Kind.CHOICE, "nan_to_num", passes=False),

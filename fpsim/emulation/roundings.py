@@ -33,7 +33,7 @@ from fpsim.emulation.scope import Scope
 from fpsim.tensors.autograd import straight_through, with_values
 from fpsim.tensors.expressions import round_here_
 from fpsim.tensors.launch import round_memory_, rounded
-from fpsim.tensors.spec import FLOATING, RoundingSpec
+from fpsim.tensors.spec import FLOATING, RoundingSpec, rounding_spec
 from fpsim.torch_internals import base_of, calibrate_holders, has_history, is_traced, share_storage, version_of
 from fpsim.torch_modes import (
     after_transforms,
@@ -178,6 +178,17 @@ class Roundings:
         if specs.activation is None and specs.error is None:
             return x
         return self._rounded_operand(x, specs.activation, specs.error, "activation", keep_masks=not is_named)
+
+    def integer_operand(self, x: Tensor) -> Tensor:
+        """Integers in the activations' format: to nearest where that is stochastic, as of numbers in a program."""
+        spec = self.scope.specs.activation
+        assert spec is not None
+        is_drawn = spec.rounding == "stochastic"
+        used = rounding_spec(spec.fmt, overflow=spec.overflow) if is_drawn else spec
+        made = self._rounded_operand(x.to(torch.float32), used, None, "activation", keep_masks=False)
+        if is_drawn and format_of(made) == used.text:
+            mark(made, spec.text)
+        return made
 
     def cast_to_format(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a write into the format, with what is float32 on purpose cast before it."""

@@ -101,7 +101,7 @@ def _moved(plan: Plan, emulation: Any, func: Callable[..., Any], args: tuple[Any
     call = plan.call
     if (kwargs or plan.may_write) and not _are_words(call, args, kwargs):
         return NotImplemented
-    known = _one_format_of(emulation.scope, args)
+    known = _one_format_of(emulation.scope, args, call.promotes)
     if not known or (known is WIDE and not emulation.has_wide):
         return NotImplemented
     if call.is_view and type(args[0]) is Tensor and emulation.aliases.of(args[0]) is not None:
@@ -122,7 +122,7 @@ def _computed(
     """The result is rounded, or it is float32 on purpose where all operands are."""
     call, scope, values, wide = plan.call, emulation.scope, args, 0
     if kwargs:
-        if kwargs.get("out") is not None:
+        if kwargs.get("out") is not None or (call.is_squared_difference and kwargs.get("reduction") == "none"):
             return NotImplemented
         values = (*args, *kwargs.values())
     if plan.may_write and call.writes_to_first(args, kwargs):
@@ -138,7 +138,7 @@ def _computed(
                 if known is None or known != scope.activation or _has_role(scope, x):
                     unknown.append((i, known))
                 places.append(i)
-            elif x.is_floating_point() or x.is_complex():
+            elif x.is_floating_point() or x.is_complex() or (call.promotes and x.dtype is not torch.bool):
                 return NotImplemented
         elif kind not in _WORDS and (kind not in _SEQUENCES or any(isinstance(item, Tensor) for item in x)):
             return NotImplemented
@@ -194,8 +194,11 @@ def _has_role(scope: Scope, x: Tensor) -> bool:
     return is_one or (id(x) in scope.weights and scope.stands_in(x))
 
 
-def _one_format_of(scope: Scope, args: Sequence[Any]) -> str | None:
-    """The activations' format or WIDE, where all floating tensors are in it and no weights; else None, "" for none."""
+def _one_format_of(scope: Scope, args: Sequence[Any], promotes: bool) -> str | None:
+    """The activations' format or WIDE, where all floating tensors are in it and no weights; else None, "" for none.
+
+    promotes: whether integers beside them are brought into it, which takes the long way.
+    """
     found = ""
     for x in args:
         kind = type(x)
@@ -203,7 +206,7 @@ def _one_format_of(scope: Scope, args: Sequence[Any]) -> str | None:
             continue
         if kind is Tensor:
             if x.dtype is not torch.float32 or x.layout is not torch.strided:
-                if x.is_floating_point() or x.is_complex():
+                if promotes or x.is_floating_point() or x.is_complex():
                     return None
                 continue
             known = format_of(x)
@@ -212,7 +215,7 @@ def _one_format_of(scope: Scope, args: Sequence[Any]) -> str | None:
             if _has_role(scope, x) or getattr(x, "_fpsim_view_of_weight", False):
                 return None
         elif kind in _SEQUENCES:
-            known = _one_format_of(scope, x)
+            known = _one_format_of(scope, x, promotes)
             if not known:
                 if known is None:
                     return None

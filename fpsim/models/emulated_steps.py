@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from fpsim.emulation.arguments import tensors_in
-from fpsim.emulation.conversions import numbers_in_format
 from fpsim.emulation.entering import enter
 from fpsim.emulation.marks import forget, format_of, is_made_here, is_marked_wide, mark
+from fpsim.emulation.promotion import numbers_in_format
 from fpsim.emulation.scope import Listeners, active, make_scope
 from fpsim.emulation.steps import note_emulated
 from fpsim.formats.blocks import Element

@@ -50,10 +50,10 @@ def quantize(
     Parameter names, `state_dict` keys and the class stay as they are, parameters stay float32 (a master copy that
     optimizers update), and `deepcopy`, `pickle` and `torch.save` work. Any of its submodules may be called alone.
 
-    Integer, boolean, complex, sparse and float8 tensors are not rounded. Code that a checkpoint runs again outside of
-    any module, and methods of the model other than the forwards of its modules, are not emulated. Neither is what
-    `torch.fx.symbolic_trace` makes, which reads the class of the model, nor the copies of a `torch.fx.GraphModule`,
-    which write their forward again.
+    Boolean, complex, sparse and float8 tensors are not rounded, and integers only beside numbers of the format. Code
+    that a checkpoint runs again outside of any module, and methods of the model other than the forwards of its modules,
+    are not emulated. Neither is what `torch.fx.symbolic_trace` makes, which reads the class of the model, nor the
+    copies of a `torch.fx.GraphModule`, which write their forward again.
 
     A weight that is computed, by `torch.nn.utils.parametrize` or by a hook of `torch.nn.utils` (weight_norm,
     spectral_norm, prune), has the role of a weight, and what computes it runs in float32, whatever the policy says of

@@ -228,7 +228,7 @@ def require_ndarray(x: np.ndarray[Any, Any]) -> None:
     if x.dtype not in (np.float32, np.float64, np.float16) or not x.dtype.isnative:
         raise TypeError(
             f"x has dtype {x.dtype}. Expected: float32, float64, float16 in native byte order. "
-            f"Convert it with x.astype(numpy.float32)."
+            f"Convert it with x.astype(numpy.{'float32' if x.dtype.itemsize <= 2 else 'float64'})."  # as below
         )
 
 
@@ -247,10 +247,15 @@ def require_floating(x: Any, name: str = "x") -> None:
     if x.dtype not in FLOATING:
         raise TypeError(
             f"{name} has dtype {str(x.dtype).removeprefix('torch.')}. Expected: float32, float64, float16, bfloat16. "
-            + ("Round x.real and x.imag." if x.dtype.is_complex else "Convert it with x.float().")
+            + ("Round x.real and x.imag." if x.dtype.is_complex else f"Convert it with x.{_holder_of(x.dtype)}().")
         )
     if x.device.type not in ("cpu", "cuda", "meta"):
         raise TypeError(f"{name} is on device {x.device}. Expected: cpu, cuda. Move it with x.cpu().")
+
+
+def _holder_of(dtype: torch.dtype) -> str:
+    """The method that casts a tensor of another dtype to one that holds its numbers: float32 would round large ones."""
+    return "float" if dtype.itemsize <= 2 else "double"
 
 
 def holds_numbers(x: Tensor) -> bool:

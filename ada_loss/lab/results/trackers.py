@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -228,6 +229,7 @@ class MLflow(TrackerOfRuns):
         )
         self._open: dict[str, tuple[str, About]] = {}
         self._last: dict[str, dict[str, float]] = {}  # of each curve of a cell the last step
+        self._infinite: dict[str, set[str]] = {}  # the curves of a cell that have an infinity
 
     def known(self) -> set[str]:
         return {cell for cell, _ in self._runs("attributes.status = 'FINISHED'")}
@@ -253,7 +255,7 @@ class MLflow(TrackerOfRuns):
         run = self._client.create_run(self._experiment, run_name=about.name, tags=tags).info.run_id
         parameters = [Param(name, value) for name, value in _parameters(config, about).items()]
         self._client.log_batch(run, [], parameters)
-        self._open[cell], self._last[cell] = (run, about), {}
+        self._open[cell], self._last[cell], self._infinite[cell] = (run, about), {}, set()
 
     def add(self, cell: str, curves: Curves) -> None:
         from mlflow.entities import Metric
@@ -264,26 +266,31 @@ class MLflow(TrackerOfRuns):
         for name, (steps, values) in curves.items():
             points += [Metric(_key(name), float(v), now, int(step)) for step, v in zip(steps, values)]
             self._last[cell][name] = float(steps.max())
+            if any(map(math.isinf, values)):
+                self._infinite[cell].add(name)
         for first in range(0, len(points), AT_ONCE):
             self._client.log_batch(run, points[first : first + AT_ONCE])
 
     def finish(self, cell: str, row: Mapping[str, Any], telemetry: Path) -> None:
         from mlflow.entities import Metric, RunTag
 
-        (run, about), last = self._open.pop(cell), self._last.pop(cell)
+        (run, about), last, infinite = self._open.pop(cell), self._last.pop(cell), self._infinite.pop(cell)
         now, numbers = int(1000 * time.time()), _numbers(row)
         end = int(max(last.values(), default=0))
         # behind the points of a curve with the same name: what is shown of a run is its last number
         metrics = [Metric(_key(name), value, now, max(end, int(last.get(name, 0)))) for name, value in numbers.items()]
         lower = about.lower([*numbers, *last])
-        note = [RunTag("mlflow.note.content", f"{LOWER.capitalize()}: {', '.join(lower)}.")] if lower else []
-        self._client.log_batch(run, metrics, [], note)
+        tags = [RunTag("mlflow.note.content", f"{LOWER.capitalize()}: {', '.join(lower)}.")] if lower else []
+        infinite |= {name for name, value in numbers.items() if math.isinf(value)}
+        if infinite:  # MLflow's databases have the largest float64 in the place of an infinity
+            tags.append(RunTag("infinite", ", ".join(sorted(infinite))))
+        self._client.log_batch(run, metrics, [], tags)
         self._client.log_artifact(run, str(telemetry))
         self._client.set_terminated(run)
 
     def abandon(self, cell: str) -> None:
         run, _ = self._open.pop(cell)
-        del self._last[cell]
+        del self._last[cell], self._infinite[cell]
         self._client.set_terminated(run, "KILLED")
 
 

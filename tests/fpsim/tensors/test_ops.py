@@ -6,10 +6,12 @@ import copy
 import gc
 import math
 import pickle
+import re
 import subprocess
 import sys
 import threading
 import weakref
+from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
@@ -583,14 +585,16 @@ def test_where_no_thread_can_be_started_one_does_it_all_and_none_does_it_later()
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (torch.ones(2, dtype=torch.int64), r"dtype int64\. Expected: float32.*x\.float\(\)"),
+        (torch.ones(2, dtype=torch.int64), r"dtype int64\. Expected: float32.*x\.double\(\)"),
+        (torch.ones(2, dtype=torch.int16), r"dtype int16\. Expected: float32.*x\.float\(\)"),
         (torch.ones(2, dtype=torch.bool), "dtype bool"),
         (torch.ones(2, dtype=torch.complex64), r"dtype complex64.*x\.real and x\.imag"),
         (torch.ones(2, 2).to_sparse(), r"sparse_coo.*Expected: dense.*x\.values\(\)"),
         (torch.ones(2).to(torch.float8_e5m2), r"dtype float8_e5m2\. Expected: float32.*x\.float\(\)"),
         ([1.0, 2.0], r"x is list\. Expected: a torch\.Tensor"),
         (1.5, "x is float"),
-        (np.array([1, 2]), r"dtype int64.*astype"),
+        (np.array([1, 2]), r"dtype int64.*astype\(numpy\.float64\)"),
+        (np.array([1.0], np.longdouble), r"dtype (float128|longdouble).*astype\(numpy\.float64\)"),
         (np.array([1.0], dtype=">f4"), "native byte order"),
         (np.array(["a"]), "Expected: float32"),
         (np.ma.array([1.0, 2.0], mask=[True, False]), r"masked array.*mask would be lost.*mask=x\.mask"),
@@ -599,6 +603,19 @@ def test_where_no_thread_can_be_started_one_does_it_all_and_none_does_it_later()
 def test_tensors_that_cannot_be_rounded_are_refused(x: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         round_to(x, "fp16")  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_the_cast_that_an_error_names_leaves_one_rounding(dtype: torch.dtype) -> None:
+    most = min(torch.iinfo(dtype).max, 16_973_823)  # by way of float32, this one becomes another number of bf16
+    x = torch.tensor([most], dtype=dtype)
+    with pytest.raises(TypeError) as refused:
+        round_to(x, "bf16")
+    cast = re.search(r"x\.(\w+)\(\)", str(refused.value))
+    assert cast is not None
+    unit = Fraction(2) ** max(most.bit_length() - 8, 0)
+    nearest = round(Fraction(most) / unit) * unit  # to even
+    assert Fraction(round_to(getattr(x, cast[1])(), "bf16").item()) == nearest
 
 
 def test_an_array_is_refused_where_a_tensor_is_wanted() -> None:

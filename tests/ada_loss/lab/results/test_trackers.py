@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiers
 import torch
@@ -20,7 +21,7 @@ from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.cells.live import live_path
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.notifier import Notifier
-from ada_loss.lab.results.trackers import MLflow, TensorBoard, make_trackers
+from ada_loss.lab.results.trackers import About, MLflow, TensorBoard, make_trackers
 from ada_loss.lab.sweep.driver import sweep
 
 MOST_WAITED = 2000
@@ -203,9 +204,28 @@ def test_trackers_get_the_curves_and_the_metrics_of_a_task_of_each_cell_once(tmp
     assert len(READERS[tracker](out)) == 6
 
 
-def test_runs_of_mlflow_have_parameters_tags_and_the_file(tmp_path: Path) -> None:
+def log_an_end(tracker: MLflow, name: str, loss: float, file: Path) -> None:
+    """A cell whose loss ends so, and whose metric is as large below zero."""
+    config = {"format": "fp16", "rounding": "nearest_even", "scaling": "none", "seed": 0, "options": {}}
+    steps = np.array([1.0, 2.0])
+    tracker.begin(name, config, About(name, "none", 0))
+    tracker.add(name, {"loss": (steps, np.array([1.0, loss])), "lr": (steps, steps)})
+    row = {"metrics": {"val_loss": -loss}, "seconds": 1.0, "skipped": 0, "underflow": None, "diverged": True}
+    tracker.finish(name, row, file)
+
+
+def test_runs_of_mlflow_have_parameters_tags_and_the_file_and_name_what_was_infinite(tmp_path: Path) -> None:
     (row,) = own(tmp_path, track=["mlflow"]).rows()
     (run,) = of_mlflow(tmp_path).values()
+    assert "infinite" not in run["tags"]
+    tracker = MLflow(f"sqlite:///{tmp_path / 'mlflow' / 'mlflow.db'}", tmp_path.name)
+    for name, loss in (("diverged", np.inf), ("undefined", np.nan)):
+        log_an_end(tracker, name, loss, Path(__file__))
+    diverged, undefined = (of_mlflow(tmp_path)[f"{name} none seed 0"] for name in ("diverged", "undefined"))
+    assert diverged["tags"]["infinite"] == "loss, val_loss"
+    assert diverged["last"]["loss"] == np.finfo(np.float64).max  # what its database has, MLflow's issue 22826
+    assert "infinite" not in undefined["tags"]
+    assert np.isnan(undefined["last"]["loss"])
     assert run["status"] == "FINISHED"
     assert run["last"]["val_loss"] == 0.125
     assert run["last"]["hits_10"] == 0.5

@@ -1,0 +1,171 @@
+"""Numbers beside tensors of the format: where torch casts them to the dtype of the tensors, and where it does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fpsim.emulation.calls import NARROWING, NO_OPERANDS, Action, Call, in_order, only_multiplies
+from fpsim.emulation.marks import is_marked_wide, is_roundable
+from fpsim.emulation.operands import Rounds
+from fpsim.emulation.operations import Number
+from fpsim.formats.blocks import Element
+from fpsim.tensors.expressions import round_here_
+from fpsim.tensors.launch import rounded_number
+from fpsim.tensors.spec import RoundingSpec, rounding_spec
+
+__all__ = [
+    "NUMBERS",
+    "integers_in_format",
+    "number_in_format",
+    "numbers_in_format",
+    "scalars_in_format",
+    "scalars_of_call",
+    "step_in_format",
+]
+
+NUMBERS = (float, int, np.floating, np.integer)  # of Python and NumPy
+_BEYOND_INT64 = 2**63
+
+
+def scalars_in_format(
+    spec: RoundingSpec | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], is_wide: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with numbers of Python as the format has them, beside a tensor of the format."""
+    is_read = call.is_comparison or call.action is Action.SET_ITEM
+    if is_wide or spec is None or not (is_read or call.has_threshold):
+        return args, kwargs
+    beside = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and is_roundable(x)]
+    if not beside or (call.threshold == "on card" and not any(x.is_cuda for x in beside)):
+        return args, kwargs
+    before = 2 if call.action is Action.SET_ITEM else 0  # an index is none of its numbers
+    args = (*args[:before], *[numbers_in_format(x, spec.fmt, NUMBERS) for x in args[before:]])
+    if kwargs:
+        kwargs = {name: numbers_in_format(x, spec.fmt, NUMBERS) for name, x in kwargs.items()}
+    return args, kwargs
+
+
+def scalars_of_call(
+    emulation: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], is_wide: bool, keeps_first: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with numbers, and tensors without dimensions, in the format where torch casts them to it.
+
+    A float32 tensor without dimensions gives no result its dtype, and torch casts it before it computes. On the CPU it
+    multiplies and divides by one in float32, and so does a card with all sums and products of one that is on the CPU.
+    """
+    if call.has_threshold:
+        args, kwargs = scalars_in_format(emulation.scope.specs.activation, call, args, kwargs, is_wide)
+    if is_wide or not emulation.has_wide or call.number is Number.EXACT:
+        return args, kwargs
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    is_on_card = any(x.is_cuda for x in given)
+    if not any(x.dim() for x in given):  # then what is written to is computed in float32
+        return args, kwargs
+
+    def narrow(place: int | str, x: Any) -> Any:
+        if not (isinstance(x, Tensor) and x.dim() == 0 and is_roundable(x) and is_marked_wide(x)):
+            return x
+        if (place == 0 and keeps_first) or place in NO_OPERANDS or _is_taken_as_it_is(call, place, x, is_on_card):
+            return x
+        return emulation.operand(x, Rounds.ALL)
+
+    args = tuple(narrow(i, x) for i, x in enumerate(args))
+    return args, {name: narrow(name, x) for name, x in kwargs.items()}
+
+
+def _is_taken_as_it_is(call: Call, place: int | str, x: Tensor, is_on_card: bool) -> bool:
+    """Whether torch computes with a tensor of one number as it is, beside others of a low precision."""
+    is_second = place == 1 or place == "other"
+    is_number = call.number is not Number.CAST if is_on_card else call.number is Number.SECOND and is_second
+    return is_number and x.is_cpu
+
+
+def integers_in_format(
+    emulation: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], keeps_first: bool, floats: list[Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with tensors of integers in the format, to which torch casts them beside numbers of it.
+
+    Truth values are numbers of any format, and are left as they are; what is moved becomes a number of the format.
+
+    floats: the operands in their formats, to which these are added.
+    """
+    spec = emulation.scope.specs.activation
+    target = args[0] if keeps_first and args else None
+    is_beside = bool(floats) or (isinstance(target, Tensor) and is_roundable(target))
+    if spec is None or spec.is_float32 or not is_beside:  # torch promotes to float32 by itself, and integers to none
+        return args, kwargs
+    if call.name in NARROWING and not only_multiplies(call.name, args, kwargs):
+        return args, kwargs  # a product, of which torch says that its operands have to be of one dtype
+    before = 2 if call.action is Action.SET_ITEM else int(keeps_first)  # what is written to, and an index
+    is_on_card = any(x.is_cuda for x in floats)
+    cast = partial(_integer_in_format, emulation, call, is_on_card, floats)
+    args = (*args[:before], *[cast(i, x) for i, x in enumerate(args[before:], before)])
+    return args, {name: x if name in NO_OPERANDS else cast(name, x) for name, x in kwargs.items()}
+
+
+def _integer_in_format(
+    emulation: Any, call: Call, is_on_card: bool, floats: list[Tensor], place: int | str, x: Any
+) -> Any:
+    if type(x) in (list, tuple):
+        return type(x)([_integer_in_format(emulation, call, is_on_card, floats, place, item) for item in x])
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
+        return x
+    if x.dtype is torch.bool and call.action not in (Action.MOVE, Action.SET_ITEM):
+        return x
+    if x.numel() == 1 and _is_taken_as_it_is(call, place, x, is_on_card):
+        return x
+    made = emulation.integer_operand(x)
+    floats.append(made)
+    return made
+
+
+def numbers_in_format(x: Any, fmt: Element, kinds: tuple[type, ...] = (float,)) -> Any:
+    """A number of the format in the place of a number, and of each in a list of numbers; anything else as it is.
+
+    kinds: of numbers; an int may be a size or a position.
+    """
+    if type(x) in (list, tuple) and all(type(item) is not bool and isinstance(item, kinds) for item in x):
+        return type(x)(number_in_format(item, fmt) for item in x)
+    return number_in_format(x, fmt) if isinstance(x, kinds) and type(x) is not bool else x
+
+
+@lru_cache(1 << 12, typed=True)
+def number_in_format(number: float, fmt: Element) -> float:
+    """A number of Python as a tensor of the format holds it."""
+    if isinstance(number, int) and abs(number) >= _BEYOND_INT64:
+        return number  # torch says that it is too large
+    if not math.isfinite(number) or abs(number) >= torch.finfo(torch.float32).max:
+        return number
+    return rounded_number(float(number), rounding_spec(fmt))
+
+
+def step_in_format(
+    emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Any
+) -> Any:
+    """`torch.nextafter`, which moves by the step of the format."""
+    spec = emulation.scope.specs.activation
+    if spec is not None and not spec.is_float32:
+        func = partial(_step, func, spec.fmt)
+    return emulation.compute(func, call, args, kwargs, asked)
+
+
+def _step(func: Callable[..., Any], fmt: Element, *args: Any, **kwargs: Any) -> Tensor:
+    """The number of the format next to that of float32: directed rounding finds it, whatever the format's step is."""
+    operands = [*args, *in_order({name: x for name, x in kwargs.items() if name != "out"})]
+    wide = [is_marked_wide(x) for x in operands]
+    if all(wide) or any(known and x.dim() for known, x in zip(wide, operands, strict=True)):
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+    x, toward = (y.detach().clone() for y in operands)  # what is written to may be one of them
+    out: Tensor = func(*args, **kwargs)
+    above, below = (out.detach().clone() for _ in range(2))
+    round_here_(above, rounding_spec(fmt, "up"))
+    round_here_(below, rounding_spec(fmt, "down"))
+    with torch.no_grad():
+        out.data.copy_(torch.where(toward > x, above, torch.where(toward < x, below, out)))
+    return out
