@@ -42,6 +42,7 @@ if __package__:  # python -m tests.programs
 
 import torch
 from program_forms import FURTHER_KINDS
+from program_functions import OWN_KINDS
 from program_statements import KINDS, Writer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,6 +65,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 
@@ -134,7 +136,8 @@ def draw(genes: Genes, format: str, without: frozenset[str] = frozenset()) -> Pr
 
     without: kinds of statements that are left out.
     """
-    kinds = [kind for kind in (*KINDS, *FURTHER_KINDS, *FURTHER_KINDS) if kind.__name__ not in without]
+    all_kinds = (*KINDS, *FURTHER_KINDS, *FURTHER_KINDS, *OWN_KINDS, *OWN_KINDS)
+    kinds = [kind for kind in all_kinds if kind.__name__ not in without]
     writer = Writer(format, genes[0][0] % 2 == 1, kinds)
     for statement in genes[1:]:
         writer.write(statement)

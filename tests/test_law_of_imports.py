@@ -75,6 +75,7 @@ FLOORS = (
         "conversions product_calls roundings",
         "short_way",
         "mode",
+        "backward_code",
         "entering",
         "__init__ tracing",
     ),

@@ -27,6 +27,7 @@ __all__ = [
     "NARROWING",
     "QUOTIENT_OF_NUMBER",
     "REFUSE",
+    "SHAPE_OF_OTHERS",
     "WRITTEN_TO",
     "Action",
     "Call",

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
+from fpsim.emulation.backward_code import watch_own_code
 from fpsim.emulation.checkpoints import watch_checkpoints
 from fpsim.emulation.marks import note_inference_write
 from fpsim.emulation.mode import Emulation, TracedEmulation
@@ -105,6 +106,7 @@ def _new_emulation(scope: Scope, has_names: bool) -> Emulation:
             "torch.export. Trace the model that fpsim.dequantize(model) gives, or export the quantised one."
         )
     watch_checkpoints(Position)
+    watch_own_code(_run_in)
     watch_steps()
     watch_bodies()
     note_inference_write()  # what happened outside was not seen
@@ -179,6 +181,7 @@ class Position:
         emulation.names |= self.names
         emulation.take_over(self.operands)
         watch_checkpoints(Position)
+        watch_own_code(_run_in)
         note_inference_write()
         _activate(emulation, undo)
 

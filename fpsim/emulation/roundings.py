@@ -361,6 +361,8 @@ class Roundings:
             mark(out, spec.text)
         elif error is not None:
             mark(out, "float32")  # its gradient has its place
+        if self.scope.made is not None:
+            self.scope.made[out] = operation, operands
         if error is not None and out.requires_grad and (not is_target or torch.is_grad_enabled()):
             if base_of(out) is None or has_history(out):  # as hook
                 self._register(out, site, "error", error, operation, operands)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpsim.emulation.backward_code import OwnCode, is_of_a_model, run_in_backward
 from fpsim.emulation.entering import run_entered
 from fpsim.emulation.marks import is_made_here, is_roundable, is_seen_from_outside, is_state, mark_as_state
 from fpsim.emulation.operands import Rounds
@@ -33,6 +34,7 @@ from fpsim.torch_internals import (
     held_by,
     is_called_functionally,
 )
+from fpsim.torch_modes import wrap_module_hooks
 
 __all__ = ["KEY", "EmulatedForward", "UnboundForward"]
 
@@ -68,6 +70,7 @@ class EmulatedForward:
         self._method = plain if type(plain) is FunctionType else None  # of the class: what is usually bound
         self._scopes = {False: make_scope(self.name, self.policy or Policy(), self.listeners)}
         self.wide: dict[str, None] = {}
+        watch_module_hooks()
         self.token = register(self)  # a program that torch.compile made is of one forward and its policy
 
     def renew(self, name: str, policy: Policy | None, listeners: Listeners) -> None:
@@ -92,6 +95,7 @@ class EmulatedForward:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        watch_module_hooks()
         note_copy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmulatedForward:
@@ -273,6 +277,34 @@ class UnboundForward:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         emulated = vars(module).get(KEY)
         return type(module).forward(module, *args, **kwargs) if emulated is None else emulated.run(module, args, kwargs)
+
+
+# Hooks of modules on their gradients
+
+
+@functools.cache
+def watch_module_hooks() -> None:
+    """From here on full backward hooks and pre-hooks of emulated modules compute in the format."""
+
+    def wrapped(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+        return _ModuleHook(hook) if KEY in vars(module) and is_of_a_model(hook) else hook
+
+    wrap_module_hooks(wrapped)
+
+
+class _ModuleHook:
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, module: nn.Module, *gradients: Any) -> Any:
+        forward: EmulatedForward = vars(module)[KEY]
+        if forward.policy is None or forward.scope.rounds_nothing or active.emulation is not None:
+            return self.hook(module, *gradients)
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+        scope = forward.scope.again({}, {}, dtype is torch.float64)
+        has_names = forward.listeners.has_names and scope.dtype is not None and dtype is not scope.dtype
+        code = OwnCode(scope, "hook", has_names)
+        return run_in_backward(code, functools.partial(self.hook, module, *gradients), gradients, False)
 
 
 # The weights of a call, and its buffers

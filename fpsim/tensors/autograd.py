@@ -12,7 +12,7 @@ from fpsim.tensors.launch import round_memory_, rounded
 from fpsim.tensors.noise import new_traceable_key
 from fpsim.tensors.spec import RoundingSpec, container_width, rounding_spec
 from fpsim.torch_internals import constant_under_compile
-from fpsim.torch_modes import is_plain
+from fpsim.torch_modes import PlainFunction, is_plain
 
 # Up to this many elements a second pass over the tensor costs less than a Python autograd node.
 SMALL = 1 << 15
@@ -94,7 +94,7 @@ def _forward(x: Tensor, spec: RoundingSpec, key: Tensor | None) -> Tensor:
     return apply_operator(x, words_of(spec), key)
 
 
-class StraightThrough(torch.autograd.Function):
+class StraightThrough(PlainFunction):
     """Round forward; let the gradient pass, or round it too."""
 
     generate_vmap_rule = True
