@@ -37,6 +37,7 @@ __all__ = [
     "below_transforms",
     "body_of",
     "call_inside",
+    "forward_hooks_of",
     "function_like",
     "guard_step",
     "has_transform",
@@ -59,6 +60,7 @@ __all__ = [
     "push_mode",
     "set_grad_enabled",
     "take_off",
+    "tell_of_forward_hooks",
     "unguard_step",
     "unhook_call",
     "unhook_steps",
@@ -320,6 +322,27 @@ def wrap_module_hooks(wrap: Callable[[nn.Module, Callable[..., Any]], Callable[.
         plain(self, module, *([wrap(module, hook) for hook in hooks] for hooks in (user_hooks, user_pre_hooks)))
 
     BackwardHook.__init__ = init  # type: ignore[method-assign]
+
+
+def tell_of_forward_hooks(told: Callable[[nn.Module], None]) -> None:
+    """From here on `told(module)` runs when a forward hook or pre-hook is registered on a module."""
+
+    def telling(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def register(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            handle = plain(self, *args, **kwargs)
+            told(self)
+            return handle
+
+        return register
+
+    for name in ("register_forward_hook", "register_forward_pre_hook"):
+        setattr(nn.Module, name, telling(getattr(nn.Module, name)))
+
+
+def forward_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """The forward pre-hooks and hooks of a module."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 _FakeTensor: type = torch._subclasses.FakeTensor

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpsim.emulation.backward_code import is_of_a_model
 from fpsim.emulation.marks import MARK
 from fpsim.emulation.scope import active
 from fpsim.torch_internals import (
@@ -29,7 +30,7 @@ from fpsim.torch_internals import (
     tensors_of,
     watched_seeds,
 )
-from fpsim.torch_modes import has_transform
+from fpsim.torch_modes import forward_hooks_of, has_transform
 
 __all__ = ["call_under_dynamo", "note_copy", "open_objects", "register", "require_own_thread"]
 
@@ -108,6 +109,11 @@ def _recorded_forward(
         _give_attributes(tensors[name], vars(x))
     attributes = _Attributes(forward.module)
     try:
+        if any(map(is_of_a_model, forward_hooks_of(forward.module))):
+            raise NotImplementedError(
+                f"{type(forward.module).__name__} has forward hooks, which a compiled program runs in float32 around "
+                f"its forward. Take them off, register them on a module inside, or call the model without the compiler."
+            )
         if has_transform():
             raise NotImplementedError(
                 "A transform of torch.func, such as grad or vmap, calls the model inside of a compiled program, which "

@@ -29,14 +29,22 @@ from fpsim.policies.policy import FEW_BITS, Policy, RoleSpecs
 from fpsim.policies.products import Products
 from fpsim.torch_internals import (
     FORMER,
+    apart_from_compiler,
     called_module,
     direct_parameters,
     held_by,
     is_called_functionally,
 )
-from fpsim.torch_modes import wrap_module_hooks
+from fpsim.torch_modes import (
+    CALL_SLOT,
+    call_inside,
+    forward_hooks_of,
+    module_called,
+    tell_of_forward_hooks,
+    wrap_module_hooks,
+)
 
-__all__ = ["KEY", "EmulatedForward", "UnboundForward"]
+__all__ = ["KEY", "EmulatedForward", "UnboundForward", "leave"]
 
 KEY = "_fpsim_forward"  # of the module's __dict__, where nobody else looks
 
@@ -71,6 +79,7 @@ class EmulatedForward:
         self._scopes = {False: make_scope(self.name, self.policy or Policy(), self.listeners)}
         self.wide: dict[str, None] = {}
         watch_module_hooks()
+        surround(self.module)
         self.token = register(self)  # a program that torch.compile made is of one forward and its policy
 
     def renew(self, name: str, policy: Policy | None, listeners: Listeners) -> None:
@@ -96,6 +105,7 @@ class EmulatedForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         watch_module_hooks()
+        vars(self.module)[CALL_SLOT] = _HookedCall(self.module)  # which torch leaves out of copies
         note_copy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmulatedForward:
@@ -158,11 +168,24 @@ class EmulatedForward:
                 module = called  # a shallow copy, with attributes of its own
         return self.run(module, args, kwargs, active.emulation is not None and is_called_functionally())
 
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_functional: bool = False) -> Any:
-        """The true forward of `module` under its scope. is_functional: whether tensors were put in it for this call."""
+    def run(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_functional: bool = False,
+        call: Callable[..., Any] | None = None,
+    ) -> Any:
+        """The true forward of `module` under its scope.
+
+        is_functional: whether tensors were put in it for this call.
+        call: runs in the place of the forward: it calls that, and hooks around it.
+        """
         method = self._method
-        if vars(type(module)).get("forward") is method and method is not None:  # still: somebody may replace it
-            forward: Callable[..., Any] = MethodType(method, module)
+        if call is not None:
+            forward = call
+        elif vars(type(module)).get("forward") is method and method is not None:  # still: somebody may replace it
+            forward = MethodType(method, module)
         else:
             forward = self.true_forward(module)
         if self.policy is None:
@@ -279,7 +302,50 @@ class UnboundForward:
         return type(module).forward(module, *args, **kwargs) if emulated is None else emulated.run(module, args, kwargs)
 
 
-# Hooks of modules on their gradients
+# Hooks of modules
+
+
+def surround(module: nn.Module) -> None:
+    """Have an emulated module called under its scope with the hooks around its forward, if it has any of a model's."""
+    if vars(module).get(CALL_SLOT) is None and any(map(is_of_a_model, forward_hooks_of(module))):
+        vars(module)[CALL_SLOT] = _HookedCall(module)
+
+
+def leave(module: nn.Module) -> None:
+    """Undo that."""
+    if isinstance(vars(module).get(CALL_SLOT), _HookedCall):
+        del vars(module)[CALL_SLOT]
+
+
+class _HookedCall:
+    """What is called in the place of a module's hooks and forward: both run under its scope, where none is entered.
+
+    Not where torch's sharding has hooks there, which put the parameters in their places.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _called_with_hooks(self, module_called() or self.module(), args, kwargs)
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call, forward, hooks = call_inside(module), vars(module).get(KEY), forward_hooks_of(module)
+        if not hooks and vars(module).get(CALL_SLOT) is self:
+            del vars(module)[CALL_SLOT]
+        is_left = not any(map(is_of_a_model, hooks)) or any(map(_is_of_sharding, hooks))
+        if active.emulation is not None or forward is None or forward.policy is None or is_left:
+            return call(*args, **kwargs)
+        return forward.run(module, args, kwargs, call=call)
+
+
+@apart_from_compiler  # which a compiled program would run in float32
+def _called_with_hooks(slot: _HookedCall, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return slot.run(module, args, kwargs)
+
+
+def _is_of_sharding(hook: Any) -> bool:
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torch.distributed")
 
 
 @functools.cache
@@ -290,6 +356,7 @@ def watch_module_hooks() -> None:
         return _ModuleHook(hook) if KEY in vars(module) and is_of_a_model(hook) else hook
 
     wrap_module_hooks(wrapped)
+    tell_of_forward_hooks(lambda module: surround(module) if KEY in vars(module) else None)
 
 
 class _ModuleHook:
