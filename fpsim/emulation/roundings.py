@@ -203,7 +203,7 @@ class Roundings:
         is_now, is_drawn = is_plain(x), spec is not None and spec.rounding == "stochastic"
         if not (is_now or is_traced(x)):
             if values is not None and is_drawn:
-                copy = with_values(x, values, backward)
+                copy = with_values(x, values, backward, spec)
             else:
                 copy = self._straight_through(x, spec, backward, keep_masks=keep_masks)
             if role == "weight" and spec is not None:
@@ -254,8 +254,9 @@ class Roundings:
         backward: RoundingSpec | None,
         keep_masks: bool = True,
         keep_infinity: bool = True,
+        of_tangent: RoundingSpec | None = None,
     ) -> Tensor:
-        """Round under a transform or a tracer."""
+        """Round under a transform or a tracer. of_tangent: how a tangent is rounded where the numbers are already."""
         if _is_sharded(x):
             raise NotImplementedError(
                 f"A DTensor reached {self.scope.name or 'the top level'}, as tensor parallelism makes them. Expected: "
@@ -268,7 +269,7 @@ class Roundings:
                 f"torch.compile or a transform of torch.func. Expected: loss.backward() and torch.autograd.grad. "
                 f"Detach the scaling first, or leave the transform away."
             )
-        rounded = straight_through(x, spec, backward)
+        rounded = straight_through(x, spec, backward, of_tangent if spec is None else spec)
         if spec is None or not keep_masks:
             return rounded
         is_mask = x.abs() == torch.finfo(x.dtype).max  # as launch.masks_of
@@ -338,11 +339,12 @@ class Roundings:
             role = "output"
         keep_infinity = not call.has_pole or (call.is_quotient and not isinstance(operands[1], Tensor))
         if not plain:
+            of_tangent = spec
             if has_transform() and (spec is None or round_behind(out, spec, keep_infinity)):
                 spec = None
                 if is_target:
                     return out  # its gradient is rounded where it is used: to write to it again would be seen
-            rounded = self._straight_through(out, spec, error, keep_infinity=keep_infinity)
+            rounded = self._straight_through(out, spec, error, keep_infinity=keep_infinity, of_tangent=of_tangent)
             if is_target:
                 return out.copy_(rounded)
             for x in (rounded, *layers_behind(rounded)) if has_transform() else ():

@@ -50,8 +50,8 @@ def quantize(
     Parameter names, `state_dict` keys and the class stay as they are, parameters stay float32 (a master copy that
     optimizers update), and `deepcopy`, `pickle` and `torch.save` work. Any of its submodules may be called alone.
 
-    The model's own autograd Functions compute in the format in both passes, and so do tensor hooks that a forward
-    registers and full backward hooks of modules. Hooks of parameters see float32.
+    The model's own autograd Functions compute in the format in both passes, and so do hooks of modules, and hooks
+    that a forward registers on tensors. Those of parameters see float32.
 
     Integer, boolean, complex, sparse and float8 tensors are not rounded. Code that a checkpoint runs again outside of
     any module, and methods of the model other than the forwards of its modules, are not emulated. Neither is what
