@@ -109,16 +109,7 @@ def _recorded_forward(
         _give_attributes(tensors[name], vars(x))
     attributes = _Attributes(forward.module)
     try:
-        if any(map(is_of_a_model, forward_hooks_of(forward.module))):
-            raise NotImplementedError(
-                f"{type(forward.module).__name__} has forward hooks, which a compiled program runs in float32 around "
-                f"its forward. Take them off, register them on a module inside, or call the model without the compiler."
-            )
-        if has_transform():
-            raise NotImplementedError(
-                "A transform of torch.func, such as grad or vmap, calls the model inside of a compiled program, which "
-                "cannot hold its emulation. Leave what calls the transform uncompiled."
-            )
+        _require_nothing_around(forward.module)
         with (
             standing_in(forward.module, tensors, _parameters_of((args, kwargs), given)) as active.stand_ins,
             watched_seeds() as seeded,
@@ -170,6 +161,20 @@ def _recorded_forward(
     finally:
         active.stand_ins = None
     return out
+
+
+def _require_nothing_around(module: nn.Module) -> None:
+    """Refuse a call that something surrounds which a program cannot hold."""
+    if any(map(is_of_a_model, forward_hooks_of(module))):
+        raise NotImplementedError(
+            f"{type(module).__name__} has forward hooks, which a compiled program runs in float32 around its forward. "
+            f"Take them off, register them on a module inside, or call the model without the compiler."
+        )
+    if has_transform():
+        raise NotImplementedError(
+            "A transform of torch.func, such as grad or vmap, calls the model inside of a compiled program, which "
+            "cannot hold its emulation. Leave what calls the transform uncompiled."
+        )
 
 
 class _Attributes:

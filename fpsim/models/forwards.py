@@ -44,7 +44,7 @@ from fpsim.torch_modes import (
     wrap_module_hooks,
 )
 
-__all__ = ["KEY", "EmulatedForward", "UnboundForward", "leave"]
+__all__ = ["KEY", "EmulatedForward", "HookedCall", "UnboundForward", "leave"]
 
 KEY = "_fpsim_forward"  # of the module's __dict__, where nobody else looks
 
@@ -105,7 +105,7 @@ class EmulatedForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         watch_module_hooks()
-        vars(self.module)[CALL_SLOT] = _HookedCall(self.module)  # which torch leaves out of copies
+        vars(self.module)[CALL_SLOT] = HookedCall(self.module)  # which torch leaves out of copies
         note_copy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmulatedForward:
@@ -308,17 +308,19 @@ class UnboundForward:
 def surround(module: nn.Module) -> None:
     """Have an emulated module called under its scope with the hooks around its forward, if it has any of a model's."""
     if vars(module).get(CALL_SLOT) is None and any(map(is_of_a_model, forward_hooks_of(module))):
-        vars(module)[CALL_SLOT] = _HookedCall(module)
+        vars(module)[CALL_SLOT] = HookedCall(module)
 
 
 def leave(module: nn.Module) -> None:
     """Undo that."""
-    if isinstance(vars(module).get(CALL_SLOT), _HookedCall):
+    if isinstance(vars(module).get(CALL_SLOT), HookedCall):
         del vars(module)[CALL_SLOT]
 
 
-class _HookedCall:
+class HookedCall:
     """What is called in the place of a module's hooks and forward: both run under its scope, where none is entered.
+
+    It stays until the first call that finds no hook.
 
     Not where torch's sharding has hooks there, which put the parameters in their places.
     """
@@ -340,7 +342,7 @@ class _HookedCall:
 
 
 @apart_from_compiler  # which a compiled program would run in float32
-def _called_with_hooks(slot: _HookedCall, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _called_with_hooks(slot: HookedCall, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return slot.run(module, args, kwargs)
 
 
