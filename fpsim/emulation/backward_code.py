@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -61,6 +62,7 @@ from fpsim.torch_modes import (
 __all__ = ["OwnCode", "is_of_a_model", "run_in_backward", "watch_own_code"]
 
 _LIKE = "_fpsim_like"  # of a Function: the class that is applied in its place
+_WARNED = "_fpsim_warned"  # of a Function
 _CODE = "_fpsim_code"  # of a context: the OwnCode that it belongs to
 _SAVED = "_fpsim_saved"  # of a context: what was known of the tensors that it saves
 _BEFORE = "_fpsim_before"  # of an error: what it was before it was rounded, and the writes to it until then
@@ -380,8 +382,11 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
     if emulation is None or not is_of_a_model(cls) or vars(cls).get(_LIKE) is cls:
         return apply(cls, *args, **kwargs)
     scope = emulation.scope
-    is_paused = emulation.step is not None and emulation.step.is_running(scope)
-    if scope.rounds_nothing or is_paused or not any(mode is emulation for mode in modes()):
+    if scope.rounds_nothing or (emulation.step is not None and emulation.step.is_running(scope)):
+        return apply(cls, *args, **kwargs)
+    if not any(mode is emulation for mode in modes()):
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            _warn_of_one_operation(cls, scope)
         return apply(cls, *args, **kwargs)
     code, around = OwnCode.met_by(emulation, cls.__name__), (scope.is_in_step, scope.made, _running.code)
     with without_torch_function():
@@ -405,6 +410,18 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
         outputs = out if type(out) is tuple else (out,)
         results = [_result(emulation, code, x, given, i, made_of) for i, x in enumerate(outputs)]
     return tuple(results) if type(out) is tuple else results[0]
+
+
+def _warn_of_one_operation(cls: type, scope: Scope) -> None:
+    """Warn, once for each class, where a Function is a part of what the mode takes for one operation."""
+    if not vars(cls).get(_WARNED, False):
+        setattr(cls, _WARNED, True)
+        warnings.warn(
+            f"The autograd Function {cls.__name__} was applied inside of another operation at "
+            f"{scope.name or 'the top level'}. Its forward and its backward compute in float32, and what the operation "
+            f"gives is rounded. Apply it in a forward of the model.",
+            stacklevel=5,
+        )
 
 
 def _given(emulation: Emulation, x: Any) -> Any:
