@@ -76,6 +76,7 @@ FLOORS = (
         "short_way",
         "mode",
         "backward_code",
+        "own_functions",
         "entering",
         "__init__ tracing",
     ),

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
-from fpsim.emulation.backward_code import watch_own_code
 from fpsim.emulation.checkpoints import watch_checkpoints
 from fpsim.emulation.marks import note_inference_write
 from fpsim.emulation.mode import Emulation, TracedEmulation
+from fpsim.emulation.own_functions import watch_own_code
 from fpsim.emulation.roundings import Copy, values_of
 from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.emulation.steps import watch_steps
