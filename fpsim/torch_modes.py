@@ -245,7 +245,8 @@ def watch_functions(run: Callable[[Callable[..., Any], type, tuple[Any, ...], di
 
     apply: what torch does there, a function of the class and of the arguments.
     """
-    under_transforms = torch.autograd.function.custom_function_call
+    home: Any = torch.autograd.function
+    under_transforms = home.custom_function_call
 
     def plain(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
@@ -265,7 +266,7 @@ def watch_functions(run: Callable[[Callable[..., Any], type, tuple[Any, ...], di
     for function in (run, plain, plain_under_transforms, apply, call):
         _skip_code(function.__code__)
     _SingleLevelFunction.apply = classmethod(apply)
-    torch.autograd.function.custom_function_call = call  # type: ignore[assignment]
+    home.custom_function_call = call
 
 
 _IS_LIKE = "_fpsim_is_like"  # of a class that `function_like` has made

@@ -200,7 +200,8 @@ class BackwardCode(Emulation):
         around, scale = self.scope, self.log2_scale
         if around is not self.activations and around is not self.errors:  # of a module that runs again
             return super().__torch_function__(func, types, args, kwargs)
-        call, given = call_of(func), (args, tuple((kwargs or {}).values()))
+        call = call_of(func)
+        given: tuple[Any, ...] = (args, tuple((kwargs or {}).values()))
         if call.name in SHAPE_OF_OTHERS or call.action is Action.CAST:
             given = args[:1]  # of the others it takes the shape or the dtype
         elif call.action is Action.LIKE:
@@ -228,8 +229,10 @@ class BackwardCode(Emulation):
             if (base := base_of(x)) is not None:
                 self._note(base, log2_scale)
         first = args[0] if args else None
-        is_moved = (call.is_view or call.name == "clone") and isinstance(out, Tensor) and isinstance(first, Tensor)
-        if not is_moved or out is first or any(True for _ in tensors_in((args[1:], tuple(kwargs.values())))):
+        if not isinstance(first, Tensor) or not isinstance(out, Tensor) or out is first:
+            return
+        is_moved = call.is_view or call.name == "clone"
+        if not is_moved or any(True for _ in tensors_in((args[1:], tuple(kwargs.values())))):
             return
         before = _before(first)
         if before is not None:
@@ -299,10 +302,10 @@ class BackwardCode(Emulation):
             before = out if observer is None else out.detach().clone()
             self._round_memory_(out, spec)
         if observer is not None:
-            shown = [x.detach() for x in (before, result)]
+            before, after = before.detach(), result.detach()
             if log2_scale is not None:
-                shown = [to_float64(x, log2_scale) for x in shown]
-            observer(site, "error", *shown, spec)
+                before, after = to_float64(before, log2_scale), to_float64(after, log2_scale)
+            observer(site, "error", before, after, spec)
         return result
 
     def _round_memory_(self, x: Tensor, spec: RoundingSpec) -> None:

@@ -95,7 +95,7 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
         code.has_weights = any(isinstance(x, Tensor) and is_view_of_weight(x) for x in given)
     try:
         scope.is_in_step, _running.code = scope.is_in_step or torch.is_grad_enabled(), code
-        scope.made = made = None if scope.listeners.scaling is None else ByIdentity()
+        scope.made = made = None if scope.listeners.scaling is None else ByIdentity[Any]()
         out = apply(_like(cls), *given, **kwargs)
     finally:
         scope.is_in_step, scope.made, _running.code = around
@@ -276,7 +276,7 @@ class _HookCall(Call):
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         emulation: Emulation | None = active.emulation
         x = args[0]
-        hook = args[1] if len(args) > 1 else kwargs.get("hook")
+        hook: Any = args[1] if len(args) > 1 else kwargs.get("hook")
         is_left = isinstance(x, nn.Parameter) or not is_roundable(x) or not (callable(hook) and is_of_a_model(hook))
         if emulation is None or is_left or emulation.scope.rounds_nothing:
             return super().__call__(function, args, kwargs)

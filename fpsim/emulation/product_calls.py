@@ -321,9 +321,8 @@ def _convolution_backward(
     if is_differentiated or not call.takes(grad_output, weight, has_weight=True):
         return NotImplemented
     n = weight.dim() - 2
-    settings = ConvolutionSettings(
-        *(_list(v, n) for v in (stride, padding, dilation)), transposed, _list(output_padding, n), groups
-    )
+    stride, padding, dilation, output_padding = (_list(v, n) for v in (stride, padding, dilation, output_padding))
+    settings = ConvolutionSettings(stride, padding, dilation, transposed, output_padding, groups)
     needs_x, needs_w, needs_bias = output_mask
     form = Convolution(input, weight, settings)
     return call.gradients(form, grad_output, input if needs_w else None, weight if needs_x else None, needs_bias)

@@ -372,6 +372,9 @@ class _InBackward(_Product):
     """
 
     __slots__ = ("error_is_second", "kind", "log2_scale")
+    kind: str
+    error_is_second: bool
+    log2_scale: Tensor | None
 
     def _kept(self, w: Tensor) -> Tensor | None:
         return None

@@ -212,6 +212,7 @@ class BackwardScope(Scope):
     """
 
     __slots__ = ("label",)
+    label: str
 
     def site(self, operation: str) -> str:
         return super().site(f"{self.label}.{operation}")

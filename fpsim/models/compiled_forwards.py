@@ -32,7 +32,7 @@ from fpsim.torch_internals import (
 )
 from fpsim.torch_modes import forward_hooks_of, has_transform
 
-__all__ = ["call_under_dynamo", "note_copy", "open_objects", "register", "require_own_thread"]
+__all__ = ["call_under_dynamo", "call_with_hooks_apart", "note_copy", "open_objects", "register", "require_own_thread"]
 
 _forwards: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by their tokens
 _tokens = itertools.count()
@@ -244,6 +244,26 @@ def _prepare_for_dynamo() -> bool:
             "fullgraph=True, and the module runs as it does without a compiler.",
         )
     return active.emulation is not None
+
+
+_hooked_apart: Any = None
+
+
+def call_with_hooks_apart(slot: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch.compile traces in the place of a call of a module with forward hooks of its own."""
+    _prepare_for_hooks()
+    return _hooked_apart(slot, args, kwargs)
+
+
+@constant_under_compile
+def _prepare_for_hooks() -> None:
+    global _hooked_apart
+    if _hooked_apart is None:
+        _hooked_apart = torch.compiler.disable(
+            lambda slot, args, kwargs: slot.run(slot.module(), args, kwargs),
+            reason="an emulated module with forward hooks cannot be part of a compiled program, which would run them "
+            "in float32. Take them off, register them on a module inside; or compile without fullgraph=True.",
+        )
 
 
 # Objects that a compiled program gives back: opened into what a program knows, and rebuilt by it

@@ -23,13 +23,18 @@ from fpsim.emulation.entering import run_entered
 from fpsim.emulation.marks import is_made_here, is_roundable, is_seen_from_outside, is_state, mark_as_state
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.scope import Listeners, Scope, Weights, active, make_scope
-from fpsim.models.compiled_forwards import call_under_dynamo, note_copy, register, require_own_thread
+from fpsim.models.compiled_forwards import (
+    call_under_dynamo,
+    call_with_hooks_apart,
+    note_copy,
+    register,
+    require_own_thread,
+)
 from fpsim.models.computed_weights import adopt
 from fpsim.policies.policy import FEW_BITS, Policy, RoleSpecs
 from fpsim.policies.products import Products
 from fpsim.torch_internals import (
     FORMER,
-    apart_from_compiler,
     called_module,
     direct_parameters,
     held_by,
@@ -100,12 +105,15 @@ class EmulatedForward:
         return of_class.__get__(module, type(module)) if is_bound else of_class  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("module", "name", "policy", "listeners", "inner")}
+        kept = {name: self.__dict__[name] for name in ("module", "name", "policy", "listeners", "inner")}
+        return {**kept, "is_hooked": any(map(is_of_a_model, forward_hooks_of(self.module)))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        is_hooked = state.get("is_hooked", False)
+        self.__dict__.update({name: value for name, value in state.items() if name != "is_hooked"})
         watch_module_hooks()
-        vars(self.module)[CALL_SLOT] = HookedCall(self.module)  # which torch leaves out of copies
+        if is_hooked:  # torch leaves the slot out of copies
+            vars(self.module)[CALL_SLOT] = HookedCall(self.module)
         note_copy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmulatedForward:
@@ -329,9 +337,14 @@ class HookedCall:
         self.module = weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _called_with_hooks(self, module_called() or self.module(), args, kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            inside: Any = self.module()
+            is_hooked = len(forward_hooks_of(inside)) > 0
+            return call_with_hooks_apart(self, args, kwargs) if is_hooked else call_inside(inside)(*args, **kwargs)
+        return self.run(module_called() or self.module(), args, kwargs)
 
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call of `module`, which the slot is of, or a shallow copy of that."""
         call, forward, hooks = call_inside(module), vars(module).get(KEY), forward_hooks_of(module)
         if not hooks and vars(module).get(CALL_SLOT) is self:
             del vars(module)[CALL_SLOT]
@@ -339,11 +352,6 @@ class HookedCall:
         if active.emulation is not None or forward is None or forward.policy is None or is_left:
             return call(*args, **kwargs)
         return forward.run(module, args, kwargs, call=call)
-
-
-@apart_from_compiler  # which a compiled program would run in float32
-def _called_with_hooks(slot: HookedCall, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return slot.run(module, args, kwargs)
 
 
 def _is_of_sharding(hook: Any) -> bool:
