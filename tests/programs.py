@@ -58,6 +58,9 @@ FAN_OUT_ULPS = 64
 NEW_MEMORY = {"scaling", "arithmetic", "selection", "checkpointed", "condition", "limits", "factory", "with_a_dtype"}
 NEW_MEMORY |= {"promotion", "rearranged", "branch"}
 Genes = tuple[tuple[int, ...], ...]
+ALL_KINDS = (*KINDS, *FURTHER_KINDS, *FURTHER_KINDS, *OWN_KINDS, *OWN_KINDS)
+# All but those that leave code to the backward pass, and one that uses no tensor twice: gradients are compared exactly.
+NOT_OWN = frozenset(kind.__name__ for kind in ALL_KINDS) - {"own_function", "own_hook", "scaling"}
 
 HEAD = """\
 import copy
@@ -136,8 +139,7 @@ def draw(genes: Genes, format: str, without: frozenset[str] = frozenset()) -> Pr
 
     without: kinds of statements that are left out.
     """
-    all_kinds = (*KINDS, *FURTHER_KINDS, *FURTHER_KINDS, *OWN_KINDS, *OWN_KINDS)
-    kinds = [kind for kind in all_kinds if kind.__name__ not in without]
+    kinds = [kind for kind in ALL_KINDS if kind.__name__ not in without]
     writer = Writer(format, genes[0][0] % 2 == 1, kinds)
     for statement in genes[1:]:
         writer.write(statement)

@@ -288,11 +288,11 @@ class _HookCall(Call):
 class _Hook:
     """A hook of a tensor. What it returns is no operand's gradient that is rounded elsewhere: it is rounded here."""
 
-    def __init__(self, code: OwnCode, hook: Callable[[Tensor], Any]) -> None:
+    def __init__(self, code: OwnCode, hook: Callable[[Tensor | None], Any]) -> None:
         self.code, self.hook = code, hook
 
-    def __call__(self, gradient: Tensor) -> Any:
-        if active.emulation is not None:
+    def __call__(self, gradient: Tensor | None) -> Any:
+        if active.emulation is not None or gradient is None:  # a Function may give none
             return self.hook(gradient)
         given = _wide(gradient) if self.code.gives_wide[0] else gradient
         return run_in_backward(self.code, partial(self.hook, given), (given,), False)
