@@ -96,6 +96,7 @@ def test_forward_hooks_compute_in_the_format_wherever_they_are(where: str, when:
     assert active.emulation is None
 
 
+@pytest.mark.full
 def test_a_model_with_hooks_around_it_is_not_compiled_in_silence() -> None:
     torch._dynamo.reset()
     q, x = quantize(Hooked(), "bf16"), randn(2, 4)
