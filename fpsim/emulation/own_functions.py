@@ -131,7 +131,7 @@ def _given(emulation: Emulation, x: Any) -> Any:
     if copy is not x and (is_view_of_weight(x) or emulation.scope.stands_in(x)):
         mark_as_view_of_weight(copy)
         for name, value in vars(x).items():
-            if not name.startswith("_fpsim"):
+            if not name.startswith("_"):  # torch's own, such as what makes a stand-in a parameter
                 vars(copy).setdefault(name, value)
     return copy
 
