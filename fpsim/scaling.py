@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fpsim.border import require_optimizer, require_seed
 from fpsim.emulation.marks import is_rounded_at, mark_rounded
-from fpsim.emulation.scope import Scaling
+from fpsim.emulation.scope import BACKWARD, Scaling
 from fpsim.formats.blocks import BlockFormat
 from fpsim.kernels.statistics import (
     AMAX,
@@ -37,6 +37,7 @@ from fpsim.undoing import Exit
 __all__ = [
     "AMAX",
     "AMIN",
+    "BACKWARD",
     "COUNT",
     "FEW_BITS",
     "LOG_MEAN",

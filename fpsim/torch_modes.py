@@ -31,11 +31,14 @@ __all__ = [
     "CALL_SLOT",
     "SEES_BODIES",
     "Place",
+    "PlainFunction",
     "after_transforms",
     "any_mode",
     "below_transforms",
     "body_of",
     "call_inside",
+    "forward_hooks_of",
+    "function_like",
     "guard_step",
     "has_transform",
     "hook_gradient",
@@ -57,11 +60,14 @@ __all__ = [
     "push_mode",
     "set_grad_enabled",
     "take_off",
+    "tell_of_forward_hooks",
     "unguard_step",
     "unhook_call",
     "unhook_steps",
     "watch_bodies",
+    "watch_functions",
     "without_torch_function",
+    "wrap_module_hooks",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -206,6 +212,138 @@ def watch_bodies() -> None:
         return compile_and_call(function, args, kwargs)
 
     utils._hop_compile_and_call = call
+
+
+# autograd Functions
+
+
+_SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
+
+
+def _skip_code(code: CodeType) -> None:
+    """Let torch.compile run frames of this code as they are, as it does those of torch's own files."""
+    compiler: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+    if hasattr(compiler, "skip_code"):  # before torch 2.6
+        compiler.skip_code(code)
+    else:
+        action = compiler._FrameAction
+        compiler.set_code_exec_strategy(code, compiler._FrameExecStrategy(action.SKIP, action.DEFAULT))
+
+
+class _Unwatched(_SingleLevelFunction):
+    apply = vars(torch._C._FunctionBase)["apply"]
+
+
+class PlainFunction(torch.autograd.Function, _Unwatched):
+    """An autograd Function that `watch_functions` does not see: what `apply` comes to behind torch's own is torch's."""
+
+
+def watch_functions(run: Callable[[Callable[..., Any], type, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """From here on `run(apply, cls, args, kwargs)` is called where the autograd Function `cls` is applied.
+
+    Behind `cls.apply`, which code keeps under a name of its own, maybe since before this.
+
+    apply: what torch does there, a function of the class and of the arguments.
+    """
+    home: Any = torch.autograd.function
+    under_transforms = home.custom_function_call
+
+    def plain(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+
+    def plain_under_transforms(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not vars(cls).get(_IS_LIKE, False):
+            return under_transforms(cls, *args, **kwargs)
+        with without_torch_function():  # else it is one operation to a mode, which sees nothing of its inside
+            return under_transforms(cls, *args, **kwargs)
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return run(plain, cls, args, kwargs)
+
+    def call(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return run(plain_under_transforms, cls, args, kwargs)
+
+    for function in (run, plain, plain_under_transforms, apply, call):
+        _skip_code(function.__code__)
+    _SingleLevelFunction.apply = classmethod(apply)
+    home.custom_function_call = call
+
+
+_IS_LIKE = "_fpsim_is_like"  # of a class that `function_like` has made
+
+
+def function_like(
+    cls: Any, begin: Callable[[Any], None], backward: Callable[[Callable[..., Any], Any, tuple[Any, ...]], Any],
+    of_context: type,
+) -> Any:  # fmt: skip
+    """A class that does what the autograd Function `cls` does, under its name, and tells of it.
+
+    begin: called with each context before the Function is given it.
+    backward: called in the place of the Function's own backward, with that, the context and the gradients.
+    of_context: comes before torch's own class among the bases of contexts.
+    """
+    plain = torch.autograd.Function
+    has_setup = cls.setup_context is not plain.setup_context
+    name = "vjp" if cls.vjp is not plain.vjp else "backward"
+
+    def seen(method: str, is_begin: bool) -> staticmethod[..., Any]:
+        """A method of the Function, whose calls the modes see, whoever calls it."""
+
+        @functools.wraps(getattr(cls, method))
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if is_begin:
+                begin(args[0])
+            with torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
+                return getattr(cls, method)(*args, **kwargs)
+
+        return staticmethod(run)
+
+    def ran(ctx: Any, *gradients: Any) -> Any:
+        return backward(getattr(cls, name), ctx, gradients)
+
+    own: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    own |= {"forward": seen("forward", not has_setup), name: staticmethod(ran), _IS_LIKE: True}
+    if has_setup:
+        own["setup_context"] = seen("setup_context", True)
+    if cls.vmap is not plain.vmap:
+        own["vmap"] = seen("vmap", False)
+    made: Any = type(cls)(cls.__name__, (cls,), own)
+    made._backward_cls = type(f"{cls.__name__}Backward", (of_context, made._backward_cls), {})
+    return made
+
+
+def wrap_module_hooks(wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]) -> None:
+    """From here on `wrap(module, hook)` runs in the place of each full backward hook and pre-hook of a module."""
+    from torch.utils.hooks import BackwardHook
+
+    plain = BackwardHook.__init__
+
+    @functools.wraps(plain)
+    def init(self: Any, module: nn.Module, user_hooks: Any, user_pre_hooks: Any) -> None:
+        plain(self, module, *([wrap(module, hook) for hook in hooks] for hooks in (user_hooks, user_pre_hooks)))
+
+    BackwardHook.__init__ = init  # type: ignore[method-assign]
+
+
+def tell_of_forward_hooks(told: Callable[[nn.Module], None]) -> None:
+    """From here on `told(module)` runs when a forward hook or pre-hook is registered on a module."""
+
+    def telling(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def register(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            handle = plain(self, *args, **kwargs)
+            told(self)
+            return handle
+
+        return register
+
+    for name in ("register_forward_hook", "register_forward_pre_hook"):
+        setattr(nn.Module, name, telling(getattr(nn.Module, name)))
+
+
+def forward_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """The forward pre-hooks and hooks of a module."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 _FakeTensor: type = torch._subclasses.FakeTensor

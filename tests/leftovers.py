@@ -14,6 +14,7 @@ import ada_loss
 import fpsim
 from fpsim.emulation import steps
 from fpsim.emulation.scope import active
+from fpsim.models.forwards import HookedCall
 from fpsim.models.quantize import listeners
 from fpsim.tensors import noise
 
@@ -64,7 +65,7 @@ def left_on(*models: nn.Module) -> list[str]:
             places = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
             if any(places):
                 found.append(f"a hook on {name!r}")
-            if module._compiled_call_impl is not None:
+            if module._compiled_call_impl is not None and not isinstance(module._compiled_call_impl, HookedCall):
                 found.append(f"a call of {name!r}")
         found += [f"a hook on {name!r}" for name, p in model.named_parameters() if p._backward_hooks]
         if any(True for _ in fpsim.models.installed.emulated_forwards(model)):

@@ -42,6 +42,7 @@ if __package__:  # python -m tests.programs
 
 import torch
 from program_forms import FURTHER_KINDS
+from program_functions import OWN_KINDS
 from program_statements import KINDS, Writer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,6 +58,9 @@ FAN_OUT_ULPS = 64
 NEW_MEMORY = {"scaling", "arithmetic", "selection", "checkpointed", "condition", "limits", "factory", "with_a_dtype"}
 NEW_MEMORY |= {"promotion", "rearranged", "branch"}
 Genes = tuple[tuple[int, ...], ...]
+ALL_KINDS = (*KINDS, *FURTHER_KINDS, *FURTHER_KINDS, *OWN_KINDS, *OWN_KINDS)
+# All but those that leave code to the backward pass, and one that uses no tensor twice: gradients are compared exactly.
+NOT_OWN = frozenset(kind.__name__ for kind in ALL_KINDS) - {"own_function", "own_hook", "scaling"}
 
 HEAD = """\
 import copy
@@ -64,6 +68,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 
@@ -134,7 +139,7 @@ def draw(genes: Genes, format: str, without: frozenset[str] = frozenset()) -> Pr
 
     without: kinds of statements that are left out.
     """
-    kinds = [kind for kind in (*KINDS, *FURTHER_KINDS, *FURTHER_KINDS) if kind.__name__ not in without]
+    kinds = [kind for kind in ALL_KINDS if kind.__name__ not in without]
     writer = Writer(format, genes[0][0] % 2 == 1, kinds)
     for statement in genes[1:]:
         writer.write(statement)

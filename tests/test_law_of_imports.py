@@ -75,6 +75,8 @@ FLOORS = (
         "conversions product_calls roundings",
         "short_way",
         "mode",
+        "backward_code",
+        "own_functions",
         "entering",
         "__init__ tracing",
     ),

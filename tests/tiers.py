@@ -254,6 +254,16 @@ SISTERS = {
                 "fpsim/models/test_compiled_models.py::test_a_compiled_model_is_one_graph_and_equals_the_emulation_bit_for_bit"
             ),
         },
+        "fpsim/emulation/test_backward_code.py": {
+            "a_compiled_model_has_the_gradients_of_the_one_that_is_not": (
+                "a_function_has_the_gradients_of_the_same_layer_written_plainly"
+            ),
+        },
+        "fpsim/emulation/test_hooks.py": {
+            "a_model_with_hooks_around_it_is_not_compiled_in_silence": (
+                "forward_hooks_compute_in_the_format_wherever_they_are"
+            ),
+        },
         "fpsim/tensors/test_golden.py": {
             "every_vector_is_replayed_and_the_stream_of_the_caller_goes_on": "the_file_is_what_the_oracle_gives",
         },

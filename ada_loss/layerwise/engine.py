@@ -43,6 +43,7 @@ from fpsim import scaling
 from fpsim.scaling import (
     AMAX,
     AMIN,
+    BACKWARD,
     ContainerError,
     Moments,
     RoundingSpec,
@@ -140,7 +141,7 @@ class Engine:
         site: the site's name.
         role: "error" or "weight_grad".
         spec: how the gradient will be rounded.
-        operation: the name of the torch function that made `out`, or "weight", "activation" or "output"; see `Scaling`.
+        operation: the name of the torch function that made `out`, or a word of `Scaling`, such as "weight".
         operands: the arguments of the operation, tensors rounded already; of a rounded copy, the original.
         out: the tensor whose gradient it is.
         """
@@ -168,6 +169,8 @@ class Engine:
         is_selected = self._modules is None or site.split(":")[0] in self._modules
         made = GradientSite(site, role, spec, out.dtype, is_selected, is_linked, graph_task)
         tell = partial(self.scale_at, made)  # bound here, so that `sites.py` need not know the engine above it
+        if operation == BACKWARD and operands[0] is not None:  # there is no graph: its consumer is the gradient
+            made.receive(graph_task, IncomingScale(operands[0], True, False, made))
         if not is_linked:
             self.unlinked[made.key] = made, tell
         elif out.grad_fn is not None:

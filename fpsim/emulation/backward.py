@@ -72,7 +72,10 @@ class BackwardRounding:
         if is_rounded_at(gradient, log2_scale, spec):
             return None
         if not is_traced(gradient) or torch.is_grad_enabled():
-            return round_differentiably(gradient, spec, log2_scale)
+            result = round_differentiably(gradient, spec, log2_scale)
+            if log2_scale is not None:
+                mark(result, spec.text, log2_scale)  # the model's own code that comes next rounds at this scale too
+            return result
         if container_width(spec, gradient.dtype) == 0:
             return None
         result = round_traced(gradient, spec)

@@ -28,6 +28,7 @@ __all__ = [
     "NARROWING",
     "QUOTIENT_OF_NUMBER",
     "REFUSE",
+    "SHAPE_OF_OTHERS",
     "WRITTEN_TO",
     "Action",
     "Call",

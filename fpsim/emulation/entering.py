@@ -16,6 +16,7 @@ from torch.utils.weak import TensorWeakRef
 from fpsim.emulation.checkpoints import watch_checkpoints
 from fpsim.emulation.marks import note_inference_write
 from fpsim.emulation.mode import Emulation, TracedEmulation
+from fpsim.emulation.own_functions import watch_own_code
 from fpsim.emulation.roundings import Copy, values_of
 from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.emulation.steps import watch_steps
@@ -105,6 +106,7 @@ def _new_emulation(scope: Scope, has_names: bool) -> Emulation:
             "torch.export. Trace the model that fpsim.dequantize(model) gives, or export the quantised one."
         )
     watch_checkpoints(Position)
+    watch_own_code(_run_in)
     watch_steps()
     watch_bodies()
     note_inference_write()  # what happened outside was not seen
@@ -179,6 +181,7 @@ class Position:
         emulation.names |= self.names
         emulation.take_over(self.operands)
         watch_checkpoints(Position)
+        watch_own_code(_run_in)
         note_inference_write()
         _activate(emulation, undo)
 

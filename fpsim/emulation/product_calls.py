@@ -149,8 +149,10 @@ def _tensordot(call: ProductCall, a: Tensor, b: Tensor, dims: Any = 2) -> Any:
 
 
 def _of(call: ProductCall, *pairs: tuple[Tensor, Tensor]) -> ProductCall:
-    """The call, which knows that what a weight was reshaped to is one."""
+    """The call, which knows that what a weight or an error was reshaped to is one."""
     call.weights.update({id(made): made for original, made in pairs if call.is_weight(original)})
+    if call.errors:
+        call.errors.update({id(made): made for original, made in pairs if id(original) in call.errors})
     return call
 
 
@@ -300,6 +302,32 @@ def _conv_transpose(
     return _convolution(call, input, weight, bias, stride, padding, dilation, True, output_padding, groups)
 
 
+def _convolution_backward(
+    call: ProductCall,
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias_sizes: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    output_mask: Sequence[bool],
+) -> Any:
+    """The gradients of a convolution, as `torch.nn.grad` and the backward of an autograd Function ask for them."""
+    is_differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (grad_output, input, weight))
+    if is_differentiated or not call.takes(grad_output, weight, has_weight=True):
+        return NotImplemented
+    n = weight.dim() - 2
+    stride, padding, dilation, output_padding = (_list(v, n) for v in (stride, padding, dilation, output_padding))
+    settings = ConvolutionSettings(stride, padding, dilation, transposed, output_padding, groups)
+    needs_x, needs_w, needs_bias = output_mask
+    form = Convolution(input, weight, settings)
+    return call.gradients(form, grad_output, input if needs_w else None, weight if needs_x else None, needs_bias)
+
+
 _BY_CHANNELS, _OVER_BATCH = Side(2, 1), Side(1, 2)
 
 
@@ -429,6 +457,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _conv),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _conv_transpose),
     "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
     "conv_tbc": _conv_tbc,
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("linalg_multi_dot", "chain_matmul"), _several),

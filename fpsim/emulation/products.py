@@ -27,8 +27,8 @@ from fpsim.tensors.launch import rounded, to_float64
 from fpsim.tensors.noise import new_key_for, new_traceable_key
 from fpsim.tensors.shared_scales import Cut, recorded_amax, rounded_blocks
 from fpsim.tensors.spec import FLOATING, BlockSpec, RoundingSpec, Spec
-from fpsim.torch_internals import is_legacy_batched, is_traced
-from fpsim.torch_modes import is_plain
+from fpsim.torch_internals import is_legacy_batched, is_traced, share_storage
+from fpsim.torch_modes import PlainFunction, is_plain
 
 __all__ = ["ProductCall", "note_views_of_weights", "weights_among"]
 
@@ -44,14 +44,17 @@ class ProductCall:
     weights: those tensors among them, by id, that are parameters or views of one.
     asks: whether a scaling was asked for the scale of the gradient that comes to one of the products.
     output: how the result is rounded where no role does; None where no operand was quantised.
+    errors: those tensors among the operands, by id, that depend on the incoming gradient, where the call is in the
+        backward pass of the model's own code; else None.
     """
 
-    __slots__ = ("asks", "operands", "operation", "output", "scope", "site", "weights")
+    __slots__ = ("asks", "errors", "operands", "operation", "output", "scope", "site", "weights")
 
     def __init__(self, scope: Scope, operation: str, operands: tuple[Any, ...], weights: dict[int, Tensor]) -> None:
         self.scope, self.operation, self.operands, self.weights = scope, operation, operands, weights
         self.site = scope.site(operation)
         self.asks = False
+        self.errors: dict[int, Tensor] | None = None if scope.errors is None else scope.errors.among(operands)
         self.output: RoundingSpec | None = None
 
     def is_weight(self, x: Tensor) -> bool:
@@ -66,6 +69,8 @@ class ProductCall:
         """
         assert self.scope.products is not None
         is_wanted = has_weight or self.scope.products.attention or self.is_weight(x) or self.is_weight(w)
+        if self.errors and self.scope.errors.has_weights:  # the product of an error and a saved activation
+            is_wanted = is_wanted or (id(x) in self.errors) != (id(w) in self.errors)
         is_usual = x.dtype is w.dtype and is_roundable(x) and is_roundable(w)
         if is_usual and is_plain(x) and is_plain(w):
             return is_wanted
@@ -107,8 +112,11 @@ class ProductCall:
         """
         scope = self.scope
         assert scope.products is not None
+        if self.errors:
+            return self._in_backward(form, x, w, bias, part)
         self.output = scope.products.specs.output
         product = _Product(form, f"{self.site}{part}", scope.products.specs, scope.listeners, x)
+        product.is_step = product.is_step or scope.is_in_step
         if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias))):
             return product.forward(x, w, bias)
         scaling, specs = scope.listeners.scaling, scope.products.specs
@@ -130,6 +138,41 @@ class ProductCall:
             product.scales["wgrad"] = scaling(product.site, "wgrad.dy", by_wgrad, "wgrad", (w,), alias)  # type: ignore[arg-type]
         self.asks = True
         return out
+
+    def _in_backward(self, form: Form, x: Tensor, w: Tensor, bias: Tensor | None, part: str) -> Tensor:
+        """y of a product in the backward pass of the model's own code, where a tensor depends on the gradient."""
+        scope, is_error = self.scope, [_is_among(self.errors, t) for t in (x, w)]
+        assert scope.products is not None
+        kind = "fprop"
+        if is_error[0] != is_error[1]:
+            kind = "dgrad" if _is_among(self.weights, w if is_error[0] else x) else "wgrad"
+        product = _InBackward(form, f"{self.site}{part}", scope.products.specs, scope.listeners, x)
+        product.kind, product.is_step, product.error_is_second = kind, True, is_error[1] and not is_error[0]
+        product.log2_scale = scope.errors.scale_of_products()
+        with torch.no_grad():
+            y = product.forward(x, w, bias)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias)):
+            y = _Once.apply(product.site, y, x, w, bias)
+        assert self.errors is not None
+        self.errors[id(y)] = y  # einsum has several products, one after the other
+        return y
+
+    def gradients(
+        self, form: Form, dy: Tensor, x: Tensor | None, w: Tensor | None, needs_bias: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of one product that the model's own code asks for: of x where w is given, of w where x is."""
+        scope = self.scope
+        assert scope.products is not None
+        product = _Product(form, self.site, scope.products.specs, scope.listeners, dy)
+        product.is_step = scope.is_in_step
+        if scope.errors is not None and (log2_scale := scope.errors.scale_of_products()) is not None:
+            product.scales = dict.fromkeys(("dgrad", "wgrad"), lambda _dy, _may_round: log2_scale)
+        return product.backward(dy, x, w, needs_bias)
+
+
+def _is_among(tensors: dict[int, Tensor] | None, x: Tensor) -> bool:
+    """Whether `x` is one of these tensors, or a view of one."""
+    return any(x is y or share_storage(x, y) for y in (tensors or {}).values())
 
 
 def weights_among(scope: Scope, originals: tuple[Any, ...], prepared: tuple[Any, ...]) -> dict[int, Tensor]:
@@ -318,6 +361,38 @@ class _Product:
         return history.scale()
 
 
+class _InBackward(_Product):
+    """A product that the model's own code computes in the backward pass, as one of the three.
+
+    kind: which.
+    error_is_second: whether its second operand is the one that depends on the gradient.
+    log2_scale: at which that one is rounded, if it has no scale of its own.
+    """
+
+    __slots__ = ("error_is_second", "kind", "log2_scale")
+    kind: str
+    error_is_second: bool
+    log2_scale: Tensor | None
+
+    def _kept(self, w: Tensor) -> Tensor | None:
+        return None
+
+    def _operands(
+        self, product: str, a: Tensor, b: Tensor, log2_scale: Tensor | None = None, shared: Tensor | None = None,
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        pair: list[Operand | None] = [*getattr(self.specs, self.kind)]
+        sides, scales = self.form.fprop, [self.log2_scale, None]
+        roles = [f"{self.kind}.{name}" for name in PRODUCTS[self.kind]]
+        if self.error_is_second:
+            for both in (pair, scales, roles):
+                both.reverse()
+        if pair[0] is not None and pair[0].hadamard is not None:
+            a, b = self._transformed(product, a, b, pair[0].hadamard, sides)
+        first = self._quantised(a, pair[0], sides[0], roles[0], scales[0])
+        return first, self._quantised(b, pair[1], sides[1], roles[1], scales[1])
+
+
 def _multiply(
     site: str, listeners: Listeners, accumulator: Accumulator, a: Tensor, b: Tensor, added: Tensor | None
 ) -> Tensor:
@@ -337,7 +412,7 @@ def _show(
     observer(site, role, before, after, spec)
 
 
-class _Node(torch.autograd.Function):
+class _Node(PlainFunction):
     """A product in the autograd graph. It keeps its operands as they were before they were quantised."""
 
     @staticmethod
@@ -366,7 +441,7 @@ class _Node(torch.autograd.Function):
         return None, *gradients
 
 
-class _Once(torch.autograd.Function):
+class _Once(PlainFunction):
     """A gradient of a product that somebody may want to differentiate again."""
 
     @staticmethod

@@ -214,7 +214,7 @@ class Roundings:
         is_now, is_drawn = is_plain(x), spec is not None and spec.rounding == "stochastic"
         if not (is_now or is_traced(x)):
             if values is not None and is_drawn:
-                copy = with_values(x, values, backward)
+                copy = with_values(x, values, backward, spec)
             else:
                 copy = self._straight_through(x, spec, backward, keep_masks=keep_masks)
             if role == "weight" and spec is not None:
@@ -265,8 +265,9 @@ class Roundings:
         backward: RoundingSpec | None,
         keep_masks: bool = True,
         keep_infinity: bool = True,
+        of_tangent: RoundingSpec | None = None,
     ) -> Tensor:
-        """Round under a transform or a tracer."""
+        """Round under a transform or a tracer. of_tangent: how a tangent is rounded where the numbers are already."""
         if _is_sharded(x):
             raise NotImplementedError(
                 f"A DTensor reached {self.scope.name or 'the top level'}, as tensor parallelism makes them. Expected: "
@@ -279,7 +280,7 @@ class Roundings:
                 f"torch.compile or a transform of torch.func. Expected: loss.backward() and torch.autograd.grad. "
                 f"Detach the scaling first, or leave the transform away."
             )
-        rounded = straight_through(x, spec, backward)
+        rounded = straight_through(x, spec, backward, of_tangent if spec is None else spec)
         if spec is None or not keep_masks:
             return rounded
         is_mask = x.abs() == torch.finfo(x.dtype).max  # as launch.masks_of
@@ -349,11 +350,12 @@ class Roundings:
             role = "output"
         keep_infinity = not call.has_pole or (call.is_quotient and not isinstance(operands[1], Tensor))
         if not plain:
+            of_tangent = spec
             if has_transform() and (spec is None or round_behind(out, spec, keep_infinity)):
                 spec = None
                 if is_target:
                     return out  # its gradient is rounded where it is used: to write to it again would be seen
-            rounded = self._straight_through(out, spec, error, keep_infinity=keep_infinity)
+            rounded = self._straight_through(out, spec, error, keep_infinity=keep_infinity, of_tangent=of_tangent)
             if is_target:
                 return out.copy_(rounded)
             for x in (rounded, *layers_behind(rounded)) if has_transform() else ():
@@ -372,6 +374,8 @@ class Roundings:
             mark(out, spec.text)
         elif error is not None:
             mark(out, "float32")  # its gradient has its place
+        if self.scope.made is not None:
+            self.scope.made[out] = operation, operands
         if error is not None and out.requires_grad and (not is_target or torch.is_grad_enabled()):
             if base_of(out) is None or has_history(out):  # as hook
                 self._register(out, site, "error", error, operation, operands)

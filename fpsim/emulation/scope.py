@@ -18,9 +18,21 @@ from fpsim.policies.products import Products
 from fpsim.tensors.shared_scales import Cut
 from fpsim.tensors.spec import RoundingSpec, Spec
 
-__all__ = ["NO_SPECS", "Listeners", "Observer", "Scaling", "Scope", "Weights", "active", "make_scope"]
+__all__ = [
+    "BACKWARD",
+    "NO_SPECS",
+    "Listeners",
+    "Observer",
+    "Scaling",
+    "Scope",
+    "Weights",
+    "active",
+    "in_backward",
+    "make_scope",
+]
 
 NO_SPECS = RoleSpecs()
+BACKWARD = "backward"  # the operation of an error that code of the model's own computes
 # References by id. Weak: a hook keeps its scope alive, and a weight that was computed keeps the hook.
 Weights = Mapping[int, weakref.ref[Tensor]]
 _NO_WEIGHTS: Weights = {}
@@ -41,9 +53,12 @@ class Scaling(Protocol):
         "wgrad.dy" for a second copy of it where the weight gradient's product wants another format.
     spec: the rounding.
     operation: the name of the torch function that made the tensor; "weight" or "activation" for the rounded copy of an
-        operand; "output" for what leaves a module that computes in float32 inside.
+        operand; "output" for what leaves a module that computes in float32 inside; "function" for what a Function of
+        the model's own gives, unless it is what one operation in it has given; BACKWARD for an error that such code
+        computes in a backward pass, which runs: the function that comes back is called at once.
     operands: the arguments of the operation in the order of torch's own parameters, however they were passed; tensors
-        are rounded. Of a rounded copy, the original.
+        are rounded. Of a rounded copy, the original. Of BACKWARD, log2 of the scale of the gradient that the error was
+        computed from, or None.
     out: the tensor whose gradient is meant.
     """
 
@@ -118,14 +133,18 @@ class Scope:
     activation: the mark of a tensor in the activations' format; None where they have none.
     weight: the mark of a weight's rounded copy; empty where weights are not rounded.
     plans: what is done with each function that was called, shared by all calls of the module.
+    rounds_nothing: whether every role is that of float32, and no operand is quantised.
     is_float32: whether every role is that of float32, in a model that is not of float64: its float64 is left alone.
     is_float64: whether the model's own parameters are float64: its dtype then says nothing of what a call asks for.
     write: given a parameter and what writes to it, does so; None where parameters take numbers as they are.
+    errors: in the backward pass of a model's own code, knows which tensors depend on the incoming gradient; else None.
+    is_in_step: whether gradients are kept although they are off, as within the forward of an autograd Function.
+    made: there, takes the operation of each result, and its operands, if a scaling wants to know; else None.
     """
 
     __slots__ = (
-        "_rounds_nothing", "activation", "counts", "dtype", "float32", "is_float32", "is_float64", "listeners", "name",
-        "plans", "products", "specs", "weight", "weights", "wide", "write",
+        "activation", "counts", "dtype", "errors", "float32", "is_float32", "is_float64", "is_in_step", "listeners",
+        "made", "name", "plans", "products", "rounds_nothing", "specs", "weight", "weights", "wide", "write",
     )  # fmt: skip
 
     def __init__(
@@ -148,18 +167,22 @@ class Scope:
             self.weight += OF_A_WEIGHT
         self.plans = Plans()
         self.counts: dict[str, int] = {}
-        self._rounds_nothing = products is None and all(spec is None or spec.is_float32 for spec in specs)
+        self.rounds_nothing = products is None and all(spec is None or spec.is_float32 for spec in specs)
         self.is_float32, self.is_float64 = False, False  # of no model
         self.write: Callable[[Tensor, Callable[[], Any]], Any] | None = None
+        self.errors: Any = None
+        self.is_in_step = False
+        self.made: Any = None
 
     def again(self, weights: Weights, wide: dict[str, None], is_float64: bool) -> Scope:
         """The same place in another call, with no operation counted yet."""
         scope = object.__new__(Scope)
         scope.name, scope.specs, scope.float32, scope.listeners = self.name, self.specs, self.float32, self.listeners
         scope.products, scope.dtype, scope.plans = self.products, self.dtype, self.plans
-        scope.activation, scope.weight, scope._rounds_nothing = self.activation, self.weight, self._rounds_nothing
-        scope.is_float32, scope.is_float64 = self._rounds_nothing and not is_float64, is_float64
+        scope.activation, scope.weight, scope.rounds_nothing = self.activation, self.weight, self.rounds_nothing
+        scope.is_float32, scope.is_float64 = self.rounds_nothing and not is_float64, is_float64
         scope.weights, scope.wide, scope.counts, scope.write = weights, wide, {}, self.write
+        scope.errors, scope.made, scope.is_in_step = None, None, False
         return scope
 
     def stands_in(self, x: Tensor) -> bool:
@@ -179,6 +202,34 @@ class Scope:
         for i in range(times):
             self.counts = dict(before)
             yield i
+
+
+class BackwardScope(Scope):
+    """The same place in a backward pass, where code of the model's own runs: the sites have the name of that too.
+
+    Results are activations, whose gradients are rounded as in the forward pass, or else errors, and then `specs` has
+    their rounding in the place of that of activations.
+    """
+
+    __slots__ = ("label",)
+    label: str
+
+    def site(self, operation: str) -> str:
+        return super().site(f"{self.label}.{operation}")
+
+
+def in_backward(scope: Scope, label: str, errors: Any, is_of_errors: bool) -> BackwardScope:
+    """`scope` in a backward pass. label: what the code is called. errors, is_of_errors: as of the scope's class."""
+    made = object.__new__(BackwardScope)
+    for name in Scope.__slots__:
+        setattr(made, name, getattr(scope, name))
+    made.label, made.errors, made.is_in_step, made.made = label, errors, True, None
+    made.wide, made.plans, made.counts = {}, Plans(), {}
+    if is_of_errors:
+        specs = scope.specs._replace(activation=scope.specs.error, error=None)
+        made.specs = NO_SPECS if specs == NO_SPECS else specs
+        made.activation = None if specs.activation is None else specs.activation.text
+    return made
 
 
 def make_scope(name: str, policy: Policy, listeners: Listeners) -> Scope:

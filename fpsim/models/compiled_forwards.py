@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpsim.emulation.backward_code import is_of_a_model
 from fpsim.emulation.marks import MARK
 from fpsim.emulation.scope import active
 from fpsim.torch_internals import (
@@ -29,9 +30,9 @@ from fpsim.torch_internals import (
     tensors_of,
     watched_seeds,
 )
-from fpsim.torch_modes import has_transform
+from fpsim.torch_modes import forward_hooks_of, has_transform
 
-__all__ = ["call_under_dynamo", "note_copy", "open_objects", "register", "require_own_thread"]
+__all__ = ["call_under_dynamo", "call_with_hooks_apart", "note_copy", "open_objects", "register", "require_own_thread"]
 
 _forwards: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by their tokens
 _tokens = itertools.count()
@@ -108,11 +109,7 @@ def _recorded_forward(
         _give_attributes(tensors[name], vars(x))
     attributes = _Attributes(forward.module)
     try:
-        if has_transform():
-            raise NotImplementedError(
-                "A transform of torch.func, such as grad or vmap, calls the model inside of a compiled program, which "
-                "cannot hold its emulation. Leave what calls the transform uncompiled."
-            )
+        _require_nothing_around(forward.module)
         with (
             standing_in(forward.module, tensors, _parameters_of((args, kwargs), given)) as active.stand_ins,
             watched_seeds() as seeded,
@@ -164,6 +161,20 @@ def _recorded_forward(
     finally:
         active.stand_ins = None
     return out
+
+
+def _require_nothing_around(module: nn.Module) -> None:
+    """Refuse a call that something surrounds which a program cannot hold."""
+    if any(map(is_of_a_model, forward_hooks_of(module))):
+        raise NotImplementedError(
+            f"{type(module).__name__} has forward hooks, which a compiled program runs in float32 around its forward. "
+            f"Take them off, register them on a module inside, or call the model without the compiler."
+        )
+    if has_transform():
+        raise NotImplementedError(
+            "A transform of torch.func, such as grad or vmap, calls the model inside of a compiled program, which "
+            "cannot hold its emulation. Leave what calls the transform uncompiled."
+        )
 
 
 class _Attributes:
@@ -233,6 +244,26 @@ def _prepare_for_dynamo() -> bool:
             "fullgraph=True, and the module runs as it does without a compiler.",
         )
     return active.emulation is not None
+
+
+_hooked_apart: Any = None
+
+
+def call_with_hooks_apart(slot: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch.compile traces in the place of a call of a module with forward hooks of its own."""
+    _prepare_for_hooks()
+    return _hooked_apart(slot, args, kwargs)
+
+
+@constant_under_compile
+def _prepare_for_hooks() -> None:
+    global _hooked_apart
+    if _hooked_apart is None:
+        _hooked_apart = torch.compiler.disable(
+            lambda slot, args, kwargs: slot.run(slot.module(), args, kwargs),
+            reason="an emulated module with forward hooks cannot be part of a compiled program, which would run them "
+            "in float32. Take them off, register them on a module inside; or compile without fullgraph=True.",
+        )
 
 
 # Objects that a compiled program gives back: opened into what a program knows, and rebuilt by it

@@ -18,11 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpsim.emulation.backward_code import OwnCode, is_of_a_model, run_in_backward
 from fpsim.emulation.entering import run_entered
 from fpsim.emulation.marks import is_made_here, is_roundable, is_seen_from_outside, is_state, mark_as_state
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.scope import Listeners, Scope, Weights, active, make_scope
-from fpsim.models.compiled_forwards import call_under_dynamo, note_copy, register, require_own_thread
+from fpsim.models.compiled_forwards import (
+    call_under_dynamo,
+    call_with_hooks_apart,
+    note_copy,
+    register,
+    require_own_thread,
+)
 from fpsim.models.computed_weights import adopt
 from fpsim.policies.policy import FEW_BITS, Policy, RoleSpecs
 from fpsim.policies.products import Products
@@ -33,8 +40,16 @@ from fpsim.torch_internals import (
     held_by,
     is_called_functionally,
 )
+from fpsim.torch_modes import (
+    CALL_SLOT,
+    call_inside,
+    forward_hooks_of,
+    module_called,
+    tell_of_forward_hooks,
+    wrap_module_hooks,
+)
 
-__all__ = ["KEY", "EmulatedForward", "UnboundForward"]
+__all__ = ["KEY", "EmulatedForward", "HookedCall", "UnboundForward", "leave"]
 
 KEY = "_fpsim_forward"  # of the module's __dict__, where nobody else looks
 
@@ -68,6 +83,8 @@ class EmulatedForward:
         self._method = plain if type(plain) is FunctionType else None  # of the class: what is usually bound
         self._scopes = {False: make_scope(self.name, self.policy or Policy(), self.listeners)}
         self.wide: dict[str, None] = {}
+        watch_module_hooks()
+        surround(self.module)
         self.token = register(self)  # a program that torch.compile made is of one forward and its policy
 
     def renew(self, name: str, policy: Policy | None, listeners: Listeners) -> None:
@@ -88,10 +105,15 @@ class EmulatedForward:
         return of_class.__get__(module, type(module)) if is_bound else of_class  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("module", "name", "policy", "listeners", "inner")}
+        kept = {name: self.__dict__[name] for name in ("module", "name", "policy", "listeners", "inner")}
+        return {**kept, "is_hooked": any(map(is_of_a_model, forward_hooks_of(self.module)))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        is_hooked = state.get("is_hooked", False)
+        self.__dict__.update({name: value for name, value in state.items() if name != "is_hooked"})
+        watch_module_hooks()
+        if is_hooked:  # torch leaves the slot out of copies
+            vars(self.module)[CALL_SLOT] = HookedCall(self.module)
         note_copy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmulatedForward:
@@ -154,11 +176,24 @@ class EmulatedForward:
                 module = called  # a shallow copy, with attributes of its own
         return self.run(module, args, kwargs, active.emulation is not None and is_called_functionally())
 
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_functional: bool = False) -> Any:
-        """The true forward of `module` under its scope. is_functional: whether tensors were put in it for this call."""
+    def run(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_functional: bool = False,
+        call: Callable[..., Any] | None = None,
+    ) -> Any:
+        """The true forward of `module` under its scope.
+
+        is_functional: whether tensors were put in it for this call.
+        call: runs in the place of the forward: it calls that, and hooks around it.
+        """
         method = self._method
-        if vars(type(module)).get("forward") is method and method is not None:  # still: somebody may replace it
-            forward: Callable[..., Any] = MethodType(method, module)
+        if call is not None:
+            forward = call
+        elif vars(type(module)).get("forward") is method and method is not None:  # still: somebody may replace it
+            forward = MethodType(method, module)
         else:
             forward = self.true_forward(module)
         if self.policy is None:
@@ -273,6 +308,80 @@ class UnboundForward:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         emulated = vars(module).get(KEY)
         return type(module).forward(module, *args, **kwargs) if emulated is None else emulated.run(module, args, kwargs)
+
+
+# Hooks of modules
+
+
+def surround(module: nn.Module) -> None:
+    """Have an emulated module called under its scope with the hooks around its forward, if it has any of a model's."""
+    if vars(module).get(CALL_SLOT) is None and any(map(is_of_a_model, forward_hooks_of(module))):
+        vars(module)[CALL_SLOT] = HookedCall(module)
+
+
+def leave(module: nn.Module) -> None:
+    """Undo that."""
+    if isinstance(vars(module).get(CALL_SLOT), HookedCall):
+        del vars(module)[CALL_SLOT]
+
+
+class HookedCall:
+    """What is called in the place of a module's hooks and forward: both run under its scope, where none is entered.
+
+    It stays until the first call that finds no hook.
+
+    Not where torch's sharding has hooks there, which put the parameters in their places.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            inside: Any = self.module()
+            is_hooked = len(forward_hooks_of(inside)) > 0
+            return call_with_hooks_apart(self, args, kwargs) if is_hooked else call_inside(inside)(*args, **kwargs)
+        return self.run(module_called() or self.module(), args, kwargs)
+
+    def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call of `module`, which the slot is of, or a shallow copy of that."""
+        call, forward, hooks = call_inside(module), vars(module).get(KEY), forward_hooks_of(module)
+        if not hooks and vars(module).get(CALL_SLOT) is self:
+            del vars(module)[CALL_SLOT]
+        is_left = not any(map(is_of_a_model, hooks)) or any(map(_is_of_sharding, hooks))
+        if active.emulation is not None or forward is None or forward.policy is None or is_left:
+            return call(*args, **kwargs)
+        return forward.run(module, args, kwargs, call=call)
+
+
+def _is_of_sharding(hook: Any) -> bool:
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torch.distributed")
+
+
+@functools.cache
+def watch_module_hooks() -> None:
+    """From here on full backward hooks and pre-hooks of emulated modules compute in the format."""
+
+    def wrapped(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+        return _ModuleHook(hook) if KEY in vars(module) and is_of_a_model(hook) else hook
+
+    wrap_module_hooks(wrapped)
+    tell_of_forward_hooks(lambda module: surround(module) if KEY in vars(module) else None)
+
+
+class _ModuleHook:
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, module: nn.Module, *gradients: Any) -> Any:
+        forward: EmulatedForward = vars(module)[KEY]
+        if forward.policy is None or forward.scope.rounds_nothing or active.emulation is not None:
+            return self.hook(module, *gradients)
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+        scope = forward.scope.again({}, {}, dtype is torch.float64)
+        has_names = forward.listeners.has_names and scope.dtype is not None and dtype is not scope.dtype
+        code = OwnCode(scope, "hook", has_names)
+        return run_in_backward(code, functools.partial(self.hook, module, *gradients), gradients, False)
 
 
 # The weights of a call, and its buffers

@@ -12,7 +12,7 @@ from torch import nn
 from fpsim.border import require_module
 from fpsim.emulation.scope import Listeners
 from fpsim.models.computed_weights import adopt, release
-from fpsim.models.forwards import KEY, EmulatedForward, UnboundForward
+from fpsim.models.forwards import KEY, EmulatedForward, UnboundForward, leave
 from fpsim.policies.policy import Policy, describe
 
 __all__ = ["bound_elsewhere", "emulated_forward", "emulated_forwards", "install", "is_ours", "is_reached", "uninstall"]
@@ -45,6 +45,7 @@ def uninstall(module: nn.Module) -> None:
             attributes[name] = emulated.true_forward(module)
     for name in ("extra_repr", "__prepare_scriptable__"):
         attributes.pop(name, None)
+    leave(module)
     release(module)
     if is_reached(module, emulated):
         emulated.renew(emulated.name, None, emulated.listeners)

@@ -50,6 +50,9 @@ def quantize(
     Parameter names, `state_dict` keys and the class stay as they are, parameters stay float32 (a master copy that
     optimizers update), and `deepcopy`, `pickle` and `torch.save` work. Any of its submodules may be called alone.
 
+    The model's own autograd Functions compute in the format in both passes, and so do hooks of modules, and hooks
+    that a forward registers on tensors. Those of parameters see float32.
+
     Boolean, complex, sparse and float8 tensors are not rounded, and integers only beside numbers of the format. Code
     that a checkpoint runs again outside of any module, and methods of the model other than the forwards of its modules,
     are not emulated. Neither is what `torch.fx.symbolic_trace` makes, which reads the class of the model, nor the

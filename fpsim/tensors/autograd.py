@@ -12,7 +12,7 @@ from fpsim.tensors.launch import round_memory_, rounded
 from fpsim.tensors.noise import new_traceable_key
 from fpsim.tensors.spec import RoundingSpec, container_width, rounding_spec
 from fpsim.torch_internals import constant_under_compile
-from fpsim.torch_modes import is_plain
+from fpsim.torch_modes import PlainFunction, is_plain
 
 # Up to this many elements a second pass over the tensor costs less than a Python autograd node.
 SMALL = 1 << 15
@@ -94,38 +94,47 @@ def _forward(x: Tensor, spec: RoundingSpec, key: Tensor | None) -> Tensor:
     return apply_operator(x, words_of(spec), key)
 
 
-class StraightThrough(torch.autograd.Function):
+class StraightThrough(PlainFunction):
     """Round forward; let the gradient pass, or round it too."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, spec: RoundingSpec | None, backward_spec: RoundingSpec | None) -> Tensor:
+    def forward(
+        x: Tensor, spec: RoundingSpec | None, backward_spec: RoundingSpec | None, tangent_spec: RoundingSpec | None
+    ) -> Tensor:
         return x.view_as(x) if spec is None else _forward(x, spec, None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.backward_spec = inputs[2]
+        ctx.backward_spec, ctx.tangent_spec = inputs[2:]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         if ctx.backward_spec is not None:
             gradient = round_differentiably(gradient, ctx.backward_spec)
-        return gradient, None, None
+        return gradient, None, None, None
 
 
 class _StraightThroughBothModes(StraightThrough):
-    """The same, and tangents pass in forward mode. A class of its own: torch.compile refuses any with a jvp."""
+    """The same, and tangents pass in forward mode, or are rounded. A class of its own: torch.compile refuses a jvp."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        return tangent.view_as(tangent)
+        spec = ctx.tangent_spec
+        return tangent.view_as(tangent) if spec is None else straight_through(tangent, spec, None)
 
 
-def straight_through(x: Tensor, spec: RoundingSpec | None, backward_spec: RoundingSpec | None) -> Tensor:
+def straight_through(
+    x: Tensor,
+    spec: RoundingSpec | None,
+    backward_spec: RoundingSpec | None,
+    tangent_spec: RoundingSpec | None = None,
+) -> Tensor:
+    """`x` rounded, with its gradient passed on or rounded, and its tangent of forward mode too."""
     if torch.compiler.is_compiling():
-        return StraightThrough.apply(x, spec, backward_spec)  # type: ignore[no-any-return]
-    out = _StraightThroughBothModes.apply(x, spec, backward_spec)
+        return StraightThrough.apply(x, spec, backward_spec, tangent_spec)  # type: ignore[no-any-return]
+    out = _StraightThroughBothModes.apply(x, spec, backward_spec, tangent_spec)
     return out.clone() if spec is None else out  # torch lets nobody write to what a Function returned as it was given
 
 
@@ -133,13 +142,17 @@ class _WithValues(_StraightThroughBothModes):
     """Numbers that are known, in the place of others that are rounded to them."""
 
     @staticmethod
-    def forward(x: Tensor, values: Tensor, backward_spec: RoundingSpec | None) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        x: Tensor, values: Tensor, backward_spec: RoundingSpec | None, tangent_spec: RoundingSpec | None
+    ) -> Tensor:
         return values.clone()
 
 
-def with_values(x: Tensor, values: Tensor, backward_spec: RoundingSpec | None) -> Tensor:
-    """`values`, to which `x` was rounded, with the gradient of `x`, rounded or not."""
-    return _WithValues.apply(x, values.detach(), backward_spec)  # type: ignore[no-any-return]
+def with_values(
+    x: Tensor, values: Tensor, backward_spec: RoundingSpec | None, tangent_spec: RoundingSpec | None
+) -> Tensor:
+    """`values`, to which `x` was rounded, with the gradient and the tangent of `x`, rounded or not."""
+    return _WithValues.apply(x, values.detach(), backward_spec, tangent_spec)  # type: ignore[no-any-return]
 
 
 def round_differentiably(x: Tensor, spec: RoundingSpec, log2_scale: Tensor | None = None) -> Tensor:
@@ -147,7 +160,7 @@ def round_differentiably(x: Tensor, spec: RoundingSpec, log2_scale: Tensor | Non
         return straight_through(x, spec, None)
     if x.requires_grad and torch.is_grad_enabled():
         if x.numel() >= SMALL and log2_scale is None:
-            return StraightThrough.apply(x, spec, None)  # type: ignore[no-any-return]
+            return StraightThrough.apply(x, spec, None, None)  # type: ignore[no-any-return]
         out = x.clone()  # its backward is the straight-through gradient: 6 us a call, 20 less than a Function
         round_memory_(out, spec, None, log2_scale)
         return out

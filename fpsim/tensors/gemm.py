@@ -20,6 +20,7 @@ from fpsim.tensors.launch import NO_KEY_ADDRESS, key_arguments, run_on_card, run
 from fpsim.tensors.noise import new_key_for, new_traceable_key
 from fpsim.tensors.spec import address_of, require_floating
 from fpsim.torch_internals import constant_under_compile
+from fpsim.torch_modes import PlainFunction
 
 __all__ = ["accumulate", "apply_accumulate_operator", "matmul"]
 
@@ -156,7 +157,7 @@ def _with_batch(x: Tensor, dim: int | None, n: int) -> Tensor:
     return x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-class Product(torch.autograd.Function):
+class Product(PlainFunction):
     """The operator with its gradients, which are products in the same accumulator."""
 
     generate_vmap_rule = True

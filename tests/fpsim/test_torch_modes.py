@@ -14,9 +14,11 @@ from torch.overrides import TorchFunctionMode
 from fpsim.torch_modes import (
     CALL_SLOT,
     SEES_BODIES,
+    PlainFunction,
     after_transforms,
     body_of,
     call_inside,
+    function_like,
     has_transform,
     hook_gradient,
     hook_steps,
@@ -318,3 +320,63 @@ def test_a_transform_that_has_ended_shows_what_it_was_given_or_nothing() -> None
     torch.func.vmap(function)(x)
     assert after_transforms(shown[1]) is None
     assert after_transforms(x) is x
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
+class CubeByVjp(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    vjp = Cube.backward
+
+
+@pytest.mark.parametrize("cls", [Cube, CubeByVjp])
+def test_a_function_like_another_tells_of_its_contexts_and_of_its_backward(cls: Any) -> None:
+    seen: list[Any] = []
+
+    class Context:
+        @property
+        def saved_tensors(self) -> Any:
+            return [x * 2 for x in super().saved_tensors]  # type: ignore[misc]
+
+    def backward(own: Any, ctx: Any, gradients: Any) -> Any:
+        seen.append(ctx)
+        return own(ctx, *gradients)
+
+    made, x = function_like(cls, seen.append, backward, Context), torch.tensor(2.0, requires_grad=True)
+    y = made.apply(x)
+    assert type(y.grad_fn).__name__ == f"{cls.__name__}Backward"
+    y.backward()
+    assert x.grad == 3 * 4.0**2
+    assert seen == [y.grad_fn, y.grad_fn]
+    assert made.__qualname__ == cls.__qualname__
+    if cls is CubeByVjp:
+        assert torch.equal(torch.func.vmap(made.apply)(torch.arange(3.0)), torch.tensor([0.0, 1.0, 8.0]))
+
+
+def test_apply_of_a_plain_function_is_torchs_own() -> None:
+    class Own(PlainFunction):
+        forward, backward = Cube.forward, Cube.backward
+
+    mro = Own.__mro__
+    assert "apply" in vars(mro[mro.index(torch.autograd.Function) + 1])  # where torch's own `apply` looks next
+    x = torch.tensor(2.0, requires_grad=True)
+    Own.apply(x).backward()
+    assert x.grad == 12

@@ -15,7 +15,7 @@ import pytest
 from children import environment
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
-from programs import GENES, LENGTHS, NATIVE, Genes, draw, execute
+from programs import GENES, LENGTHS, NATIVE, NOT_OWN, Genes, draw, execute
 from tiers import parametrize
 
 MANY = int(os.environ.get("RANDOM_PROGRAMS", "1000000"))
@@ -30,8 +30,13 @@ def is_short(fmt: str, count: int) -> bool:
     return count < FEW[fmt]
 
 
-def hold(fmt: str, examples: int, number: int) -> None:
-    """Draw programs from a seed, and print the shortest one that differs, if there is one."""
+def hold(
+    fmt: str, examples: int, number: int, without: frozenset[str] = frozenset(), length: int | None = None
+) -> None:
+    """Draw programs from a seed, and print the shortest one that differs, if there is one.
+
+    length: of programs with gradients; in a short one no tensor is used twice, and gradients are compared exactly.
+    """
 
     @seed(number)
     @settings(
@@ -44,7 +49,8 @@ def hold(fmt: str, examples: int, number: int) -> None:
     )
     @given(PROGRAMS)
     def equals_native(genes: Genes) -> None:
-        result = execute(draw(genes, fmt), fmt)
+        genes = genes if length is None else ((1, *genes[0][1:]), *genes[1 : length + 1])
+        result = execute(draw(genes, fmt, without), fmt)
         assume(result.native is not None)
         assert not result.differences, f"hypothesis seed {number}, {fmt}:\n{result}"
 
@@ -55,6 +61,12 @@ def hold(fmt: str, examples: int, number: int) -> None:
 def test_random_programs_equal_native_ones(fmt: str, count: int) -> None:
     print(f"{count} programs from seed 0")
     hold(fmt, count, number=0)
+
+
+@parametrize(("fmt", "count"), [("bf16", 40), ("fp16", 150)], keep=lambda _, count: count <= 40)
+def test_random_functions_and_hooks_have_the_gradients_of_native_ones(fmt: str, count: int) -> None:
+    """Of two to six operations, in one another, in checkpoints, in vmap, with gradients that are missing or turned."""
+    hold(fmt, count, number=0, without=NOT_OWN, length=3)
 
 
 MANY_COMPILED = pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(10**5)])

@@ -1,0 +1,298 @@
+"""autograd Functions of a model, and the hooks that it registers on tensors: both passes compute in the format.
+
+A Function is given operands in their formats, as any operation is, so that it saves numbers of the format, and the
+gradient of its result is rounded where it arrives. It is applied through a class like it, which tells of its contexts,
+and whose `backward` runs in a mode of its own: `backward_code`.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.emulation.aliases import note_write
+from fpsim.emulation.backward_code import BackwardCode, OwnCode, RunIn, is_of_a_model, run_in_backward, run_modes_by
+from fpsim.emulation.calls import Call, known_calls
+from fpsim.emulation.marks import (
+    ByIdentity,
+    format_of,
+    is_marked_wide,
+    is_roundable,
+    is_state,
+    is_view_of_weight,
+    is_weight,
+    mark,
+    mark_as_view_of_weight,
+    mark_like,
+    mark_wide,
+    writes_to,
+)
+from fpsim.emulation.mode import Emulation
+from fpsim.emulation.operands import Rounds
+from fpsim.emulation.scope import Scope, active
+from fpsim.tensors.spec import RoundingSpec
+from fpsim.torch_internals import is_traced, share_storage
+from fpsim.torch_modes import (
+    function_like,
+    is_plain,
+    modes,
+    push_mode,
+    take_off,
+    watch_functions,
+    without_torch_function,
+)
+
+__all__ = ["watch_own_code"]
+
+_LIKE = "_fpsim_like"  # of a Function: the class that is applied in its place
+_WARNED = "_fpsim_warned"  # of a Function
+_CODE = "_fpsim_code"  # of a context: the OwnCode that it belongs to
+_SAVED = "_fpsim_saved"  # of a context: what was known of the tensors that it saves
+
+
+@cache
+def watch_own_code(run_in: RunIn) -> None:
+    """From here on, what a forward pass of an emulation leaves to its backward pass is emulated there.
+
+    run_in: enters a mode, calls a function with these arguments, and leaves the mode.
+    """
+    run_modes_by(run_in)
+    watch_functions(_apply)
+    known_calls[Tensor.register_hook] = _HookCall(Tensor.register_hook)
+
+
+class _Running(threading.local):
+    code: OwnCode | None = None  # of the Function that is applied in this thread
+
+
+_running = _Running()
+
+
+def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`cls.apply(*args, **kwargs)`."""
+    emulation: Emulation | None = active.emulation
+    if emulation is None or not is_of_a_model(cls) or vars(cls).get(_LIKE) is cls:
+        return apply(cls, *args, **kwargs)
+    scope = emulation.scope
+    if scope.rounds_nothing or (emulation.step is not None and emulation.step.is_running(scope)):
+        return apply(cls, *args, **kwargs)
+    if not any(mode is emulation for mode in modes()):
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            _warn_of_one_operation(cls, scope)
+        return apply(cls, *args, **kwargs)
+    code, around = OwnCode.met_by(emulation, cls.__name__), (scope.is_in_step, scope.made, _running.code)
+    with without_torch_function():
+        given = tuple(_given(emulation, x) for x in args)
+        versions = [writes_to(y) if y is not x else None for x, y in zip(args, given, strict=True)]
+        code.takes_wide = [isinstance(x, Tensor) and is_marked_wide(x) for x in given]
+        code.has_weights = any(isinstance(x, Tensor) and is_view_of_weight(x) for x in given)
+    try:
+        scope.is_in_step, _running.code = scope.is_in_step or torch.is_grad_enabled(), code
+        scope.made = made = None if scope.listeners.scaling is None else ByIdentity[Any]()
+        out = apply(_like(cls), *given, **kwargs)
+    finally:
+        scope.is_in_step, scope.made, _running.code = around
+    with without_torch_function():
+        for x, y, version in zip(args, given, versions, strict=True):
+            if version is not None and writes_to(y) != version:
+                with torch.no_grad():
+                    x.data.copy_(y)
+                note_write(emulation, x)
+        made_of = None if made is None else made.get
+        outputs = out if type(out) is tuple else (out,)
+        results = [_result(emulation, code, x, given, i, made_of) for i, x in enumerate(outputs)]
+    return tuple(results) if type(out) is tuple else results[0]
+
+
+def _warn_of_one_operation(cls: type, scope: Scope) -> None:
+    """Warn, once for each class, where a Function is a part of what the mode takes for one operation."""
+    if not vars(cls).get(_WARNED, False):
+        setattr(cls, _WARNED, True)
+        warnings.warn(
+            f"The autograd Function {cls.__name__} was applied inside of another operation at "
+            f"{scope.name or 'the top level'}. Its forward and its backward compute in float32, and what the operation "
+            f"gives is rounded. Apply it in a forward of the model.",
+            stacklevel=5,
+        )
+
+
+def _given(emulation: Emulation, x: Any) -> Any:
+    """An argument of a Function: in its format, and with the attributes of the parameter that it is a copy of."""
+    if not isinstance(x, Tensor) or not is_roundable(x) or is_state(x) or emulation.leaves_raw(x):
+        return x
+    copy = emulation.operand(x, Rounds.ALL_BUT_WIDE)
+    if copy is not x and (is_view_of_weight(x) or emulation.scope.stands_in(x)):
+        mark_as_view_of_weight(copy)
+        for name, value in vars(x).items():
+            if not name.startswith("_"):  # torch's own, such as what makes a stand-in a parameter
+                vars(copy).setdefault(name, value)
+    return copy
+
+
+def _result(
+    emulation: Emulation, code: OwnCode, x: Any, given: tuple[Any, ...], i: int, made_of: Callable[[Tensor], Any] | None
+) -> Any:
+    """A result of a Function: its gradient is rounded where it arrives, and its numbers are, if they were not yet.
+
+    made_of: the operation that gave a result of the forward, and its operands: what a product sends, a scaling knows.
+    """
+    is_wide = isinstance(x, Tensor) and is_marked_wide(x)
+    code.gives_wide.append(is_wide)
+    if not isinstance(x, Tensor) or is_wide or not is_roundable(x):
+        return x
+    if isinstance(emulation, BackwardCode) and emulation.among((x,)):
+        return x
+    known, site = _format_of_numbers(x), f"{code.site}.{i}" if i else code.site
+    made = (made_of(x) if made_of is not None else None) or (_BORDER.name, given)
+    if known is None or not (is_plain(x) or is_traced(x)):
+        if any(isinstance(y, Tensor) and (x is y or share_storage(x, y)) for y in given):
+            return x  # a view of an argument, which is rounded where it is used
+        x = emulation.round_result(x, _BORDER, given, [], None, code)  # type: ignore[arg-type]
+    elif x.requires_grad:
+        mark(x, known)
+        emulation.hook(x, site, *made)
+    if x.requires_grad:
+        _ask_for_scale(emulation.scope, code, x, made, site)
+    return x
+
+
+def _format_of_numbers(x: Tensor) -> str | None:
+    """The format of the numbers of a result, whether its gradient has its place already or not."""
+    known = getattr(x, "_fpsim", None)
+    return known[0] if known and known[2] is None and known[1] == writes_to(x) else None
+
+
+def _ask_for_scale(scope: Scope, code: OwnCode, x: Tensor, made: tuple[str, tuple[Any, ...]], site: str) -> None:
+    """Ask the scaling for the scale of dy as an operand of products, where no role has asked for that of the result."""
+    scaling = scope.listeners.scaling
+    if scaling is None or scope.products is None or scope.specs.error is not None:
+        return
+    dy = [pair[0] for pair in (scope.products.specs.dgrad, scope.products.specs.wgrad)]
+    spec = next((s for o in dy if o is not None and isinstance(s := o.spec(), RoundingSpec)), None)
+    if spec is not None:
+        code.scale = scaling(site, "error", spec, *made, x)
+
+
+class _Border:
+    """A Function where its results are rounded, as of a Call."""
+
+    name, has_pole, chooses_inside = "function", False, False
+
+
+_BORDER: Any = _Border()
+
+
+def _like(cls: Any) -> Any:
+    """The class that is applied in the place of a Function."""
+    made = vars(cls).get(_LIKE)
+    if made is None:
+        made = function_like(cls, _begin, _backward, _Context)
+        setattr(cls, _LIKE, made)
+        setattr(made, _LIKE, made)
+    return made
+
+
+def _begin(ctx: Any) -> None:
+    setattr(ctx, _CODE, _running.code)
+
+
+def _backward(backward: Callable[..., Any], ctx: Any, gradients: tuple[Any, ...]) -> Any:
+    code: OwnCode | None = getattr(ctx, _CODE, None)
+    if code is None or active.emulation is not None:
+        return backward(ctx, *gradients)
+    if any(code.gives_wide):
+        gradients = tuple(
+            _wide(g) if isinstance(g, Tensor) and is_wide else g
+            for g, is_wide in zip(gradients, code.gives_wide, strict=False)
+        )
+    adds_depth = hasattr(ctx, "_fwd_used_autocast")  # torch.amp.custom_bwd switches it as it was
+    return run_in_backward(code, partial(backward, ctx, *gradients), gradients, True, adds_depth)
+
+
+def _wide(gradient: Tensor) -> Tensor:
+    """The gradient of what is float32 on purpose, which is so too; the tensor itself may be that of others."""
+    gradient = gradient.view_as(gradient)
+    mark_wide(gradient)
+    return gradient
+
+
+class _Context:
+    """Of the contexts of Functions: what they save is known again, where autograd gives back other tensors."""
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        with without_torch_function():
+            setattr(self, _SAVED, [_known_of_weight(x) for x in tensors])
+        super().save_for_backward(*tensors)  # type: ignore[misc]
+
+    @property
+    def saved_tensors(self) -> Any:
+        with _aside():  # a checkpoint runs its forward again for them
+            tensors = super().saved_tensors  # type: ignore[misc]
+        with without_torch_function():
+            for x, known in zip(tensors, getattr(self, _SAVED, ()), strict=False):
+                if x is not None and known is not None and not is_weight(x):
+                    mark_as_view_of_weight(x)
+                    if known and format_of(x) is None:
+                        mark_like(x, known)
+        return tensors
+
+
+def _known_of_weight(x: Tensor | None) -> str | None:
+    """The format of what is a weight, or a view or a copy of one; None for any other tensor."""
+    return format_of(x) or "" if isinstance(x, Tensor) and is_view_of_weight(x) else None
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """A block in which the mode of a backward pass is off."""
+    emulation: Any = active.emulation
+    if not isinstance(emulation, BackwardCode):
+        yield
+        return
+    active.emulation = None
+    take_off(emulation)
+    try:
+        yield
+    finally:
+        push_mode(emulation)
+        active.emulation = emulation
+
+
+# Hooks
+
+
+class _HookCall(Call):
+    """`x.register_hook(hook)` in a forward pass: the hook computes in the format, but for that of a parameter."""
+
+    __slots__ = ()
+
+    def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        emulation: Emulation | None = active.emulation
+        x = args[0]
+        hook: Any = args[1] if len(args) > 1 else kwargs.get("hook")
+        is_left = isinstance(x, nn.Parameter) or not is_roundable(x) or not (callable(hook) and is_of_a_model(hook))
+        if emulation is None or is_left or emulation.scope.rounds_nothing:
+            return super().__call__(function, args, kwargs)
+        code = OwnCode.met_by(emulation, "hook")
+        code.gives_wide = [is_marked_wide(x)]
+        return function(x, _Hook(code, hook))
+
+
+class _Hook:
+    """A hook of a tensor. What it returns is no operand's gradient that is rounded elsewhere: it is rounded here."""
+
+    def __init__(self, code: OwnCode, hook: Callable[[Tensor | None], Any]) -> None:
+        self.code, self.hook = code, hook
+
+    def __call__(self, gradient: Tensor | None) -> Any:
+        if active.emulation is not None or gradient is None:  # a Function may give none
+            return self.hook(gradient)
+        given = _wide(gradient) if self.code.gives_wide[0] else gradient
+        return run_in_backward(self.code, partial(self.hook, given), (given,), False)
