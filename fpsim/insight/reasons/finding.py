@@ -16,13 +16,12 @@ from fpsim.emulation.tracing import Operation
 from fpsim.insight.masks import fills, is_mask_like
 from fpsim.insight.ranges import Glance, first_index, glance
 from fpsim.insight.reasons.against import Keeping, error_event, may_be_lost, relative_errors
-from fpsim.insight.reasons.averages import Averages
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.gradient_sums import WideReads, gradient_sum_event, read_often, reads_event
 from fpsim.insight.reasons.remedies import remedies, update_remedies, widened_reads
 from fpsim.insight.reasons.timeline import way_to
 from fpsim.insight.reasons.trials import Change, Outcome, Reference, Remedy, Trials, descendants
-from fpsim.insight.reasons.updates import Updates
+from fpsim.insight.reasons.updates import Averages, Updates
 from fpsim.insight.reasons.widening import LOW
 from fpsim.insight.stepping import require_unrecorded
 from fpsim.models.quantize import listeners
