@@ -165,7 +165,10 @@ class _Checks:
         is_bad = {name for name, gradient in self.gradients.items() if gradient.kinds}
         at_begin = [e for e in self.before if e.role != "gradient" or e.place in is_bad]
         readers = {s.site: o.site for o in reversed(self.seen.operations) for s in o.sources if s is not None}
+        stepped = {id(p) for o in self.trials.kept.optimizers for group in o.param_groups for p in group["params"]}
+        updated = {name for name, p in self.model.named_parameters() if id(p) in stepped}
         for event in at_begin:
+            event.remedy = "update" if event.role == "parameter" and event.place in updated else event.remedy
             if event.place in readers:
                 event.why.append(f"It is read first by {readers[event.place]}.")
         if self.inputs or any(e.role in ("parameter", "buffer") for e in at_begin):
