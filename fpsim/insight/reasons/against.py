@@ -39,6 +39,7 @@ HALF = 0.5  # the share from which on the loss began nearer to the loss of the s
 BEGUN = 0.1  # the share from which on it began at all
 FELT = 0.05  # the part of a parameter's gradient from which on it is felt that it is missing
 NOISE = 1e-4  # of the gradient that is summed: a sum below that is what cancels
+CANCELLED = 2.0**-20  # of two gradients that are added as they are: below that float32 has what rounding leaves of them
 GROWN, LARGE = 8.0, 0.1  # the growth, and the error, from which on growth is told of
 Key = tuple[str, int, int]
 
@@ -195,7 +196,8 @@ def _is_noise(operation: Operation, true: Glance, reference: Keeping) -> bool:
             return False
         around = [reference.by_key.get(_key(c)) for c in _readers(operation)]
         most = max((o.notes["gradient"].amax for o in around if o is not None and "gradient" in o.notes), default=0.0)
-        return true.amax < 1e-12 * most
+        is_sum = len(around) > 1 and all(row_of(reader.name).kind is Kind.ADDITION for reader in _readers(operation))
+        return true.amax < (CANCELLED if is_sum else 1e-12) * most  # as of x - x.mean(), of which a mean is taken
     if operation.notes["result"].count > 1 and any(c.name == "embedding" for c in operation.children):
         return False
     around = [reference.by_key.get(_key(c)) for c in operation.children]
