@@ -115,12 +115,6 @@ def asked_control(drawn: Drawn) -> Row | None:
     }
 
 
-def torch_search(pattern: str, text: str) -> bool:
-    import re
-
-    return re.search(pattern, text) is not None
-
-
 def _row(drawn: Drawn) -> Row:
     return {"seed": drawn.seed, "kind": drawn.kind, "body": drawn.body, "shell": drawn.shell, "format": drawn.fmt}
 

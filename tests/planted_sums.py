@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from planted_steps import CASES, HEALTHY, Case, Of, Step, in_format, in_training, linear, seeded
+from planted_steps import CASES, HEALTHY, Case, Of, Step, in_format, in_training, linear, mean_square, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -319,15 +319,15 @@ def reads_step(forward: Callable[[Any, Tensor], Tensor], fmt: str, count: int) -
 
 
 for forward, place, role in (
-    (read_in_each_step, r"fc\.(weight|bias)", "weight_grad"),
     (looked_up, r"table\.weight", "weight_grad"),
+    (read_in_each_step, r"fc\.(weight|bias)", "weight_grad"),
     (scaled_in_each_step, "fc:linear", "error"),
 ):
-    build = partial(reads_step, forward, "bfloat16", 600 if forward is looked_up else 300)
+    build = partial(reads_step, forward, "bfloat16", 600 if forward is looked_up else 1000)
     planted(f"{forward.__name__}-bfloat16", "swamping", place, role, build)
     fine(f"{forward.__name__}_in_float32", partial(reads_step, forward, "float32", 100))
     fine(f"{forward.__name__}_of_few", partial(reads_step, forward, "bfloat16", 8))
-build = partial(reads_step, read_in_each_step, "autocast", 300)
+build = partial(reads_step, read_in_each_step, "autocast", 1000)
 planted("read_in_each_step-autocast", "swamping", r"fc\.(weight|bias)", "weight_grad", build)
 
 
@@ -414,6 +414,12 @@ def of_lists(average: Tensor, x: Tensor, share: float) -> None:
 FORMS = (lerp, in_two_steps, copied, of_lists)
 
 
+def moved_after(model: nn.Module, cast: Callable[[Tensor], Tensor], after: Callable[[], None]) -> Step:
+    """A step of a layer of eight numbers, after whose backward pass something is moved by hand."""
+    x = cast(seeded(4, 8))
+    return in_training(model, lambda: mean_square(model(x)), after=torch.no_grad()(after))
+
+
 def average_step(
     form: Callable[[Tensor, Tensor, float], None], fmt: str, share: float, where: str, away: float
 ) -> Step:
@@ -421,17 +427,11 @@ def average_step(
     model, cast = in_format(Of(lambda self, x: self.fc(x), fc=linear(8, 8), average=torch.zeros(8, 8)), fmt)
     average = model.average if where == "buffer" else torch.zeros(8, 8, dtype=model.fc.weight.dtype)
     average.copy_(model.fc.weight.detach() * (1 + away))
-    x = cast(seeded(4, 8))
 
-    def step() -> Tensor:
-        model.zero_grad()
-        loss = model(x).float().square().mean()
-        loss.backward()
-        with torch.no_grad():
-            form(average, model.fc.weight.detach(), share)
-        return loss
+    def after() -> None:
+        form(average, model.fc.weight.detach(), share)
 
-    return Step(model, step)
+    return moved_after(model, cast, after)
 
 
 def averaged_model(fmt: str, share: float) -> Step:
@@ -442,17 +442,12 @@ def averaged_model(fmt: str, share: float) -> Step:
     with torch.no_grad():
         for p in average.parameters():
             p.mul_(1.25).add_(0.1)
-    x = cast(seeded(4, 8))
 
-    def step() -> Tensor:
-        model.zero_grad()
-        loss = model(x).float().square().mean()
-        loss.backward()
+    def after() -> None:
         average.update_parameters(model)
         average.n_averaged.fill_(1)
-        return loss
 
-    return Step(model, step)
+    return moved_after(model, cast, after)
 
 
 def norm_step(fmt: str, momentum: float, mean: float) -> Step:
@@ -469,18 +464,12 @@ def norm_step(fmt: str, momentum: float, mean: float) -> Step:
 def by_hand(fmt: str, rate: float) -> Step:
     """Parameters that the step itself moves."""
     model, cast = in_format(linear(8, 8), fmt)
-    x = cast(seeded(4, 8))
 
-    def step() -> Tensor:
-        model.zero_grad()
-        loss = model(x).float().square().mean()
-        loss.backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.sub_(rate * p.grad)  # type: ignore[operator]
-        return loss
+    def after() -> None:
+        for p in model.parameters():
+            p.sub_(rate * p.grad)  # type: ignore[operator]
 
-    return Step(model, step)
+    return moved_after(model, cast, after)
 
 
 for form in FORMS:

@@ -168,7 +168,7 @@ def _said(event: Event, float32: float | None, float32_bad: list[str]) -> str:
         if event.fmt and not event.kind.startswith("NaN") and event.role in ("parameter", "buffer"):
             cast, largest = {"float16": "half"}.get(event.fmt, event.fmt), torch.finfo(getattr(torch, event.fmt)).max
             made = f"{blame}A cast such as .{cast}() makes inf of what is beyond {largest:.6g}: keep it in float32."
-            return made if event.role == "buffer" else f"{made} If an update made it, {load}"
+            return f"{made} If an update made it, {load}" if event.remedy == "update" else made
         return f"{blame}{load.capitalize()}"
     if event.kind == "integers lost":
         return "Keep ids and positions in integers, or in float32."

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fpsim.emulation.operations import Kind, row_of
 from fpsim.emulation.tracing import Operation
-from fpsim.insight.compare import GROWTH, Errors, key_of, nothing_is_left
+from fpsim.insight.compare import GONE, GROWTH, Errors, key_of, nothing_is_left
 from fpsim.insight.ranges import Ends, Glance
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.gradient_sums import GradientSum
@@ -31,7 +31,7 @@ from fpsim.torch_internals import current_graph_task
 from fpsim.torch_modes import without_torch_function
 
 __all__ = [
-    *("Keeping", "error_event", "lost_gradient", "may_be_lost", "ratio", "relative_errors", "shortened"),
+    *("Keeping", "around", "error_event", "lost_gradient", "may_be_lost", "ratio", "relative_errors", "shortened"),
 ]
 
 LOST = 0.99  # the share of the gradients that are zero and should not be
@@ -39,6 +39,7 @@ HALF = 0.5  # the share from which on the loss began nearer to the loss of the s
 BEGUN = 0.1  # the share from which on it began at all
 FELT = 0.05  # the part of a parameter's gradient from which on it is felt that it is missing
 NOISE = 1e-4  # of the gradient that is summed: a sum below that is what cancels
+CANCELLED = 2.0**-20  # of two gradients that are added as they are: below that float32 has what rounding leaves of them
 GROWN, LARGE = 8.0, 0.1  # the growth, and the error, from which on growth is told of
 Key = tuple[str, int, int]
 
@@ -153,7 +154,7 @@ def lost_gradient(seen: Keeping, reference: Keeping, wide: dict[str, Glance], fa
 
 
 def _same(operation: Operation, reference: Keeping) -> Operation | None:
-    return reference.by_key.get((operation.site, operation.call, operation.notes.get("batch") or 0))
+    return reference.by_key.get(_key(operation))
 
 
 def _matters(operation: Operation, far: Collection[str]) -> bool:
@@ -193,12 +194,13 @@ def _is_noise(operation: Operation, true: Glance, reference: Keeping) -> bool:
     if operation.name != "parameter":
         if all(_cancels_nothing(reader) for reader in _readers(operation)):
             return False
-        around = [reference.by_key.get((c.site, c.call, c.notes.get("batch") or 0)) for c in _readers(operation)]
+        around = [reference.by_key.get(_key(c)) for c in _readers(operation)]
         most = max((o.notes["gradient"].amax for o in around if o is not None and "gradient" in o.notes), default=0.0)
-        return true.amax < 1e-12 * most
+        is_sum = len(around) > 1 and all(row_of(reader.name).kind is Kind.ADDITION for reader in _readers(operation))
+        return true.amax < (CANCELLED if is_sum else 1e-12) * most  # as of x - x.mean(), of which a mean is taken
     if operation.notes["result"].count > 1 and any(c.name == "embedding" for c in operation.children):
         return False
-    around = [reference.by_key.get((c.site, c.call, c.notes.get("batch") or 0)) for c in operation.children]
+    around = [reference.by_key.get(_key(c)) for c in operation.children]
     most = max((o.notes["gradient"].amax for o in around if o is not None and "gradient" in o.notes), default=0.0)
     return true.amax < NOISE * most
 
@@ -219,7 +221,7 @@ def _lost_event(
     event.operation = event.origin = at
     event.count, event.of, event.fmt, event.ends = true.nonzero - gradient.nonzero, true.nonzero, ends.name, ends
     event.batch, event.remedy, event.largest = operation.notes.get("batch"), "scale", true.amax
-    below = ": below its" if true.amax < ends.smallest else ", and not below its"  # then a slope is 0 here
+    below = ": below its" if true.amax < ends.smallest else ", above its"  # then a slope is 0 here
     least = f"{below} least number {ends.smallest:.3g}" if ends.smallest else ""
     event.why.append(
         f"{event.count} of {event.of} gradients are 0 in {ends.name} and not in float32, where the largest is "
@@ -288,16 +290,57 @@ def error_event(seen: Keeping, reference: Keeping) -> tuple[Event | None, float]
         if error and begins is None:
             begins = min(error, operation.notes["own"])  # what is wrong from the start on has not grown
         is_grown = error >= max(LARGE, GROWN * entering, GROWTH * operation.notes["own"])
-        if nothing_is_left(error, entering) or (_lost_operand(operation) and is_grown):
+        is_gone = nothing_is_left(error, entering) or (_lost_operand(operation) and is_grown)
+        if is_gone and ("lost" in operation.notes or _is_missed(operation, seen, reference)):
             is_difference = not _lost_operand(operation) and _is_difference(operation, true)
             event = _grown_event if is_difference else _gone_event
             return event(operation, mine, true, error, entering), error
-        if is_grown and begins is not None and error >= GROWN * begins and grown is None:
+        is_first = is_grown and begins is not None and error >= GROWN * begins and grown is None
+        if is_first and _is_missed(operation, seen, reference):
             grown = partial(_grown_event, operation, mine, true, error, entering)
     if grown is None:
         wrong = (o for o in reversed(seen.operations) if "swamped_gradient" in o.notes)
         return next(map(swamped_gradient_event, wrong), None), worst
     return grown(), worst
+
+
+def _is_missed(operation: Operation, seen: Keeping, reference: Keeping) -> bool:
+    """Whether what is left of a lost result is wrong, too, where it meets other numbers.
+
+    What a gate of a millionth lets through is 0 in half, and is added to what it is a millionth of: nothing misses it.
+    Nor is a sum missed that crosses zero on its way.
+    """
+    errors, known, waiting = Errors(), {id(operation)}, [operation]
+    for at in waiting:
+        readers = [reader for reader in _readers(at) if id(reader) not in known]
+        known.update(map(id, readers))
+        for reader in readers:
+            if reader.notes["result"].count == 1:  # a loss may be near, whatever it is made of
+                return True
+            mine, true = (run.results.get(_key(reader)) for run in (seen, reference))
+            if mine is None or true is None or mine.shape != true.shape:
+                return True
+            error = _measured(errors, reader, mine, true)
+            if LARGE <= error < GONE:
+                return True
+            waiting += [reader] if error >= GONE else []
+        if not at.children:
+            return True
+    return False
+
+
+def around(operation: Operation) -> list[Operation]:
+    """An operation, what it reads, and what hands its result on without computing: gradients there are named for it."""
+    found, waiting = [operation, *operation.parents], [operation]
+    while waiting:
+        further = [c for c in waiting.pop().children if not c.computes]
+        found += further
+        waiting += further
+    return found
+
+
+def _key(operation: Operation) -> Key:
+    return operation.site, operation.call, operation.notes.get("batch") or 0
 
 
 def _measured(errors: Errors, operation: Operation, mine: Tensor, true: Tensor) -> float:
@@ -333,9 +376,13 @@ def _gone_event(operation: Operation, mine: Tensor, true: Tensor, error: float, 
         least += f" at the scale of this step, largest {event.ends.largest:.3g}" if event.ends.holder is None else ""
         event.why.append(f"All of it is 0 in {event.fmt} ({least}): {numbers} before, read by {operation.site}.")
     elif kind == "underflow":
+        least = f"least number {ends.smallest:.3g}"
+        if float(true.abs().max()) > ends.smallest:  # it holds them: an operand was rounded to 0 before
+            event.fmt = operation.notes["coarsest"]
+            least = f"of {ends.name} {ends.smallest:.3g}; an operand is in {event.fmt}"
         event.why.append(
             f"{zeros} of {event.of} results are 0 in {ends.name} and not in float32, where they are {true_range} "
-            f"(least number {ends.smallest:.3g})."
+            f"({least})."
         )
     else:
         event.why.append(

@@ -55,6 +55,8 @@ def explain_forward(
         words = f"are {what}" if what != "NaN" else "are NaN"
         event.why.append(f"{event.count} of {event.of} {words}; {source_name(source, i)} holds {held}.")
         return event
+    if given := [c for c in operation.notes["numbers"] if not math.isfinite(c)]:
+        return _of_numbers(event, kinds, given, operands)
     row = row_of(operation.name)
     sums_products = row.kind is Kind.PRODUCT or (row.kind is Kind.NORMALISATION and row.adds)
     if kinds - {"NaN"} or sums_products or any(float(glance(x).amax) > ends.largest for x in operands):
@@ -66,6 +68,17 @@ def explain_forward(
         return event
     event.kind = "NaN"
     event.why.append(f"{event.count} of {event.of} are NaN, and what it read is finite.")
+    return event
+
+
+def _of_numbers(event: Event, kinds: set[str], given: list[float], operands: list[Tensor]) -> Event:
+    """Numbers of Python that are not finite, among the arguments of the call."""
+    assert event.operation is not None
+    has_nan = "NaN" in kinds
+    is_made = has_nan and not any(map(math.isnan, given))
+    event.kind = _of_infinities(event.operation.name, operands) if is_made else "NaN" if has_nan else "infinity"
+    which = "infinite" if event.kind == "infinity" else event.kind
+    event.why.append(f"{event.count} of {event.of} are {which}; {given[0]:g} is among the arguments of the call.")
     return event
 
 

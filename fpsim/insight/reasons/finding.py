@@ -15,14 +15,13 @@ from fpsim.emulation.operations import row_of
 from fpsim.emulation.tracing import Operation
 from fpsim.insight.masks import fills, is_mask_like
 from fpsim.insight.ranges import Glance, first_index, glance
-from fpsim.insight.reasons.against import Keeping, error_event, may_be_lost, relative_errors
-from fpsim.insight.reasons.averages import Averages
+from fpsim.insight.reasons.against import Keeping, around, error_event, may_be_lost, relative_errors
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.gradient_sums import WideReads, gradient_sum_event, read_often, reads_event
 from fpsim.insight.reasons.remedies import remedies, update_remedies, widened_reads
 from fpsim.insight.reasons.timeline import way_to
 from fpsim.insight.reasons.trials import Change, Outcome, Reference, Remedy, Trials, descendants
-from fpsim.insight.reasons.updates import Updates
+from fpsim.insight.reasons.updates import Averages, Updates
 from fpsim.insight.reasons.widening import LOW
 from fpsim.insight.stepping import require_unrecorded
 from fpsim.models.quantize import listeners
@@ -166,7 +165,10 @@ class _Checks:
         is_bad = {name for name, gradient in self.gradients.items() if gradient.kinds}
         at_begin = [e for e in self.before if e.role != "gradient" or e.place in is_bad]
         readers = {s.site: o.site for o in reversed(self.seen.operations) for s in o.sources if s is not None}
+        stepped = {id(p) for o in self.trials.kept.optimizers for group in o.param_groups for p in group["params"]}
+        updated = {name for name, p in self.model.named_parameters() if id(p) in stepped}
         for event in at_begin:
+            event.remedy = "update" if event.role == "parameter" and event.place in updated else event.remedy
             if event.place in readers:
                 event.why.append(f"It is read first by {readers[event.place]}.")
         if self.inputs or any(e.role in ("parameter", "buffer") for e in at_begin):
@@ -183,8 +185,13 @@ class _Checks:
         if minus:
             return minus
         events = hard or seen.saturations
-        if events:
-            self.reference.tell(self.result)
+        if not events:
+            return []
+        self.reference.tell(self.result)
+        if not hard and events[0].stage == "backward" and self.reference.is_wanted:
+            before, _ = error_event(seen, self.reference.seen)  # a scale of the past may be too small here, and was too
+            if before is not None and before.role.startswith("fprop"):  # large for what went forward
+                return [before, *_own_causes(events)]
         return _own_causes(events)
 
     def _lost_gradient(self) -> list[Event]:
@@ -492,7 +499,7 @@ def _dies(event: Event, losses: list[Operation]) -> bool:
     if event.stage == "forward" and event.role == "activation" and _is_bad(at, "result"):
         return _ends_early([at], [at], losses)
     if event.stage == "backward" and event.role == "error":
-        return any(_is_bad(o, "gradient") for o in (at, *at.parents)) and not _reaches_a_parameter([at])
+        return any(_is_bad(o, "gradient") for o in around(at)) and not _reaches_a_parameter([at])
     return False
 
 

@@ -20,6 +20,7 @@ from fpsim.torch_internals import map_leaves, version_of
 
 __all__ = ["GradientSum", "WideReads", "gradient_sum_event", "read_often", "reads_event"]
 
+MISSED = 0.25  # the relative error of a gradient of what is read often: below it has the direction that it should
 LOOK_UPS = frozenset("embedding index_select gather take take_along_dim getitem".split())
 
 
@@ -33,6 +34,7 @@ class GradientSum:
         self.exact: Tensor | None = None
         self.wrong: Swamped | None = None
         self._held: Tensor | None = None  # what .grad is when the next one arrives
+        self._added = torch.zeros((), dtype=torch.float64)  # the magnitudes of what was added to something larger
         self._terms = 0
 
     @torch.no_grad()
@@ -42,13 +44,14 @@ class GradientSum:
             return
         if grad is None or self._held is None or self.exact is None or not torch.equal(grad, self._held):
             self.exact = torch.zeros_like(gradient, dtype=torch.float64) if grad is None else grad.double()
-            self._terms = int(grad is not None)
+            self._terms, self._added = int(grad is not None), torch.zeros_like(self.exact)
+        self._added = self._added + torch.minimum(self.exact.abs(), gradient.double().abs())
         self.exact = self.exact + gradient.double()
         self._terms += 1
         self._held = gradient.clone() if grad is None else grad + gradient
         ends = Ends.of_dtype(self._held.dtype)
         slack = self._terms * HALF_ULP * self.exact.abs()
-        self.wrong = swamped(self._held, self.exact, self.exact.abs(), slack, ends, self._terms)
+        self.wrong = swamped(self._held, self.exact, self.exact.abs(), slack, ends, self._terms, self._added)
 
 
 def gradient_sum_event(name: str, sums: GradientSum) -> Event:
@@ -83,7 +86,8 @@ class _Given:
         if self.low is None or self.low.dtype not in LOW:
             return None
         slack = self.terms * HALF_ULP * self.largest
-        return swamped(self.low, self.exact, self.largest, slack, Ends.of_dtype(self.low.dtype), self.terms)
+        found = swamped(self.low, self.exact, self.largest, slack, Ends.of_dtype(self.low.dtype), self.terms)
+        return None if found is None or found.error < MISSED else found
 
 
 class WideReads:

@@ -35,6 +35,9 @@ __all__ = [
 
 WRONG = 8.0  # half ulps, from which on a sum is wrong
 HALF_ULP = 2.0**-24  # of 1 in float32
+SHARE = (
+    0.125  # of what is added one by one, from which on it is swamped: 64 roundings by half an ulp of bfloat16 are that
+)
 FELT = 0.01  # the relative error from which on an accumulator of its own is told of
 MASK = 1e30  # from which on a number masks
 # Operations that add up many numbers in one call. Those of `INTO` add them to their first argument.
@@ -70,19 +73,22 @@ class _Sum:
     """What a tensor would hold if all that was added to it had been added exactly.
 
     total: in float64. largest: its largest magnitude on the way. held: what the tensor holds in its place.
+    added: the magnitudes of all terms that were added to something larger, one by one.
     """
 
     total: Tensor
     largest: Tensor
     held: Tensor
     terms: int
+    added: Tensor
 
 
 class Sums:
     """Adds up again what the operations of a step add: one by one, or many numbers in one call.
 
     A sum is wrong where its error is more than 8 times half an ulp of what it should be, or was on the way, in the root
-    of the mean square over the elements; and more than float32 would have.
+    of the mean square over the elements; and more than float32 would have. If it is made one by one, an eighth of what
+    is added must be lost: sixty equal terms are each rounded alike, and the sum is rough, but none of them is swamped.
     """
 
     def __init__(self) -> None:
@@ -119,19 +125,20 @@ class Sums:
         if _is_low(ends) and not operation.notes["result"].kinds:
             slack = new.terms * HALF_ULP * new.largest
             scale = new.total.abs() if name in INSIDE and is_native else new.largest
-            operation.notes["swamped"] = swamped(result, new.total, scale, slack, ends, new.terms)
+            added = None if name in INSIDE else new.added
+            operation.notes["swamped"] = swamped(result, new.total, scale, slack, ends, new.terms, added)
 
     def _of(self, x: Any, given: list[Tensor], read: list[Tensor]) -> _Sum:
         """The exact numbers of an argument: the sum that it is, or what it holds."""
         if not isinstance(x, Tensor):
             total = torch.tensor(float(x), dtype=torch.float64)
-            return _Sum(total, total.abs(), total, int(x != 0))
+            return _Sum(total, total.abs(), total, int(x != 0), torch.zeros_like(total))
         tensor = next((g for g, r in zip(given, read, strict=True) if r is x), x)
         known = self._known.get(tensor)
         if known is not None and known.held.shape == x.shape and torch.equal(known.held, x):
             return known  # type: ignore[no-any-return]
         total = x.detach().double()
-        return _Sum(total, total.abs(), x, 1)
+        return _Sum(total, total.abs(), x, 1, torch.zeros_like(total))
 
     def _of_addition(
         self, operation: Operation, given: list[Tensor], read: list[Tensor], call: tuple[Any, Any]
@@ -151,7 +158,8 @@ class Sums:
         change = alpha * (b.total - a.total if is_lerp else b.total)
         total = a.total - change if spelling.row.name == "sub" else a.total + change
         largest = torch.maximum(torch.maximum(a.largest, abs(alpha) * b.largest), total.abs())
-        return _Sum(total, largest, total, a.terms + b.terms)
+        added = a.added + b.added + torch.minimum(a.total.abs(), abs(change))
+        return _Sum(total, largest, total, a.terms + b.terms, added)
 
     def _of_factor(
         self, operation: Operation, given: list[Tensor], read: list[Tensor], call: tuple[Any, Any]
@@ -168,7 +176,8 @@ class Sums:
             return None
         (a, b), combined = parts, torch.div if spelling.row.name == "div" else torch.mul
         largest = combined(a.largest, b.total.abs() if combined is torch.div else b.largest)
-        return _Sum(combined(a.total, b.total), largest, a.total, a.terms + b.terms - 1)
+        added = combined(a.added, b.total.abs()) + (0 if combined is torch.div else a.total.abs() * b.added)
+        return _Sum(combined(a.total, b.total), largest, a.total, a.terms + b.terms - 1, added)
 
     def _is_known(self, x: Tensor, given: list[Tensor], read: list[Tensor]) -> bool:
         return any(r is x and g in self._known for g, r in zip(given, read, strict=True))
@@ -195,7 +204,8 @@ class Sums:
                 totals.append(getattr(torch, name)(*values, **options))
             most = max(x.numel() for x in read)
             terms = (0 if known is None else known.terms) + max(1, most // max(totals[0].numel(), 1))
-            return _Sum(totals[0], totals[1], totals[0], most if name == "cumsum" else terms)
+            terms = most if name == "cumsum" else terms
+            return _Sum(totals[0], totals[1], totals[0], terms, torch.zeros_like(totals[0]))
         return None
 
     def _of_same(self, operation: Operation, given: list[Tensor], read: list[Tensor], result: Tensor) -> _Sum | None:
@@ -208,24 +218,35 @@ class Sums:
         if not self._is_known(read[0], given, read) and not (is_cast and row_of(operation.name).kind is Kind.CAST):
             return None
         known = self._of(read[0], given, read)
-        total, largest = (x.reshape(result.shape) for x in (known.total, known.largest))
-        return _Sum(total, largest, total, known.terms)
+        total, largest, added = (x.reshape(result.shape) for x in (known.total, known.largest, known.added))
+        return _Sum(total, largest, total, known.terms, added)
 
 
 def _is_low(ends: Ends) -> bool:
     return ends.epsilon > 2 * HALF_ULP
 
 
-def swamped(result: Tensor, true: Tensor, scale: Tensor, slack: Tensor, ends: Ends, terms: int) -> Swamped | None:
+def swamped(
+    result: Tensor,
+    true: Tensor,
+    scale: Tensor,
+    slack: Tensor,
+    ends: Ends,
+    terms: int,
+    added: Tensor | None = None,
+) -> Swamped | None:
     """What is wrong with a sum; None where it is right.
 
     true: float64. scale: magnitudes of whose half ulps the error is counted. slack: what float32 is wrong by at most.
+    added: one by one, of which an eighth must be lost.
     """
     mine = result.detach().double()
     numbers = true.isfinite() & (true.abs() < min(MASK, ends.largest)) & mine.isfinite()
     error, exact = (mine - true)[numbers], true[numbers]
     half_ulps = wrong_by(error, scale.expand(true.shape)[numbers], slack.expand(true.shape)[numbers], ends)
     if half_ulps <= WRONG:
+        return None
+    if added is not None and float(error.norm()) < SHARE * float(added.expand(true.shape)[numbers].norm()):
         return None
     shown = [
         f"{float(x.min()):.6g} to {float(x.max()):.6g}" if x.numel() > 1 else f"{float(x.sum()):.6g}"

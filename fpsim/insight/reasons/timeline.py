@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from fpsim.tensors.spec import Spec
 from fpsim.tensors.tally import Accumulator
 from fpsim.torch_internals import version_of
 
-__all__ = ["Rounded", "Timeline", "is_backward", "numbers_row", "overflow_of", "way_to"]
+__all__ = ["Rounded", "Timeline", "entrances", "is_backward", "numbers_row", "overflow_of", "way_to"]
 
 SATURATES = 2.0  # times the largest number of a format, from which on a saturated one is told of
 
@@ -74,6 +74,15 @@ class Timeline:
         self._ends: Ends | None = None
         self.outside: dict[int, Event | None] = {}  # of tensors from outside that are not finite, by their id
         self._last: dict[str, Operation] = {}
+
+    def entered(self, part: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See what a step calls the model with, or a part of it, as a hook: its tensors have the arguments' names."""
+        code = getattr(module.forward, "__code__", None)
+        names = list(code.co_varnames[1 : code.co_argcount]) if code is not None else []
+        first = [(names[i] if i < len(names) else f"input {i + 1}", value) for i, value in enumerate(args)]
+        for name, value in (*first, *kwargs.items()):
+            for x in tensors_in(value):
+                self.inputs.setdefault(id(x), f"{part}.{name}" if part else name)
 
     # As the visitor
 
@@ -303,6 +312,14 @@ class Timeline:
         starts = [o for o in self.gradients if not any("gradient" in c.notes for c in o.children)]
         scalars = [o for o in starts if o.notes.get("result") is not None and o.notes["result"].count == 1]
         return [*dict.fromkeys(scalars)] or self.operations[-1:]
+
+
+def entrances(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """A model and its name; and the parts that a step must call where it has no forward of its own."""
+    yield name, model
+    if type(model).forward is nn.Module.forward:
+        for child, module in model.named_children():
+            yield from entrances(module, f"{name}.{child}" if name else child)
 
 
 def is_backward(role: str) -> bool:

@@ -14,14 +14,21 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpsim.border import require_result
-from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import Call
 from fpsim.emulation.tracing import BACKWARD, Edit, Operation
 from fpsim.insight.masks import is_mask_like
 from fpsim.insight.ranges import glance
-from fpsim.insight.reasons.against import Keeping, error_event, lost_gradient, ratio, relative_errors, shortened
+from fpsim.insight.reasons.against import (
+    Keeping,
+    around,
+    error_event,
+    lost_gradient,
+    ratio,
+    relative_errors,
+    shortened,
+)
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.reasons.timeline import Timeline
+from fpsim.insight.reasons.timeline import Timeline, entrances
 from fpsim.insight.reasons.widening import LOW, Widening
 from fpsim.insight.stepping import Kept, traced
 from fpsim.models.installed import emulated_forwards
@@ -144,9 +151,10 @@ class Trials:
                 undo.by(watched.end)
                 push_mode(watched)
             if isinstance(visitor, Timeline):
-                hook = visitor_inputs(visitor)
-                undo.by(partial(unhook_call, self.model, hook))
-                self.model.register_forward_pre_hook(hook, with_kwargs=True)
+                for name, part in entrances(self.model):
+                    hook = partial(visitor.entered, name)
+                    undo.by(partial(unhook_call, part, hook))
+                    part.register_forward_pre_hook(hook, with_kwargs=True)
             returned = run()
             with without_torch_function():
                 keep()
@@ -207,22 +215,6 @@ class Trials:
         if policies and (policies is not self.policies or self._has_changed):
             self._has_changed = policies is not self.policies
             install_policies(self.model, policies)
-
-
-def visitor_inputs(visitor: Timeline) -> Callable[..., None]:
-    """A hook that tells a timeline the names of the model's inputs."""
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        code = getattr(module.forward, "__code__", None)
-        names = list(code.co_varnames[1 : code.co_argcount]) if code is not None else []
-        for i, value in enumerate(args):
-            for x in tensors_in(value):
-                visitor.inputs.setdefault(id(x), names[i] if i < len(names) else f"input {i + 1}")
-        for name, value in kwargs.items():
-            for x in tensors_in(value):
-                visitor.inputs.setdefault(id(x), name)
-
-    return note
 
 
 def _is_finite(x: Tensor) -> bool:
@@ -311,7 +303,6 @@ class _Steps:
 
 # What is tried, and whether it is a remedy
 
-
 NEARER = 4.0  # by how much a remedy brings a step to the reference
 FAR = 0.5  # the relative error of a gradient from which on it is far from the reference's
 ULPS, LEAST_NEAR, MOST_NEAR = 4, 0.01, 0.1  # what counts as near in any case: rounding alone is as far
@@ -349,7 +340,8 @@ class Reference:
 
     def __init__(self, trials: Trials, seen: Timeline) -> None:
         self.trials, self.given = trials, {o.index: (o.name, o.notes["dtype"]) for o in seen.operations}
-        self.is_wanted = trials.emulated or any(dtype in LOW for _, dtype in self.given.values())
+        self._has_low = any(dtype in LOW for _, dtype in self.given.values())
+        self.is_wanted = trials.emulated or self._has_low
         self._seen: Keeping | None = None
         self._wide: dict[str, Tensor] = {}
         self._outcome: Outcome | None = None
@@ -360,7 +352,7 @@ class Reference:
     def _run(self, visitor: Keeping | None = None, dtype: torch.dtype = torch.float32) -> Outcome:
         """What the step gives in more bits: its gradients as no cast has rounded them, and as large as the step's."""
         policies = dict.fromkeys(self.trials.policies, Policy()) if self.trials.emulated else {}
-        is_own = self.trials.emulated and dtype is torch.float32
+        is_own = self.trials.emulated and dtype is torch.float32 and not self._has_low  # no policy undoes a cast
         edit = None if is_own else Widening(None, dtype, self.given)
         outcome = self.trials.run(Change(edit=edit, policies=policies), visitor, keeps_gradients=True)
         if edit is not None:
@@ -376,6 +368,10 @@ class Reference:
         if self._seen is None:
             self._seen = Keeping(self.trials.model)
             self._outcome = self._run(self._seen)
+            if self.trials.emulated and not self._has_low:  # in a format a cast of the model's own is a rounding
+                self._has_low = any(o.notes["dtype"] in LOW for o in self._seen.operations)
+                self._seen = None if self._has_low else self._seen
+                return self.seen
         return self._seen
 
     @property
@@ -410,7 +406,7 @@ class Reference:
         same = None if at is None else self.seen.by_key.get((at.site, at.call, event.batch or 0))
         if same is None or event.stage == "forward":
             return same is not None and bool(same.notes["result"].kinds)
-        return any(o.notes.get("had_bad_gradient") for o in (same, *same.parents))
+        return any(o.notes.get("had_bad_gradient") for o in around(same))
 
     def lost(self, seen: Keeping, outcome: Outcome) -> Event | None:
         """The first gradient that a run has lost, and float32 has."""
@@ -513,8 +509,9 @@ class Attempts:
         factors = (loss_scale, 1.0) if loss_scale != 1 else (1.0,)  # 1: of a step that clips, or divides by its own
         errors = [relative_errors(outcome.gradients, truth.gradients, by) for by in factors]
         loss, gradients = min((self._distances(outcome, e) for e in errors), key=max)
-        self.distance, limit = max(loss, gradients), max(*self._distances(was, self._errors)) / NEARER
-        most = max(limit, self._near) if was.is_finite else 1 - 1 / NEARER  # another eps has another slope
+        before = self._distances(was, self._errors)
+        self.distance, limit = max(loss, gradients), max(before) / NEARER
+        most = max(before[1] / NEARER, self._near) if was.is_finite else 1 - 1 / NEARER  # another eps has another slope
         return loss <= max(limit, self._near) and gradients <= most and self._feeds(outcome, self._errors)
 
     def _goes_on(self, seen: Keeping | None) -> bool:

@@ -352,7 +352,7 @@ def test_hooks_of_all_optimizers_are_called_for_the_steps_of_the_model_only() ->
     assert all(seen is optimizer for seen in stepped)
 
 
-@pytest.mark.parametrize(("bias", "factor", "words"), [(6.0, 1.0, ", and not below its"), (0.0, 1e-9, ": below its")])
+@pytest.mark.parametrize(("bias", "factor", "words"), [(6.0, 1.0, ", above its"), (0.0, 1e-9, ": below its")])
 def test_a_lost_gradient_is_below_the_least_number_only_where_it_is(bias: float, factor: float, words: str) -> None:
     """Where tanh is 1 in half its slope is 0, however large the gradient: 1 / cosh(6)^2 is 2.5e-5."""
     model, x = nn.Linear(4, 4).half(), torch.full((2, 4), 0.01).half()
@@ -508,9 +508,9 @@ def layers_of(model: nn.Module, x: Tensor) -> list[Tensor]:
     return results
 
 
-@pytest.mark.parametrize("role", ["parameter", "buffer"])
+@pytest.mark.parametrize(("role", "steps"), [("parameter", False), ("parameter", True), ("buffer", True)])
 @pytest.mark.parametrize("fmt", [None, "half", "bfloat16"])
-def test_a_number_that_a_cast_made_infinite_is_not_blamed_on_an_update(role: str, fmt: str | None) -> None:
+def test_a_number_that_a_cast_made_infinite_is_not_blamed_on_an_update(role: str, steps: bool, fmt: str | None) -> None:
     model = Of(lambda self, x: self.body(x) * self.gain, body=nn.Linear(2, 2))
     gain = torch.full((2,), 3.4e38)  # beyond the end of either
     if role == "parameter":
@@ -520,7 +520,8 @@ def test_a_number_that_a_cast_made_infinite_is_not_blamed_on_an_update(role: str
     gain[0] = torch.inf if fmt is None else gain[0]
     model = model if fmt is None else getattr(model, fmt)()
     x = torch.ones(1, 2, dtype=next(model.parameters()).dtype)
-    found = fpsim.why(model, lambda: model(x).float().sum().backward())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1) if steps else None
+    found = fpsim.why(model, lambda: model(x).float().sum().backward(), optimizer)
     assert found.cause is not None
     assert (found.cause["place"], found.cause["kind"]) == ("gain", "inf came in")
     first, line = str(found).splitlines()[0], str(found).splitlines()[2]
@@ -530,8 +531,34 @@ def test_a_number_that_a_cast_made_infinite_is_not_blamed_on_an_update(role: str
     else:
         largest = torch.finfo(getattr(torch, {"half": "float16"}.get(fmt, fmt))).max
         assert f"A cast such as .{fmt}() makes inf of what is beyond {largest:.6g}" in line
-        assert ("checkpoint" in line) is (role == "parameter")  # no update writes to a buffer
+        assert ("checkpoint" in line) is (role == "parameter" and steps)  # no update writes to a buffer
         assert first.endswith(f"in {str(next(model.parameters()).dtype).removeprefix('torch.')}.")
+
+
+@pytest.mark.parametrize(
+    ("function", "place", "kind", "number"),
+    [
+        (lambda x: x * 0.0 * torch.inf, "1:mul_1", "zero times infinity", "inf"),
+        (lambda x: x - torch.inf, "1:sub", "infinity", "inf"),
+        (lambda x: x * torch.nan, "1:mul", "NaN", "nan"),
+    ],
+)
+def test_a_number_of_python_that_is_not_finite_is_told_of(
+    function: Callable[[Tensor], Tensor], place: str, kind: str, number: str
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Of(lambda self, x: function(x)))
+    found = fpsim.why(model, lambda: model(torch.ones(3, 2)).sum().backward())
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["kind"]) == (place, kind)
+    assert f"{number} is among the arguments of the call" in found.cause["why"]
+
+
+def test_an_input_of_a_part_that_a_step_calls_has_a_name() -> None:
+    model = nn.ModuleDict({"g": nn.Sequential(nn.Linear(2, 2)), "d": nn.Linear(2, 1)})
+    x = torch.tensor([[1.0, torch.nan]])
+    found = fpsim.why(model, lambda: model["d"](model["g"](x)).sum().backward())
+    assert found.cause is not None
+    assert (found.cause["place"], found.cause["kind"]) == ("g.input", "NaN came in")
 
 
 # A quantised optimizer: what is lost is lost in the format that it stores
