@@ -80,6 +80,7 @@ def test_the_table_counts_by_tier_and_names_what_the_default_tier_misses(
     assert "finds 88.9% of what both tiers find" in shown
 
 
+@pytest.mark.full
 def test_a_changed_line_is_found_by_the_test_that_executes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkout, folder = tmp_path / "checkout", tmp_path / "kept"
     (checkout / "ada_loss").mkdir(parents=True)

@@ -70,6 +70,7 @@ def small_notebook(path: Path, *sources: str) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_a_notebook_is_stored_and_another_output_is_told(tmp_path: Path) -> None:
     path = small_notebook(
         tmp_path / "a.ipynb",

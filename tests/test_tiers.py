@@ -28,6 +28,12 @@ def collected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return json.loads(path.read_text())
 
 
+def test_what_is_not_collected_has_no_example(request: pytest.FixtureRequest) -> None:
+    ignored = [path for glob in request.config.getoption("ignore_glob") for path in ROOT.glob(glob.removeprefix("*/"))]
+    assert ignored
+    assert not [path for path in ignored if ">>>" in path.read_text()]
+
+
 def test_both_tiers_are_all_tests_and_no_test_is_in_both(tmp_path: Path) -> None:
     """As pytest collects them with each command, in a small project with this conftest."""
     for name in ("pyproject.toml", "tests/conftest.py", "tests/tiers.py"):

@@ -35,7 +35,7 @@ LEFT_OUT = pytest.StashKey[dict[str, int]]()  # how many cases, by the reason
 WITHOUT_EXTRAS = "without_extras_the_packages_round_and_every_part_of_the_lab_names_the_extra"
 WHEEL = "the_wheel_would_hold_both_packages_with_their_types_and_data_and_nothing_else"
 SDIST = "the_sdist_would_hold_every_file_of_the_repository"
-SOME_EXECUTED = "fpsim/cuda/test_executed.py::test_some_kernels_as_ptx_and_executed"
+SOME_SIMULATED = "fpsim/cuda/test_cuda.py::test_some_kernels_in_the_simulator"
 UNPACKED = "a_revision_is_unpacked_and_removed_again"
 RANKS = "fpsim/emulation/test_writes.py::test_fully_sharded_training_on_two_ranks_is_that_of_one_process"
 # Tests that are in `full` with all of their cases, and the smaller one that stands for each by default.
@@ -73,7 +73,8 @@ SISTERS = {
             "a_script_without_a_main_guard_is_told_what_to_do": (
                 "a_task_that_cannot_travel_fails_its_cells_with_the_reason"
             ),
-            "a_local_cluster_listens_on_the_loopback_alone": "nobody_else_connects_to_a_local_cluster",
+            "a_local_cluster_listens_on_the_loopback_alone": "every_engine_gives_equal_results",
+            "nobody_else_connects_to_a_local_cluster": "every_engine_gives_equal_results",
         },
         "ada_loss/lab/studies/test_search.py": {
             "a_search_from_a_ranking_takes_fewer_trials_and_its_answer_is_as_small_and_as_proven": (
@@ -140,6 +141,7 @@ SISTERS = {
             "a_process_that_outlives_an_update_keeps_nothing_under_the_name_of_the_new_sources": (
                 "fpsim/compiling/test_compile.py::test_an_edit_of_a_file_that_is_compiled_in_compiles_anew"
             ),
+            "processes_on_an_empty_folder_compile_a_loop_once": "a_lock_that_is_held_for_ever_is_not_waited_for",
         },
         "fpsim/compiling/test_native.py": {
             "a_process_with_its_kernels_on_disk_trains_without_numba": (
@@ -156,7 +158,7 @@ SISTERS = {
         },
         "test_first_call.py": {
             "a_second_process_finds_what_the_first_has_compiled": (
-                "fpsim/compiling/test_kept.py::test_processes_on_an_empty_folder_compile_a_loop_once"
+                "fpsim/compiling/test_compile.py::test_an_edit_of_a_file_that_is_compiled_in_compiles_anew"
             ),
         },
         "ada_loss/lab/cells/test_cell_updates.py": {
@@ -170,7 +172,10 @@ SISTERS = {
             ),
         },
         "ada_loss/lab/sweep/test_progress.py": {
-            "on_a_terminal_there_is_a_bar": "without_a_terminal_there_are_plain_lines_from_the_first_moment_on",
+            "on_a_terminal_there_is_a_bar": "a_sweep_says_which_cells_failed_and_why",
+            "without_a_terminal_there_are_plain_lines_from_the_first_moment_on": (
+                "a_sweep_says_which_cells_failed_and_why"
+            ),
         },
         "ada_loss/lab/tasks/test_tasks.py": {
             "patches_can_be_learned_in_eight_bits": "a_seed_makes_the_weights_and_nothing_else",
@@ -222,6 +227,16 @@ SISTERS = {
         "ada_loss/lab/results/test_returned.py": {
             "without_pyplot_a_figure_is_nobodys_and_a_report_never_is": "the_report_leaves_pyplots_figures_alone",
         },
+        "test_mutants.py": {
+            "a_changed_line_is_found_by_the_test_that_executes_it": (
+                "a_mutant_differs_from_the_source_in_that_place_alone"
+            ),
+        },
+        "ada_loss/lab/cells/test_cells.py": {
+            "the_identity_of_a_task_with_data_is_the_same_in_every_process": (
+                "a_class_of_a_notebook_that_is_changed_makes_another_task"
+            ),
+        },
         "test_namesake.py": {
             "neither_says_anything_where_ours_is_alone": "fpsim_warns_where_the_other_distribution_is_installed",
         },
@@ -268,20 +283,24 @@ SISTERS = {
             "every_vector_is_replayed_and_the_stream_of_the_caller_goes_on": "the_file_is_what_the_oracle_gives",
         },
         "test_notebooks.py": {
-            "the_notebook_shows_what_it_stores": "a_notebook_is_stored_and_another_output_is_told",
-            "a_cell_that_raises_stores_nothing": "a_notebook_is_stored_and_another_output_is_told",
+            "the_notebook_shows_what_it_stores": "the_notebook_is_stored_whole_and_without_complaints",
+            "a_notebook_is_stored_and_another_output_is_told": "a_tag_says_how_the_numbers_of_a_cell_are_compared",
+            "a_cell_that_raises_stores_nothing": "the_notebook_is_stored_whole_and_without_complaints",
             "a_training_on_another_processor_has_other_digits_and_shows_the_same": (
                 "a_tag_says_how_the_numbers_of_a_cell_are_compared"
             ),
         },
         "fpsim/cuda/test_cuda.py": {
-            "the_kernels_in_the_simulator": "some_kernels_in_the_simulator",
-            "the_kernels_as_ptx": SOME_EXECUTED,
+            "the_kernels_in_the_simulator": SOME_SIMULATED,
+            "the_kernels_as_ptx": SOME_SIMULATED,
         },
-        "fpsim/cuda/test_executed.py": {"the_rounding_kernels": SOME_EXECUTED},
+        "fpsim/cuda/test_executed.py": {
+            "some_kernels_as_ptx_and_executed": SOME_SIMULATED,
+            "the_rounding_kernels": SOME_SIMULATED,
+        },
         "fpsim/cuda/test_executed_others.py": {
-            "the_other_kernels": SOME_EXECUTED,
-            "a_change_of_one_instruction_is_found": SOME_EXECUTED,
+            "the_other_kernels": SOME_SIMULATED,
+            "a_change_of_one_instruction_is_found": SOME_SIMULATED,
         },
     }.items()
     for test, sister in sisters.items()

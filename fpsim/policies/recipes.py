@@ -70,7 +70,7 @@ def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
 
     >>> p = recipe("fp8_current", dgrad=("e5m2", "e4m3fn"))
     >>> print(p.products.fprop[0], "|", p.products.dgrad[0], "|", p.activation)
-    e4m3fn per tensor fp32 nearest_even | e5m2 nearest_even | bf16
+    e4m3fn per tensor fp32 saturate nearest_even | e5m2 nearest_even | bf16
     """
     if not isinstance(name, str) or name not in _RECIPES:
         hint = _hint(name)

@@ -27,7 +27,7 @@ BLOCKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@tiers.parametrize("name", BLOCKS, keep={"emulate", "noise_of_torch"})  # a recording has many instants
 def test_ctrl_c_at_any_instant_of_a_block_leaves_nothing_though_its_traceback_is_kept(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import tiers
 from children import environment
 
 import fpsim
@@ -178,7 +177,8 @@ print(int(bins.argmax()), loop.was_compiled)
 """
 
 
-@tiers.parametrize("count", [2, 4], keep={2})
+@pytest.mark.full
+@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.timeout(300)
 def test_processes_on_an_empty_folder_compile_a_loop_once(folder: Path, tmp_path: Path, count: int) -> None:
     ready = tmp_path / "ready"

@@ -23,6 +23,7 @@ SOME = (  # kernels that compile fast, a changed instruction among them
 )
 
 
+@pytest.mark.full
 def test_some_kernels_as_ptx_and_executed() -> None:
     run_alone("executed_rounding.py executed_kernels.py executed_mutants.py ptx.py", "-k", " or ".join(SOME))
 

@@ -317,6 +317,7 @@ def identities(folder: Path, texts: Sequence[str], hash_seed: int) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.full
 def test_the_identity_of_a_task_with_data_is_the_same_in_every_process(tmp_path: Path) -> None:
     code = "import numpy as np, torch\nx, z = torch.arange(3.0), np.ones(2)\n"
     code += "y = {'a': [np.arange(3)], 'b': {'u', 'v'}}\n"

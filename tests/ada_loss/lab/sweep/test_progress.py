@@ -28,6 +28,7 @@ SWEEP = "ada_loss.sweep('sweep_tasks:tiny', ['e5m2'], seeds=3, task_options={'ep
 CODE = f"import sys\nsys.path.append('tests')\nimport ada_loss\n{SWEEP}"
 
 
+@pytest.mark.full
 def test_without_a_terminal_there_are_plain_lines_from_the_first_moment_on(tmp_path: Path) -> None:
     said = subprocess.run([sys.executable, "-c", CODE, tmp_path], capture_output=True, text=True, env=environment())
     lines = said.stderr.splitlines()

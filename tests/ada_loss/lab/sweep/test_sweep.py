@@ -724,6 +724,7 @@ def test_a_cell_of_a_ledger_is_checked_as_one_of_a_yaml_file(tmp_path: Path, cha
     assert words in str(caught.value)
 
 
+@pytest.mark.full
 def test_nobody_else_connects_to_a_local_cluster(local: str) -> None:
     assert local.startswith("tls://127.0.0.1:")
     with pytest.raises(OSError, match=r"Timed out|handshake|CERTIFICATE|TLS"):

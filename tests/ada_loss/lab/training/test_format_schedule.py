@@ -177,8 +177,10 @@ def test_after_the_switch_operands_and_results_are_torchs_casts(tmp_path: Path, 
     assert run.losses[4] == expected.item()
 
 
-@pytest.mark.parametrize(
-    ("fmt", "rounding"), [("recipe:fp8_delayed", None), ("mxfp4", "stochastic"), ("recipe:mxfp4_sr", None)]
+@tiers.parametrize(
+    ("fmt", "rounding"),
+    [("recipe:fp8_delayed", None), ("mxfp4", "stochastic"), ("recipe:mxfp4_sr", None)],
+    keep={"recipe:fp8_delayed", "mxfp4"},
 )
 def test_a_format_that_begins_later_is_as_one_in_which_a_model_with_these_parameters_begins(
     tmp_path: Path, fmt: str, rounding: str | None
