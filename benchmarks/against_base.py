@@ -24,6 +24,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -96,8 +97,9 @@ def _round_blocks(axis: int) -> Work:
     return work
 
 
-def _of_functions(x: Any, layer: Any) -> Any:
-    """A linear layer whose products, forward and backward, an autograd Function of the model's own computes."""
+@cache
+def _linear_function() -> Any:
+    """A linear layer's products, forward and backward, as an autograd Function of the model's own."""
     import torch
 
     class Linear(torch.autograd.Function):
@@ -111,7 +113,12 @@ def _of_functions(x: Any, layer: Any) -> Any:
             x, weight = ctx.saved_tensors
             return grad @ weight, grad.t() @ x
 
-    return Linear.apply(x, layer.weight) + layer.bias
+    return Linear
+
+
+def _of_functions(x: Any, layer: Any) -> Any:
+    """A linear layer by `_linear_function`."""
+    return _linear_function().apply(x, layer.weight) + layer.bias
 
 
 def _of_integers(x: Any, layer: Any) -> Any:
