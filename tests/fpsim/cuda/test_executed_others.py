@@ -26,7 +26,12 @@ def test_the_rounding_kernels_that_let_masks_pass() -> None:
 
 
 def test_the_other_kernels() -> None:
-    run_alone("executed_kernels.py")
+    run_alone("executed_kernels.py", "-k", "not infinities or mxfp8_e4m3 or delayed")
+
+
+@pytest.mark.slow  # the simulator runs some of them in `full`, too
+def test_infinities_in_blocks_of_every_kind() -> None:
+    run_alone("executed_kernels.py", "-k", "infinities")
 
 
 def test_a_change_of_one_instruction_is_found() -> None:

@@ -206,8 +206,15 @@ def test_a_compiled_program_has_the_same_numbers(fmt: str) -> None:
 KINDS_ROWS = list(rows())
 
 
-@parametrize("name", KINDS_ROWS, keep=tiers.every(12))
-@FORMATS
+@parametrize(
+    ("name", "fmt"),
+    [
+        pytest.param(name, fmt, marks=[] if place % 2 == turn else [pytest.mark.slow])
+        for place, name in enumerate(KINDS_ROWS)
+        for turn, fmt in enumerate(NATIVE)
+    ],
+    keep=tiers.every(13),
+)
 def test_every_operation_takes_every_kind_of_operand_as_native_code_does(name: str, fmt: str) -> None:
     _, found = faults(name, fmt)
     assert {key: text for key, text in found.items() if not EXCEPTIONS(name, *key)} == {}
