@@ -228,7 +228,9 @@ def in_backward(scope: Scope, label: str, errors: Any, is_of_errors: bool) -> Ba
     if is_of_errors:
         specs = scope.specs._replace(activation=scope.specs.error, error=None)
         made.specs = NO_SPECS if specs == NO_SPECS else specs
-        made.activation = None if specs.activation is None else specs.activation.text
+        # where the two differ, nothing is known to be in the format: what is no error is brought into the other one
+        is_one = specs.activation is not None and specs.activation.text == scope.activation
+        made.activation = scope.activation if is_one else None
     return made
 
 

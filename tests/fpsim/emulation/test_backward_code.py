@@ -537,3 +537,33 @@ def test_a_function_inside_of_another_operation_is_told_of_once() -> None:
     with pytest.warns(UserWarning, match="autograd Function Inside was applied inside of another operation"):
         q(x).sum().backward()
     q(x)
+
+
+class KeepsSlope(torch.autograd.Function):
+    """A slope that the forward takes, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (ctx.slope,) = torch.autograd.grad((inner * 1.37).sum(), inner)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * ctx.slope
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_gradient_that_a_forward_keeps_is_no_error_in_the_backward(is_compiled: bool) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return KeepsSlope.apply(x)  # type: ignore[no-any-return]
+
+    x = torch.linspace(0.3, 1.7, 24, requires_grad=True)
+    model: Any = quantize(Model(), MIXED)
+    out = torch.compile(model, backend="aot_eager")(x) if is_compiled else model(x)
+    g = torch.linspace(-1, 1, 24)
+    out.backward(g)
+    slope = round_to(round_to(torch.tensor(1.37), "bf16"), "e5m2")  # made as an error, kept as an activation
+    assert torch.equal(x.grad, round_to(round_to(g, "bf16") * slope, "bf16"))
