@@ -111,7 +111,7 @@ def test_blocks_and_their_scales_are_counted_as_by_hand(name: str, axis: int) ->
     assert isinstance(f, BlockFormat)
     if f.block in ("tensor", "row"):
         x = x[:32]  # otherwise one number decides
-    if f.tensor_scale or f.block == "tensor":
+    if f.tensor_scale or f.block == "tensor" or f.tile == (128, 128):
         x = x.nan_to_num(0.5, MASK, -MASK)  # otherwise all is NaN
     tally = fpsim.tally(x if axis == 1 else x.T, f, axis=axis)
     expected, spread = counted_by_hand(x, round_to(x, f, axis=1), f)
