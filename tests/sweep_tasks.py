@@ -43,6 +43,38 @@ def measured_in_tensors(seed: int) -> Task:
     return Task("tensors", task.model, task.train, task.test, task.loss, {"accuracy": share})  # type: ignore[dict-item]
 
 
+class Autocast(nn.Sequential):
+    """Two layers in half, and a loss whose gradients 8 bits lose without a scale."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(nn.Linear(2, 8), nn.Linear(8, 2))
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", self.dtype):
+            return super().forward(x).float()
+
+
+def _in_half(seed: int, dtype: torch.dtype) -> Task:
+    task = tiny(seed)
+    torch.manual_seed(seed)
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, targets) * 2.0**-20
+
+    return replace(task, model=Autocast(dtype), loss=loss)
+
+
+@trained_with(optimizer="adam", learning_rate=0.1, batch_size=8, schedule="constant")
+def in_bfloat16(seed: int) -> Task:
+    return _in_half(seed, torch.bfloat16)
+
+
+@trained_with(optimizer="adam", learning_rate=0.1, batch_size=8, schedule="constant")
+def in_float16(seed: int) -> Task:
+    return _in_half(seed, torch.float16)
+
+
 def slow(seed: int) -> Task:
     time.sleep(0.15)
     return tiny(seed)

@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -179,6 +180,20 @@ def test_a_cell_that_raises_is_reported_and_the_others_go_on(tmp_path: Path, whe
     again = small(tmp_path, "sweep_tasks:raises", engine=engine, retry_failed=True)
     assert again.failures()[0]["attempts"] == 2
     assert again.counts["done"] == 3
+
+
+def test_a_task_that_autocasts_to_bfloat16_is_scaled_and_one_to_float16_says_why_not(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"scaling": ["none", "adaptive"], "seeds": 1, "task_options": {"epochs": 8}}
+    results = small(tmp_path / "bfloat16", "sweep_tasks:in_bfloat16", **options)
+    losses = {row["scaling"]: results.telemetry(row["id"])["losses"] for row in results.rows()}
+    assert min(losses["adaptive"]) < 0.9 * losses["adaptive"][0]
+    # every gradient is zero: the losses are the first one, but for the order in which float32 adds up 8 points
+    assert losses["none"] == pytest.approx(losses["none"][0], rel=8 * 2.0**-24)
+    results = small(tmp_path / "float16", "sweep_tasks:in_float16", **options)
+    (failure,) = results.failures()
+    assert failure["config"]["scaling"] == "adaptive"
+    assert re.search(r"The gradient at 0:\w+ is to be scaled, and is float16", failure["error"])
+    assert "1 failed" in str(results)
 
 
 def test_a_task_that_exits_ends_its_cell_alone(tmp_path: Path) -> None:
