@@ -1,4 +1,4 @@
-"""What is scaled: the modules that transforms choose, and the operations that are matrix products."""
+"""What is scaled: the modules that transforms choose, and the operations that are products."""
 
 from __future__ import annotations
 
@@ -26,18 +26,22 @@ __all__ = [
 
 
 class Product(NamedTuple):
-    """One operand of a matrix product, and what its gradient is computed from.
+    """One operand of a product, and what its gradient is computed from.
 
     operand: the operand.
     other: the other operand. None if it is hidden inside of the operation; then the operand's gradient is measured.
     terms: an element of the operand's gradient is the sum of this many products of the output's gradient and `other`.
     channel: a dimension of the output and one of `other`. Only elements with the same index there are multiplied.
+    is_gate: whether elements are multiplied one by one. Such a product gets a factor only where `other` is a parameter.
+    gain: a number by which the product is multiplied.
     """
 
     operand: Tensor
     other: Tensor | None
     terms: int
     channel: tuple[int, int] | None = None
+    is_gate: bool = False
+    gain: float = 1.0
 
 
 def _linear(x: Tensor, weight: Tensor, *_: Any) -> list[Product]:
@@ -103,6 +107,20 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> list[Produ
     return _hidden(query, key, value)
 
 
+def _gate(*operands: Any) -> list[Product]:
+    """`x * weight`, in either order: a layer scale, or the weight of a normalisation that is written by hand."""
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    if len(tensors) != 2 or not all(x.is_floating_point() for x in tensors):
+        return []
+    a, b = tensors
+    total = math.prod(torch.broadcast_shapes(a.shape, b.shape))
+    return [Product(x, other, _per_element(total, x), is_gate=True) for x, other in ((a, b), (b, a)) if x is not other]
+
+
+def _added_gate(_: Tensor, a: Tensor, b: Tensor, value: Any = 1, *__: Any) -> list[Product]:
+    return [p._replace(gain=float(value)) for p in _gate(a, b)]
+
+
 def _per_element(total: int, x: Tensor) -> int:
     """How many of the operation's products are added for an element of x."""
     return max(total // max(x.numel(), 1), 1)
@@ -120,6 +138,8 @@ PRODUCTS: dict[str, Callable[..., list[Product]]] = {
     "einsum": _einsum,
     "scaled_dot_product_attention": _attention,
     "linalg_multi_dot": _matrices,
+    **dict.fromkeys(("mul", "multiply", "rmul", "imul", "mul_", "multiply_"), _gate),
+    **dict.fromkeys(("addcmul", "addcmul_"), _added_gate),
     **dict.fromkeys(("bilinear", "tensordot", "chain_matmul", "inner", "linalg_vecdot"), _hidden),
 }
 

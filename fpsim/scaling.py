@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from fpsim.border import require_optimizer, require_seed
-from fpsim.emulation.marks import is_rounded_at, mark_rounded
+from fpsim.emulation.marks import is_rounded_at, is_view_of_weight, mark_rounded
 from fpsim.emulation.scope import BACKWARD, Scaling
 from fpsim.formats.blocks import BlockFormat
 from fpsim.kernels.statistics import (
@@ -31,7 +31,7 @@ from fpsim.tensors.launch import round_fitting_, round_memory_, rounded
 from fpsim.tensors.moments import amax_of, binades, keep_memory_of, memory_of, moments_of, on_device
 from fpsim.tensors.spec import ContainerError, RoundingSpec, log2_scale_limits
 from fpsim.tensors.tally import UpdateCounts, lost_between
-from fpsim.torch_internals import current_graph_task
+from fpsim.torch_internals import base_of, current_graph_task
 from fpsim.undoing import Exit
 
 __all__ = [
@@ -56,10 +56,12 @@ __all__ = [
     "amax_of",
     "as_policy",
     "as_update",
+    "base_of",
     "binades",
     "current_graph_task",
     "gradients_have_scales",
     "is_rounded_at",
+    "is_view_of_weight",
     "keep_memory_of",
     "listeners",
     "log2_scale_limits",

@@ -6,7 +6,7 @@ lowers it if the gradient would overflow, and sends the sites behind this one th
 between updates takes the scale that the site holds, and only looks for overflow (`_hold_scale`).
 
 What is decided stands elsewhere: the formulas of the rules in `rules/formulas.py`, the kernels that apply them in
-`scale_kernels.py`, which torch functions are matrix products in `transforms.PRODUCTS`. `docs/architecture.md` lists the
+`scale_kernels.py`, which torch functions are products in `transforms.PRODUCTS`. `docs/architecture.md` lists the
 calls from the backward hook to the scale.
 """
 
@@ -49,6 +49,7 @@ from fpsim.scaling import (
     RoundingSpec,
     current_graph_task,
     is_rounded_at,
+    is_view_of_weight,
     mark_rounded,
     moments_of,
     on_device,
@@ -182,12 +183,12 @@ class Engine:
         return tell
 
     def _products(self, site: GradientSite, operation: str, operands: tuple[Any, ...]) -> list[Product]:
-        """The matrix products of an operation whose operands' gradients get a factor."""
+        """The products of an operation whose operands' gradients get a factor."""
         find = PRODUCTS.get(operation)
         if find is None or not self._predicts or not site.is_selected:
             return []
-        products = find(*operands)
-        if self._product_rule is not None and any(p.channel is None for p in products):
+        products = [p for p in find(*operands) if not p.is_gate or (p.other is not None and is_view_of_weight(p.other))]
+        if self._product_rule is not None and any(p.channel is None and not p.is_gate for p in products):
             raise NotImplementedError(
                 f"{operation} at {site.key[0]} is not a linear layer or plain convolution, and element_wise_range "
                 f"forms the products of those alone. Choose modules with transforms=, or another rule."
@@ -345,7 +346,6 @@ class Engine:
         if self._product_rule is not None:
             if gathers:
                 assert edge.other is not None
-                assert edge.channel is not None
                 g = product_moments(gradient, edge.other, edge.channel, self._product_rule.max_rescue_ratio)
                 on_device(keep_what_is_not_finite, state.moments, g)
         else:
@@ -388,7 +388,7 @@ class Engine:
         return True
 
 
-# Gradients of which nothing is left in the first step, as of a branch behind a gate of 1e-6: told of once
+# Gradients of which nothing is left in the first step, as of a branch that a number of 1e-6 multiplies: told of once
 
 
 SHOWN = 3
@@ -431,8 +431,10 @@ class Dead:
             others = f" and {len(sites) - SHOWN} more" if len(sites) > SHOWN else ""
             warnings.warn(
                 f"Every gradient of {', '.join(sites[:SHOWN])}{others} underflowed in the first step of AdaLossScaled: "
-                f"this rule changes the scale at matrix products only, and passes it on through all else, such as a "
-                f"gate of 1e-6. Use rule='current', init_scale=2.0**20 or a loss scale.",
+                f"this rule changes the scale at matrix products and where a parameter multiplies, and passes it on "
+                f"through all else, such as a factor of 1e-6 that is a number. Make that an nn.Parameter, which may be "
+                f"frozen, or use rule='current'. Where the layers before it have room for that, init_scale=2.0**20 or "
+                f"a loss scale will do.",
                 stacklevel=2,
             )
 
@@ -447,18 +449,22 @@ def _is_captured() -> bool:
 MOST_PRODUCTS = 1 << 27  # 1 GiB in float64
 
 
-def product_moments(gradient: Tensor, other: Tensor, channel: tuple[int, int], share: float | None) -> Tensor:
+def product_moments(gradient: Tensor, other: Tensor, channel: tuple[int, int] | None, share: float | None) -> Tensor:
     """AMIN and AMAX of all products of an element of `gradient` and one of `other` in the same channel, as `Moments`.
 
     gradient: of the operation's output, any shape.
     other: the other operand, any shape.
-    channel: the dimension of `gradient` and the one of `other` along which only equal indices are multiplied.
+    channel: the dimension of `gradient` and the one of `other` along which only equal indices are multiplied. None
+        where elements are multiplied one by one, `other` being broadcast.
     share: the share of the products, largest first, of which AMIN is the smallest; None for all, without forming them.
     Raises ValueError where a share was given with more than 2**27 products.
     """
     moments = torch.zeros(len(Moments._fields), dtype=torch.float64, device=gradient.device)
     if gradient.numel() == 0 or other.numel() == 0:
         return moments
+    if channel is None:  # then a product has one element of each, and is formed here
+        gradient, other, channel = (gradient.double() * other.detach()).flatten(), other.new_ones(1), (-1, -1)
+        other = other.expand(gradient.shape)
     g, w = (  # by channel; a vector has one element in each
         x.detach().abs().double().movedim(dimension, 0).unsqueeze(-1).flatten(1)
         for x, dimension in ((gradient, channel[0]), (other, channel[1]))

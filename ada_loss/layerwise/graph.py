@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ada_loss.layerwise.sites import GradientSite, ProductEdge
 from ada_loss.transforms import Product
+from fpsim.scaling import base_of
 
 __all__ = ["Entry", "error_sites_behind", "has_site", "link", "register", "sites_behind"]
 
@@ -27,12 +28,12 @@ def link(site: GradientSite, out: Tensor, products: Iterable[Product]) -> dict[E
 
     site: that of `out`.
     out: what an operation gave.
-    products: the matrix products of that operation whose operands' gradients get a factor.
+    products: the products of that operation whose operands' gradients get a factor.
     Returns the product edges, each by the entry into the graph of its operand.
     """
     edges: dict[Entry, ProductEdge] = {}
     for index, product in enumerate(products):
-        entry = product.operand.grad_fn, product.operand.output_nr
+        entry = _entry_of(product.operand, out)
         targets = error_sites_behind(entry)
         if targets:
             edge = edges[entry] = ProductEdge(targets, product, index)
@@ -43,6 +44,16 @@ def link(site: GradientSite, out: Tensor, products: Iterable[Product]) -> dict[E
     others = {id(other): other for other in sites_behind([(out.grad_fn, None)]) if id(other) not in reached}
     site.passes_on_to = list(others.values())
     return edges
+
+
+def _entry_of(operand: Tensor, out: Tensor) -> Entry:
+    """Where the gradient of an operand enters the graph behind the operation that gave `out`."""
+    node: Any = operand.grad_fn
+    if operand is not out:
+        return node, operand.output_nr
+    if base_of(operand) is not None:  # the operation wrote to a part of another tensor, whose rest it did not multiply
+        return None, 0
+    return node.next_functions[0]  # type: ignore[no-any-return]  # the operation wrote to its first operand
 
 
 def has_site(entry: Entry) -> bool:

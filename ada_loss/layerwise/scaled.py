@@ -30,10 +30,11 @@ class AdaLossScaled:
 
     The method is that of Zhao, Vogel, Ahmed, Luk, IJCAI 2020. At a matrix product the incoming gradient, rounded at
     scale S, and the other operand give the power of two by which the outgoing gradient is scaled: few of its elements
-    underflow and none overflows. Other operations pass S on, and parameters' gradients are rounded at S. So a branch
-    behind a gate of 1e-6 is scaled by `rule="current"` or an `init_scale`, not by the default; where every gradient of
-    a result underflows in the first step, a warning says so. In every step
-    a scale at which a gradient would overflow is lowered until it fits. A gradient that holds inf or NaN is passed
+    underflow and none overflows. `x * parameter` (a layer scale, the weight of a normalisation that is written by hand)
+    is a product of one term. Other operations pass S on, and parameters' gradients are rounded at S. So a branch that a
+    number of 1e-6 multiplies, or a gate that the model computes, is scaled by `rule="current"` or an `init_scale`, not
+    by the default; where every gradient of a result underflows in the first step, a warning says so. In every step a
+    scale at which a gradient would overflow is lowered until it fits. A gradient that holds inf or NaN is passed
     through at scale 1; guard the step with a scaler (`GradScaler("static", ...)`) where that may happen.
 
     Gradients in formats of at most 6 bits are rounded stochastically under "approx_range" and "current", unless the
@@ -41,9 +42,9 @@ class AdaLossScaled:
     gradients in wider formats, keep the policy's rounding.
 
     What is ours and not the original's: any format, any operation and any model (the original is for fp16 and for a
-    list of layers); scales without bounds (`approx_range` with `bound="worst_case"` has the original's on sums of
-    products); bounds, where they are given, on every rule that predicts and on casts (the original bounds
-    "approx_range" alone); `branches="exact"`; lowering a scale until the gradient fits, also between
+    list of layers); factors at gates; scales without bounds (`approx_range` with `bound="worst_case"` has the
+    original's on sums of products); bounds, where they are given, on every rule that predicts and on casts (the
+    original bounds "approx_range" alone); `branches="exact"`; lowering a scale until the gradient fits, also between
     updates; the second moment of a gradient that enters the format where the original takes its standard deviation
     (`stats="grad"` is the original's); and the rules that measure.
 

@@ -138,7 +138,7 @@ class IncomingScale(NamedTuple):
 
 
 class ProductEdge:
-    """One operand of a matrix product, and the sites that the operand's gradient reaches."""
+    """One operand of a product, and the sites that the operand's gradient reaches."""
 
     __slots__ = ("channel", "index", "is_hidden", "other", "other_moments", "targets", "terms")
 
@@ -148,6 +148,8 @@ class ProductEdge:
         self.is_hidden = product.other is None
         # autograd saves it for the backward pass anyway; released once its moments are known, if they are all it takes
         self.other = None if product.other is None else product.other.detach()
+        if self.other is not None and product.gain != 1:
+            self.other = self.other * product.gain
         self.other_moments: Tensor | None = None
 
 

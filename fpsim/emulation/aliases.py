@@ -199,6 +199,8 @@ def view_from_outside(
     with torch.no_grad():
         of_copy = func(rounded.detach(), *args[1:], **kwargs)
     emulation.carry_marks(of_copy, [rounded], None, None)
+    if has_role:
+        _with_role(emulation, of_copy, False, True)
     state = aliases.state_of(base)
     known = [Alias(base, rounded=view, state=state) for view in tensors_in(of_copy)]
     _add_all(aliases, own, memory, known)
@@ -237,10 +239,12 @@ def _add_all(aliases: Aliases, out: Any, x: Tensor, known: list[Alias]) -> None:
 
 
 def _with_role(emulation: Any, out: Any, has_role: bool, is_of_weight: bool) -> Any:
+    scope = emulation.scope
+    is_of_weight = is_of_weight and not (scope.products is None and scope.listeners.scaling is None)
     for view in tensors_in(out):
         if has_role:
             mark_as_weight(view)
-        if is_of_weight and emulation.scope.products is not None and not is_view_of_weight(view):
+        if is_of_weight and not is_view_of_weight(view):
             mark_as_view_of_weight(view)
     return out
 

@@ -182,8 +182,10 @@ def weights_among(scope: Scope, originals: tuple[Any, ...], prepared: tuple[Any,
 
 
 def note_views_of_weights(scope: Scope, call: Call, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note that what a weight is viewed, copied or cut to is one to a product."""
-    if scope.products is None or call.action not in (Action.MOVE, Action.CAST) or call.name in LOOK_UPS:
+    """Note that what a weight is viewed, copied or cut to is one to a product, and to a scaling."""
+    if scope.products is None and scope.listeners.scaling is None:
+        return
+    if call.action not in (Action.MOVE, Action.CAST) or call.name in LOOK_UPS:
         return
     operands = typed_in(args, kwargs)
     if operands and all(is_view_of_weight(x) or scope.stands_in(x) for x in operands):

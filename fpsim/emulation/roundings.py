@@ -19,9 +19,11 @@ from fpsim.emulation.marks import (
     ByIdentity,
     format_of,
     is_leaf,
+    is_view_of_weight,
     is_weight,
     is_wide_tensor,
     mark,
+    mark_as_view_of_weight,
     mark_wide,
     unmark,
     was_any_made_wide,
@@ -230,9 +232,11 @@ class Roundings:
                     copy.data.copy_(values)
             elif spec is not None:
                 (round_memory_ if is_now else round_here_)(copy, spec, keep_masks=keep_masks)
+        listeners = self.scope.listeners
+        if listeners.scaling is not None and (role == "weight" or is_view_of_weight(x)):
+            mark_as_view_of_weight(copy)
         if spec is not None:
             mark(copy, spec.text if role == "activation" else self.scope.weight)
-            listeners = self.scope.listeners
             observer = None if listeners.observer is None else listeners.watching(site, role)
             if observer is not None:
                 observer(site, role, x.detach(), copy.detach(), spec)

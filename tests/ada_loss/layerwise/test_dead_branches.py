@@ -1,4 +1,4 @@
-"""A branch behind a small gate: the default leaves it dead and says so once; what it tells to set revives it."""
+"""A branch that a small number multiplies: the default leaves it dead and says so once; what it names revives it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ada_loss.record import Recorder
 
 
 class Gated(nn.Module):
-    """LayerScale: x + 1e-6 f(x)."""
+    """x + 1e-6 f(x). gate: a number, of which the rule does not know, or a parameter, of which it does."""
 
-    def __init__(self, gate: float) -> None:
+    def __init__(self, gate: float | nn.Parameter) -> None:
         super().__init__()
         self.gate, self.fc = gate, nn.Linear(8, 8)
 
@@ -27,20 +27,20 @@ class Gated(nn.Module):
         return x + self.gate * self.fc(x)
 
 
-def gated(gate: float, error: str) -> nn.Module:
+def gated(gate: float | nn.Parameter, error: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Gated(gate), nn.Linear(8, 4))
-    return fpsim.quantize(model, fpsim.Policy(error=error, weight_grad=error))
+    return fpsim.quantize(model.to(dtype), fpsim.Policy(error=error, weight_grad=error))
 
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 
 
-def train(model: nn.Module, steps: int = 2) -> float:
+def train(model: nn.Module, steps: int = 2, loss_scale: float = 1.0) -> float:
     """The share of the branch's weight whose gradient is zero in the last step."""
     for _ in range(steps):
         model.zero_grad()
-        (model(X).square().mean() * 1e-2).backward()
+        (model(X.to(model[1].fc.weight.dtype)).float().square().mean() * 1e-2 * loss_scale).backward()
     return float((model[1].fc.weight.grad == 0).float().mean())
 
 
@@ -60,21 +60,39 @@ def test_what_the_first_step_has_noted_is_forgotten_once_it_is_told(monkeypatch:
         assert all(flag() is None for flag in noted)
 
 
-@pytest.mark.parametrize("error", ["fp16", "e5m2"])
-def test_the_dead_branch_is_told_of_once_with_what_to_set_and_that_revives_it(error: str) -> None:
-    model = gated(1e-6, error)
+@pytest.mark.parametrize(
+    ("error", "dtype"),
+    [
+        ("fp16", torch.float32),
+        ("e5m2", torch.float32),
+        ("e5m2", torch.bfloat16),
+        ("e4m3fn", torch.float32),
+        ("e4m3fn", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_the_dead_branch_is_told_of_once_with_what_to_do_and_that_revives_it(error: str, dtype: torch.dtype) -> None:
+    model = gated(1e-6, error, dtype)
     with AdaLossScaled(model), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert train(model, 4) == 1.0
     texts = [str(w.message) for w in told if "underflowed in the first step" in str(w.message)]
     assert len(texts) == 1
     assert "1.fc:linear" in texts[0]
-    assert "rule='current', init_scale=2.0**20 or a loss scale" in texts[0]
-    for options in ({"rule": "current"}, {"init_scale": 2.0**20}):
-        revived = gated(1e-6, error)
+    assert "Make that an nn.Parameter, which may be frozen, or use rule='current'" in texts[0]
+    assert "Where the layers before it have room for that, init_scale=2.0**20 or a loss scale will do" in texts[0]
+    remedies: list[tuple[Any, dict[str, Any], float]] = [
+        (nn.Parameter(torch.tensor(1e-6)), {}, 1.0),
+        (nn.Parameter(torch.tensor(1e-6), requires_grad=False), {}, 1.0),
+        (1e-6, {"rule": "current"}, 1.0),
+    ]
+    if error != "e4m3fn":  # whose largest number the gradients of the output would exceed then: it has no room
+        remedies += [(1e-6, {"init_scale": 2.0**20}, 1.0), (1e-6, {}, 2.0**20)]
+    for gate, options, loss_scale in remedies:
+        revived = gated(gate, error, dtype)
         with AdaLossScaled(revived, **options), warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert train(revived) < 0.1
+            assert train(revived, loss_scale=loss_scale) < 0.1, (gate, options, loss_scale)
 
 
 def test_a_branch_that_lives_is_not_told_of_and_no_bit_changes() -> None:

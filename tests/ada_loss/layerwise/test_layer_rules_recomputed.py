@@ -109,6 +109,7 @@ class Recomputed:
         self.held: dict[str, int] = {}
         self.history: dict[str, list[float]] = {}
         self.scales: dict[str, int] = {}
+        self.arrived: dict[str, bool] = {}  # whether a site's gradient was not zero before it was rounded
 
     @property
     def updates(self) -> bool:
@@ -125,11 +126,11 @@ class Recomputed:
     # Factors, of the gradient as it is carried: times its scale.
 
     def factor(self, g: Array, w: Array | None) -> float:
-        """The raw factor of a product g @ w, or of a cast."""
+        """The raw factor of a product g @ w, of a gate g * w (w: one dimension), or of a cast."""
         s, u_min, u_max = self.s, self.u_min(), self.fmt.largest
         if s.rule == "fixed":
             return float(s.params["fixed_loss_scale"])
-        k, amax = (1, float(np.abs(g).max())) if w is None else (len(w), float(np.abs(g).max()))
+        k, amax = 1 if w is None or w.ndim == 1 else len(w), float(np.abs(g).max())
         wmax = 0.0 if w is None else float(np.abs(w).max())
         limit = u_max / (amax * max(1.0, k * wmax))
         nonzero = np.abs(g[g != 0])
@@ -154,12 +155,15 @@ class Recomputed:
         assert s.rule == "element_wise_range"
         if w is None:
             return min(max(u_min / float(nonzero.min()), 1.0), limit)
-        products = np.abs(g[:, :, None] * w[None, :, :])
+        products = np.abs(g * w if w.ndim == 1 else g[:, :, None] * w[None, :, :])
         return min(max(u_min / float(products[products > 0].min()), 1.0), u_max / (k * float(products.max())))
 
-    def times_factor(self, key: str, g: Array, w: Array | None, k: int) -> int:
+    def times_factor(self, key: str, g: Array, w: Array | None, k: int, site: str = "") -> int:
         """The scale k times the factor under a key, which is computed in an update and used again until the next."""
-        if g.any() and (self.updates or key not in self.factors):
+        # a fixed factor asks nothing of the gradient, not even whether rounding at its site has left any of it
+        asks = self.s.rule != "fixed" or self.s.branches == "original"
+        tells = g.any() if asks else self.arrived.get(site, g.any())
+        if tells and (self.updates or key not in self.factors):
             self.factors[key] = self.factor(np.ldexp(g, k), w)
         raw = self.factors.get(key, 1.0)
         bounded = min(raw, self.s.factor_bound, self.s.scale_bound * 2.0**-k)
@@ -193,6 +197,7 @@ class Recomputed:
 
     def round(self, site: str, g: Array, k: int) -> tuple[Array, int]:
         """A gradient that arrives with scale k, rounded, and the scale at which it was."""
+        self.arrived[site] = bool(g.any())
         if self.s.measures:
             k = self.measured(site, g, k)
         if self.holds:
@@ -213,7 +218,12 @@ class Recomputed:
 
     def through(self, layer: str, g: Array, k: int, w: Array) -> tuple[Array, int]:
         """The gradient of a linear layer's input, not rounded, and the scale that it carries. w: (out, in)."""
-        return product(g, w), k if self.s.measures else self.times_factor(layer, g, w, k)
+        return product(g, w), k if self.s.measures else self.times_factor(layer, g, w, k, f"{layer}:linear")
+
+    def gate(self, name: str, g: Array, k: int, w: Array) -> tuple[Array, int]:
+        """The gradient of what a gate multiplies, not rounded, and the scale that it carries. w: (out,)."""
+        is_chosen = self.s.casts  # else linear layers alone are
+        return g * w, self.times_factor(name, g, w, k, ":mul") if is_chosen and not self.s.measures else k
 
     def meet(self, branches: Sequence[tuple[Array, int]]) -> tuple[Array, int]:
         """The sum of gradients with scales of their own, before it is rounded, and its scale."""
@@ -232,7 +242,7 @@ class Recomputed:
         return sum((g for g, _ in rounded), np.zeros(())), k
 
 
-# The networks: three linear layers, and a residual block between two.
+# The networks: three linear layers, a residual block between two, and one whose branch is behind a gate.
 
 
 def linear(bias: bool = False) -> nn.Linear:
@@ -247,6 +257,16 @@ class Residual(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.stem(x)
         return self.head(h + self.b(torch.relu(self.a(h))))  # type: ignore[no-any-return]
+
+
+class Gated(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.stem(x)
+        return self.head(h + self.gate * self.b(torch.relu(self.a(h))))  # type: ignore[no-any-return]
 
 
 def of_mlp(net: Recomputed, w: dict[str, Array], x: Array, g: Array) -> dict[str, Array]:
@@ -267,13 +287,19 @@ def of_mlp(net: Recomputed, w: dict[str, Array], x: Array, g: Array) -> dict[str
 def of_residual(net: Recomputed, w: dict[str, Array], x: Array, g: Array) -> dict[str, Array]:
     h = product(x, w["stem"].T)
     inner = np.maximum(product(h, w["a"].T), 0)
-    out = h + product(inner, w["b"].T)
+    branch_out = product(inner, w["b"].T)
+    out = h + branch_out * w.get("gate", np.ones(8))
     grads = {}
     g, k = net.enter("head:linear", g)
     grads["head"], _ = net.round("head:weight", product(g.T, out), k)
     g, k = net.through("head", g, k, w["head"])
     summed, k_summed = net.round(":add", g, k)
-    g, k = net.round("b:linear", summed, k_summed)
+    if "gate" in w:
+        g, k = net.round(":mul", summed, k_summed)
+        grads["gate"], _ = net.round(":weight", product(np.ones((1, len(g))), g * branch_out)[0], k)
+        g, k = net.round("b:linear", *net.gate("gate", g, k, w["gate"]))
+    else:
+        g, k = net.round("b:linear", summed, k_summed)
     grads["b"], _ = net.round("b:weight", product(g.T, inner), k)
     g, k = net.through("b", g, k, w["b"])
     g, k = net.round("a:linear", g * (inner > 0), k)
@@ -287,6 +313,7 @@ def of_residual(net: Recomputed, w: dict[str, Array], x: Array, g: Array) -> dic
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[..., dict[str, Array]]]] = {
     "mlp": (lambda: nn.Sequential(linear(), nn.ReLU(), linear(), nn.ReLU(), linear()), of_mlp),
     "residual": (Residual, of_residual),
+    "gated": (Gated, of_residual),
 }
 
 
@@ -302,8 +329,9 @@ def same_in_torch_and_numpy(
     net = make()
     w: dict[str, Array] = {}
     for name, parameter in net.named_parameters():
-        sparse = rng.integers(-1, 2, (8, 8)) * rng.integers(0, 2, (8, 8))
-        w[name.split(".")[0]] = sparse * 2.0**-3 * (1.0 + (rng.random((8, 8)) < 0.5))
+        shape = tuple(parameter.shape)
+        sparse = rng.integers(-1, 2, shape) * (rng.integers(0, 2, shape) if len(shape) == 2 else 2.0**-2)
+        w[name.split(".")[0]] = sparse * 2.0**-3 * (1.0 + (rng.random(shape) < 0.5))
         parameter.data = torch.tensor(w[name.split(".")[0]], dtype=torch.float32)
     model = fpsim.quantize(net, fpsim.Policy(error=fmt, weight_grad=fmt, rounding="nearest_even"))
     x = rng.integers(-1, 2, (4, 8)).astype(np.float64)
@@ -330,7 +358,7 @@ def same_in_torch_and_numpy(
             assert found == {site: ours.scales[site] for site in found}, f"step {number}"
             assert found.keys() == ours.scales.keys()
             for name, expected in gradients.items():
-                got = model.get_submodule(name).weight.grad
+                got = model.get_parameter(name if name == "gate" else f"{name}.weight").grad
                 assert torch.equal(got, torch.tensor(expected, dtype=torch.float32)), f"step {number}, {name}"
     return ours
 
@@ -354,6 +382,7 @@ MEASURING: dict[str, tuple[str, dict[str, Any]]] = {
 SIZES = {"fp16": -22, "e5m2": -12, "e4m3fn": -6}  # near the least that is kept at scale 1
 
 
+@pytest.mark.filterwarnings("ignore:Every gradient of")
 @pytest.mark.parametrize("casts", [True, False], ids=["casts", "no casts"])
 @pytest.mark.parametrize("branches", ["exact", "original"])
 @pytest.mark.parametrize("rule", PREDICTING)
@@ -367,6 +396,7 @@ def test_rules_that_predict_are_the_recomputation(which: str, fmt: str, rule: st
         same_in_torch_and_numpy(which, fmt, settings, (size, size - 6, size + 9, size + 1), seed)
 
 
+@pytest.mark.filterwarnings("ignore:Every gradient of")
 @pytest.mark.parametrize("branches", ["exact", "original"])
 @pytest.mark.parametrize("rule", PREDICTING)
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -381,6 +411,7 @@ def test_bounds_are_the_recomputations(which: str, fmt: str, rule: str, branches
     assert bound != same_in_torch_and_numpy(which, fmt, free, steps).scales
 
 
+@pytest.mark.filterwarnings("ignore:Every gradient of")
 @pytest.mark.parametrize("branches", ["exact", "original"])
 @pytest.mark.parametrize("rule", PREDICTING)
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -395,6 +426,7 @@ def test_between_updates_scales_or_factors_are_the_recomputations(
         same_in_torch_and_numpy(which, fmt, settings, (size, size + 3, size - 4, size - 2, size + 1), seed)
 
 
+@pytest.mark.filterwarnings("ignore:Every gradient of")
 @pytest.mark.parametrize("scale_bound", [math.inf, 100.0])
 @pytest.mark.parametrize("rule", MEASURING)
 @pytest.mark.parametrize("fmt", FORMATS)
