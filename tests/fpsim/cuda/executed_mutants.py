@@ -115,11 +115,20 @@ def blocks_found() -> list[np.ndarray]:
         x *= torch.exp2(-torch.linspace(0, 30, 600)).repeat_interleave(16)  # scales of all sizes beneath the tensor's
         x.clamp_(-300, 300)
         x[::97], x[5 * 32 : 7 * 32] = torch.tensor([-MASK, -1.0, MASK])[torch.arange(99) % 3], 0.0
-        for infinity in (1.0, torch.inf):
-            x[7] = infinity
-            rounded = densely_rounded_by(EmulatedCard(), x, spec, has_key=False)
+        x[7] = 1.0
+        for values in (x.clone(), ties(), torch.full_like(x, torch.inf)):
+            rounded = densely_rounded_by(EmulatedCard(), x.copy_(values), spec, has_key=False)
             found += [rounded.y.numpy(), rounded.scales.numpy()]
     return found
+
+
+def ties() -> torch.Tensor:
+    """600 blocks for nvfp4: the largest element and what is halfway between two, each at each place of a block."""
+    halfway = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    block = torch.cat([halfway, -halfway, torch.tensor([6.0, 0.5])])
+    scales = torch.exp2(torch.arange(600) % 14 - 5.0)
+    scales[0] = 448  # of the largest number of all, so that the tensor's scale is 1
+    return torch.stack([block.roll(i) * scale for i, scale in enumerate(scales)]).flatten()
 
 
 # made as the launch makes them, which keeps one kernel for each of these words
