@@ -35,6 +35,19 @@ def why_of(model: nn.Module, fmt: str = "float32") -> fpsim.Why:
     return plant(model, fmt, x, lambda y: y.float().square().mean()).why()
 
 
+@pytest.mark.parametrize("fmt", ["float32", "fp16"])
+def test_a_nan_that_a_rectifier_lets_not_back_is_no_overflow_of_what_it_reads(fmt: str) -> None:
+    """The gradient behind it is 0 * inf where it is shut, and numbers are so many that their sum might overflow."""
+
+    def guarded(self: nn.Module, x: Tensor) -> Tensor:
+        d = (x.sigmoid() - 0.4).relu()
+        return x + torch.where(d > 0, 2 / d, torch.zeros_like(d)).clamp(max=40) * 0.01
+
+    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    found = plant(around(guarded), fmt, x, lambda y: y.float().square().mean()).why()
+    assert found.cause is None, str(found)
+
+
 @pytest.mark.parametrize(("at", "kind"), [(1.0, "outside of its domain"), (0.0, "logarithm of zero")])
 def test_logit_has_two_borders(at: float, kind: str) -> None:
     found = why_of(around(lambda self, x: (x * 0 + at).logit()))
