@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -643,6 +644,23 @@ def test_a_quantised_optimizer_that_keeps_its_updates_is_no_alarm(update: Any, r
     model, step = stored(update, rate, torch.optim.AdamW)
     found = fpsim.why(model, step)
     assert found.cause is None, str(found)
+
+
+@pytest.mark.parametrize(("size", "is_named"), [(0.2, True), (2.0, False)])
+def test_a_first_layer_is_named_where_its_format_does_not_hold_its_weights(size: float, is_named: bool) -> None:
+    """Weights of 0.2 are between the numbers 0 and 0.5 of e2m1fn; in its range it is wrong by a sixth of any."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Tanh(), nn.Linear(32, 4))
+    nn.init.normal_(model[0].weight, 0.0, size)  # type: ignore[arg-type]
+    x, target = torch.randn(64, 64) * 0.1 / size, torch.arange(64) % 4
+    wide = fpsim.Policy("bf16", "bf16", "bf16", "bf16")
+    policy = replace(wide, overrides={"0": replace(wide, weight="e2m1fn")})
+    quantised = fpsim.quantize(model, policy)
+    found = fpsim.why(quantised, lambda: F.cross_entropy(quantised(x), target).backward())
+    assert (found.cause is not None) is is_named, str(found)
+    if found.cause is not None:
+        assert (found.cause["place"], found.cause["format"]) == ("0:linear", "e2m1fn")
+        assert found.cause["kind"] == "error grows"
 
 
 @pytest.mark.parametrize(("terms", "is_named"), [(8, False), (10, True)])
