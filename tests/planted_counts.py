@@ -1,4 +1,6 @@
-"""How many planted causes `why` names, and how many of its remedies work: `python tests/planted_counts.py [--every N]`.
+"""How many planted causes `why` names, and how many of its remedies work.
+
+    python tests/planted_counts.py [--every N [--from I]]
 
 Prints each case that is not right, then the counts that docs/diagnose.md has: of the causes, of the controls in which
 nothing is wrong, of those told in forums, of posts, of whole loops and of models not seen before; and how often a step
@@ -42,24 +44,24 @@ class Counts:
             self.runs["before" if is_before or not late else "compared"].append(found.runs)
 
 
-def count(every: int) -> Counts:
-    """Run each n-th case of all sorts."""
-    counts = Counts()
-    for case in GRID[::every]:
+def count(every: int, first: int = 0) -> Counts:
+    """Run each n-th case of all sorts, from a first one on."""
+    counts, some = Counts(), slice(first, None, every)
+    for case in GRID[some]:
         found = case.build().why()
         counts.add("causes", case.is_named_by(found), case.name, found)
         for which, remedy in enumerate(found.tried):
             counts.add("remedies", works(case, found, which), f"{case.name}: {remedy['remedy']}", found, runs=False)
         counts.all["with a tried remedy"] += bool(found.tried)
     for told in ("forum", "post", "loop", "unseen"):
-        for case in [case for case in STEPS if case.told == told][::every]:
+        for case in [case for case in STEPS if case.told == told][some]:
             found = case.build().why()
             counts.add(told, case.is_named_by(found), case.name, found)
-    for name, build in CONTROLS[::every]:
+    for name, build in CONTROLS[some]:
         found = build().why()
         counts.add("controls", found.cause is None, name, found)
     for told, builds in HEALTHY.items():
-        for build in builds[::every]:
+        for build in builds[some]:
             found = build().why()
             counts.add(f"healthy {told}", found.cause is None, build.__name__, found)
     return counts
@@ -68,9 +70,10 @@ def count(every: int) -> Counts:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--every", type=int, default=1, help="run each n-th case only")
-    every = parser.parse_args().every
+    parser.add_argument("--from", type=int, default=0, help="from this one on, so that N runs are all", dest="first")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
-    counts = count(every)
+    counts = count(options.every, options.first)
     total = counts.all
     print(f"{len(CAUSES)} causes: {total['causes right']} of {total['causes']} cases are named right")
     print(f"controls: nothing is named in {total['controls right']} of {total['controls']}")

@@ -67,11 +67,6 @@ def reciprocal_of_what_underflowed(x: Tensor) -> Tensor:
     return x + (x.abs().clamp(0.5, 1) * 1e-9).reciprocal() * 1e-12
 
 
-@at_point("division by zero", "normalize", ("gpt", "encoder", "conv"), ("half",))
-def eps_of_normalize_is_lost(x: Tensor) -> Tensor:
-    return F.normalize(zero_row(x), dim=-1)
-
-
 @at_point("division by zero", "div", ALL, ANY)
 def a_count_is_zero(x: Tensor) -> Tensor:
     return x + (x * 0).sum(-1, keepdim=True) / (x.shape[0] * torch.zeros((), dtype=torch.int64))

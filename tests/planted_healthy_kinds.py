@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from planted_bench import BLOCKS, RECIPES, ROWS, Bench, Block, wide
+from planted_bench import AUTOCAST, BLOCKS, NATIVE, RECIPES, ROWS, Bench, Block, wide
 from planted_kinds import ANY, KINDS, Answer, Kind, kind
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -46,10 +46,13 @@ def a_mean_over_segments(b: Bench) -> Answer:
 @kind(FINE, ANY, "none")
 def a_guarded_quotient(b: Bench) -> Answer:
     """The divisor is zero where a relu is shut; `where` takes nothing from there, and relu lets no NaN back."""
+    # In bf16 0.1 / d is another number where d is small; the quotient of what has d in it is not.
+    is_bf16 = "bf" in b.fmt
 
     def function(x: Tensor) -> Tensor:
         d = (x.sigmoid() - 0.4).relu()
-        return x + torch.where(d > 0, 0.1 / d, torch.zeros_like(d)).clamp(max=2) * 0.1
+        quotient = d * x.sigmoid() / d if is_bf16 else 0.1 / d
+        return x + torch.where(d > 0, quotient, torch.zeros_like(d)).clamp(max=2) * 0.1
 
     b.point(function)
     return NOTHING
@@ -108,8 +111,12 @@ def a_sum_of_some_terms(b: Bench) -> Answer:
 
 @kind(FINE, ANY, "none")
 def a_sum_that_crosses_zero(b: Bench) -> Answer:
-    """What is left of the first terms cancels on the way, and the whole does not."""
-    return added_up(b, b.random.choice((16, 64, 256)), lambda x, i: x.tanh() if i % 2 else x.tanh() * -0.75)
+    """What is left of the first terms cancels on the way, and the whole does not.
+
+    The gradient of what 256 operations read is itself swamped where autograd adds it up in few bits: such are causes.
+    """
+    counts = (16, 64) if b.fmt in (*NATIVE, *AUTOCAST) else (16, 64, 256)
+    return added_up(b, b.random.choice(counts), lambda x, i: x.tanh() if i % 2 else x.tanh() * -0.75)
 
 
 @kind(FINE, ANY, "none")

@@ -83,11 +83,6 @@ def product_overflows(x: Tensor) -> Tensor:
     return x + ((x * 300) @ (x * 300).mT).tanh().sum(-1, keepdim=True) * 0.01
 
 
-@at_point("overflow", "cumsum", ("gpt", "encoder", "conv"), NARROW)
-def cumulative_sum_overflows(x: Tensor) -> Tensor:
-    return x + (x.abs() * 1000 + 9000).cumsum(-1) / 1e6
-
-
 @cause("overflow", "blocks.1.attention:matmul", "activation", ATTENDING, FP16)
 def logits_grow(planted: Planted) -> None:
     with torch.no_grad():

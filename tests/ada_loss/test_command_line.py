@@ -213,6 +213,8 @@ def test_a_search_prints_what_nothing_beats_and_the_answer_in_words(tmp_path: Pa
     told = json.loads(ada_loss(*SORTS, *NARROW, "--out", tmp_path, "--json").stdout)
     assert (told["formats"], told["bits"], told["accuracy"], told["baseline"]) == ({"activation": "e2m3"}, 6, 1.0, 1.0)
     assert [row["bits"] for row in told["front"]] == bits
+    assert (told["outcome"], told["tolerance"]) == ("few", 0)
+    assert answer.endswith(f"; {told['statement']}.")
     with Ledger(tmp_path / "ledger.sqlite", readonly=True) as ledger:
         assert all(cell["attempts"] == 1 for cell in ledger.rows())  # the second went over what was done
 

@@ -287,7 +287,8 @@ def error_event(seen: Keeping, reference: Keeping) -> tuple[Event | None, float]
                 return lost, error
         if not operation.computes:
             continue
-        if error and begins is None:
+        is_start = error > 0 and begins is None
+        if is_start:
             begins = min(error, operation.notes["own"])  # what is wrong from the start on has not grown
         is_grown = error >= max(LARGE, GROWN * entering, GROWTH * operation.notes["own"])
         is_gone = nothing_is_left(error, entering) or (_lost_operand(operation) and is_grown)
@@ -295,8 +296,8 @@ def error_event(seen: Keeping, reference: Keeping) -> tuple[Event | None, float]
             is_difference = not _lost_operand(operation) and _is_difference(operation, true)
             event = _grown_event if is_difference else _gone_event
             return event(operation, mine, true, error, entering), error
-        is_first = is_grown and begins is not None and error >= GROWN * begins and grown is None
-        if is_first and _is_missed(operation, seen, reference):
+        is_first = begins is not None and (is_start or error >= GROWN * begins)  # the start, beyond what is its own
+        if is_grown and is_first and grown is None and _is_missed(operation, seen, reference):
             grown = partial(_grown_event, operation, mine, true, error, entering)
     if grown is None:
         wrong = (o for o in reversed(seen.operations) if "swamped_gradient" in o.notes)

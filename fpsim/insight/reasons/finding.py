@@ -459,9 +459,14 @@ def causes_first(
 
 def _overflows(event: Event) -> bool:
     """Whether numbers grew beyond a format; NaN alone in a gradient is what something masked is multiplied by."""
-    gradient: Glance | None = None if event.operation is None else event.operation.notes.get("gradient")
-    is_nan_alone = event.stage == "backward" and gradient is not None and gradient.kinds == {"NaN"}
-    return event.kind == "overflow" and not is_nan_alone
+    return event.kind == "overflow" and not (event.stage == "backward" and _kinds_of_gradients(event) == {"NaN"})
+
+
+def _kinds_of_gradients(event: Event) -> set[str]:
+    """The kinds in the gradients that are named for an event: those behind a relu, which may let none through, too."""
+    named = [] if event.operation is None else around(event.operation)
+    gradients = [o.notes["gradient"] for o in named if "gradient" in o.notes]
+    return {kind for gradient in gradients for kind in gradient.kinds}
 
 
 def comes_to_nothing(readers: list[Operation], losses: list[Operation], is_emulated: bool, broken: set[str]) -> bool:

@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import planted_grid
 import pytest
 import tiers
-from planted_cases import failing, fine
+from planted_cases import GRID, failing, fine
 from planted_division import a_sentence_without_words
 from planted_lost import MADE, lab_step
 from planted_remedies import can_be_applied, is_cured_by_the_rule, works
@@ -27,6 +28,10 @@ def test_a_planted_cause_is_named_and_what_is_printed_as_tried_works(case: Case)
     for which, remedy in enumerate(found.tried):
         if can_be_applied(case, remedy):
             assert works(case, found, which), remedy
+
+
+def test_each_cause_of_the_grid_is_planted_somewhere_where_none_is_drawn_at_random() -> None:
+    assert {case.name.split("-")[0] for case in GRID} == {*planted_grid.CAUSES}
 
 
 def test_what_is_tried_for_a_sentence_without_words_has_the_loss_of_a_clamp_by_hand() -> None:

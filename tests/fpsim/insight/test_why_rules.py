@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,19 @@ def test_a_row_is_masked_wholly_in_the_dimension_that_softmax_sums_over() -> Non
 def why_of(model: nn.Module, fmt: str = "float32") -> fpsim.Why:
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     return plant(model, fmt, x, lambda y: y.float().square().mean()).why()
+
+
+@pytest.mark.parametrize("fmt", ["float32", "fp16"])
+def test_a_nan_that_a_rectifier_lets_not_back_is_no_overflow_of_what_it_reads(fmt: str) -> None:
+    """The gradient behind it is 0 * inf where it is shut, and numbers are so many that their sum might overflow."""
+
+    def guarded(self: nn.Module, x: Tensor) -> Tensor:
+        d = (x.sigmoid() - 0.4).relu()
+        return x + torch.where(d > 0, 2 / d, torch.zeros_like(d)).clamp(max=40) * 0.01
+
+    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    found = plant(around(guarded), fmt, x, lambda y: y.float().square().mean()).why()
+    assert found.cause is None, str(found)
 
 
 @pytest.mark.parametrize(("at", "kind"), [(1.0, "outside of its domain"), (0.0, "logarithm of zero")])
@@ -630,6 +644,23 @@ def test_a_quantised_optimizer_that_keeps_its_updates_is_no_alarm(update: Any, r
     model, step = stored(update, rate, torch.optim.AdamW)
     found = fpsim.why(model, step)
     assert found.cause is None, str(found)
+
+
+@pytest.mark.parametrize(("size", "is_named"), [(0.2, True), (2.0, False)])
+def test_a_first_layer_is_named_where_its_format_does_not_hold_its_weights(size: float, is_named: bool) -> None:
+    """Weights of 0.2 are between the numbers 0 and 0.5 of e2m1fn; in its range it is wrong by a sixth of any."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Tanh(), nn.Linear(32, 4))
+    nn.init.normal_(model[0].weight, 0.0, size)  # type: ignore[arg-type]
+    x, target = torch.randn(64, 64) * 0.1 / size, torch.arange(64) % 4
+    wide = fpsim.Policy("bf16", "bf16", "bf16", "bf16")
+    policy = replace(wide, overrides={"0": replace(wide, weight="e2m1fn")})
+    quantised = fpsim.quantize(model, policy)
+    found = fpsim.why(quantised, lambda: F.cross_entropy(quantised(x), target).backward())
+    assert (found.cause is not None) is is_named, str(found)
+    if found.cause is not None:
+        assert (found.cause["place"], found.cause["format"]) == ("0:linear", "e2m1fn")
+        assert found.cause["kind"] == "error grows"
 
 
 @pytest.mark.parametrize(("terms", "is_named"), [(8, False), (10, True)])

@@ -33,9 +33,9 @@ sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))
 from verdicts import (
     EQUAL,
     FAR,
-    ONE_SIDED,
     SCENARIOS,
     TASKS,
+    UNCOVERED,
     Cell,
     are_wrong,
     cells,
@@ -129,7 +129,7 @@ def test_collapses_that_are_counted_in_tolerances_are_none_in_half_of_the_sweeps
     assert counted_in_tolerances(own).any(axis=1).mean() > 0.3
 
 
-@tiers.parametrize("kind", [kind for kind in SCENARIOS if kind not in ONE_SIDED], keep={"t3"})
+@tiers.parametrize("kind", [kind for kind in SCENARIOS if kind not in UNCOVERED], keep={"t3"})
 def test_a_wrong_statement_is_rare_under_noise_that_is_symmetric(kind: str) -> None:
     """Collapses are among the statements, and no setting truly collapses."""
     count = 300
@@ -140,7 +140,7 @@ def test_a_wrong_statement_is_rare_under_noise_that_is_symmetric(kind: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in SCENARIOS if kind not in ONE_SIDED])
+@pytest.mark.parametrize("kind", [kind for kind in SCENARIOS if kind not in UNCOVERED])
 def test_no_scenario_that_is_symmetric_has_more_wrong_sweeps_than_five_in_a_hundred(kind: str) -> None:
     for cell in scenario_cells(kind):
         assert scenario(cell, 10000, seed=1).wrong <= 0.05 + margin(10000), cell
