@@ -54,8 +54,8 @@ def acted(work: Path, *words: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def some(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Every thirteenth case of two kinds, without the actions that take long."""
-    words = ("--things", "link", "pipe", "--share", "13", "--actions", "status", "table", "resume", "afterwards")
+    """Every seventh case of two kinds, without the actions that take long."""
+    words = ("--things", "link", "pipe", "--share", "7", "--actions", "status", "table", "resume", "afterwards")
     return acted(tmp_path_factory.mktemp("some"), *words)
 
 
