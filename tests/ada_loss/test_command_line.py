@@ -139,8 +139,14 @@ def task(seed):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("workers", [1, 2])  # two start a cluster
-@pytest.mark.parametrize("place", ["beside", "current"])
+@pytest.mark.parametrize(
+    ("place", "workers"),  # two start a cluster
+    [
+        ("beside", 2),
+        ("current", 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("beside", 1), ("current", 2))),
+    ],
+)
 def test_a_task_beside_the_yaml_or_in_the_current_folder_is_found_by_workers_too(
     tmp_path: Path, place: str, workers: int
 ) -> None:
