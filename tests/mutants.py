@@ -1,16 +1,17 @@
 """Counts the mutants that the tests find, tier by tier: `python tests/mutants.py record`, then `run`, then `show`.
 
-A mutant is a copy of the checkout with one comparison, constant, operator or branch changed, in a line drawn at random
-from those that some test executes. It is run against the tests that execute that line, the default tier first, up to
-the first failure. Of the mutants that both tiers together find, the default tier must find nine in ten: what it misses
-lacks a representative there.
+A mutant is a copy of the checkout with one comparison, constant, operator or branch changed, in a line drawn at random.
+It is run against the tests of the default tier that execute that line; if none of them fails, against the full tier
+of the files in which those tests stand, or where no test executes the line, of the folder that mirrors its own. Of the
+mutants that both tiers together find, the default tier must find nine in ten: what it misses lacks a representative
+there.
 
-    python tests/mutants.py record                  # once for a checkout: both tiers, under coverage
+    python tests/mutants.py record                  # once for a checkout: the default tier, under coverage
     python tests/mutants.py run --seed 7            # ten mutants for each of eight folders, two at a time; resumes
     python tests/mutants.py show                    # the table, and what survived
 
-Code that only a child process runs (a sweep's workers, the command line) is not recorded, and so not drawn. What Numba
-compiles is not recorded either: lines of `fpsim/kernels` are run against the tests of kernels and of tensors.
+What Numba compiles is not recorded: lines of `fpsim/kernels` are run against the tests of kernels and of tensors. A
+line that only a child process runs (a sweep's workers, the command line) is one that no test executes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ FOLDERS = (  # of which as many mutants are drawn
 )
 TESTS_OF_KERNELS = ("tests/fpsim/kernels", "tests/fpsim/tensors")
 TIERS = ("default", "full")
-BOTH_TIERS = "full or not full"
 LIMIT = 900  # seconds that a mutant's tests of one tier may take; one that hangs is found by pytest-timeout
 GOAL = 0.9
 
@@ -178,7 +178,7 @@ def contexts_file(folder: Path) -> Path:
 
 
 class Recorder:
-    """A plugin of pytest: of each test, by its tier and id, the lines of the packages that it executes."""
+    """A plugin of pytest: of each test the lines of the packages that it executes."""
 
     def __init__(self, data: Path) -> None:
         import coverage
@@ -190,7 +190,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self._coverage.switch_context(f"{tiers.tier_of(item)}|{item.nodeid}")
+        self._coverage.switch_context(item.nodeid)
         result = yield
         self._coverage.switch_context("")
         return result
@@ -207,13 +207,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def record(folder: Path, arguments: Sequence[str]) -> None:
-    """Run both tiers under coverage, and keep which tests execute which lines."""
+    """Run the default tier under coverage, and keep which tests execute which lines."""
     import coverage
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "MUTANTS_RECORD": str(folder)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants", "-m", BOTH_TIERS, *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants", *arguments]
     subprocess.run(command, cwd=ROOT, env=environment)
     lines: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for file in sorted(folder.glob("coverage.*")):
@@ -234,17 +234,15 @@ def is_of_kernels(file: str) -> bool:
     return file.startswith("fpsim/kernels/")
 
 
-def drawn(lines: Mapping[str, Mapping[str, Sequence[str]]], each: int, seed: int) -> list[Mutation]:
-    """So many mutations of each folder: a line drawn from those that tests execute, then one of its mutations."""
+def drawn(each: int, seed: int) -> list[Mutation]:
+    """So many mutations of each folder: a line drawn from those that have some, then one of its mutations."""
     chance, found = random.Random(seed), []
     for folder in FOLDERS:
         by_line: dict[tuple[str, int], list[Mutation]] = defaultdict(list)
         for path in sorted((ROOT / folder).rglob("*.py")):
             file = str(path.relative_to(ROOT))
-            executed = lines.get(file, {})
             for mutation in mutations_of(file, path.read_bytes()):
-                if is_of_kernels(file) or executed.get(str(mutation.line)):
-                    by_line[file, mutation.line].append(mutation)
+                by_line[file, mutation.line].append(mutation)
         for place in chance.sample(sorted(by_line), each):
             found.append(chance.choice(by_line[place]))
     return found
@@ -279,7 +277,26 @@ def run_tests(checkout: Path, tests: Sequence[str], tier: str, cache_folder: Pat
     return failed[0] if failed else (done.stdout + done.stderr).strip()[-300:]
 
 
-def judged(mutation: Mutation, contexts: Sequence[str], folder: Path, seconds: Mapping[str, float]) -> dict[str, Any]:
+def tests_against(mutation: Mutation, executing: Sequence[str]) -> dict[str, list[str]]:
+    """What is run against a mutant in each tier, quick tests first, if these tests of the default tier execute it."""
+    if is_of_kernels(mutation.file):
+        return {tier: [*TESTS_OF_KERNELS] for tier in TIERS}
+    files = {tiers.file_of(test) for test in executing}
+    return {
+        "default": sorted(executing, key=lambda test: seconds_of_a_case("default").get(tiers.file_of(test), 0.0)),
+        "full": sorted(files, key=lambda file: seconds_of_a_case("full").get(file, 0.0)) or [folder_of_tests(mutation)],
+    }
+
+
+def folder_of_tests(mutation: Mutation) -> str:
+    """The tests' folder that mirrors the mutant's, or the nearest one above it that there is."""
+    folder = Path("tests", mutation.file).parent
+    while not (ROOT / folder).exists():
+        folder = folder.parent
+    return str(folder)
+
+
+def judged(mutation: Mutation, executing: Sequence[str], folder: Path) -> dict[str, Any]:
     """Run one mutant in a copy of the checkout."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-", dir=folder) as place:
@@ -288,11 +305,7 @@ def judged(mutation: Mutation, contexts: Sequence[str], folder: Path, seconds: M
         path = checkout / mutation.file
         path.write_bytes(mutation.applied_to(path.read_bytes()))
         outcome: dict[str, Any] = {"name": mutation.name, "line": mutation.line, "found by": None}
-        for tier in TIERS:
-            tests = [context.partition("|")[2] for context in contexts if context.startswith(f"{tier}|")]
-            tests.sort(key=lambda test: seconds.get(tiers.file_of(test), 0.0))  # quick ones first
-            if is_of_kernels(mutation.file):
-                tests = [*TESTS_OF_KERNELS]
+        for tier, tests in tests_against(mutation, executing).items():
             # one cache for all: machine code is kept under a name that covers the sources that are compiled in
             if tests and (first := run_tests(checkout, tests, tier, folder / "loops")):
                 outcome |= {"found by": tier, "first": first}
@@ -301,10 +314,9 @@ def judged(mutation: Mutation, contexts: Sequence[str], folder: Path, seconds: M
 
 
 @cache
-def seconds_of_tests() -> dict[str, float]:
+def seconds_of_a_case(tier: str) -> dict[str, float]:
     """Processor seconds of a case, by file, where they are recorded."""
-    rows = [row for tier in TIERS for row in tiers.recorded(tier).items()]
-    return {file: seconds / max(1, cases) for file, (cases, seconds) in rows}
+    return {file: seconds / max(1, cases) for file, (cases, seconds) in tiers.recorded(tier).items()}
 
 
 def run(folder: Path, each: int, seed: int, at_once: int) -> None:
@@ -314,10 +326,10 @@ def run(folder: Path, each: int, seed: int, at_once: int) -> None:
     known = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     done = {(outcome["name"], outcome["line"]) for outcome in known}
     print(f"seed {seed}")
-    waiting = [mutation for mutation in drawn(lines, each, seed) if (mutation.name, mutation.line) not in done]
+    waiting = [mutation for mutation in drawn(each, seed) if (mutation.name, mutation.line) not in done]
     with ThreadPoolExecutor(at_once) as pool, results.open("a") as out:
-        contexts = [lines.get(m.file, {}).get(str(m.line), []) for m in waiting]
-        for outcome in pool.map(lambda pair: judged(*pair, folder, seconds_of_tests()), zip(waiting, contexts)):
+        executing = [lines.get(m.file, {}).get(str(m.line), []) for m in waiting]
+        for outcome in pool.map(lambda pair: judged(*pair, folder), zip(waiting, executing)):
             print(f"{outcome['found by'] or 'SURVIVED':8} {outcome['seconds']:7.1f} s  {outcome['name']}", flush=True)
             out.write(json.dumps(outcome) + "\n")
             out.flush()
@@ -349,7 +361,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", choices=["record", "run", "show"])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "mutants", help="what is kept lies here")
-    parser.add_argument("--each", type=int, default=10, help="mutants for each folder")
+    parser.add_argument("--each", type=int, default=10, help="mutants of each folder")
     parser.add_argument("--seed", type=int, default=None, help="which mutants are drawn; printed")
     parser.add_argument("--at-once", type=int, default=2)
     options, rest = parser.parse_known_args()

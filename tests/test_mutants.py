@@ -52,19 +52,22 @@ def test_every_mutant_of_a_real_file_is_python(file: str) -> None:
         ast.parse(mutation.applied_to(source))
 
 
-def test_as_many_are_drawn_of_each_folder_by_the_seed_from_lines_that_tests_execute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_are_drawn_of_each_folder_by_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
-    lines = {}
     for folder in mutants.FOLDERS:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "a.py").write_text("def f(x):\n" + "    x = x + 1\n" * 40)
-        lines[f"{folder}/a.py"] = {str(line): ["default|t"] for line in range(3, 20, 2)}
-    found = mutants.drawn(lines, 3, seed=5)
+    found = mutants.drawn(3, seed=5)
     assert [sum(m.file.startswith(folder) for m in found) for folder in mutants.FOLDERS] == [3] * 8
-    assert all(m.line in range(3, 20, 2) for m in found if not mutants.is_of_kernels(m.file))
-    assert mutants.drawn(lines, 3, seed=5) == found != mutants.drawn(lines, 3, seed=6)
+    assert mutants.drawn(3, seed=5) == found != mutants.drawn(3, seed=6)
+
+
+def test_what_no_test_executes_is_run_against_the_full_tier_of_its_folder() -> None:
+    mutation = mutants.Mutation("fpsim/tensors/jit/deep/a.py", 1, 0, 1, "1", "(2)")
+    assert mutants.tests_against(mutation, []) == {"default": [], "full": ["tests/fpsim/tensors"]}
+    against = mutants.tests_against(mutation, ["tests/test_readme.py::test_b[1]", "tests/test_readme.py::test_a"])
+    assert against["default"] == ["tests/test_readme.py::test_b[1]", "tests/test_readme.py::test_a"]
+    assert against["full"] == ["tests/test_readme.py"]
 
 
 def test_the_table_counts_by_tier_and_names_what_the_default_tier_misses(
@@ -94,9 +97,8 @@ def test_a_changed_line_is_found_by_the_test_that_executes_it(tmp_path: Path, mo
         "@pytest.mark.full\ndef test_smaller(): assert ada_loss.larger(1, 2) == 2\n"
     )
     monkeypatch.setattr(mutants, "ROOT", checkout)
-    contexts = ["default|test_it.py::test_larger", "full|test_it.py::test_smaller"]
     found = {
-        mutation.before: mutants.judged(mutation, contexts, folder, {})["found by"]
+        mutation.before: mutants.judged(mutation, ["test_it.py::test_larger"], folder)["found by"]
         for mutation in mutants.mutations_of(
             "ada_loss/__init__.py", (checkout / "ada_loss" / "__init__.py").read_bytes()
         )
