@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from fpsim.emulation.aliases import Aliases
 from fpsim.emulation.arguments import tensors_in
@@ -22,6 +23,7 @@ from fpsim.emulation.conversions import DTYPE_OF, dtype_of
 from fpsim.emulation.marks import (
     WIDE,
     ByIdentity,
+    format_of,
     is_roundable,
     mark,
     mark_of,
@@ -30,7 +32,7 @@ from fpsim.emulation.marks import (
 from fpsim.emulation.mode import Emulation, TracedEmulation
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.scope import BACKWARD, Scope, active, in_backward
-from fpsim.tensors.autograd import round_differentiably
+from fpsim.tensors.autograd import round_differentiably, with_values
 from fpsim.tensors.expressions import round_here_, round_traced
 from fpsim.tensors.launch import round_memory_, to_float64
 from fpsim.tensors.spec import RoundingSpec
@@ -46,6 +48,7 @@ __all__ = ["BackwardCode", "OwnCode", "RunIn", "is_of_a_model", "run_in_backward
 _BEFORE = "_fpsim_before"  # of an error: what it was before it was rounded, and the writes to it until then
 _NO_MODELS = ("torch", "fpsim", "ada_loss")
 
+CopyOfArgument = tuple[TensorWeakRef, int, TensorWeakRef]  # the argument, the writes to it until then, the copy
 RunIn = Callable[[Emulation, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
 _run_in: RunIn
 
@@ -62,13 +65,14 @@ class OwnCode:
     site: its name among the operations of the module; its results are rounded there.
     takes_wide: of each argument, whether it is float32 on purpose.
     gives_wide: the same of each result.
+    copies: of each argument of which a Function was given a rounded copy. Weak: a Function that needs it keeps it.
     has_weights: whether a weight is among the arguments.
     scale: gives the scale at which dy enters the products, where no role rounds it before; else None.
     """
 
     __slots__ = (
-        "aliases", "asks", "gives_wide", "has_names", "has_weights", "names", "output", "scale", "scope", "site",
-        "stand_ins", "takes_wide",
+        "aliases", "asks", "copies", "gives_wide", "has_names", "has_weights", "names", "output", "scale", "scope",
+        "site", "stand_ins", "takes_wide",
     )  # fmt: skip
 
     def __init__(
@@ -84,6 +88,7 @@ class OwnCode:
         self.stand_ins = active.stand_ins
         self.takes_wide: list[bool] = []
         self.gives_wide: list[bool] = []
+        self.copies: list[CopyOfArgument] = []
         self.has_weights = False
         self.scale: Callable[[Tensor, bool], Tensor | None] | None = None
         self.output, self.asks = None, False  # as of a ProductCall, where its results are rounded
@@ -142,6 +147,15 @@ class BackwardCode(Emulation):
         self.log2_scale: Tensor | None = None
         self._known: ByIdentity[tuple[Tensor | None]] = ByIdentity()  # errors, with their scales
         self._scale_of_products: Tensor | None = None
+        self._copies: ByIdentity[Tensor] = ByIdentity()  # of arguments of the Function
+        for copy in code.copies:
+            self.know_copy(copy, copy[2]())
+
+    def know_copy(self, copy: CopyOfArgument, now: Tensor | None) -> None:
+        """Let `now` be the copy of an argument, unless that was written to since."""
+        argument = copy[0]()
+        if argument is not None and now is not None and writes_to(argument) == copy[1]:
+            self._copies[argument] = now
 
     def computed(self, run: Callable[..., Any], gradients: Any, is_given_back: bool) -> Any:
         """What `run()` returns."""
@@ -241,6 +255,20 @@ class BackwardCode(Emulation):
     # Roundings
 
     def brought(self, x: Tensor, known: str | None, rounds: Rounds) -> Tensor:
+        result = self._brought(x, known, rounds)
+        own = self._copies.get(x) if result is not x and result.requires_grad else None
+        if own is None:
+            return result
+        # What the Function was given, or saved, is what it asks autograd for the gradient of.
+        known = format_of(result)
+        if format_of(own) == known:
+            return own
+        result = with_values(own, result, None, None)
+        if known is not None:
+            mark(result, known)
+        return result
+
+    def _brought(self, x: Tensor, known: str | None, rounds: Rounds) -> Tensor:
         around = self.scope
         if around is not self.activations and around is not self.errors:
             return super().brought(x, known, rounds)

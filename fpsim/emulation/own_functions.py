@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from fpsim.emulation.aliases import note_write
 from fpsim.emulation.backward_code import BackwardCode, OwnCode, RunIn, is_of_a_model, run_in_backward, run_modes_by
@@ -91,6 +92,9 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
     with without_torch_function():
         given = tuple(_given(emulation, x) for x in args)
         versions = [writes_to(y) if y is not x else None for x, y in zip(args, given, strict=True)]
+        code.copies = [
+            (TensorWeakRef(x), writes_to(x), TensorWeakRef(y)) for x, y in zip(args, given, strict=True) if y is not x
+        ]
         code.takes_wide = [isinstance(x, Tensor) and is_marked_wide(x) for x in given]
         code.has_weights = any(isinstance(x, Tensor) and is_view_of_weight(x) for x in given)
     try:
@@ -228,7 +232,9 @@ class _Context:
 
     def save_for_backward(self, *tensors: Any) -> None:
         with without_torch_function():
-            setattr(self, _SAVED, [_known_of_weight(x) for x in tensors])
+            code: OwnCode | None = getattr(self, _CODE, None)
+            copies = {} if code is None else {id(copy[2]()): copy for copy in code.copies}
+            setattr(self, _SAVED, [(_known_of_weight(x), copies.get(id(x))) for x in tensors])
         super().save_for_backward(*tensors)  # type: ignore[misc]
 
     @property
@@ -236,7 +242,9 @@ class _Context:
         with _aside():  # a checkpoint runs its forward again for them
             tensors = super().saved_tensors  # type: ignore[misc]
         with without_torch_function():
-            for x, known in zip(tensors, getattr(self, _SAVED, ()), strict=False):
+            for x, (known, copy) in zip(tensors, getattr(self, _SAVED, ()), strict=False):
+                if copy is not None and copy[2]() is not x and isinstance(active.emulation, BackwardCode):
+                    active.emulation.know_copy(copy, x)  # hooks of saved tensors gave back another one
                 if x is not None and known is not None and not is_weight(x):
                     mark_as_view_of_weight(x)
                     if known and format_of(x) is None:

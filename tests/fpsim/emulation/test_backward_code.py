@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -314,21 +315,29 @@ def test_a_backward_pass_in_another_thread_and_one_that_is_run_twice() -> None:
     assert active.emulation is None
 
 
-def test_a_function_that_runs_a_module_again_has_the_gradients_of_the_module() -> None:
+BY_LAYER = Policy(weight="bf16", activation="bf16", overrides={"inner.0": Policy(weight="e4m3fn", activation="bf16")})
+
+
+@parametrize("asks_for", ["parameters", "saved", "unpacked", "kept"], keep=lambda _: True)
+@parametrize("fmt", ["bf16", "e4m3fn", "mxfp8_e4m3", BY_LAYER], keep=lambda _: True)
+def test_a_function_that_runs_a_module_again_has_the_gradients_of_the_module(fmt: Any, asks_for: str) -> None:
     class Again(torch.autograd.Function):
+        """As adjoint methods do it. What it asks for the gradients of is what it was given, wherever it kept that."""
+
         @staticmethod
         def forward(ctx: Any, x: Tensor, module: nn.Module, *parameters: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            ctx.module = module
+            ctx.module, ctx.parameters = module, parameters if asks_for == "kept" else [*module.parameters()]
+            ctx.save_for_backward(x, *(parameters if asks_for in ("saved", "unpacked") else ()))
             return module(x)  # type: ignore[no-any-return]
 
         @staticmethod
         def backward(ctx: Any, g: Tensor) -> Any:
-            x = ctx.saved_tensors[0].detach().requires_grad_()
+            x, *parameters = ctx.saved_tensors
+            x = x.detach().requires_grad_()
+            ctx.module(x)  # without a graph
             with torch.enable_grad():
                 y = ctx.module(x)
-            inputs = (x, *ctx.module.parameters())
-            dx, *rest = torch.autograd.grad(y, inputs, g)
+            dx, *rest = torch.autograd.grad(y, (x, *(parameters or ctx.parameters)), g, allow_unused=True)
             return dx, None, *rest
 
     class Outer(nn.Module):
@@ -343,8 +352,10 @@ def test_a_function_that_runs_a_module_again_has_the_gradients_of_the_module() -
                 return self.inner(x) * 1.1  # type: ignore[no-any-return]
             return Again.apply(x, self.inner, *self.inner.parameters()) * 1.1  # type: ignore[no-any-return]
 
-    for fmt in ("bf16", "e4m3fn", "mxfp8_e4m3"):
-        assert_equal(*(gradients(quantize(Outer(is_again), fmt)) for is_again in (True, False)))
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x)
+    with hooks if asks_for == "unpacked" else nullcontext():
+        found, expected = (gradients(quantize(Outer(is_again), fmt)) for is_again in (True, False))
+    assert_equal(found, expected)
 
 
 def test_a_checkpoint_around_what_a_function_saves_runs_again_in_its_own_scope() -> None:
