@@ -55,6 +55,7 @@ __all__ = [
     "memory_behind",
     "modes",
     "module_called",
+    "over_positions",
     "place_of",
     "plain_tensors",
     "push_mode",
@@ -193,6 +194,18 @@ def _branches(body: Callable[..., Any], pred: Any, true_fn: Any, false_fn: Any, 
     return tree_map(functools.partial(torch.where, pred), *results)
 
 
+def over_positions(function: Callable[..., Any], first: tuple[Any, ...], last: tuple[Any, ...]) -> Callable[..., Any]:
+    """A function of batch, head, query and key, as flex_attention is given it, of all of them at once."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from torch.nn.attention.flex_attention import _vmap_for_bhqkv
+
+    def run(*args: Any) -> Any:
+        with TransformGetItemToIndex():  # table[i] with a sample's i
+            return _vmap_for_bhqkv(function, prefix=first, suffix=last)(*args)
+
+    return run
+
+
 @functools.cache
 def watch_bodies() -> None:
     """From here on such an operation tells a mode that wants to see its functions that it was called.
@@ -200,7 +213,10 @@ def watch_bodies() -> None:
     torch compiles the functions first, also in eager code, and refuses to do so under a mode.
     """
     from torch._higher_order_ops import utils
+    from torch.nn.attention import flex_attention
 
+    switches: Any = flex_attention  # it compiles on its own, and has a switch against that
+    switches._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = _UnlessWatched(switches._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG)
     compile_and_call = getattr(utils, "_hop_compile_and_call", None)
     if compile_and_call is None:  # before torch 2.13: torch's error stays
         return
@@ -212,6 +228,16 @@ def watch_bodies() -> None:
         return compile_and_call(function, args, kwargs)
 
     utils._hop_compile_and_call = call
+
+
+class _UnlessWatched:
+    """A switch of torch's that says that functions are not compiled first: on where a mode wants to see them."""
+
+    def __init__(self, known: Any) -> None:
+        self.known = known
+
+    def __bool__(self) -> bool:
+        return bool(self.known) or any(getattr(mode, SEES_BODIES, False) for mode in modes())
 
 
 # autograd Functions

@@ -61,6 +61,7 @@ from fpsim.emulation.conversions import (
     result_type,
     set_data,
 )
+from fpsim.emulation.flex import flex_attention
 from fpsim.emulation.marks import (
     WIDE,
     format_of,
@@ -143,8 +144,9 @@ class Emulation(Roundings, TorchFunctionMode):
         if action is Action.DTYPE:
             return result_type(self, func, args, kwargs)
         if call.body is not None:
+            body = flex_attention if call.name == "flex_attention" else call.body
             with self:
-                return call.body(*args, **kwargs)
+                return body(*args, **kwargs)
         if (self.step is not None and self.step.is_running(scope)) or (types and has_lazy(types)):
             return call(func, args, kwargs)
         if types and (mask := mask_among(types)) is not None:

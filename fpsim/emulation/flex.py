@@ -1,0 +1,71 @@
+"""`flex_attention`, written out: what torch's own eager form computes, with float32 where that has it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpsim.emulation.scope import active
+from fpsim.torch_modes import over_positions
+
+__all__ = ["flex_attention"]
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor],
+    block_mask: tuple[Any, ...],
+    scale: float,
+    kernel_options: dict[str, Any],
+    score_buffers: tuple[Any, ...] = (),
+    mask_buffers: tuple[Any, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As torch/_higher_order_ops/flex_attention.py has it in `math_attention`; called under the emulation's mode.
+
+    Scores and weights are float32 on purpose, and `score_mod` is given them so. The weights are cast to the query's
+    format for their product with the values, and its result is rounded.
+
+    Torch reads `query.dtype` in files of its own, which are not a model's: there it is the container's.
+
+    query: (batch, heads, positions, features); key and value: as it, of maybe fewer heads, and of another length.
+    Returns the result, with the query's order of strides, log2 of the sums of exponentials, and the largest score over
+    ln 2; the last two are empty where nobody asked for them.
+    """
+    scope = active.emulation.scope
+    if scope.products is not None and scope.products.attention:
+        raise NotImplementedError(
+            f"flex_attention at {scope.name or 'the top level'} has two products of activations, which "
+            f"Products(attention=True) cannot quantise inside of it. To do: call F.scaled_dot_product_attention with a "
+            f"mask, or write the products with @."
+        )
+    if scope.rounds_nothing or query.dtype is torch.float64:
+        wide_query, wide_key = query, key
+    else:
+        wide_query, wide_key = query.float(), key.float()
+    groups, batch = query.size(1) // key.size(1), query.size(0)
+    wide_key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (wide_key, value))
+    wide_key, value = (x.expand(batch, *x.shape[1:]) for x in (wide_key, value))
+    scores = (wide_query @ wide_key.mT) * scale
+    places = [torch.arange(n, device=scores.device) for n in scores.shape]
+    is_seen = over_positions(block_mask[-1], (), (None,) * len(mask_buffers))(*places, *mask_buffers)
+    moved = over_positions(score_mod, (0,), (None,) * len(score_buffers))(scores, *places, *score_buffers)
+    scores = torch.where(is_seen, moved, torch.full_like(scores[:1, :1, :1, :1], -math.inf))
+    sums = largest = torch.empty(0, device=scores.device)
+    if kernel_options.get("OUTPUT_LOGSUMEXP", True):
+        sums = torch.logsumexp(scores, -1) / math.log(2)
+    if kernel_options.get("OUTPUT_MAX", True):
+        largest = torch.amax(scores, -1) / math.log(2)
+    weights = torch._safe_softmax(scores, -1)  # of a row that sees nothing: zeros
+    return _laid_out(weights.type_as(query) @ value.type_as(query), query), sums, largest
+
+
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """`x` with the order of strides of another tensor, but the last axis the innermost."""
+    order = [*sorted(range(x.dim() - 1), key=like.stride, reverse=True), x.dim() - 1]
+    return x.permute(order).contiguous().permute(*[order.index(i) for i in range(x.dim())])
