@@ -61,6 +61,7 @@ __all__ = [
     "register_container",
     "share_storage",
     "standing_in",
+    "tell_of_swaps",
     "tensors_of",
     "version_of",
     "watched_seeds",
@@ -379,6 +380,18 @@ def apart_from_compiler(function: Function) -> Function:
         return disabled(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def tell_of_swaps(told: Callable[[Tensor], None]) -> None:
+    """From here on `told(x)` runs before `torch.utils.swap_tensors` asks whether anything refers to `x` weakly."""
+    home: Any = torch.utils
+    known = home.weakref
+
+    def getweakrefs(x: Any) -> list[Any]:
+        told(x)
+        return known.getweakrefs(x)  # type: ignore[no-any-return]
+
+    home.weakref = types.SimpleNamespace(**{**vars(known), "getweakrefs": getweakrefs})
 
 
 def operation_homes() -> list[Any]:

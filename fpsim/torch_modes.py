@@ -59,6 +59,7 @@ __all__ = [
     "place_of",
     "plain_tensors",
     "push_mode",
+    "safe_softmax",
     "set_grad_enabled",
     "take_off",
     "tell_of_forward_hooks",
@@ -192,6 +193,10 @@ def _branches(body: Callable[..., Any], pred: Any, true_fn: Any, false_fn: Any, 
         return body(pred, true_fn, false_fn, operands)
     results = true_fn(*operands), false_fn(*operands)
     return tree_map(functools.partial(torch.where, pred), *results)
+
+
+# A softmax that gives zeros, and not NaN, where all is -inf.
+safe_softmax: Callable[[Tensor, int], Tensor] = torch._safe_softmax
 
 
 def over_positions(function: Callable[..., Any], first: tuple[Any, ...], last: tuple[Any, ...]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from fpsim.emulation.checkpoints import watch_checkpoints
-from fpsim.emulation.marks import note_inference_write
+from fpsim.emulation.marks import forget_everywhere, note_inference_write
 from fpsim.emulation.mode import Emulation, TracedEmulation
 from fpsim.emulation.own_functions import watch_own_code
 from fpsim.emulation.roundings import Copy, values_of
@@ -22,6 +22,7 @@ from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.emulation.steps import watch_steps
 from fpsim.policies.policy import FormatLike
 from fpsim.policies.recipes import as_policy
+from fpsim.torch_internals import tell_of_swaps
 from fpsim.torch_modes import any_mode, keeps_grad_mode, modes, push_mode, take_off, watch_bodies
 from fpsim.undoing import Block, Undo
 
@@ -108,12 +109,18 @@ def _new_emulation(scope: Scope, has_names: bool) -> Emulation:
     watch_checkpoints(Position)
     watch_own_code(_run_in)
     watch_steps()
-    watch_bodies()
+    _watch_torch()
     note_inference_write()  # what happened outside was not seen
     take_off_leftovers()
     if active.stand_ins is not None:
         return TracedEmulation(active.stand_ins, scope, has_names)
     return Emulation(scope, has_names=has_names)
+
+
+@cache
+def _watch_torch() -> None:
+    watch_bodies()
+    tell_of_swaps(forget_everywhere)
 
 
 def _activate(emulation: Emulation, undo: Undo) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "WIDE",
     "ByIdentity",
     "forget",
+    "forget_everywhere",
     "format_of",
     "is_leaf",
     "is_made_here",
@@ -292,3 +293,11 @@ class ByIdentity(Generic[Value]):
     def items(self) -> list[tuple[Tensor, Value]]:
         """The tensors that are there, with what is known of them."""
         return [(x, value) for reference, value in [*self.held.values()] if (x := reference()) is not None]
+
+
+def forget_everywhere(x: Tensor) -> None:
+    """Know nothing of `x` any more, wherever it is a key: its contents are about to be those of another tensor."""
+    for reference in weakref.getweakrefs(x):
+        callback = reference.__callback__
+        if getattr(callback, "__module__", None) == __name__:  # as if the tensor had gone
+            callback(reference)
