@@ -226,9 +226,11 @@ def require_ndarray(x: np.ndarray[Any, Any]) -> None:
     """Raise TypeError for an array that torch cannot hold as it is."""
     require_no_mask(x)
     if x.dtype not in (np.float32, np.float64, np.float16) or not x.dtype.isnative:
+        name = "float32" if x.dtype.itemsize <= 2 else "float64"  # as below
+        rest = _if_that_rounds(x.dtype.kind in "iu" or x.dtype.itemsize > 8, 8 * x.dtype.itemsize)
         raise TypeError(
             f"x has dtype {x.dtype}. Expected: float32, float64, float16 in native byte order. "
-            f"Convert it with x.astype(numpy.{'float32' if x.dtype.itemsize <= 2 else 'float64'})."  # as below
+            f"Convert it with x.astype(numpy.{name}){rest}."
         )
 
 
@@ -245,12 +247,22 @@ def require_floating(x: Any, name: str = "x") -> None:
             f"Round its values: torch.sparse_coo_tensor(x.indices(), round_to(x.values(), ...), x.shape)."
         )
     if x.dtype not in FLOATING:
+        rest = _if_that_rounds(not x.dtype.is_complex, 8 * x.dtype.itemsize)
         raise TypeError(
             f"{name} has dtype {str(x.dtype).removeprefix('torch.')}. Expected: float32, float64, float16, bfloat16. "
-            + ("Round x.real and x.imag." if x.dtype.is_complex else f"Convert it with x.{_holder_of(x.dtype)}().")
+            + (
+                "Round x.real and x.imag."
+                if x.dtype.is_complex
+                else f"Convert it with x.{_holder_of(x.dtype)}(){rest}."
+            )
         )
     if x.device.type not in ("cpu", "cuda", "meta"):
         raise TypeError(f"{name} is on device {x.device}. Expected: cpu, cuda. Move it with x.cpu().")
+
+
+def _if_that_rounds(is_number: bool, bits: int) -> str:
+    """What is said of a conversion to float64 that rounds numbers, before they are rounded again."""
+    return ", which rounds beyond 53 bits: a tie after that may fall the other way" if is_number and bits >= 64 else ""
 
 
 def _holder_of(dtype: torch.dtype) -> str:

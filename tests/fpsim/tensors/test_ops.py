@@ -618,6 +618,27 @@ def test_the_cast_that_an_error_names_leaves_one_rounding(dtype: torch.dtype) ->
     assert Fraction(round_to(getattr(x, cast[1])(), "bf16").item()) == nearest
 
 
+@pytest.mark.parametrize(
+    ("x", "is_rounded"),
+    [
+        (torch.tensor([2**60 + 2**52 + 1]), True),
+        (np.array([2**60 + 2**52 + 1]), True),
+        (np.array([1 + np.ldexp(np.longdouble(1), -8) + np.ldexp(np.longdouble(1), -60)]), True),
+        (torch.tensor([2**16 + 2**8 + 1], dtype=torch.int32), False),
+        (np.array([2**16 + 2**8 + 1], np.int32), False),
+        (np.array([1.5], ">f8"), False),
+    ],
+)
+def test_an_error_says_whether_the_cast_that_it_names_rounds_first(x: Any, is_rounded: bool) -> None:
+    """A hair above half of a unit in the last place of bf16, which the cast may lose."""
+    with pytest.raises(TypeError) as refused:
+        round_to(x, "bf16")
+    assert ("rounds beyond 53 bits" in str(refused.value)) is is_rounded
+    cast = x.double() if isinstance(x, torch.Tensor) else x.astype(np.float64)
+    is_lost = any(int(a) != int(b) or a != b for a, b in zip(x.tolist(), cast.tolist(), strict=True))
+    assert is_lost is is_rounded
+
+
 def test_an_array_is_refused_where_a_tensor_is_wanted() -> None:
     for call in (lambda x: round_to_(x, "fp16"), Rounder("fp16"), lambda x: encode(x, "fp16")):
         with pytest.raises(
