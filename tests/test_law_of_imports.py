@@ -71,7 +71,7 @@ FLOORS = (
         "scope",
         "accumulated backward casts checkpoints flex operands steps",
         "arguments calls",
-        "aliases products promotion",
+        "aliases products promotion threads",
         "conversions product_calls roundings",
         "short_way",
         "mode",

@@ -20,6 +20,7 @@ from fpsim.emulation.own_functions import watch_own_code
 from fpsim.emulation.roundings import Copy, values_of
 from fpsim.emulation.scope import NO_SPECS, Listeners, Scope, active, make_scope
 from fpsim.emulation.steps import watch_steps
+from fpsim.emulation.threads import watch_threads
 from fpsim.policies.policy import FormatLike
 from fpsim.policies.recipes import as_policy
 from fpsim.torch_internals import tell_of_swaps
@@ -121,6 +122,7 @@ def _new_emulation(scope: Scope, has_names: bool) -> Emulation:
 def _watch_torch() -> None:
     watch_bodies()
     tell_of_swaps(forget_everywhere)
+    watch_threads()
 
 
 def _activate(emulation: Emulation, undo: Undo) -> None:

@@ -103,15 +103,21 @@ _BEYOND_FLOAT64 = 4400  # of a scale: its numbers span 2**-1074 to 2**1024
 _NO_KEY = np.zeros(2, np.uint32)
 _NO_SCALE = np.zeros(1, np.int64)
 NO_KEY_ADDRESS, _NO_SCALE_ADDRESS = _NO_KEY.ctypes.data, _NO_SCALE.ctypes.data  # asked for once: it takes 0.8 us
-_pools: dict[int, ThreadPoolExecutor] = {}
 
 
-def thread_pool() -> ThreadPoolExecutor:
+class _Pool(ThreadPoolExecutor):
+    submit = ThreadPoolExecutor.submit  # of now: the emulation watches what others give to pools
+
+
+_pools: dict[int, _Pool] = {}
+
+
+def thread_pool() -> _Pool:
     # keyed by process: a forked DataLoader worker inherits the object, not its threads
     pid = os.getpid()
     pool = _pools.get(pid)
     if pool is None:  # two Python threads may come here at once; an executor without work has no threads
-        pool = _pools.setdefault(pid, ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="fpsim"))
+        pool = _pools.setdefault(pid, _Pool(os.cpu_count() or 1, thread_name_prefix="fpsim"))
     return pool
 
 
