@@ -52,6 +52,7 @@ FORMATS = ("e4m3fn", "e5m2", "fp16", "bf16")
 EVERY = 1000  # a watched step takes up to 18 plain ones, see `benchmarks/report.py --only watching`
 # When a format would do: shares of the numbers, and a ratio in dB. In range e5m2 has 25 dB, e4m3fn 31 dB.
 UNDERFLOW, OVERFLOW, SQNR_DB = 0.01, 0.0, 20.0
+OPERANDS = ("activation", "error", "weight")  # the roles of what enters a product
 MOST_NAMED = 8  # parameters in a line
 Key = tuple[int, str, str, Spec]
 
@@ -158,6 +159,7 @@ class Watch:
         self._parameters = dict(model.named_parameters())
         self._lost: dict[Key, tuple[int, int]] = {}  # of the updates, how many would change nothing, of how many
         self._called: Called | None = None  # the last call that was watched
+        self._hidden: dict[str, str] = {}  # by format: where it would make a number of an infinity
         self._broken: set[int] = set()  # the steps that gave an output which is not finite
         self._optimizer = optimizer
         self._steps = _WatchedSteps(optimizer, every)
@@ -282,6 +284,9 @@ class Watch:
             key = self._watched, site, role, spec
             if key not in self._sums:
                 self._sums[key] = Accumulator(spec, x.device)
+            hides = isinstance(spec, BlockSpec) and spec.fmt.nonfinite == "saturate" and role in OPERANDS
+            if hides and bool(x.isinf().any()):
+                self._hidden.setdefault(str(spec.fmt), f"in step {self._watched} at {site} ({role})")
             row, cut = row_of(site) if role == "error" else None, Cut() if isinstance(spec, BlockSpec) else None
             self._sums[key].add(x, _rounded(x, spec), cut, row)
 
@@ -422,7 +427,7 @@ class Watch:
 
     def __str__(self) -> str:
         suggestion = self.suggest()
-        lines = [str(self.table()), "", *_breaks(self.rows(), self._broken)]
+        lines = [str(self.table()), "", *_breaks(self.rows(), self._broken, self._hidden)]
         lines += [f"Suggested, {suggestion.words}:", *in_lines(suggestion.policy)]
         if self._steps.last is not None:
             update = self.suggest_update()
@@ -568,9 +573,10 @@ def _is_broken(x: Tensor) -> bool:
     return is_seen and bool((x.isnan() | (x == torch.inf)).any())
 
 
-def _breaks(rows: Rows, broken: set[int]) -> list[str]:
+def _breaks(rows: Rows, broken: set[int], hidden: Mapping[str, str]) -> list[str]:
     """For each format the first operation that it would break, and what was not finite without any format.
 
+    hidden: where a format would make a number of an infinity, in words.
     broken: the steps whose output was not; in others an activation that is not comes to nothing, as behind a `where`.
     """
     lines = []
@@ -578,6 +584,8 @@ def _breaks(rows: Rows, broken: set[int]) -> list[str]:
         first = next((r for r in rows if r["format"] == fmt and r["role"] == "activation" and r["overflow"]), None)
         if first is not None:
             lines.append(f"{fmt} would overflow from step {first['step']} on, first at {first['site']}.")
+        if fmt in hidden:
+            lines.append(f"{fmt} would hide an infinity {hidden[fmt]}: a finite number follows, which no scaler sees.")
     nonfinite = [row for row in rows if row["nonfinite"] and row["role"] not in ("error", "weight_grad")]
     bad = next((row for row in nonfinite if row["role"] != "activation" or row["step"] in broken), None)
     if bad is not None:

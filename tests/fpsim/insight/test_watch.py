@@ -330,3 +330,48 @@ def test_shares_of_a_model_in_bfloat16_are_those_of_float32(way: str) -> None:
     # a number of bfloat16 in 2**8 lies so near a tie that it is rounded the other way than float32's
     assert found == pytest.approx(expected, abs=2**-8)
     assert sum(0.1 < share < 0.9 for share in expected.values()) > 4
+
+
+HIDES, SHOWS = "e4m3fn per 32 ceil saturate", "e4m3fn per 32 ceil"
+
+
+def _scaled(loss_scale: float, x: Tensor, blow: float) -> fpsim.insight.watch.Watch:
+    """A step in which what lies between two layers is multiplied by `blow`, and so is its gradient."""
+
+    class Blown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * blow)
+
+    torch.manual_seed(0)
+    model = Blown()
+    with fpsim.watch(model, [HIDES, SHOWS], every=1) as watching:
+        (model(x).sum() * loss_scale).backward()
+    return watching
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "blow", "where"),
+    [(2.0**127, 16.0, "first:linear (error)"), (1.0, math.inf, ":mul (activation)"), (1.0, 2.0, None)],
+    ids=["a gradient", "an activation", "nothing"],
+)
+def test_an_infinity_that_a_format_hides_is_named_and_where(loss_scale: float, blow: float, where: str | None) -> None:
+    watching = _scaled(loss_scale, torch.ones(2, 32), blow)
+    said = [line for line in str(watching).splitlines() if "would hide" in line]
+    if where is None:
+        assert said == []
+        return
+    [line] = said  # the other format makes NaN of the block, which every scaler sees
+    assert line.startswith(f"{HIDES} would hide an infinity in step 1 at ")
+    assert f" at {where}: " in line
+    assert fpsim.round_to(torch.tensor([math.inf, 1.0]), HIDES).isnan().logical_not().all()
+    assert fpsim.round_to(torch.tensor([math.inf, 1.0]), SHOWS).isnan().all()
+
+
+def test_a_nan_is_hidden_by_no_format() -> None:
+    watching = _scaled(1.0, torch.ones(2, 32), math.nan)
+    assert any(row["nonfinite"] for row in watching.rows())
+    assert "would hide" not in str(watching)
