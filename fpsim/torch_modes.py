@@ -59,7 +59,7 @@ __all__ = [
     "place_of",
     "plain_tensors",
     "push_mode",
-    "safe_softmax",
+    "require_no_compiler",
     "set_grad_enabled",
     "take_off",
     "tell_of_forward_hooks",
@@ -183,8 +183,15 @@ def body_of(operation: Any) -> Callable[..., Any] | None:
     """What such an operation does without a compiler: Python that calls the functions. None for any other operation."""
     if not isinstance(operation, torch._ops.HigherOrderOperator):
         return None
+    require_no_compiler()
     body = operation.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
     return body if body is None or operation.name() != "cond" else functools.partial(_branches, body)
+
+
+def require_no_compiler() -> None:
+    """Raise NotImplementedError while torch.compile reads what a mode does with such an operation."""
+    if torch.compiler.is_dynamo_compiling():
+        raise NotImplementedError("fpsim emulates it without torch.compile, or in a compiled model of fpsim.quantize.")
 
 
 def _branches(body: Callable[..., Any], pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
@@ -193,10 +200,6 @@ def _branches(body: Callable[..., Any], pred: Any, true_fn: Any, false_fn: Any, 
         return body(pred, true_fn, false_fn, operands)
     results = true_fn(*operands), false_fn(*operands)
     return tree_map(functools.partial(torch.where, pred), *results)
-
-
-# A softmax that gives zeros, and not NaN, where all is -inf.
-safe_softmax: Callable[[Tensor, int], Tensor] = torch._safe_softmax
 
 
 def over_positions(function: Callable[..., Any], first: tuple[Any, ...], last: tuple[Any, ...]) -> Callable[..., Any]:
@@ -220,13 +223,12 @@ def watch_bodies() -> None:
     from torch._higher_order_ops import utils
     from torch.nn.attention import flex_attention
 
-    switches: Any = flex_attention  # it compiles on its own, and has a switch against that
-    switches._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = _UnlessWatched(switches._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG)
+    name = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # it compiles on its own, and has a switch against that
+    setattr(flex_attention, name, _UnlessWatched(getattr(flex_attention, name)))
     compile_and_call = getattr(utils, "_hop_compile_and_call", None)
     if compile_and_call is None:  # before torch 2.13: torch's error stays
         return
 
-    @functools.wraps(compile_and_call)
     def call(function: Any, args: Any, kwargs: Any = None) -> Any:
         if any(getattr(mode, SEES_BODIES, False) for mode in modes()):
             return function(*args, **(kwargs or {}))

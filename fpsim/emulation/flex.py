@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fpsim.emulation.scope import active
-from fpsim.torch_modes import over_positions, safe_softmax
+from fpsim.torch_modes import over_positions
 
 __all__ = ["flex_attention"]
 
@@ -61,7 +61,8 @@ def flex_attention(
         sums = torch.logsumexp(scores, -1) / math.log(2)
     if kernel_options.get("OUTPUT_MAX", True):
         largest = torch.amax(scores, -1) / math.log(2)
-    weights = safe_softmax(scores, -1)  # of a row that sees nothing: zeros
+    hides_all = scores.detach().isneginf().all(-1, keepdim=True)  # such a row gives zeros
+    weights = torch.softmax(scores.masked_fill(hides_all, 0.0), -1).masked_fill(hides_all, 0.0)
     return _laid_out(weights.type_as(query) @ value.type_as(query), query), sums, largest
 
 

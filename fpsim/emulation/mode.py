@@ -86,7 +86,7 @@ from fpsim.emulation.short_way import by_short_way
 from fpsim.emulation.steps import Step
 from fpsim.tensors.spec import FLOATING, ContainerError, rounding_spec
 from fpsim.torch_internals import base_of, blind_to_modes
-from fpsim.torch_modes import has_transform, hooks_of_saved_tensors
+from fpsim.torch_modes import has_transform, hooks_of_saved_tensors, require_no_compiler
 
 __all__ = ["Emulation", "TracedEmulation"]
 
@@ -144,6 +144,7 @@ class Emulation(Roundings, TorchFunctionMode):
         if action is Action.DTYPE:
             return result_type(self, func, args, kwargs)
         if call.body is not None:
+            require_no_compiler()
             body = flex_attention if call.name == "flex_attention" else call.body
             with self:
                 return body(*args, **kwargs)

@@ -120,3 +120,13 @@ def test_flex_attention_whose_products_should_be_quantised_is_refused() -> None:
     policy = fpsim.Policy(products=fpsim.Products.all("mxfp8_e4m3", attention=True))
     with pytest.raises(NotImplementedError, match=r"flex_attention at the top level.*attention=True.*with a mask"):
         quantize(Flexible("plain"), policy)(*inputs())
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_computes_flex_attention_as_without_a_compiler() -> None:
+    given = inputs()
+    native = Flexible("plain")(*(x.bfloat16() for x in given)).float()
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(quantize(Flexible("plain"), "bf16"), backend="aot_eager")(*given), native)
+    torch._dynamo.reset()

@@ -17,6 +17,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import fpsim
 from fpsim import emulate, quantize
+from fpsim.emulation import calls
 
 
 def test_multihead_attention_is_emulated_inside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +111,21 @@ def test_a_compiled_model_runs_functions_that_are_given_to_an_operation_as_witho
     with pytest.warns(UserWarning, match=r"torch's cond at the top level is given functions.*Use Python's own"):
         out = torch.compile(q, backend="aot_eager")(x)
     assert torch.equal(out, q(x))
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@parametrize("fmt", ["bf16", "mxfp8_e4m3"], keep={"mxfp8_e4m3"})
+@parametrize("is_known", [True, False], keep={True})
+def test_functions_that_are_given_to_an_operation_in_a_compiled_block_are_refused(fmt: str, is_known: bool) -> None:
+    model, x = Bodied("while_loop"), torch.rand(5, 4)
+    torch._dynamo.reset()
+    calls.known_calls.pop(torch.ops.higher_order.while_loop, None)
+    with emulate(fmt):
+        if is_known:
+            model(x)
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=r"fpsim emulates it without torch\.compile"):
+            torch.compile(model, backend="aot_eager")(x)
     torch._dynamo.reset()
 
 
