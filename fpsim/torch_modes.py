@@ -61,6 +61,7 @@ __all__ = [
     "push_mode",
     "require_no_compiler",
     "set_grad_enabled",
+    "skip_frames",
     "take_off",
     "tell_of_forward_hooks",
     "unguard_step",
@@ -253,14 +254,11 @@ class _UnlessWatched:
 _SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 
 
-def _skip_code(code: CodeType) -> None:
-    """Let torch.compile run frames of this code as they are, as it does those of torch's own files."""
+def skip_frames(code: CodeType, is_deep: bool = False) -> None:
+    """Let torch.compile run frames of this code as they are, as those of torch's files; if deep, all below them too."""
     compiler: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
-    if hasattr(compiler, "skip_code"):  # before torch 2.6
-        compiler.skip_code(code)
-    else:
-        action = compiler._FrameAction
-        compiler.set_code_exec_strategy(code, compiler._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    skip, default = compiler._FrameAction.SKIP, compiler._FrameAction.DEFAULT
+    compiler.set_code_exec_strategy(code, compiler._FrameExecStrategy(skip, skip if is_deep else default))
 
 
 class _Unwatched(_SingleLevelFunction):
@@ -297,7 +295,7 @@ def watch_functions(run: Callable[[Callable[..., Any], type, tuple[Any, ...], di
         return run(plain_under_transforms, cls, args, kwargs)
 
     for function in (run, plain, plain_under_transforms, apply, call):
-        _skip_code(function.__code__)
+        skip_frames(function.__code__)
     _SingleLevelFunction.apply = classmethod(apply)
     home.custom_function_call = call
 

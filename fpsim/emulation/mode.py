@@ -86,7 +86,7 @@ from fpsim.emulation.short_way import by_short_way
 from fpsim.emulation.steps import Step
 from fpsim.tensors.spec import FLOATING, ContainerError, rounding_spec
 from fpsim.torch_internals import base_of, blind_to_modes
-from fpsim.torch_modes import has_transform, hooks_of_saved_tensors, require_no_compiler
+from fpsim.torch_modes import has_transform, hooks_of_saved_tensors, require_no_compiler, skip_frames
 
 __all__ = ["Emulation", "TracedEmulation"]
 
@@ -531,6 +531,11 @@ class Emulation(Roundings, TorchFunctionMode):
 
     def _is_narrow(self, x: Tensor) -> bool:
         return format_of(x) not in (None, WIDE)
+
+
+# A part of a model that is compiled breaks its graph at each call of torch, and comes here. Dynamo would compile these
+# frames, too, and gives them wrong results: `x.dim()` was a device.
+skip_frames(Emulation.__torch_function__.__code__, is_deep=True)
 
 
 _HISTORY_OF: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # what a mode is told of `x.grad_fn`

@@ -15,6 +15,7 @@ from torch.nn.attention import flex_attention as flex
 
 import fpsim
 from fpsim import emulate, quantize
+from fpsim.emulation import calls
 
 NATIVE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -129,4 +130,19 @@ def test_a_compiled_model_computes_flex_attention_as_without_a_compiler() -> Non
     native = Flexible("plain")(*(x.bfloat16() for x in given)).float()
     torch._dynamo.reset()
     assert torch.equal(torch.compile(quantize(Flexible("plain"), "bf16"), backend="aot_eager")(*given), native)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_flex_attention_that_is_compiled_inside_of_a_model_runs_as_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where no operation was seen before, as in a new process."""
+    given = inputs()
+    expected = Flexible("plain")(*(x.bfloat16() for x in given)).float()
+    monkeypatch.setattr(flex, "flex_attention", torch.compile(flex.flex_attention, backend="eager"))
+    torch._dynamo.reset()
+    calls.known_calls.clear()
+    assert torch.equal(quantize(Flexible("plain"), "bf16")(*given), expected)
     torch._dynamo.reset()
