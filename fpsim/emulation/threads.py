@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ from fpsim.emulation.scope import Listeners, Scope, active
 __all__ = ["watch_threads"]
 
 _warned: weakref.WeakSet[Listeners] = weakref.WeakSet()
+_lock = threading.Lock()
+_POOLS = {
+    ThreadPoolExecutor: ("submit",),
+    ThreadPool: ("apply_async", "_map_async", "imap", "imap_unordered"),  # all others call these
+}
 
 
 @functools.cache
@@ -30,20 +36,36 @@ def watch_threads() -> None:
     It is not emulated: sites are counted in the order of calls, which two threads do not have. Modules of a quantised
     model enter their own emulation in whichever thread they are called.
     """
-    start, submit = threading.Thread.start, ThreadPoolExecutor.submit
+    start = threading.Thread.start
+    of_pools = {pool.__module__ for pool in _POOLS}  # whose threads live on, and are given work by these methods
 
     @functools.wraps(start)
     def started(self: Any) -> None:
-        if getattr(getattr(self, "_target", None), "__module__", None) != ThreadPoolExecutor.__module__:
-            self.run = _watched(self.run)  # a pool's own threads are given work by `submit`
+        run = self.run
+        watched = _watched(run)
+        if watched is not run and getattr(getattr(self, "_target", None), "__module__", None) not in of_pools:
+
+            def run_once() -> None:
+                del self.run  # a cycle
+                watched()
+
+            self.run = run_once
         start(self)
 
-    @functools.wraps(submit)
-    def submitted(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        return submit(self, _watched(fn), *args, **kwargs)
-
     threading.Thread.start = started  # type: ignore[method-assign]
-    ThreadPoolExecutor.submit = submitted  # type: ignore[method-assign]
+    for pool, names in _POOLS.items():
+        for name in names:
+            setattr(pool, name, _giving_watched(getattr(pool, name)))
+
+
+def _giving_watched(method: Any) -> Any:
+    """A method of a pool that is given a function first."""
+
+    @functools.wraps(method)
+    def give(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return method(self, _watched(fn), *args, **kwargs)
+
+    return give
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +101,10 @@ class _Unemulated(TorchFunctionMode):
         return listeners is not None and listeners not in _warned
 
     def _warn(self, operation: str) -> None:
-        _warned.add(self.listeners())  # type: ignore[arg-type]
+        with _lock:  # two threads may come here at once
+            if not self._is_due():
+                return
+            _warned.add(self.listeners())  # type: ignore[arg-type]
         warnings.warn(
             f"{operation} ran in thread {threading.current_thread().name!r}, to which emulated code at "
             f"{self.name or 'the top level'} gave work. Operations in another thread are not emulated: they compute in "

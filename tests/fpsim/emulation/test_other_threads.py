@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import thread as futures
+from contextlib import closing, nullcontext
+from multiprocessing.pool import ThreadPool
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from emulated_cases import randn
 from tiers import parametrize
 from torch import Tensor, nn
+from torch.nn.parallel import parallel_apply
 
 from fpsim import emulate, quantize
 from fpsim.tensors.launch import thread_pool
@@ -40,8 +46,16 @@ def _by_subclass(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return thread.found
 
 
-_pool = ThreadPoolExecutor(1)
-_pool.submit(int).result()  # its thread is older than any forward
+older: dict[str, Any] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pools_whose_threads_are_older_than_any_forward() -> Iterator[None]:
+    with ThreadPoolExecutor(1) as older["futures"], closing(ThreadPool(1)) as older["multiprocessing"]:
+        older["futures"].submit(int).result()
+        yield
+    older["multiprocessing"].join()
+    older.clear()
 
 
 def _by_new_pool(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -49,11 +63,32 @@ def _by_new_pool(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return next(iter(pool.map(function, [x])))
 
 
+def _by_new_thread_pool(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with ThreadPool(1) as pool:
+        return pool.map(function, [x])[0]
+
+
+def _by_parallel_apply(function: Any, x: Tensor) -> Tensor:
+    here: dict[str, Any] = {
+        "current_stream": lambda device: nullcontext(),
+        "device_index": lambda index: nullcontext(),
+        "is_available": lambda: True,
+        "current_accelerator": lambda: torch.device("cpu"),
+    }  # a machine with a card
+    with mock.patch.multiple(torch.accelerator, **here):
+        return parallel_apply([function, function], [x, x], devices=[0, 0])[0]
+
+
 WAYS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
     "thread": _by_thread,
     "subclass": _by_subclass,
-    "pool": lambda function, x: _pool.submit(function, x).result(),
+    "pool": lambda function, x: older["futures"].submit(function, x).result(),
     "new pool": _by_new_pool,
+    "thread pool": lambda function, x: older["multiprocessing"].apply(function, (x,)),
+    "thread pool in order": lambda function, x: next(older["multiprocessing"].imap(function, [x])),
+    "thread pool in any order": lambda function, x: next(older["multiprocessing"].imap_unordered(function, [x])),
+    "new thread pool": _by_new_thread_pool,
+    "parallel_apply": _by_parallel_apply,
 }
 
 
@@ -64,6 +99,15 @@ class Elsewhere(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return WAYS[self.way](self.function, x)
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -114,7 +158,7 @@ def test_an_error_in_the_thread_arrives_as_ever_and_leaves_nothing_behind() -> N
     model, x = quantize(Elsewhere("pool", fail), "bf16"), randn(2, 4)
     with pytest.raises(KeyError, match="mine"):
         model(x)
-    assert _pool.submit(torch._C._len_torch_function_stack).result() == 0
+    assert older["futures"].submit(torch._C._len_torch_function_stack).result() == 0
 
 
 def test_a_large_tensor_is_rounded_by_threads_of_the_library_that_warn_of_nothing() -> None:
@@ -124,3 +168,23 @@ def test_a_large_tensor_is_rounded_by_threads_of_the_library_that_warn_of_nothin
         out = quantize(nn.ReLU(), "bf16")(x)
     assert torch.equal(out, x.bfloat16().relu().float())
     assert type(thread_pool()).submit.__code__.co_filename == futures.__file__  # unwatched
+
+
+def test_a_thread_that_has_ended_is_kept_by_nothing() -> None:
+    threads: list[weakref.ref[threading.Thread]] = []
+
+    def start(x: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: x * 1.1)
+        thread.start()
+        thread.join()
+        threads.append(weakref.ref(thread))
+        return x
+
+    gc.disable()
+    try:
+        start(randn(2))
+        with pytest.warns(UserWarning, match="not emulated"):
+            quantize(Calls(start), "bf16")(randn(2))
+        assert [thread() for thread in threads] == [None, None]
+    finally:
+        gc.enable()
