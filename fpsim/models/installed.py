@@ -133,7 +133,8 @@ def _inside(layer: Any) -> list[Any]:
     if isinstance(layer, types.MethodType):
         return [layer.__func__]
     if isinstance(layer, functools.partial):
-        return [layer.func, *layer.args, *vars(layer).values()]
+        # what it says that it wraps may be what stood there before: it calls `func`, and that what it is given
+        return [layer.func, *layer.args, *(x for name, x in vars(layer).items() if name != "__wrapped__")]
     cells = getattr(layer, "__closure__", None) or ()
     contents = [cell.cell_contents for cell in cells if cell != types.CellType()]
     return [*contents, *getattr(layer, "__dict__", {}).values()]

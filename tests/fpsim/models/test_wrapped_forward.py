@@ -167,6 +167,11 @@ def test_everything_sees_through_a_wrapper(wrapper: Callable[[Any], None], order
         summary(model)
     assert torch.equal(quantize(model, "e5m2", inplace=True)(x), expected)
     assert summary(model) == rows
+    if wrapper is not compile_forward:
+        with fpsim.record(model) as recording:
+            model(x)
+        # its own operations are emulated: what enters the second layer is in the format
+        assert "head:activation" not in {row["site"] for row in recording.rows()}
 
 
 @pytest.mark.parametrize("times", [1, 3])
