@@ -274,6 +274,11 @@ SISTERS = {
                 "a_function_has_the_gradients_of_the_same_layer_written_plainly"
             ),
         },
+        "fpsim/emulation/test_flex_attention.py": {
+            "flex_attention_that_is_compiled_inside_of_a_model_runs_as_without_a_compiler": (
+                "a_compiled_model_computes_flex_attention_as_without_a_compiler"
+            ),
+        },
         "fpsim/emulation/test_hooks.py": {
             "a_model_with_hooks_around_it_is_not_compiled_in_silence": (
                 "forward_hooks_compute_in_the_format_wherever_they_are"

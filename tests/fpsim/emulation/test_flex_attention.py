@@ -123,7 +123,6 @@ def test_flex_attention_whose_products_should_be_quantised_is_refused() -> None:
         quantize(Flexible("plain"), policy)(*inputs())
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_model_computes_flex_attention_as_without_a_compiler() -> None:
     given = inputs()
@@ -133,6 +132,7 @@ def test_a_compiled_model_computes_flex_attention_as_without_a_compiler() -> Non
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_flex_attention_that_is_compiled_inside_of_a_model_runs_as_without_a_compiler(
