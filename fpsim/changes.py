@@ -27,7 +27,10 @@ CHANGES: dict[int, tuple[str, ...]] = {
         "float32 beside the format in einsum without a sum, addr, inner and torch._foreach functions",
         "float32 from windows, Fourier frequencies, sparse tensors, ldexp and bincount with weights",
         "nextafter, and mse_loss that reduces nothing",
-        "code of an autograd Function or a hook in the backward pass",
+        "code of an autograd Function or a hook in the backward pass, and what such a Function saves in a compiled "
+        "program with stochastic rounding",
+        "gradients behind an autograd Function that returns None, which were zeros in blocks, Hadamard transforms, "
+        "large tensors and under vmap",
         "blocks that hold an infinity, NaN or the largest number of float32, and operands of float64 models in blocks",
         "adaptive scaling where a parameter multiplies (layer scales, norms written by hand) in rules that predict",
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -100,7 +100,9 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
     try:
         scope.is_in_step, _running.code = scope.is_in_step or torch.is_grad_enabled(), code
         scope.made = made = None if scope.listeners.scaling is None else ByIdentity[Any]()
-        out = apply(_like(cls), *given, **kwargs)
+        # Around the forward a tracer runs operations of torch's own, such as where a result is saved.
+        with nullcontext() if code.stand_ins is None else without_torch_function():
+            out = apply(_like(cls), *given, **kwargs)
     finally:
         scope.is_in_step, scope.made, _running.code = around
     with without_torch_function():

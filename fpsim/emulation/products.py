@@ -448,11 +448,14 @@ class _Once(PlainFunction):
 
     @staticmethod
     def forward(ctx: Any, site: str, gradient: Tensor, *sources: Tensor | None) -> Tensor:
-        ctx.site = site
+        ctx.site, ctx.of = site, 2 + len(sources)
+        ctx.set_materialize_grads(False)
         return gradient.clone()
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:  # type: ignore[override]
+        if gradient is None:
+            return (None,) * ctx.of
         raise NotImplementedError(
             f"A gradient of the product at {ctx.site} was differentiated again. The operands of a product are "
             f"quantised for its first derivatives alone. Expected: double backward without products, or with these "

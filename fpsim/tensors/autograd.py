@@ -12,7 +12,7 @@ from fpsim.tensors.launch import round_memory_, rounded
 from fpsim.tensors.noise import new_traceable_key
 from fpsim.tensors.spec import RoundingSpec, container_width, rounding_spec
 from fpsim.torch_internals import constant_under_compile
-from fpsim.torch_modes import PlainFunction, is_plain
+from fpsim.torch_modes import PlainFunction, is_plain, keep_none
 
 # Up to this many elements a second pass over the tensor costs less than a Python autograd node.
 SMALL = 1 << 15
@@ -77,15 +77,11 @@ def _(
     return apply_operator(x, words, key), dim
 
 
-def _setup_op(ctx: Any, inputs: Any, output: Any) -> None:
-    pass
-
-
-def _backward_op(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+def _backward_op(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
     return gradient, *[None] * 6
 
 
-_round_op.register_autograd(_backward_op, setup_context=_setup_op)
+_round_op.register_autograd(_backward_op, setup_context=keep_none)
 
 
 def _forward(x: Tensor, spec: RoundingSpec, key: Tensor | None) -> Tensor:
@@ -108,10 +104,11 @@ class StraightThrough(PlainFunction):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.backward_spec, ctx.tangent_spec = inputs[2:]
+        ctx.materialize_grads = False  # as `keep_none`, without a call
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        if ctx.backward_spec is not None:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if ctx.backward_spec is not None and gradient is not None:
             gradient = round_differentiably(gradient, ctx.backward_spec)
         return gradient, None, None, None
 

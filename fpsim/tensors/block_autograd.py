@@ -12,7 +12,7 @@ from fpsim.tensors.noise import new_traceable_key
 from fpsim.tensors.shared_scales import block_axes, rounded_blocks
 from fpsim.tensors.spec import BlockSpec, any_spec
 from fpsim.torch_internals import constant_under_compile
-from fpsim.torch_modes import is_plain
+from fpsim.torch_modes import is_plain, keep_none
 
 __all__ = ["apply_block_operator", "block_words", "round_blocks_differentiably", "round_blocks_traced"]
 
@@ -73,15 +73,11 @@ def _(
     return torch.stack(rounded), 0
 
 
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    pass
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
     return gradient, *[None] * 8
 
 
-_round_blocks_op.register_autograd(_backward, setup_context=_setup)
+_round_blocks_op.register_autograd(_backward, setup_context=keep_none)
 
 
 @constant_under_compile

@@ -20,7 +20,7 @@ from fpsim.tensors.launch import NO_KEY_ADDRESS, key_arguments, run_on_card, run
 from fpsim.tensors.noise import new_key_for, new_traceable_key
 from fpsim.tensors.spec import address_of, require_floating
 from fpsim.torch_internals import constant_under_compile
-from fpsim.torch_modes import PlainFunction
+from fpsim.torch_modes import PlainFunction, keep_none
 
 __all__ = ["accumulate", "apply_accumulate_operator", "matmul"]
 
@@ -170,10 +170,13 @@ class Product(PlainFunction):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b, _, ctx.accumulator, key = inputs
         ctx.is_stochastic = key is not None
+        keep_none(ctx)
         ctx.save_for_backward(a, b)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if dy is None:
+            return None, None, None, None, None
         a, b = ctx.saved_tensors
         da = _apply(dy, b.mT, None, ctx.accumulator, ctx.is_stochastic) if ctx.needs_input_grad[0] else None
         db = _apply(a.mT, dy, None, ctx.accumulator, ctx.is_stochastic) if ctx.needs_input_grad[1] else None

@@ -15,7 +15,7 @@ from fpsim.tensors.launch import NO_KEY_ADDRESS, PARALLEL_FROM, key_arguments, r
 from fpsim.tensors.noise import new_key_for, new_traceable_key
 from fpsim.tensors.spec import address_of, require_floating
 from fpsim.torch_internals import has_no_holes
-from fpsim.torch_modes import is_plain
+from fpsim.torch_modes import is_plain, keep_none
 
 __all__ = ["Hadamard", "apply_hadamard_operator", "hadamard", "padded_to_groups", "require_groups", "transformed"]
 
@@ -221,10 +221,13 @@ def _(info: Any, in_dims: Any, x: Tensor, size: int, signs: str, axis: int, is_i
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, *ctx.words, key = inputs
+    keep_none(ctx)
     ctx.save_for_backward(key)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+    if gradient is None:
+        return None, None, None, None, None, None
     size, signs, axis, is_inverse = ctx.words
     (key,) = ctx.saved_tensors
     # orthogonal, and H symmetric: the adjoint is the inverse

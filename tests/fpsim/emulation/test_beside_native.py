@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ import fpsim
 
 NATIVE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = pytest.mark.parametrize("fmt", NATIVE)
+STOCHASTIC = fpsim.as_policy("e4m3fn", "stochastic")
 
 
 class Layer(nn.Module):
@@ -98,6 +101,53 @@ def test_what_is_float32_on_purpose_is_so_inside_of_a_transform_and_after_it(
     run: Callable[[Layer, Tensor], Tensor], fmt: str
 ) -> None:
     hold(run, fmt)
+
+
+class Dropping(torch.autograd.Function):
+    """Has no gradient for its second operand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x * 1.5
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * 1.5, None
+
+
+class OfTwo(nn.Module):
+    """Gives a Function, as the operand without a gradient, what a forward makes of an input and a parameter."""
+
+    def __init__(self, run: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.run, self.w = run, nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return Dropping.apply(x, self.run(y) + self.run(self.w))  # type: ignore[no-any-return]
+
+
+@tiers.parametrize("fmt", ["fp32", "bf16", "mxfp8_e4m3", "recipe:mxfp8", "stochastically"], keep={"fp32", "bf16"})
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda y: y * 1.1,
+        torch.vmap(lambda row: row.sin() * 1.1, randomness="different"),
+        torch.vmap(torch.vmap(lambda q: (q * 1.1).relu_(), randomness="same"), randomness="same"),
+        torch.vmap(torch.func.grad(lambda row: (row * row).sum()), randomness="different"),
+        lambda y: torch.func.jvp(lambda q: q * q, (y,), (y,))[1],
+        lambda y: torch.func.vjp(lambda q: q * q, y)[1](y)[0],
+        lambda y: F.linear(y, y),
+    ],
+    ids=["plainly", "vmap", "vmap of vmap", "vmap of grad", "jvp", "vjp", "product"],
+)
+def test_where_a_function_gives_no_gradient_nobody_behind_it_has_one(run: Callable[[Tensor], Tensor], fmt: str) -> None:
+    policy = STOCHASTIC if fmt == "stochastically" else fmt
+    for model in (OfTwo(run), fpsim.quantize(OfTwo(run), policy)):
+        x, y = (torch.ones(4, 4, requires_grad=True) for _ in range(2))
+        model(x, y).sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, 1.5))  # type: ignore[arg-type]
+        assert y.grad is None
+        assert model.w.grad is None
 
 
 @FORMATS

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tiers
 import torch
-from module_functions import Same, Square
+from module_functions import KeptOutput, Same, Square
 from tiers import parametrize
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -123,6 +123,26 @@ def test_stochastic_rounding_draws_what_it_draws_without_a_compiler(backend: str
         results.append([out.detach(), *(p.grad for p in model.parameters())])
     expected, found = results
     assert all(map(torch.equal, found, expected))
+
+
+class OfFunction(nn.Module):
+    """A Function that saves what it gives, between two operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return KeptOutput.apply(x * torch.ones(8)) * 1.5  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_what_a_function_saves_is_rounded_once_in_a_program_too(rounding: str) -> None:
+    results = []
+    for compiler in (lambda model: model, partial(torch.compile, backend="aot_eager", fullgraph=True)):
+        run = compiler(quantize(OfFunction(), "e4m3fn", rounding=rounding))
+        torch.manual_seed(0)
+        x = torch.linspace(-2, 2, 48).view(6, 8).requires_grad_()
+        out = run(x)
+        out.sum().backward()
+        results.append((out.detach(), x.grad, torch.get_rng_state()))  # as many draws as well
+    assert all(map(torch.equal, *results))
 
 
 def test_tied_weights_modes_and_float32_on_purpose_survive() -> None:

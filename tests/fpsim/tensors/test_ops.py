@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import math
 import pickle
 import re
@@ -99,6 +100,55 @@ def test_the_gradient_is_straight_through_also_twice() -> None:
         assert torch.equal(gradient, 3 * y**2)
         (second,) = torch.autograd.grad(gradient.sum(), x)
         assert torch.equal(second, 6 * y)
+
+
+class Dropping(torch.autograd.Function):
+    """Has no gradient for its second operand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * 1.5
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * 1.5, None
+
+
+OF_ROWS = {
+    "torch's own": lambda y: y * 1.1,
+    "a format": lambda y: round_to(y, "e4m3fn"),
+    "a format, stochastically": lambda y: round_to(y, "e4m3fn", "stochastic"),
+    "a Rounder": Rounder("e4m3fn", "e5m2"),
+    "blocks": lambda y: round_to(y, "mxfp8_e4m3"),
+    "a Hadamard transform": lambda y: fpsim.hadamard(y, fpsim.Hadamard(16)),
+    "a product": lambda y: fpsim.matmul(y, torch.ones(32, 32), "fp16"),
+}
+AROUND = {
+    "plainly": lambda f, y: f(y),
+    "vmap": lambda f, y: torch.func.vmap(f, randomness="different")(y),
+    "vmap of vmap": lambda f, y: torch.func.vmap(torch.func.vmap(f, randomness="same"), randomness="same")(y[None]),
+    "vjp": lambda f, y: torch.func.vjp(f, y)[0],
+    "vjp of vmap": lambda f, y: torch.func.vjp(torch.func.vmap(f, randomness="same"), y)[0],
+}
+
+
+NO_VJP = {"blocks", "a Hadamard transform"}  # torch's operators with a gradient have none
+
+
+@pytest.mark.parametrize(
+    ("function", "around", "rows"),
+    [
+        *((f, around, 3) for f, around in itertools.product(OF_ROWS, AROUND) if "vjp" not in around or f not in NO_VJP),
+        *((f, "plainly", 2000) for f in OF_ROWS),  # which take another way
+    ],
+)
+def test_where_no_gradient_arrives_none_goes_on(function: str, around: str, rows: int) -> None:
+    x, y = (torch.randn(rows, 32, requires_grad=True) for _ in range(2))
+    z = AROUND[around](OF_ROWS[function], y)
+    assert z.requires_grad
+    Dropping.apply(x, z.view_as(x)).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 1.5))  # type: ignore[arg-type]
+    assert y.grad is None
 
 
 def test_functional_transforms_see_the_straight_through_gradient() -> None:
