@@ -439,11 +439,11 @@ class Attempts:
     """Tries changes, and knows which of them are remedies: this is the one rule.
 
     In the step under the change the event is absent. No parameter that has a gradient in the reference is without one.
-    The loss and the gradients are nearer to the reference than before by NEARER, or as near as rounding lets them be:
-    what overflows into a tanh, or a branch of a millionth, moves neither. If it was not finite, no gradient is off by
-    more than 1 - 1 / NEARER of itself. Without a reference the loss and all gradients are finite, and none is wholly
-    zero that was not before, but where the gradient that arrives at the place goes on from it: then this batch has none
-    for that parameter, such as one without a target.
+    Each gradient that was off by FAR of itself or more is nearer to the reference than before by NEARER, or as near as
+    rounding lets it be; no other is off by more than FAR; where none was far, the mean is nearer by NEARER. The loss is
+    off by 1 / NEARER, at most, of the larger of its own distance and that of the farthest gradient. If the step was not
+    finite, none is off by more than 1 - 1 / NEARER. Without a reference the loss and all gradients are finite, and none
+    is zero that was not, unless the gradient that arrives at the place goes on from it: then this batch has none there.
 
     is_visible: whether inf or NaN at the end of the step shows the event.
     has_one: whether a remedy is known already: then another one is not worth many runs.
@@ -469,6 +469,8 @@ class Attempts:
         ulp = 0.0 if event.ends is None else event.ends.epsilon
         self._near = min(max(ULPS * ulp, LEAST_NEAR), MOST_NEAR)
         self._errors = {} if truth is None else relative_errors(was.gradients, truth.gradients, 1.0)
+        near, by = self._near, NEARER  # of each gradient: rounding may move what was near
+        self._most = {n: FAR if e < FAR else max(e / by, near) for n, e in self._errors.items()}
 
     def works(self, change: Change, looks: bool = True) -> Outcome | None:
         """What a run under the change gave; None where it is no remedy.
@@ -508,11 +510,12 @@ class Attempts:
             return self._goes_on(seen) or self._feeds(outcome, [n for n, g in was.gradients.items() if bool(g.any())])
         factors = (loss_scale, 1.0) if loss_scale != 1 else (1.0,)  # 1: of a step that clips, or divides by its own
         errors = [relative_errors(outcome.gradients, truth.gradients, by) for by in factors]
-        loss, gradients = min((self._distances(outcome, e) for e in errors), key=max)
+        (loss, gradients), now = min(((self._distances(outcome, e), e) for e in errors), key=lambda pair: max(pair[0]))
         before = self._distances(was, self._errors)
         self.distance, limit = max(loss, gradients), max(before) / NEARER
         most = max(before[1] / NEARER, self._near) if was.is_finite else 1 - 1 / NEARER  # another eps has another slope
-        return loss <= max(limit, self._near) and gradients <= most and self._feeds(outcome, self._errors)
+        is_near = gradients <= most and all(now[n] <= (m if was.is_finite else most) for n, m in self._most.items())
+        return is_near and loss <= max(limit, self._near) and self._feeds(outcome, self._errors)
 
     def _goes_on(self, seen: Keeping | None) -> bool:
         """Whether a gradient that arrived at the place of the event was passed on by it."""

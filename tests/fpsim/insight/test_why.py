@@ -15,7 +15,7 @@ from planted_cases import step_named
 from planted_grid import CAUSES
 from planted_models import Planted
 from planted_overflow import t5, t5_step
-from torch import nn
+from torch import Tensor, nn
 
 import fpsim
 from fpsim.__main__ import main
@@ -569,6 +569,35 @@ def test_a_run_is_looked_into_only_where_its_end_does_not_tell(
     attempts = Attempts(trials, event, was, Timeline(trials.model), reference)  # type: ignore[arg-type]
     assert (attempts.works(Change(policies=policies)) is None) is bool(bad)
     assert taken == looks
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_remedy"),
+    [
+        ((1.0, 0.6), (0.0, 0.14), True),
+        ((1.0, 0.6), (0.0, 0.16), False),  # nearer by 3.75, and the farthest of all by more than 4
+        ((1.0, 0.6), (0.24, 0.0), True),
+        ((1.0, 0.6), (0.26, 0.0), False),
+        ((1.0, 0.1), (0.0, 0.1), True),  # what was near need not be nearer
+        ((1.0, 0.1), (0.0, 0.4), True),  # rounding may move it
+        ((1.0, 0.1), (0.0, 0.6), False),  # but it is not far now
+        ((0.4, 0.2), (0.1, 0.04), True),  # none was far: the mean
+        ((0.4, 0.2), (0.1, 0.06), False),
+    ],
+)
+def test_a_remedy_brings_each_gradient_that_was_far_four_times_nearer(
+    before: tuple[float, ...], after: tuple[float, ...], is_remedy: bool
+) -> None:
+    def gradients(errors: tuple[float, ...]) -> dict[str, Tensor]:
+        return {name: torch.tensor([1.0 - error]) for name, error in zip(("a.w", "b.w"), errors, strict=True)}
+
+    was, now, wide = (Outcome([], 1.0, [], gradients(errors)) for errors in (before, after, (0.0, 0.0)))
+    now.gradients = {name: g + 1e-6 * (not g.any()) for name, g in now.gradients.items()}
+    trials: Any = SimpleNamespace(model=nn.Linear(1, 1), run=lambda *_, **__: now, runs=0)
+    reference: Any = SimpleNamespace(truth=wide, dtype=torch.float32)
+    event = Event("float32", "far", ":mul", "activation")
+    attempts = Attempts(trials, event, was, Timeline(trials.model), reference)
+    assert (attempts.works(Change(), looks=False) is not None) is is_remedy
 
 
 def test_zeros_and_masks_are_known_by_their_numbers() -> None:
