@@ -53,6 +53,7 @@ __all__ = [
     "is_legacy_batched",
     "is_recorded",
     "is_traced",
+    "keep_none",
     "leaves_behind",
     "map_leaves",
     "may_compute_weights",
@@ -580,6 +581,14 @@ def leaves_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         if hasattr(node, "variable"):
             yield node.variable
         waiting += [before for before, _ in node.next_functions]
+
+
+def keep_none(ctx: Any, inputs: Any = None, output: Any = None) -> None:
+    """Let None come to a backward where no gradient arrives, as to torch's own operations: what is behind has none.
+
+    torch makes zeros of it by default. As `set_materialize_grads(False)`, which torch.compile refuses to trace.
+    """
+    ctx.materialize_grads = False
 
 
 def hooks_of_gradient(x: Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:

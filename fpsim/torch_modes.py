@@ -50,7 +50,6 @@ __all__ = [
     "is_stand_in",
     "is_unwatched",
     "is_watched",
-    "keep_none",
     "keeps_grad_mode",
     "layers_behind",
     "memory_behind",
@@ -268,14 +267,6 @@ class _Unwatched(_SingleLevelFunction):
 
 class PlainFunction(torch.autograd.Function, _Unwatched):
     """An autograd Function that `watch_functions` does not see: what `apply` comes to behind torch's own is torch's."""
-
-
-def keep_none(ctx: Any, inputs: Any = None, output: Any = None) -> None:
-    """Let None come to a backward where no gradient arrives, as to torch's own operations: what is behind has none.
-
-    torch makes zeros of it by default. As `set_materialize_grads(False)`, which torch.compile refuses to trace.
-    """
-    ctx.materialize_grads = False
 
 
 def watch_functions(run: Callable[[Callable[..., Any], type, tuple[Any, ...], dict[str, Any]], Any]) -> None:

@@ -202,7 +202,8 @@ class Recorder:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Record, where this file is loaded as a plugin by `record`."""
-    if folder := os.environ.get("MUTANTS_RECORD"):
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if runs_tests and (folder := os.environ.get("MUTANTS_RECORD")):
         config.pluginmanager.register(Recorder(Path(folder)))
 
 

@@ -11,8 +11,8 @@ from fpsim.formats.blocks import Format
 from fpsim.tensors.launch import round_memory_, rounded
 from fpsim.tensors.noise import new_traceable_key
 from fpsim.tensors.spec import RoundingSpec, container_width, rounding_spec
-from fpsim.torch_internals import constant_under_compile
-from fpsim.torch_modes import PlainFunction, is_plain, keep_none
+from fpsim.torch_internals import constant_under_compile, keep_none
+from fpsim.torch_modes import PlainFunction, is_plain
 
 # Up to this many elements a second pass over the tensor costs less than a Python autograd node.
 SMALL = 1 << 15

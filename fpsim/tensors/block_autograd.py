@@ -11,8 +11,8 @@ from fpsim.formats.blocks import Format
 from fpsim.tensors.noise import new_traceable_key
 from fpsim.tensors.shared_scales import block_axes, rounded_blocks
 from fpsim.tensors.spec import BlockSpec, any_spec
-from fpsim.torch_internals import constant_under_compile
-from fpsim.torch_modes import is_plain, keep_none
+from fpsim.torch_internals import constant_under_compile, keep_none
+from fpsim.torch_modes import is_plain
 
 __all__ = ["apply_block_operator", "block_words", "round_blocks_differentiably", "round_blocks_traced"]
 

@@ -19,8 +19,8 @@ from fpsim.tensors.accumulators import Accumulator, as_accumulator
 from fpsim.tensors.launch import NO_KEY_ADDRESS, key_arguments, run_on_card, run_parts
 from fpsim.tensors.noise import new_key_for, new_traceable_key
 from fpsim.tensors.spec import address_of, require_floating
-from fpsim.torch_internals import constant_under_compile
-from fpsim.torch_modes import PlainFunction, keep_none
+from fpsim.torch_internals import constant_under_compile, keep_none
+from fpsim.torch_modes import PlainFunction
 
 __all__ = ["accumulate", "apply_accumulate_operator", "matmul"]
 

@@ -14,8 +14,8 @@ from fpsim.kernels.hadamard import LANES, cpu_loop, cuda_loop
 from fpsim.tensors.launch import NO_KEY_ADDRESS, PARALLEL_FROM, key_arguments, run_on_card, run_parts
 from fpsim.tensors.noise import new_key_for, new_traceable_key
 from fpsim.tensors.spec import address_of, require_floating
-from fpsim.torch_internals import has_no_holes
-from fpsim.torch_modes import is_plain, keep_none
+from fpsim.torch_internals import has_no_holes, keep_none
+from fpsim.torch_modes import is_plain
 
 __all__ = ["Hadamard", "apply_hadamard_operator", "hadamard", "padded_to_groups", "require_groups", "transformed"]
 
