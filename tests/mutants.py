@@ -222,9 +222,9 @@ def record(folder: Path, arguments: Sequence[str]) -> None:
         data.read()
         for path in data.measured_files():
             for line, contexts in data.contexts_by_lineno(path).items():
-                lines[str(Path(path).relative_to(ROOT))][line] += sorted(filter(None, contexts))
+                lines[str(Path(path).relative_to(ROOT))][line] += sorted(contexts)
     contexts_file(folder).write_text(json.dumps(lines))
-    tests = {context for of_file in lines.values() for contexts in of_file.values() for context in contexts}
+    tests = {context for of_file in lines.values() for contexts in of_file.values() for context in contexts if context}
     print(f"{len(tests)} tests execute {sum(map(len, lines.values()))} lines of {len(lines)} files.")
 
 
@@ -279,14 +279,16 @@ def run_tests(checkout: Path, tests: Sequence[str], tier: str, cache_folder: Pat
 
 
 def tests_against(mutation: Mutation, executing: Sequence[str]) -> dict[str, list[str]]:
-    """What is run against a mutant in each tier, quick tests first, if these tests of the default tier execute it."""
+    """What is run against a mutant in each tier, quick tests first, if these tests of the default tier execute it.
+
+    An empty name among them says that an import does: then each test of its folder does.
+    """
     if is_of_kernels(mutation.file):
         return {tier: [*TESTS_OF_KERNELS] for tier in TIERS}
-    files = {tiers.file_of(test) for test in executing}
-    return {
-        "default": sorted(executing, key=lambda test: seconds_of_a_case("default").get(tiers.file_of(test), 0.0)),
-        "full": sorted(files, key=lambda file: seconds_of_a_case("full").get(file, 0.0)) or [folder_of_tests(mutation)],
-    }
+    tests = sorted(filter(None, executing), key=lambda test: seconds_of_a_case("default").get(tiers.file_of(test), 0.0))
+    files = sorted({*map(tiers.file_of, tests)}, key=lambda file: seconds_of_a_case("full").get(file, 0.0))
+    folder = [folder_of_tests(mutation)]
+    return {"default": tests if all(executing) else [*tests, *folder], "full": files or folder}
 
 
 def folder_of_tests(mutation: Mutation) -> str:

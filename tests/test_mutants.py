@@ -68,6 +68,8 @@ def test_what_no_test_executes_is_run_against_the_full_tier_of_its_folder() -> N
     against = mutants.tests_against(mutation, ["tests/test_readme.py::test_b[1]", "tests/test_readme.py::test_a"])
     assert against["default"] == ["tests/test_readme.py::test_b[1]", "tests/test_readme.py::test_a"]
     assert against["full"] == ["tests/test_readme.py"]
+    at_import = mutants.tests_against(mutation, ["", "tests/test_readme.py::test_a"])
+    assert at_import["default"] == ["tests/test_readme.py::test_a", "tests/fpsim/tensors"]
 
 
 def test_the_table_counts_by_tier_and_names_what_the_default_tier_misses(
