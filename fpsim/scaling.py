@@ -31,7 +31,17 @@ from fpsim.tensors.launch import round_fitting_, round_memory_, rounded
 from fpsim.tensors.moments import amax_of, binades, keep_memory_of, memory_of, moments_of, on_device
 from fpsim.tensors.spec import ContainerError, RoundingSpec, log2_scale_limits
 from fpsim.tensors.tally import UpdateCounts, lost_between
-from fpsim.torch_internals import base_of, current_graph_task
+from fpsim.torch_internals import base_of, current_graph_task, version_of
+from fpsim.torch_nodes import (
+    call_at_the_end_of_backward,
+    convolution_of,
+    require_hooks_of_nodes,
+    slot_dtypes,
+    slot_shapes,
+    sum_sent_by_convolution,
+    take_float32_gradients,
+    will_run,
+)
 from fpsim.undoing import Exit
 
 __all__ = [
@@ -58,6 +68,8 @@ __all__ = [
     "as_update",
     "base_of",
     "binades",
+    "call_at_the_end_of_backward",
+    "convolution_of",
     "current_graph_task",
     "gradients_have_scales",
     "is_rounded_at",
@@ -70,12 +82,19 @@ __all__ = [
     "memory_of",
     "moments_of",
     "on_device",
+    "require_hooks_of_nodes",
     "require_optimizer",
     "require_seed",
     "round_differentiably",
     "round_fitting_",
     "round_memory_",
     "rounded",
+    "slot_dtypes",
+    "slot_shapes",
+    "sum_sent_by_convolution",
+    "take_float32_gradients",
+    "version_of",
+    "will_run",
 ]
 
 

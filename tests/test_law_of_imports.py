@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     (
         "fpsim",
-        "checks undoing torch_modes",
+        "checks undoing torch_modes torch_nodes",
         "changes",
         "border torch_internals",
     ),
@@ -400,6 +400,7 @@ OTHERS_NAMES = {
 HOMES_OF_PRIVATE_NAMES = (
     "fpsim.torch_internals",
     "fpsim.torch_modes",
+    "fpsim.torch_nodes",
     "fpsim.compiling.compile",
     "fpsim.compiling.callees",
 )

@@ -1,0 +1,96 @@
+"""What private names of torch at the nodes of autograd's graph are believed to mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fpsim import torch_nodes
+from fpsim.torch_nodes import (
+    call_at_the_end_of_backward,
+    convolution_of,
+    require_hooks_of_nodes,
+    slot_dtypes,
+    slot_shapes,
+    take_float32_gradients,
+    will_run,
+)
+
+
+def test_a_call_at_the_end_of_backward_sees_all_gradients_and_raises_from_it() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y, found = x * 2, []
+
+    def end() -> None:
+        found.append(x.grad.tolist())
+        raise ZeroDivisionError
+
+    y.grad_fn.register_prehook(lambda gradients: call_at_the_end_of_backward(end))
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    assert found == [[2.0, 2.0]]
+
+
+def test_a_node_runs_in_a_pass_if_a_wanted_leaf_is_behind_it() -> None:
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    x, y = a * 2, b * 3
+    z = x + y
+    found: list[tuple[bool, bool]] = []
+    z.grad_fn.register_prehook(lambda gradients: found.append((will_run(x.grad_fn), will_run(y.grad_fn))))
+    z.sum().backward(retain_graph=True)
+    z.sum().backward(inputs=[a], retain_graph=True)
+    torch.autograd.grad(z.sum(), [b, y])
+    assert found == [(True, True), (True, False), (False, True)]
+
+
+def test_a_slot_has_the_dtype_of_the_result_and_the_engine_casts_before_post_hooks() -> None:
+    x = torch.ones(2, requires_grad=True).half()
+    z = x + torch.ones(2)  # promotes without a node of its own
+    assert slot_dtypes(z.grad_fn) == [torch.float32]
+    assert slot_dtypes(z.grad_fn.next_functions[0][0]) == [torch.float16]
+    found: list[torch.dtype] = []
+    z.grad_fn.register_hook(lambda into, out: found.append(into[0].dtype))
+    z.sum().backward()
+    assert found == [torch.float16]
+    rows = torch.ones(4, 3, requires_grad=True).unbind()
+    assert slot_dtypes(rows[0].grad_fn) == [torch.float32] * 4
+    assert slot_shapes(rows[0].grad_fn) == [(3,)] * 4
+
+
+def test_the_node_of_a_convolution_knows_its_groups() -> None:
+    x = torch.ones(1, 4, 5, 5)
+    assert convolution_of(nn.Conv2d(4, 6, 3, groups=2)(x).grad_fn) == (2, False)
+    assert convolution_of(nn.ConvTranspose2d(4, 6, 3)(x).grad_fn) == (1, True)
+
+
+def test_a_half_leaf_of_float32_gradients_gets_them_before_post_hooks_divide() -> None:
+    x = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    take_float32_gradients(x)
+    y = x * 1
+    # 2**-30 is 0 in float16, so a cast after the hook would lose it
+    y.grad_fn.register_hook(lambda into, out: (into[0] * 2.0**-30, *into[1:]))
+    y.sum().backward()
+    assert x.grad.dtype is torch.float32
+    assert x.grad.tolist() == [2.0**-30] * 2
+
+
+def test_a_torch_without_one_of_the_names_is_refused_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_hooks_of_nodes()
+    with monkeypatch.context() as patched:
+        patched.delattr(torch._C, "_will_engine_execute_node")
+        with pytest.raises(NotImplementedError, match=r"lacks torch\._C\._will_engine_execute_node"):
+            require_hooks_of_nodes()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch_nodes, "ENGINE", object())
+        with pytest.raises(NotImplementedError, match="lacks queue_callback"):
+            require_hooks_of_nodes()
+    require_hooks_of_nodes()
+
+
+def test_a_half_leaf_is_refused_where_torch_has_no_dtype_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    assert torch_nodes.HAS_GRAD_DTYPE
+    monkeypatch.setattr(torch_nodes, "HAS_GRAD_DTYPE", False)
+    with pytest.raises(NotImplementedError, match="small ones would be lost"):
+        take_float32_gradients(x)
