@@ -32,6 +32,7 @@ __all__ = [
     "IF_UNKNOWN",
     "LOST_EXPONENT",
     "LOWEST",
+    "NORMAL",
     "POWER_OF_TWO",
     "RECOMPUTE",
     "REQUESTED",
@@ -42,15 +43,19 @@ __all__ = [
     "U_MIN",
     "Limits",
     "SiteMode",
+    "carried_factor_kernel",
     "delayed_scaling",
     "factor_kernel",
     "keep_what_is_not_finite",
     "least_error_scale",
     "meeting_scale",
     "pass_scale_on",
+    "quotient",
     "retain_last_informative",
     "scale_to_max",
     "smallest_sufficient_scale",
+    "sum_with_headroom",
+    "with_headroom",
 ]
 
 
@@ -203,3 +208,72 @@ def factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
         out[0] = min(max(s + k, int(limits[LOWEST])), int(limits[HIGHEST]))
 
     return choose_factor
+
+
+@cache
+def carried_factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
+    """The kernel that chooses by what power of two a carried gradient is multiplied, in `out`.
+
+    Here the gradient's moments are those of what it carries, so that the scale 1 is the formula's unit, and log2_scale
+    says what it carries. The rest is as in `factor_kernel`, but for these:
+
+    room: (3,) float64: the largest magnitude that a sum of the product's terms may reach, 0 for any; whether the
+        gradient itself must not exceed it; log2 of the largest scale, of a site that overflowed.
+    factor: a power of two that has room. It stays as it was where the gradient is zero everywhere or not finite.
+    """
+
+    def choose_carried(log2_scale, g, w, terms, limits, p, mode, room, factor, out, chosen):
+        s = log2_scale[0]
+        is_computed = mode[0] == RECOMPUTE or (mode[0] == IF_UNKNOWN and factor[0] == 0.0)
+        if is_computed and 0.0 < g[AMAX] < math.inf:
+            asked = factor[0] if factor[0] > 0.0 else 1.0
+            if w[COUNT] == 0.0 or 0.0 < w[AMAX] < math.inf:
+                asked = formula(g, w, float(terms[0]), limits[U_MIN], limits[U_MAX], 1.0, p)
+            chosen[UNBOUND] = asked
+            k = floor_log2(asked)
+            if room[0] > 0.0:
+                gain = float(terms[0]) * w[AMAX] if w[COUNT] > 0.0 else 1.0
+                if room[1] > 0.0:
+                    gain = max(gain, 1.0)
+                k = min(k, fitting_log2_scale(g[AMAX] * gain, room[0]))
+            factor[0] = math.ldexp(1.0, int(k))
+        bound = bounded(factor[0] if factor[0] > 0.0 else 1.0, s, limits[FACTOR_BOUND], limits[SCALE_BOUND])
+        k = floor_log2(bound)
+        chosen[BOUND], chosen[POWER_OF_TWO], chosen[REQUESTED] = bound, k, s + k
+        k = min(s + k, int(room[2]))
+        k = min(max(k, int(limits[LOWEST])), int(limits[HIGHEST]))
+        chosen[FINAL] = k
+        out[0] = k - s
+
+    return choose_carried
+
+
+# Powers of two that the gradients of a native backward pass carry: top, power, goes, came are (1,) int64
+
+
+NORMAL = 126  # 2**-126 to 2**126 are normal numbers of float32
+
+
+def quotient(goes, came, out):
+    """The factor 2**(goes - came).
+
+    Scales are kept to those at which float32 has the true gradient, so what is cut off here rounds to zero anyway.
+    """
+    out[0] = math.ldexp(1.0, min(max(goes[0] - came[0], -NORMAL), NORMAL))
+
+
+def with_headroom(top, power, moments, limit, out):
+    """The power `top`, or less, so that a gradient which carries `power` stays below the limit.
+
+    A gradient that is beyond the limit already is not brought further down than it is.
+    """
+    out[0] = top[0]
+    if 0.0 < moments[AMAX] < math.inf:
+        out[0] = min(top[0], power[0] + max(fitting_log2_scale(moments[AMAX], limit[0]), 0))
+
+
+def sum_with_headroom(top, moments, limit, out):
+    """The power of a sum that carries `top`: that, or less, so that the sum stays below the limit."""
+    out[0] = top[0]
+    if 0.0 < moments[AMAX] < math.inf:
+        out[0] = top[0] + min(fitting_log2_scale(moments[AMAX], limit[0]), 0)

@@ -109,8 +109,8 @@ class AdaLossScaled:
         except ValueError:
             raise ValueError(
                 f"{type(model).__name__} is not quantised: nothing rounds its gradients to a format, at no scale. "
-                f"Call fpsim.quantize(model, fmt) first and scale what it returns. A training in real float16 has "
-                f"one scale for all layers: ada_loss.GradScaler."
+                f"Call fpsim.quantize(model, fmt) first and scale what it returns. For a training in real float16 use "
+                f"ada_loss.GradScaler(layers=model)."
             ) from None
         _require_unscaled(self._listeners)
         self._options = Options(
@@ -275,6 +275,11 @@ class AdaLossScaled:
         saved, which kept the rule alone.
         """
         require_mapping("state", state, "what state_dict() returns")
+        if state.get("native"):
+            raise ValueError(
+                "The state is of a training in real float16, whose layers ada_loss.GradScaler(layers=...) scales. Load "
+                "it there, or start without the state."
+            )
         settings = self._options.as_plain()
         needed = [*settings, "step", "updated", "sites"]
         missing = [name for name in needed if name not in state]

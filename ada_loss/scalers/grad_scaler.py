@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ada_loss.checks import POSITIVE, require
+from ada_loss.layerwise.native import NativeScaling
 from ada_loss.rules.loss import LossRule, as_loss_rule, loss_rule
-from ada_loss.rules.loss.fixed import Off
+from ada_loss.rules.loss.fixed import Off, Static
 from ada_loss.scalers.verbs import PassThrough, Scaling, parameter_of
-from fpsim.checks import require_flag, shown
+from fpsim.checks import require_flag, require_mapping, shown
 
 __all__ = ["GradScaler", "NoScaler"]
 
@@ -29,9 +31,14 @@ class GradScaler:
 
     Args:
         rule: a `LossRule`, the name of a system ("torch", "nnabla", ...), or a number for a constant scale. A device
-            means torch's rule. The rule "off" does not scale.
+            means torch's rule. The rule "off" does not scale. None is torch's, or with `layers` a constant 1 that skips
+            steps with gradients that are not finite.
         max_gradient_norm: `step` clips the unscaled gradients of its optimizer to this global norm.
         enabled: False does not scale, as the rule "off".
+        layers: a model in real float16 training (torch.autocast, half weights), whose gradients then have a scale for
+            each layer, besides that of the rule; or `ada_loss.layerwise.native.NativeScaling(model, ...)`, which has
+            the settings. A step that is skipped lowers the scales where numbers left the range. `state_dict()` holds
+            theirs under "layers".
         device: accepted as in torch, and not needed: the scale is put on the device of each loss.
         params: parameters of the rule, if it is given by name.
 
@@ -51,15 +58,20 @@ class GradScaler:
     (tensor([0.5000]), 8.0)
     """
 
+    layers: NativeScaling | None = None  # here too, for a scaler that was pickled before there were any
+
     def __init__(
         self,
-        rule: LossRule | str | float | torch.device = "torch",
+        rule: LossRule | str | float | torch.device | None = None,
         *,
         max_gradient_norm: float | None = None,
         enabled: bool = True,
+        layers: nn.Module | NativeScaling | None = None,
         device: str | torch.device | None = None,
         **params: Any,
     ) -> None:
+        if rule is None:
+            rule = Static(1.0, skip_overflow=True) if layers is not None and not params else "torch"
         if isinstance(rule, str | torch.device):
             name = str(rule)
             rule = loss_rule("torch" if name.partition(":")[0] in DEVICES else name, **params)
@@ -83,7 +95,15 @@ class GradScaler:
         self.max_gradient_norm = max_gradient_norm
         rule = as_loss_rule(rule)
         is_off = not enabled or isinstance(rule, Off)
+        if enabled and is_off and layers is not None:
+            raise ValueError(
+                "layers was given to a scaler that is off, which checks no gradient. Expected: layers=None, or a rule, "
+                "1.0 for a loss that is not scaled."
+            )
         self._verbs: Scaling | PassThrough = PassThrough() if is_off else Scaling(rule)
+        if layers is not None and not isinstance(layers, NativeScaling):
+            layers = NativeScaling(layers)
+        self.layers = layers if enabled else None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.rule!r}, max_gradient_norm={self.max_gradient_norm})"
@@ -101,7 +121,8 @@ class GradScaler:
         >>> GradScaler(4.0).scale([torch.tensor(1.0), (torch.tensor(2.0),)])
         [tensor(4.), (tensor(8.),)]
         """
-        return self._verbs.scale(self, outputs)
+        scaled = self._verbs.scale(self, outputs)
+        return self.layers.scale(scaled) if self.layers is not None and isinstance(outputs, Tensor) else scaled
 
     def __call__(self, outputs: Any) -> Any:
         """The same as `scale`: `scaler(loss).backward()`."""
@@ -116,6 +137,7 @@ class GradScaler:
         Raises ValueError for float16 gradients, because the quotient would underflow; RuntimeError for a second call.
         """
         self._verbs.unscale_(optimizer)
+        self._lower_layers(optimizer)  # before gradients are clipped, by which one NaN makes all of them NaN
 
     def clip_(self, optimizer: Optimizer, max_norm: float) -> None:
         """Multiply the unscaled gradients of an optimizer by max_norm / (their global norm + 1e-6), at most by 1.
@@ -129,7 +151,14 @@ class GradScaler:
 
         Returns what `optimizer.step` returns, or None if it is skipped.
         """
-        return self._verbs.step(self, optimizer, args, kwargs)
+        result = self._verbs.step(self, optimizer, args, kwargs)
+        # here too, for optimizers that unscale by themselves; a loop may drop the gradients before update()
+        self._lower_layers(optimizer)
+        return result
+
+    def _lower_layers(self, optimizer: Optimizer) -> None:
+        if self.layers is not None and self._verbs.skips and self._verbs.overflowed(optimizer):
+            self.layers.overflowed()
 
     def overflowed(self, optimizer: Optimizer) -> bool:
         """Whether `unscale_` or `step` has found a gradient of this optimizer that is not finite, since `update`.
@@ -185,11 +214,34 @@ class GradScaler:
 
         `torch.amp.GradScaler` can load the state of torch's rule, and the other way round.
         """
-        return self._verbs.state_dict(self)
+        state = self._verbs.state_dict(self)
+        return state if self.layers is None else {**state, "layers": self.layers.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state, at any time. Raises RuntimeError if it is empty, or if it is of another rule."""
-        self._verbs.load_state_dict(self, state_dict)
+        """Continue from a state, at any time. Raises RuntimeError if it is empty, or if it is of another rule.
+
+        A scaler with layers takes one without them with a warning: their scales are chosen again in the next step.
+        """
+        if self.layers is None:
+            self._verbs.load_state_dict(self, state_dict)
+            return
+        require_mapping("state_dict", state_dict, "what state_dict() returns")
+        state = dict(state_dict)
+        layers = state.pop("layers", None)
+        before = self._verbs.state_dict(self)
+        self._verbs.load_state_dict(self, state)
+        if layers is None:
+            warnings.warn(
+                "The state has no scales of layers, as one that a scaler without layers saved. They are chosen in the "
+                "next step.",
+                stacklevel=2,
+            )
+            return
+        try:
+            self.layers.load_state_dict(layers)
+        except BaseException:
+            self._verbs.load_state_dict(self, before)
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_verbs": self._verbs.between_steps()}

@@ -67,6 +67,11 @@ class Scaling:
             self._adopt(self._rule.evolve(scale=scale.item(), good=int(good.item())))
         return self._rule
 
+    @property
+    def skips(self) -> bool:
+        """Whether steps with an overflow are skipped; unlike `rule`, it copies nothing to the host."""
+        return self._rule.skips
+
     def set_parameter(self, name: str, value: float) -> None:
         parameter_of(self.rule, name)
         self._adopt(_changed(self.rule, self.rule.scale, **{name: value}))
@@ -315,6 +320,7 @@ class PassThrough:
     """
 
     is_enabled: ClassVar[bool] = False
+    skips: ClassVar[bool] = False
     rule: ClassVar[LossRule] = Off()
 
     def set_parameter(self, name: str, value: float) -> None:

@@ -1,0 +1,307 @@
+"""Per-layer gradient scaling of a training in real float16: the rule's factors in the backward pass of the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ada_loss.layerwise.constants import Constants
+from ada_loss.layerwise.native_graph import Factor
+from ada_loss.layerwise.native_hooks import Leaves, NativePass
+from ada_loss.layerwise.native_powers import Power, from_to, on, times
+from ada_loss.layerwise.options import Options
+from ada_loss.layerwise.saved import check_progress, check_sites
+from ada_loss.layerwise.scale_kernels import CHOSEN, FINAL, IF_UNKNOWN, RECOMPUTE, REUSE, carried_factor_kernel
+from ada_loss.layerwise.schedule import UPDATE, Schedule
+from ada_loss.layerwise.sites import SiteState
+from ada_loss.record import Recorder
+from ada_loss.rules.formulas import NEVER
+from ada_loss.rules.layer import ApproxRange, LayerRule, as_layer_rule
+from fpsim.checks import is_whole, require_mapping, shown
+from fpsim.scaling import (
+    Moments,
+    RoundingSpec,
+    as_policy,
+    current_graph_task,
+    listeners,
+    memory_of,
+    moments_of,
+    on_device,
+    require_hooks_of_nodes,
+)
+
+__all__ = ["NativeScaling"]
+
+HALF = torch.float16
+CPU = torch.device("cpu")
+NOTHING = (0.0,) * len(Moments._fields)  # moments that say that there is no other operand
+BACKOFF = 4  # powers of two that a site loses when its numbers overflow
+RECOVERY = 200  # steps after which an overflowed site may scale twice as far again
+
+
+class NativeScaling:
+    """Scales the gradients of each layer of a model that trains in real float16.
+
+    `scale(loss).backward()` gives every parameter its true gradient; within the pass each product's gradient carries a
+    power of two that the rule chooses, so that the gradient it sends on does not underflow. The model is not changed.
+
+    Args:
+        model: a module that is not quantised, for the names of sites.
+        rule: a rule that predicts: "approx_range", "abs_range" or "fixed".
+        update_every: factors are chosen in each n-th backward pass, and held in between.
+        scale_upper_bound: the largest factor of one product, None for no bound.
+        accum_upper_bound: the largest scale that factors may add up to, None for no bound.
+        u_min: what the rule keeps gradients above, "smallest", "flush" or "normal". Subnormal numbers lose digits, and
+            attention's gradients have heavier tails than the rule's normal distribution, so the default is "normal".
+
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    >>> x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    >>> layers = NativeScaling(model)
+    >>> with torch.autocast("cpu", dtype=torch.float16):
+    ...     loss = model(x).float().sum() * 1e-7
+    >>> loss.backward(retain_graph=True)
+    >>> float((model[0].weight.grad == 0).float().mean()) > 0.9
+    True
+    >>> model.zero_grad()
+    >>> layers.scale(loss).backward()
+    >>> float((model[0].weight.grad == 0).float().mean()) < 0.6
+    True
+    """
+
+    keeps_on_device = False  # on the CPU too, as on a card, where tests look at it
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rule: LayerRule | str = "approx_range",
+        update_every: int = 1,
+        scale_upper_bound: float | None = None,
+        accum_upper_bound: float | None = None,
+        u_min: str = "normal",
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"layers is {shown(model)}, of type {type(model).__name__}. Expected: a torch.nn.Module.")
+        try:
+            listeners(model)
+        except ValueError:
+            pass
+        else:
+            raise ValueError(
+                f"{type(model).__name__} is quantised: its gradients are rounded in float32, not in float16. Use "
+                f"AdaLossScaled(model), or give the model that fpsim.quantize was given."
+            )
+        require_hooks_of_nodes()
+        rule = as_layer_rule(rule)
+        if not rule.predicts or rule.forms_products:
+            raise ValueError(
+                f"The rule {rule.name!r} measures gradients before they are rounded, and a native product has rounded "
+                f"them already. Expected: 'approx_range', 'abs_range' or 'fixed'."
+            )
+        bounds = scale_upper_bound, accum_upper_bound
+        self.options = Options(rule, 1.0, update_every, *bounds, "exact", u_min, None, True)
+        self.model = model
+        self.states: dict[tuple[str, str], SiteState] = {}
+        self.limits: dict[str, int] = {}  # log2 of the largest scale of a site where numbers overflowed
+        self.schedule = Schedule(update_every, True, self.states)
+        self._constants = Constants(u_min, *bounds)
+        predicting = rule
+        if isinstance(rule, ApproxRange):
+            # Native code sees an overflow only when it has happened: the kernel bounds each factor by the worst case.
+            predicting = replace(rule, bound="measured")
+        self._kernel, self._parameters = carried_factor_kernel(predicting.core()), predicting.parameters()
+        self._largest = 0.0 if rule.is_constant else torch.finfo(HALF).max  # of a product's results; 0 for any
+        self._spec = _error_spec()
+        self._weights: dict[int, Tensor] = {}  # moments of parameters in this update, by id
+        self._events: dict[torch.device, Any] = {}  # at which the factors of the last update are on the host
+        self._order: list[str] = []  # sites in the order of the last backward pass
+        self._leaves: dict[int, tuple[Tensor, frozenset[str]]] = {}
+        self._is_lowered = True  # whether limits are set for the last backward pass, or there was none
+        # Such as a Recorder; it is told of what each product, gate and cast sends on, by the site of the sender.
+        self.observer: Recorder | None = None
+        self._pass = NativePass({}, self._choose, HALF, self._begin, needs_half=True)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A NativeScaling belongs to the model that it was given, and is neither copied nor pickled. Save its "
+            "state_dict(), and load it into a new one."
+        )
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """A view of `loss` whose backward pass is scaled layer by layer.
+
+        Raises TypeError where no gradient of the pass is float16; for more see `NativePass.scale`.
+        """
+        self._pass.names = {id(p): name for name, p in self.model.named_parameters()}  # some may be new, as LoRA's
+        step, observer = self.schedule.step + 1, self.observer
+        if observer is None or not observer.wants(step):
+            return self._pass.scale(loss, self._ones())
+
+        def tell(factor: Factor, sent: Tensor, log2: Power) -> None:
+            true = times(sent, from_to(log2, 0, sent.device))
+            chosen = self.states[factor.site, "error"].chosen
+            observer(step, factor.site, "error", self._spec, true, on(log2, sent.device), chosen.clone())
+
+        return self._pass.scale(loss, observe=tell)
+
+    def _ones(self) -> frozenset[str]:
+        """The sites whose factor is known to be 1 in the next backward pass, so that no hook is needed there."""
+        step, last = self.schedule.step + 1, self.schedule.last_update
+        if step - last >= self.options.update_every or not self._may_read(step):
+            return frozenset()
+        return frozenset(
+            site
+            for (site, _), state in self.states.items()
+            if site not in self.limits and state.knows((0,)) and memory_of(state.factors_on_host[0])[0] == 1.0
+        )
+
+    def _may_read(self, step: int) -> bool:
+        """Whether factors that are held are numbers of the host, so that nothing waits: always in the same step."""
+        if not (self._events or self.keeps_on_device):
+            return True
+        if step < self.schedule.last_update + 2:
+            return False
+        for event in self._events.values():
+            event.synchronize()  # of two steps ago
+        return True
+
+    def log2_scales(self) -> dict[str, int]:
+        """log2 of the scales with which gradients arrived last, by site, from input to output.
+
+        A product multiplies what arrives by one more factor, as in an emulated training, whose scales these are.
+        """
+        found = {site: s.log2_scale for (site, _), s in self.states.items()}
+        return {site: int(k) for site, k in reversed(found.items()) if k is not None}
+
+    def overflowed(self) -> None:
+        """Lower the scales where numbers left the range; to be called when a step was skipped for its gradients.
+
+        Without it a rule undoes what a loss scaler takes back, and every step would be skipped. The site whose
+        parameters' gradients are not finite, the first in the backward pass, and the one before it are limited to a
+        sixteenth of their scales. The host waits for the gradients, as it did to skip the step.
+        """
+        if self._is_lowered:
+            return
+        self._is_lowered = True
+        bad: set[str] = set()
+        for leaf, sites in self._leaves.values():
+            if sites - bad and leaf.grad is not None and not bool(leaf.grad.isfinite().all()):
+                bad |= sites
+        hit = next((i for i, site in enumerate(self._order) if site in bad), None)
+        # the gradients may be elsewhere: FSDP2 has taken them from the leaves of the graph
+        for site in self._order if hit is None else self._order[max(hit - 1, 0) : hit + 1]:
+            state = self.states.get((site, "error"))
+            passed_on = math.nan if state is None else float(state.chosen[FINAL])
+            self.limits[site] = (0 if math.isnan(passed_on) else int(passed_on)) - BACKOFF
+        self.schedule.last_update = self.schedule.step - self.options.update_every
+
+    def state_dict(self) -> dict[str, Any]:
+        """All settings, the step, limits, and what is known of each site, as plain values."""
+        return {
+            **self.options.as_plain(),
+            "native": True,
+            "step": self.schedule.step,
+            "updated": self.schedule.last_update,
+            "limits": dict(self.limits),
+            "sites": [{"site": site, "role": role, **state.as_plain()} for (site, role), state in self.states.items()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was saved; a state that is refused leaves everything as it was.
+
+        Raises TypeError for what is not a mapping, ValueError for one of other settings or of another model.
+        """
+        require_mapping("state", state, "what state_dict() returns")
+        mine = {**self.options.as_plain(), "native": True}
+        other = [name for name in mine if name not in state or state[name] != mine[name]]
+        missing = [name for name in ("step", "updated", "limits", "sites") if name not in state]
+        if other or missing:
+            raise ValueError(
+                f"The state has other values of {', '.join(other + missing)}, or lacks them. Expected: the "
+                f"state_dict() of native scaling with {', '.join(f'{n}={shown(mine[n])}' for n in other) or 'them'}."
+            )
+        check_progress(state)
+        check_sites(state["sites"], state["step"], {name for name, _ in self.model.named_modules()}, None)
+        limits = state["limits"]
+        if not isinstance(limits, Mapping) or not all(isinstance(s, str) and is_whole(k) for s, k in limits.items()):
+            raise ValueError(f"The state has limits={shown(limits)}. Expected: exponents of scales by site.")
+        self.states.clear()
+        for saved in state["sites"]:
+            self.states[saved["site"], saved["role"]] = new = SiteState()
+            new.load_plain(saved)
+        self.limits = {site: int(k) for site, k in limits.items()}
+        self.schedule.load(int(state["step"]), int(state["updated"]))
+
+    def _begin(self, sites: list[str], leaves: Leaves, is_whole: bool) -> None:
+        schedule = self.schedule
+        schedule.enter(current_graph_task(), -1, is_whole)
+        if schedule.kind is UPDATE:
+            self._weights.clear()
+        if schedule.step % RECOVERY == 0:
+            self.limits = {site: k + 1 for site, k in self.limits.items()}
+        self._order, self._is_lowered = sites, False
+        if is_whole:  # no leaf knows of sites without hooks
+            self._leaves = {id(leaf): (leaf, names) for leaf, names in leaves}
+
+    def _choose(self, factor: Factor, came: list[Tensor], log2: Power) -> Power:
+        """log2 of a site's factor. Gradients that are zero everywhere or not finite leave the last one."""
+        schedule, constants = self.schedule, self._constants
+        state = self.states.setdefault((factor.site, "error"), SiteState())
+        state.last_step = schedule.step
+        state.log2_scale = log2 if isinstance(log2, Tensor) else constants.tensor(torch.int64, CPU, log2)
+        some = [g.detach() for g in came if g.numel()]
+        if not some:
+            return 0
+        device, mode = some[0].device, REUSE
+        if state.moments.device != device:
+            state.move_to(device)
+        if schedule.kind is UPDATE or not state.knows((0,)):
+            mode = RECOMPUTE if schedule.kind is UPDATE else IF_UNKNOWN
+            g = some[0] if len(some) == 1 else torch.cat([g.flatten() for g in some])
+            moments_of(g, out=state.moments)
+        is_read = not self.keeps_on_device if device.type == "cpu" else False
+        if mode is REUSE and isinstance(log2, int) and not is_read and self._may_read(schedule.step):
+            is_read, device = True, CPU
+        chosen = state.chosen if device == state.chosen.device else torch.empty(len(CHOSEN), dtype=torch.float64)
+        kept = state.factor(0, device) if device == state.moments.device else state.factors_on_host[0]
+        out = constants.new_scale(device) if is_read else torch.empty(1, dtype=torch.int64, device=device)
+        limit = self.limits.get(factor.site, NEVER)
+        on_device(
+            self._kernel,
+            constants.tensor(torch.int64, device, log2) if isinstance(log2, int) else on(log2, device),
+            state.moments if mode is not REUSE else constants.tensor(torch.float64, device, *NOTHING),
+            self._weight(factor, device) if mode is not REUSE else constants.tensor(torch.float64, device, *NOTHING),
+            constants.tensor(torch.int64, device, factor.terms),
+            constants.limits_of(self._spec, torch.float32, device),
+            constants.tensor(torch.float64, device, *self._parameters),
+            constants.tensor(torch.int64, device, mode),
+            constants.tensor(torch.float64, device, self._largest, float(not factor.is_wide), limit),
+            kept,
+            out,
+            chosen,
+        )
+        if mode is not REUSE:
+            state.copy_to_host(0)
+            if device.type == "cuda":
+                event = self._events[device] = self._events.get(device) or torch.cuda.Event()
+                event.record()
+        return memory_of(out)[0] if is_read else out
+
+    def _weight(self, factor: Factor, device: torch.device) -> Tensor:
+        parameter = factor.parameter
+        if parameter is None:
+            return self._constants.tensor(torch.float64, device, *NOTHING)
+        moments = self._weights.get(id(parameter))
+        if moments is None:
+            moments = self._weights[id(parameter)] = moments_of(parameter.detach())
+        return moments
+
+
+def _error_spec() -> RoundingSpec:
+    spec = as_policy("fp16").specs().error
+    assert spec is not None
+    return spec

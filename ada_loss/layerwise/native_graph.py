@@ -1,0 +1,256 @@
+"""The plan of a native backward pass: at which nodes of a loss's graph gradients get factors, meet and become true.
+
+A node of autograd's graph has slots, where gradients arrive. Each slot belongs to a cell, the power of two that
+gradients there carry. A plan holds no tensor but the parameters, which it needs by identity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ada_loss.layerwise.native_powers import Power
+from fpsim.scaling import convolution_of, slot_dtypes, slot_shapes
+
+__all__ = ["Cell", "Entry", "Exit", "Factor", "Meeting", "Plan", "plan_of"]
+
+Node = Any  # torch.autograd.graph.Node; its classes have members that the base class does not declare
+MATRICES = ("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "LinearBackward0")
+CONVOLUTION = "ConvolutionBackward0"
+INSIDE = ("ScaledDotProduct", "CompiledFunctionBackward", "CudnnRnn", "MkldnnRnn")  # prefixes; products within one node
+GATE = "MulBackward0"
+PASSED = (
+    "TBackward0",
+    "ToCopyBackward0",
+    "TransposeBackward0",
+    "ViewBackward0",
+    "PermuteBackward0",
+    "UnsafeViewBackward0",
+    "UnsqueezeBackward0",
+    "ExpandBackward0",
+)
+REENTRANT = "CheckpointFunctionBackward"
+
+
+@dataclass(eq=False, slots=True)
+class Cell:
+    """The power of two that some gradients carry in the running pass; None until one of them is known.
+
+    sites: those whose factors it has passed last, one on each branch.
+    """
+
+    sites: frozenset[str] = frozenset()
+    log2: Power | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Meeting:
+    """A slot whose producers carry different cells. Their parts are held until the last one of this pass has come."""
+
+    cell: Cell
+    expected: int = 0
+    held: list[tuple[Tensor | None, Power]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A site where a gradient is multiplied.
+
+    parameter: the operand that it meets, if that is a parameter through views and casts.
+    terms: how many products are added up to one element of the result.
+    is_wide: whether the gradient arrives in a wider dtype than the half one, and may be beyond the range of that.
+    """
+
+    site: str
+    parameter: Tensor | None
+    terms: int
+    is_wide: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A node before which gradients are brought to the cell `out`. slots: the cells in which they arrive."""
+
+    node: Node
+    slots: dict[int, Cell]
+    out: Cell
+    factor: Factor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """A node after which gradients are divided (where the edge ends at a leaf) or held."""
+
+    node: Node
+    cell: Cell
+    edges: list[tuple[int, Meeting | Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that is hooked in a graph, in the order of the backward pass."""
+
+    root: Node
+    cells: list[Cell]
+    entries: list[Entry]
+    exits: list[Exit]
+    meetings: list[tuple[Meeting, list[Node]]]  # and the producers, once for each edge
+    leaves: list[tuple[Tensor, frozenset[str]]]  # and the sites whose factors their gradients have carried
+    carried: list[Tensor]  # leaves to which every edge brings a gradient that carries a factor
+    sites: list[str]  # in the order of the backward pass, those that need no hook too
+    has_half: bool  # whether a gradient of the half dtype arrives anywhere
+
+
+def plan_of(
+    root: Node, names: dict[int, str], half: torch.dtype = torch.float16, ones: Collection[str] = frozenset()
+) -> Plan:
+    """Plan the backward pass that begins at `root`.
+
+    names: of parameters, by id. half: the dtype whose range gradients are to fit. ones: sites whose factor is 1.
+    Raises NotImplementedError for a reentrant checkpoint, whose inner backward pass no hook of this graph sees.
+    """
+    edges, arriving = _edges_of(root)
+    has_half = any(half in slot_dtypes(node) for node in edges)
+    true, plan = Cell(log2=0), Plan(root, [], [], [], [], [], [], [], has_half)
+    producers: dict[Node, dict[int, list[tuple[Node, int, Cell]]]] = defaultdict(lambda: defaultdict(list))
+    exits: dict[Node, Exit] = {}
+    used: dict[str, int] = defaultdict(int)
+
+    def new_cell(sites: frozenset[str]) -> Cell:
+        plan.cells.append(Cell(sites))
+        return plan.cells[-1]
+
+    def leave(node: Node, cell: Cell, edge: int, end: Meeting | Tensor) -> None:
+        exits.setdefault(node, Exit(node, cell, [])).edges.append((edge, end))
+
+    ready = [root]
+    while ready:
+        node = ready.pop()
+        if hasattr(node, "variable"):
+            # Each producer divides its own part: a leaf is never a meeting, or shared ones were divided twice.
+            cells = [cell for parts in producers[node].values() for *_, cell in parts]
+            plan.leaves.append((node.variable, frozenset(s for cell in cells for s in cell.sites)))
+            if all(cell is not true for cell in cells):
+                plan.carried.append(node.variable)
+            continue
+        if node.name() == REENTRANT:
+            raise NotImplementedError(
+                "Got torch.utils.checkpoint(..., use_reentrant=True), whose backward pass no hook sees. "
+                "Use use_reentrant=False."
+            )
+        slots = {} if node is not root else {0: true}
+        for nr, parts in producers[node].items():
+            slots[nr] = parts[0][2]
+            if any(cell is not slots[nr] for _, _, cell in parts):
+                meeting = Meeting(new_cell(frozenset(s for *_, cell in parts for s in cell.sites)))
+                slots[nr] = meeting.cell
+                plan.meetings.append((meeting, [producer for producer, _, _ in parts]))
+                for producer, edge, cell in parts:
+                    leave(producer, cell, edge, meeting)
+        factor = _factor(node, edges[node], slots, names, half, used)
+        if factor is not None:
+            plan.sites.append(factor.site)
+            factor = None if factor.site in ones else factor
+        cells = [*slots.values()]
+        cell = cells[0]
+        if factor is not None or any(other is not cell for other in cells):
+            passed = frozenset(s for other in cells for s in other.sites)
+            cell = new_cell(passed if factor is None else frozenset((factor.site,)))
+            plan.entries.append(Entry(node, slots, cell, factor))
+        for edge, (child, nr) in enumerate(edges[node]):
+            if child is None:
+                continue
+            producers[child][nr].append((node, edge, cell))
+            if hasattr(child, "variable") and cell is not true:
+                leave(node, cell, edge, child.variable)
+            arriving[child] -= 1
+            if not arriving[child]:
+                ready.append(child)
+    plan.exits.extend(exits.values())
+    return plan
+
+
+def _edges_of(root: Node) -> tuple[dict[Node, tuple[tuple[Node, int], ...]], dict[Node, int]]:
+    """The edges of every node that can be reached, and how many edges arrive at each."""
+    # Every node is kept in `edges`: torch makes a new Python object for a node that nobody holds.
+    edges: dict[Node, tuple[tuple[Node, int], ...]] = {}
+    arriving: dict[Node, int] = defaultdict(int)
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if node in edges:
+            continue
+        edges[node] = tuple((child, nr) for child, nr in node.next_functions)
+        for child, _ in edges[node]:
+            if child is not None:
+                arriving[child] += 1
+                waiting.append(child)
+    return edges, arriving
+
+
+def parameter_behind(node: Node | None) -> Tensor | None:
+    """The leaf behind views and casts. Saved tensors are not read: a checkpoint allows that once."""
+    while node is not None and not hasattr(node, "variable"):
+        if node.name() not in PASSED:
+            return None
+        node = node.next_functions[0][0]
+    return None if node is None else node.variable
+
+
+def _factor(
+    node: Node,
+    edges: tuple[tuple[Node, int], ...],
+    slots: dict[int, Cell],
+    names: dict[int, str],
+    half: torch.dtype,
+    used: dict[str, int],
+) -> Factor | None:
+    children = [child for child, _ in edges]
+    if not any(children):
+        return None
+    kind, terms = node.name(), 1
+    parameter: Tensor | None = None
+    behind = [parameter_behind(child) for child in children]
+    arrives = slot_dtypes(node)
+    word = kind.removesuffix("Backward0")
+    if kind in MATRICES:
+        at = next((i for i in reversed(range(len(behind))) if (p := behind[i]) is not None and p.dim() > 1), None)
+        if at is not None:
+            parameter, word, shape = behind[at], "linear", slot_shapes(node)[0]
+            terms = shape[-1] if at == len(behind) - 1 else shape[-2]  # x @ w, or w @ x
+    elif kind == CONVOLUTION:
+        parameter, word = behind[1], "convolution"
+        if parameter is not None:
+            child, nr = edges[1]  # the parameter may have another shape than its view
+            shape, (groups, is_transposed) = slot_shapes(child)[nr], convolution_of(node)
+            out = shape[1] if is_transposed else shape[0] // groups
+            terms = out * math.prod(shape[2:])
+    elif kind == GATE and any(p is not None for p in behind):
+        others = [i for i, child in enumerate(children) if child is not None and behind[i] is None]
+        if not others:
+            return None  # nothing but leaves behind it: no gradient goes on that could underflow
+        parameter, word = next(p for p in behind if p is not None), "mul"
+        child, nr = edges[others[0]]
+        terms = math.prod(slot_shapes(node)[0]) // max(math.prod(slot_shapes(child)[nr]), 1)
+    elif not kind.startswith(INSIDE) and not _narrows(edges, slots, arrives, half):
+        return None
+    module = names.get(id(parameter), "").rpartition(".")[0]
+    base = f"{module}:{word}"
+    used[base] += 1
+    site = base if used[base] == 1 else f"{base}#{used[base] - 1}"
+    return Factor(site, parameter, max(terms, 1), all(arrives[nr] is not half for nr in slots))
+
+
+def _narrows(
+    edges: tuple[tuple[Node, int], ...], slots: dict[int, Cell], arrives: list[torch.dtype], half: torch.dtype
+) -> bool:
+    # By dtypes, not by the name of a cast: the engine itself casts the gradient of `x32 + y16`, after the node has run.
+    if not any(arrives[nr] is torch.float32 for nr in slots):
+        return False
+    return any(c is not None and not hasattr(c, "variable") and slot_dtypes(c)[nr] is half for c, nr in edges)

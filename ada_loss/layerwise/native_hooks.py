@@ -1,0 +1,220 @@
+"""What a native backward pass does at the nodes of its plan: multiply, hold where branches meet, divide at leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ada_loss.layerwise.native_graph import Cell, Entry, Exit, Factor, Meeting, Plan, plan_of
+from ada_loss.layerwise.native_observed import sent_by
+from ada_loss.layerwise.native_powers import Power, Ratio, aligned, from_to, meet, times
+from fpsim.scaling import (
+    call_at_the_end_of_backward,
+    current_graph_task,
+    take_float32_gradients,
+    version_of,
+    will_run,
+)
+
+__all__ = ["NativePass"]
+
+Gradients = tuple[Tensor | None, ...]
+Choose = Callable[[Factor, list[Tensor], Power], Power]
+Observe = Callable[[Factor, Tensor, Power], None]
+Leaves = list[tuple[Tensor, frozenset[str]]]
+
+
+class NativePass:
+    """Carries powers of two through the backward passes of losses, and gives every leaf its true gradient.
+
+    The gradient of a leaf equals the one of a plain pass bit for bit where no number leaves the range of its dtype. A
+    leaf of `half` gets a float32 gradient.
+
+    names: of parameters, by id, for sites; it may change between losses. half: the dtype to fit.
+    choose: is given a site, the gradients that arrive there, and log2 of what they carry; returns log2 of their factor.
+    needs_half: whether a loss is refused in whose graph no gradient is half.
+    on_begin: is called as a pass begins, with its sites in order, its leaves with the sites that they depend on, and
+        whether these are all.
+    """
+
+    running = -1  # the graph task in which a scaled loss began last, whichever scaler's: no two meet
+
+    def __init__(
+        self,
+        names: dict[int, str],
+        choose: Choose,
+        half: torch.dtype = torch.float16,
+        on_begin: Callable[[list[str], Leaves, bool], None] = lambda sites, leaves, is_whole: None,
+        needs_half: bool = False,
+    ) -> None:
+        self.needs_half = needs_half
+        self.names, self.choose, self.half, self.on_begin = names, choose, half, on_begin
+
+    def scale(self, loss: Tensor, ones: Collection[str] = frozenset(), observe: Observe | None = None) -> Tensor:
+        """A view of `loss` (any shape) whose backward pass is hooked.
+
+        Raises NotImplementedError for a reentrant checkpoint, TypeError for a half leaf with a half gradient, a loss
+        that requires no gradient, and, if asked for, one without a half gradient in its graph. Its backward raises
+        NotImplementedError with create_graph=True and where other code than autograd writes a parameter's gradient,
+        RuntimeError if two scaled losses meet in it.
+
+        ones: sites whose factor is known to be 1, which need no hook.
+        observe: is told of what each product sends on, in float32 before it is rounded, and log2 of what that carries.
+        """
+        if not loss.requires_grad:
+            raise TypeError("Got a loss that requires no gradient. Expected: the loss of a forward pass, not detached.")
+        loss = loss.view_as(loss)
+        plan = plan_of(loss.grad_fn, self.names, self.half, ones)
+        if self.needs_half and not plan.has_half:
+            raise TypeError(
+                f"Got a loss whose backward pass has no {self.half} gradient: float32 and bfloat16 have nothing to "
+                f"scale. Compute the loss under torch.autocast(device, dtype={self.half}), or with such weights."
+            )
+        for leaf, _ in plan.leaves:
+            if leaf.dtype is self.half:
+                if leaf.grad is not None and leaf.grad.dtype is self.half:
+                    raise TypeError(
+                        f"Got a {self.half} gradient in a leaf, where small gradients are lost. "
+                        f"Expected: none, or float32. Call optimizer.zero_grad() before the first scaled loss."
+                    )
+                take_float32_gradients(leaf)
+        self._hook(plan, not ones, observe)
+        return loss
+
+    def _hook(self, plan: Plan, is_whole: bool, observe: Observe | None) -> None:
+        task = _Task()
+        # Not the plan, which has the root: a node that a hook of its own holds is never freed.
+        cells, meetings, carried, sites, leaves = plan.cells, plan.meetings, plan.carried, plan.sites, plan.leaves
+
+        def begin(gradients: Gradients) -> None:
+            if torch.is_grad_enabled():
+                raise NotImplementedError("Got create_graph=True: a second backward pass would see scaled gradients.")
+            task.number = current_graph_task()
+            if NativePass.running == task.number:
+                raise RuntimeError("Two scaled losses meet in one backward pass. Scale their sum.")
+            NativePass.running = task.number
+            for cell in cells:
+                cell.log2 = None
+            for meeting, producers in meetings:
+                meeting.expected = sum(will_run(node) for node in producers)
+                meeting.held.clear()
+            task.undelivered = {id(leaf): (leaf, *_written(leaf)) for leaf in carried}
+            call_at_the_end_of_backward(end)
+            self.on_begin(sites, leaves, is_whole)
+
+        def end() -> None:
+            left, task.undelivered = task.undelivered, {}
+            for leaf, *before in left.values():
+                if [*_written(leaf)] != before:
+                    raise NotImplementedError(
+                        f"The gradient of {self.names.get(id(leaf), 'a parameter')} was written by other code than "
+                        f"autograd, as fused weight gradients are, and has the scale of its layer. Turn that off."
+                    )
+
+        # No hook but that of the root holds a node, and the root meets nothing: else a node would keep itself alive.
+        plan.root.register_prehook(begin)  # before any other hook of the root
+        for entry in plan.entries:
+            entry.node.register_prehook(self._entering(task, entry))
+            if observe is not None and entry.factor is not None:
+                self._watch(task, entry, entry.factor, observe)
+        for leaving in plan.exits:
+            leaving.node.register_hook(self._leaving(task, leaving))
+
+    def _entering(self, task: _Task, entry: Entry) -> Callable[[Gradients], Gradients | None]:
+        slots, out, factor, choose = entry.slots, entry.out, entry.factor, self.choose
+
+        def multiply(gradients: Gradients) -> Gradients | None:
+            if current_graph_task() != task.number:
+                return None
+            came = {nr: _known(slots[nr]) for nr, g in enumerate(gradients) if g is not None and nr in slots}
+            if not came:
+                out.log2 = 0
+                return None
+            result, log2 = aligned(gradients, came)
+            some = [g for g in result if g is not None]
+            more = 0 if factor is None else choose(factor, some, log2)
+            if isinstance(more, Tensor) or more != 0:
+                out.log2 = log2 + more
+                ratio = from_to(log2, out.log2, some[0].device)
+                result = [None if g is None else times(g, ratio) for g in result]
+            else:
+                out.log2 = log2
+            return tuple(result)
+
+        return multiply
+
+    def _watch(self, task: _Task, entry: Entry, factor: Factor, observe: Observe) -> None:
+        sent = sent_by(entry.node, self.half)
+        arrived: list[Tensor | None] = []
+        if sent is None:
+            return
+
+        def keep(gradients: Gradients) -> None:
+            arrived[:] = gradients
+
+        def tell(sent_on: Gradients, _: Any) -> None:
+            if current_graph_task() == task.number and arrived and arrived[0] is not None:
+                observe(factor, sent(arrived[0].detach().float()), _known(entry.out))
+            arrived.clear()
+
+        entry.node.register_prehook(keep)  # after the one that multiplies
+        entry.node.register_hook(tell)
+
+    def _leaving(self, task: _Task, leaving: Exit) -> Callable[[Gradients, Gradients], Gradients | None]:
+        cell, edges = leaving.cell, leaving.edges
+
+        def divide(gradients: Gradients, _: Any) -> Gradients | None:
+            if current_graph_task() != task.number:
+                return None
+            result, log2 = [*gradients], _known(cell)
+            ratio: Ratio | None = None  # the same for every leaf of the node
+            for edge, end in edges:
+                g = result[edge]
+                if isinstance(end, Meeting):
+                    result[edge] = _gather(end, g, log2)
+                elif g is not None:
+                    task.undelivered.pop(id(end), None)
+                    ratio = from_to(log2, 0, g.device) if ratio is None else ratio
+                    result[edge] = times(g, ratio)
+            return tuple(result)
+
+        return divide
+
+
+class _Task:
+    """The graph task of one loss; hooks are inert in all others.
+
+    undelivered: leaves with carried gradients that no hook has divided yet, and what their `.grad` was before the pass.
+    """
+
+    number = -2
+
+    def __init__(self) -> None:
+        self.undelivered: dict[int, tuple[Tensor, int, int]] = {}
+
+
+def _written(leaf: Tensor) -> tuple[int, int]:
+    """Which tensor the gradient of a leaf is, and how often it was written to."""
+    return (0, 0) if leaf.grad is None else (id(leaf.grad), version_of(leaf.grad))
+
+
+def _known(cell: Cell) -> Power:
+    assert cell.log2 is not None
+    return cell.log2
+
+
+def _gather(meeting: Meeting, g: Tensor | None, log2: Power) -> Tensor | None:
+    """Hold what comes; at the last part return the sum of all."""
+    meeting.held.append((g, log2))
+    if len(meeting.held) < meeting.expected:
+        return None
+    parts = [(part, power) for part, power in meeting.held if part is not None]
+    meeting.held.clear()
+    if not parts:
+        meeting.cell.log2 = 0
+        return None
+    total, meeting.cell.log2 = meet(parts)
+    return total

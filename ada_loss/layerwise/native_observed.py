@@ -1,0 +1,64 @@
+"""What a native product sends on, before it is rounded: recomputed in float32 for an observer, in its steps alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ada_loss.layerwise.native_graph import CONVOLUTION, GATE, MATRICES, Node, parameter_behind
+from fpsim.scaling import slot_shapes, sum_sent_by_convolution
+
+__all__ = ["sent_by"]
+
+CAST = "ToCopyBackward0"
+TURNS = ("TBackward0", CAST)  # what a weight may be behind to be found as the product had it
+
+
+def sent_by(node: Node, half: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+    """A function from the gradient that arrives at a product to the one that it sends on, both in float32.
+
+    The other operand is the parameter, rounded to `half` as autocast does. None for a node whose other operand is not
+    one: its saved tensors are not read, which a checkpoint allows once; nor is what a compiled region computes known.
+    """
+    edges = node.next_functions
+    kind = node.name()
+    if kind == CAST:
+        return lambda g: g
+    if kind in MATRICES:
+        return _by_matrix(node, half)
+    if kind == CONVOLUTION and edges[0][0] is not None and hasattr(edges[1][0], "name"):
+        weight = _operand(edges[1][0], half)
+        (child, nr) = edges[0]
+        shape = slot_shapes(child)[nr]
+        return None if weight is None else lambda g: sum_sent_by_convolution(node, g, weight[0], shape)
+    if kind == GATE:
+        for i in range(2):
+            (child, nr), gate = edges[1 - i], _operand(edges[i][0], half)
+            if gate is not None and child is not None and parameter_behind(child) is None:
+                shape = slot_shapes(child)[nr]
+                return lambda g: (g * gate[0]).sum_to_size(shape)
+    return None
+
+
+def _by_matrix(node: Node, half: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+    first, second = (child for child, _ in node.next_functions[-2:])
+    found, is_right = _operand(second, half), True
+    if found is None or found[0].dim() != 2:
+        found, is_right, first = _operand(first, half), False, second
+    if found is None or found[0].dim() != 2 or first is None:
+        return None
+    matrix = found[0] if found[1] else found[0].t()  # transposed once more, as the backward pass has it
+    return lambda g: g @ matrix if is_right else matrix @ g
+
+
+def _operand(node: Node | None, half: torch.dtype) -> tuple[Tensor, bool] | None:
+    """The parameter behind casts and transpositions as it was multiplied, in float32, and whether it was transposed."""
+    is_transposed = False
+    while node is not None and not hasattr(node, "variable"):
+        if node.name() not in TURNS:
+            return None
+        is_transposed ^= node.name() != CAST
+        node = node.next_functions[0][0]
+    return None if node is None else (node.variable.detach().to(half).float(), is_transposed)
