@@ -132,6 +132,25 @@ SISTERS = {
         "ada_loss/scalers/test_updater.py": {
             "an_overflow_on_one_rank_is_retried_on_both_and_scales_agree": RANKS,
         },
+        "ada_loss/layerwise/test_native_on_ranks.py": {
+            "on_two_ranks_gradients_are_those_of_a_plain_pass_and_shards_in_float16_keep_small_ones": (
+                "ada_loss/layerwise/test_native_hooks.py::test_half_leaves_accumulate_true_float32_gradients"
+            ),
+        },
+        "ada_loss/layerwise/test_native_with_torch.py": {
+            "a_compiled_region_carries_one_power_of_two_and_gives_true_gradients": (
+                "ada_loss/layerwise/test_native_hooks.py::"
+                "test_forced_powers_of_two_leave_every_gradient_of_a_leaf_bit_for_bit"
+            ),
+            "models_of_transformers_have_the_gradients_of_a_plain_pass_bit_for_bit": (
+                "ada_loss/layerwise/test_native_hooks.py::"
+                "test_forced_powers_of_two_leave_every_gradient_of_a_leaf_bit_for_bit"
+            ),
+            "models_of_transformers_lose_nothing_at_any_size_of_their_loss": (
+                "ada_loss/layerwise/test_native_scaling.py::"
+                "test_a_language_model_has_the_gradients_of_the_best_constant_at_any_size_of_its_loss"
+            ),
+        },
         "ada_loss/layerwise/test_layerwise_ddp.py": {"gradients_are_unscaled_before_they_are_reduced": RANKS},
         "fpsim/models/test_updates_on_ranks.py": {
             "shards_of_two_ranks_are_the_weights_of_one_process_bit_for_bit": RANKS,
