@@ -2,16 +2,16 @@
 
 A mutant is a copy of the checkout with one comparison, constant, operator or branch changed, in a line drawn at random.
 It is run against the tests of the default tier that execute that line; if none of them fails, against the full tier
-of the files in which those tests stand, or where no test executes the line, of the folder that mirrors its own. Of the
-mutants that both tiers together find, the default tier must find nine in ten: what it misses lacks a representative
-there.
+of the files in which those tests stand. Where no test is known to execute the line, both are those of the folder that
+mirrors its own. Of the mutants that both tiers together find, the default tier must find nine in ten: what it misses
+lacks a representative there.
 
     python tests/mutants.py record                  # once for a checkout: the default tier, under coverage
     python tests/mutants.py run --seed 7            # ten mutants for each of eight folders, two at a time; resumes
     python tests/mutants.py show                    # the table, and what survived
 
-What Numba compiles is not recorded: lines of `fpsim/kernels` are run against the tests of kernels and of tensors. A
-line that only a child process runs (a sweep's workers, the command line) is one that no test executes.
+What Numba compiles is not recorded: lines of `fpsim/kernels` are run against the tests of kernels and of tensors. Nor is
+what an import executes, or a child process (a sweep's workers, the command line).
 """
 
 from __future__ import annotations
@@ -222,9 +222,9 @@ def record(folder: Path, arguments: Sequence[str]) -> None:
         data.read()
         for path in data.measured_files():
             for line, contexts in data.contexts_by_lineno(path).items():
-                lines[str(Path(path).relative_to(ROOT))][line] += sorted(contexts)
+                lines[str(Path(path).relative_to(ROOT))][line] += sorted(filter(None, contexts))
     contexts_file(folder).write_text(json.dumps(lines))
-    tests = {context for of_file in lines.values() for contexts in of_file.values() for context in contexts if context}
+    tests = {context for of_file in lines.values() for contexts in of_file.values() for context in contexts}
     print(f"{len(tests)} tests execute {sum(map(len, lines.values()))} lines of {len(lines)} files.")
 
 
@@ -281,14 +281,14 @@ def run_tests(checkout: Path, tests: Sequence[str], tier: str, cache_folder: Pat
 def tests_against(mutation: Mutation, executing: Sequence[str]) -> dict[str, list[str]]:
     """What is run against a mutant in each tier, quick tests first, if these tests of the default tier execute it.
 
-    An empty name among them says that an import does: then each test of its folder does.
+    A line that none executes may be one of an import, or of a child process.
     """
     if is_of_kernels(mutation.file):
         return {tier: [*TESTS_OF_KERNELS] for tier in TIERS}
-    tests = sorted(filter(None, executing), key=lambda test: seconds_of_a_case("default").get(tiers.file_of(test), 0.0))
+    tests = sorted(executing, key=lambda test: seconds_of_a_case("default").get(tiers.file_of(test), 0.0))
     files = sorted({*map(tiers.file_of, tests)}, key=lambda file: seconds_of_a_case("full").get(file, 0.0))
     folder = [folder_of_tests(mutation)]
-    return {"default": tests if all(executing) else [*tests, *folder], "full": files or folder}
+    return {"default": tests or folder, "full": files or folder}
 
 
 def folder_of_tests(mutation: Mutation) -> str:
