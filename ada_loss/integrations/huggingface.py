@@ -12,6 +12,7 @@ from fpsim.scaling import listeners
 try:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
 except ImportError:
     raise ImportError("This needs Accelerate: pip install accelerate.") from None
 
@@ -27,12 +28,19 @@ def use_scaler(loop: Any, scaler: GradScaler) -> None:
     With mixed_precision="fp16" (the Trainer's fp16=True) the model is trained in real float16, and is not quantised.
 
     loop: an Accelerator before `prepare`, or a Trainer before `train`.
-    Raises TypeError for another object; ValueError for an Accelerator that has prepared its optimizers, for bfloat16,
-    for float16 where the loop does not cast to it, and there for a quantised model, later, as it is prepared.
+    scaler: with any rule, and in float16 with or without `layers`, given the model before `prepare`.
+    Raises TypeError for another object; ValueError for an Accelerator that has prepared its optimizers, for DeepSpeed
+    and Megatron, for bfloat16, for float16 where the loop does not cast to it, and there for a quantised model, later,
+    as it is prepared.
     """
     accelerator = getattr(loop, "accelerator", loop)
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"The loop is {shown(loop)}. Expected: an accelerate.Accelerator, a transformers.Trainer.")
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ValueError(
+            f"{accelerator.distributed_type.value} scales losses itself, and calls no scaler. Expected: FSDP, DDP, or "
+            f"one process."
+        )
     if accelerator.mixed_precision not in ("no", "fp16"):
         raise ValueError(
             f"mixed_precision={accelerator.mixed_precision!r} casts tensors itself, besides the emulated format, and "

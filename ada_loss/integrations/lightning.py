@@ -25,7 +25,7 @@ class ScaledPrecision(Precision):  # type: ignore[misc]
 
     `lightning.Trainer(plugins=[...])` takes it.
 
-    scaler: a `GradScaler`, or that of a job.
+    scaler: a `GradScaler`, or that of a job. With `layers`, those of the LightningModule.
     precision: "32-true" casts nothing: quantise the networks inside of the LightningModule. "16-mixed" is training in
         real float16 on a GPU, under torch.autocast, of networks that are not quantised.
     Raises ValueError for another precision, for a loss that "16-mixed" finds on a CPU, and for LBFGS.

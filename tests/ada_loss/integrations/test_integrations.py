@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,16 +33,23 @@ def network(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 2))
 
 
-class Native(nn.Module):
-    """It trains in real float16: its forward asks for it."""
+SMALL = 2.0**-20  # of a gradient, which is then lost in float16 without a scale
 
-    def __init__(self, device: str = "cpu") -> None:
+
+class Native(nn.Module):
+    """It trains in real float16: its forward asks for it. The gradient that arrives is multiplied by `small`."""
+
+    def __init__(self, device: str = "cpu", small: float = 1.0, is_half: bool = False, enabled: bool = True) -> None:
         super().__init__()
-        self.net, self.device = network(), device
+        self.net, self.device, self.small = network(), device, small
+        self.is_half, self.enabled = is_half, enabled and device == "cpu" and not is_half  # on a GPU the loop casts
+        if is_half:
+            self.net.half()
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(self.device, torch.float16, enabled=self.device == "cpu"):  # on a GPU the loop does it
-            return self.net(x)  # type: ignore[no-any-return]
+        with torch.autocast(self.device, torch.float16, enabled=self.enabled):
+            y = self.net(x.half() if self.is_half else x)
+        return y if self.small == 1.0 else y.float() * self.small + y.detach().float() * (1.0 - self.small)
 
 
 def expected(
@@ -49,9 +57,10 @@ def expected(
 ) -> tuple[list[Tensor], list[float], list[float]]:
     """Parameters, losses and scales of the loop by hand, with `GradScaler` alone."""
     model = fpsim.quantize(network(), fmt) if native is None else native
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = sgd(model)
     rule = scaling if isinstance(scaling, str) else loss_rule("static", scale=scaling, skip_overflow=True)
-    scaler, losses, scales = GradScaler(rule), [], []
+    scaler = GradScaler(layers=model) if scaling == "layers" else GradScaler(rule)
+    losses, scales = [], []
     for x, y in zip(data()[0].split(4), data()[1].split(4)):
         loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
@@ -63,6 +72,11 @@ def expected(
         scaler.update()
         losses.append(loss.item())
     return [p.detach().clone() for p in model.parameters()], losses, scales
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Its steps are as large where gradients are small. Adam's states of half weights take no float32 gradients."""
+    return torch.optim.SGD(model.parameters(), lr=RATE / getattr(model, "small", 1.0))
 
 
 def same(model: nn.Module, parameters: list[Tensor]) -> bool:
@@ -98,16 +112,29 @@ def test_accelerate_takes_the_steps_of_the_loop_by_hand(scaling: Any) -> None:
         use_scaler(model, job.scaler())
 
 
+LOOPS = ["accelerate", "trainer", "lightning"]
+SCALINGS = [("nnabla", False), ("layers", False), ("layers", True)]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("loop", ["accelerate", "trainer", "lightning"])
-def test_a_model_that_casts_to_float16_itself_is_trained_as_by_hand(tmp_path: Path, loop: str) -> None:
+@tiers.parametrize(
+    ("loop", "scaling", "is_half"),
+    [(loop, *scaling) for loop in LOOPS for scaling in SCALINGS],
+    keep=lambda _, scaling, __: scaling == "layers",
+)
+def test_a_model_that_casts_to_float16_itself_is_trained_as_by_hand(
+    tmp_path: Path, loop: str, scaling: str, is_half: bool
+) -> None:
     pytest.importorskip("lightning.pytorch" if loop == "lightning" else "accelerate")
-    parameters, _, scales = expected("nnabla", native=Native())
-    exact, _, _ = expected("nnabla", native=network())
+    small = SMALL if scaling == "layers" else 1.0
+    parameters, _, scales = expected(scaling, native=Native(small=small, is_half=is_half))
+    exact, _, _ = expected("off", native=Native(small=small, enabled=False))
     assert not all(map(torch.equal, parameters, exact))
-    scaler, model, seen = GradScaler("nnabla"), Native(), []
+    model: nn.Module = Native(small=small, is_half=is_half)
+    scaler = GradScaler(layers=model) if scaling == "layers" else GradScaler(scaling)
+    seen: list[float] = []
     model.register_forward_hook(lambda *_: seen.append(scaler.get_scale()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = sgd(model)
     if loop == "accelerate":
         import accelerate
 
@@ -131,15 +158,22 @@ def test_a_model_that_casts_to_float16_itself_is_trained_as_by_hand(tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_float16_that_a_loop_does_not_cast_to_is_refused_on_a_cpu(tmp_path: Path) -> None:
+def test_what_a_loop_does_not_scale_or_cast_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate = pytest.importorskip("accelerate")
     from ada_loss.integrations.huggingface import use_scaler
 
     accelerate.state.AcceleratorState._reset_state(True)
-    for precision, words in (("fp16", "casts nothing on cpu"), ("bf16", "needs no loss scale")):
-        with pytest.raises(ValueError, match=words):
-            use_scaler(accelerate.Accelerator(cpu=True, mixed_precision=precision), GradScaler())
-        accelerate.state.AcceleratorState._reset_state(True)
+    for scaler in (GradScaler(), GradScaler(layers=network())):
+        for precision, words in (("fp16", "casts nothing on cpu"), ("bf16", "needs no loss scale")):
+            with pytest.raises(ValueError, match=words):
+                use_scaler(accelerate.Accelerator(cpu=True, mixed_precision=precision), scaler)
+            accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    for loop in (accelerate.DistributedType.DEEPSPEED, accelerate.DistributedType.MEGATRON_LM):
+        monkeypatch.setattr(accelerator.state, "distributed_type", loop)
+        with pytest.raises(ValueError, match=f"{loop.value} scales losses itself"):
+            use_scaler(accelerator, GradScaler())
+    accelerate.state.AcceleratorState._reset_state(True)
     pytest.importorskip("lightning.pytorch")
     from ada_loss.integrations.lightning import ScaledPrecision
 
@@ -153,14 +187,20 @@ def test_float16_that_a_loop_does_not_cast_to_is_refused_on_a_cpu(tmp_path: Path
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scaling", ["nnabla", "layers"])
 @pytest.mark.parametrize("loop", ["trainer", "lightning"])
-def test_float16_of_a_loop_on_a_card_is_trained_as_by_hand(tmp_path: Path, loop: str) -> None:
-    model, by_hand = Native("cuda"), Native("cuda")
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+def test_float16_of_a_loop_on_a_card_is_trained_as_by_hand(tmp_path: Path, loop: str, scaling: str) -> None:
+    small = SMALL if scaling == "layers" else 1.0
+    model, by_hand = Native("cuda", small), Native("cuda", small)
+
+    def scaler_of(net: nn.Module) -> GradScaler:
+        return GradScaler(layers=net) if scaling == "layers" else GradScaler(scaling)
+
+    optimizer = sgd(model)
     if loop == "trainer":
         from ada_loss.integrations.huggingface import use_scaler
 
-        trainer_of(Classifier(model), optimizer, GradScaler("nnabla"), tmp_path, fp16=True, use_cpu=False).train()
+        trainer_of(Classifier(model), optimizer, scaler_of(model), tmp_path, fp16=True, use_cpu=False).train()
         trainer = trainer_of(
             Classifier(fpsim.quantize(network(), FORMAT)), None, None, tmp_path, fp16=True, use_cpu=False
         )
@@ -168,8 +208,8 @@ def test_float16_of_a_loop_on_a_card_is_trained_as_by_hand(tmp_path: Path, loop:
         with pytest.raises(ValueError, match=r"Classifier is quantised, and mixed_precision='fp16'"):
             trainer.train()
     else:
-        fit(model, optimizer, GradScaler("nnabla"), tmp_path, "16-mixed")
-    scaler, optimizer = GradScaler("nnabla"), torch.optim.SGD(by_hand.cuda().parameters(), lr=RATE)
+        fit(model, optimizer, scaler_of(model), tmp_path, "16-mixed")
+    scaler, optimizer = scaler_of(by_hand.cuda()), sgd(by_hand)
     for x, y in zip(data()[0].cuda().split(4), data()[1].cuda().split(4)):
         with torch.autocast("cuda", torch.float16):
             loss = F.cross_entropy(by_hand(x).float() if loop == "lightning" else by_hand(x), y)
