@@ -256,6 +256,7 @@ SISTERS = {
                 "a_class_of_a_notebook_that_is_changed_makes_another_task"
             ),
         },
+        "test_mixed_precision.py": {"two_ranks_print_what_the_page_says": RANKS},
         "test_namesake.py": {
             "neither_says_anything_where_ours_is_alone": "fpsim_warns_where_the_other_distribution_is_installed",
         },
