@@ -22,6 +22,7 @@ from claims import (
     gradient,
     mean_error_of,
     operands,
+    second_head_error,
     share_found,
     stochastic_sum,
     worst_share_wrong,
@@ -30,6 +31,7 @@ from claims import (
 README, FIRST_SWEEP, SCALING, GRANULARITY = "README.md", "docs/first-sweep.md", "docs/scaling.md", "docs/granularity.md"
 FIRST_NOTEBOOK, SECOND_NOTEBOOK = "notebooks/1-formats.ipynb", "notebooks/2-gradient-scaling.ipynb"
 ACCUMULATORS, STOCHASTIC, VERDICT = "docs/accumulators.md", "docs/stochastic-rounding.md", "docs/verdict.md"
+MIXED = "docs/mixed-precision.md"
 NOTHING_LOST, BITS_KEPT = (-1.0, 1.0), (-0.036, 0.036)
 REPORTED = (float("-inf"), float("inf"))
 Band = tuple[float, float]
@@ -235,6 +237,20 @@ def _others() -> list[Claim]:
     return claims
 
 
+def _native() -> list[Claim]:
+    """Of the training in real float16."""
+    claims = []
+    for name, sentence, band, against in (
+        ("torch", "torch's scaler leaves the second head where a head that answers 0 is", (0.4, 0.65), None),
+        ("layers", "With a scale for each layer its error falls below 0.01", (0.0, 0.01), None),
+        ("layers", "to within 0.002 of float32's", (-0.002, 0.002), "float32"),
+    ):
+        quantity = Computed(second_head_error, (name,) if against is None else (name, against))
+        label = f"two_heads.{name}" if against is None else f"two_heads.{name}.against_{against}"
+        claims.append(Claim(label, MIXED, sentence, quantity, RATIO, *band))
+    return claims
+
+
 def _notebooks() -> list[Claim]:
     """What notebooks say of trainings of which they show one: rows of docs/scaling.md, with the same bands."""
     little, deep = "With four, the network learns little", "Without scaling the network does not learn."
@@ -250,4 +266,4 @@ def _notebooks() -> list[Claim]:
     ]
 
 
-CLAIMS = [*_readme(), *_first_sweep(), *_granularity(), *_scaling(), *_others(), *_notebooks()]
+CLAIMS = [*_readme(), *_first_sweep(), *_granularity(), *_scaling(), *_others(), *_native(), *_notebooks()]

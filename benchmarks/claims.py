@@ -21,6 +21,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,46 @@ def first_layer_error(seed: int, fmt: str, gain: float, method: str | float, oth
     methods = [method] if other is None else [method, other]
     errors = [row["error"] for row in depth_trial([fmt], [gain], methods, width=64, batch=32, seed=seed)]
     return float(errors[0] if other is None else errors[0] / errors[1])
+
+
+@cache
+def second_head_error(seed: int, scaler: str, against: str | None = None) -> float:
+    """The error of a head whose loss is small, after a training in float16; less that of another training.
+
+    Two heads on one trunk learn differences of two inputs, in 300 steps of Adam. The loss of the second is multiplied
+    by 1e-12, as one in other units would be. A head that answers 0 has an error of 0.5.
+
+    scaler: "layers" or a rule, in float16 under torch.autocast; "float32" for a training without either.
+    """
+    import torch
+    from torch import nn
+
+    import ada_loss
+
+    torch.manual_seed(seed)
+    trunk = nn.Sequential(nn.Linear(8, 64), nn.Tanh())
+    heads = nn.ModuleList(nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1)) for _ in range(2))
+    model = nn.ModuleList([trunk, heads])
+    words: dict[str, Any] = {"layers": {"layers": model}, "float32": {"rule": "off"}}.get(scaler, {"rule": scaler})
+    loss_scaler = ada_loss.GradScaler(**words)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-30)  # it divides a gradient by its own size
+
+    def errors(count: int) -> list[torch.Tensor]:
+        x = torch.randn(count, 8)
+        with torch.autocast("cpu", torch.float16, enabled=scaler != "float32"):
+            inner = trunk(x)
+            answers = [head(inner).float() for head in heads]
+        return [(y - (x[:, i : i + 1] - x[:, i + 1 : i + 2]) / 2).square().mean() for i, y in enumerate(answers)]
+
+    for _ in range(300):
+        first, second = errors(64)
+        loss_scaler.scale(first + 1e-12 * second).backward()
+        loss_scaler.step(optimizer)
+        loss_scaler.update()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        error = float(errors(4096)[1])
+    return error - (second_head_error(seed, against) if against is not None else 0.0)
 
 
 def best_constant(seed: int, fmt: str, gain: float) -> float:

@@ -19,7 +19,10 @@ from claim_rows import CLAIMS  # noqa: E402
 from claims import SEEDS, Claim, Computed, Measured, Trained, judge, run, verdict_on  # noqa: E402
 
 NAMES = [claim.name for claim in CLAIMS]
-PAGES = [f"docs/{name}.md" for name in ("first-sweep", "scaling", "granularity", "accumulators", "verdict")]
+PAGES = [
+    f"docs/{name}.md"
+    for name in ("first-sweep", "scaling", "granularity", "accumulators", "verdict", "mixed-precision")
+]
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=NAMES)
