@@ -1,4 +1,4 @@
-"""Executes notebooks and stores what they show: `python notebooks/store.py [NOTEBOOK ...]`, all five without a name.
+"""Executes notebooks and stores what they show: `python notebooks/store.py [NOTEBOOK ...]`, all of them without a name.
 
 With `--check` nothing is written, and the exit status is 1 where a notebook shows something else than it stores.
 Words are the same everywhere, and so are numbers, digit by digit, unless a tag of the cell says how they are compared.
