@@ -135,12 +135,13 @@ AROUND = {
 NO_VJP = {"blocks", "a Hadamard transform"}  # torch's operators with a gradient have none
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     ("function", "around", "rows"),
     [
         *((f, around, 3) for f, around in itertools.product(OF_ROWS, AROUND) if "vjp" not in around or f not in NO_VJP),
         *((f, "plainly", 2000) for f in OF_ROWS),  # which take another way
     ],
+    keep=lambda f, around, rows: around == "vmap" or rows == 2000,
 )
 def test_where_no_gradient_arrives_none_goes_on(function: str, around: str, rows: int) -> None:
     x, y = (torch.randn(rows, 32, requires_grad=True) for _ in range(2))

@@ -94,7 +94,7 @@ def test_a_sweep_gives_a_row_for_each_cell_and_runs_none_twice(tmp_path: Path) -
     assert before.items() < done(tmp_path).items()
 
 
-@tiers.parametrize("kind", ["cluster", "threads", "processes"], keep={"cluster", "threads"})
+@tiers.parametrize("kind", ["cluster", "threads", "processes"], keep={"threads"})
 def test_every_engine_gives_equal_results(tmp_path: Path, local: str, kind: str) -> None:
     expected = outcomes(small(tmp_path / "here", "digits", seeds=2))
     with contextlib.ExitStack() as stack:
