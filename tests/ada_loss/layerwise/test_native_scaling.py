@@ -146,11 +146,14 @@ def test_gradients_of_a_half_training_are_those_of_the_emulation_at_the_same_sca
     # the scales are looked up as the forward pass makes its sites
     theirs = backward(emulated, inputs().half().float(), size)
     # Both add 16 exact products in float32, in orders that may differ: by 2**-20 of the sum at most. That rounds to the
-    # other side, one unit of 2**-10, where the sum is so near the middle of two numbers 2**-11 apart: one in 2**8.
+    # other side, one unit of 2**-10, where the sum is so near the middle of two numbers 2**-11 apart: one in 2**8. If a
+    # result of the forward pass does (it is one unit off), so may any gradient that it enters, of which there are many.
     mine, other = (torch.cat([g.flatten() for g in found[::2]]) for found in (ours, theirs))
     differs = mine != other
-    assert differs.sum() <= 2.0**-8 * len(mine)
-    assert ((mine - other).abs() <= 2.0**-10 * mine.abs())[differs].all()
+    assert (mine - other).norm() <= 2.0**-11 * mine.norm()
+    if torch.equal(native(inputs().half()).float(), emulated(inputs().half().float())):
+        assert differs.sum() <= 2.0**-8 * len(mine)
+        assert ((mine - other).abs() <= 2.0**-10 * mine.abs())[differs].all()
 
 
 @pytest.mark.parametrize("way", ["weights", "autocast"])
