@@ -132,7 +132,7 @@ class NativeScaling:
         )
 
     def scale(self, loss: Tensor) -> Tensor:
-        """A view of `loss` whose backward pass is scaled layer by layer.
+        """A copy of `loss` whose backward pass is scaled layer by layer.
 
         Raises TypeError where no gradient of the pass is float16; for more see `NativePass.scale`.
         """

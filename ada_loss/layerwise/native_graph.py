@@ -218,6 +218,8 @@ def _factor(
     parameter: Tensor | None = None
     behind = [parameter_behind(child) for child in children]
     arrives = slot_dtypes(node)
+    if any(arrives[nr].is_complex for nr in slots):
+        return None  # of two float32 numbers: it needs no factor, and has no moments to choose one by
     word = kind.removesuffix("Backward0")
     if kind in MATRICES:
         at = next((i for i in reversed(range(len(behind))) if (p := behind[i]) is not None and p.dim() > 1), None)

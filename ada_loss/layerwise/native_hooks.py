@@ -54,7 +54,7 @@ class NativePass:
         self.names, self.choose, self.half, self.on_begin = names, choose, half, on_begin
 
     def scale(self, loss: Tensor, ones: Collection[str] = frozenset(), observe: Observe | None = None) -> Tensor:
-        """A view of `loss` (any shape) whose backward pass is hooked.
+        """A copy of `loss` (any shape) whose backward pass is hooked.
 
         Raises NotImplementedError for a reentrant checkpoint, TypeError for a half leaf with a half gradient, a loss
         that requires no gradient, and, if asked for, one without a half gradient in its graph. Its backward raises
@@ -66,7 +66,7 @@ class NativePass:
         """
         if not loss.requires_grad:
             raise TypeError("Got a loss that requires no gradient. Expected: the loss of a forward pass, not detached.")
-        loss = loss.view_as(loss)
+        loss = loss.clone()  # a view that is written to, as by `loss /= steps`, is no part of its own graph any more
         plan = plan_of(loss.grad_fn, self.names, self.half, ones)
         if self.needs_half and not plan.has_half:
             raise TypeError(

@@ -260,6 +260,24 @@ def test_two_losses_of_one_graph_are_scaled_one_after_the_other_or_as_a_sum() ->
             other.scale(scaler.scale(one)).backward(retain_graph=True)
 
 
+def test_a_scaled_loss_that_is_written_to_is_scaled_still() -> None:
+    model, x = made("gated")
+    wanted = [g / 4 for g in gradients(model, x)]
+    chosen: list[str] = []
+
+    def choose(factor: Factor, came: list[Tensor], log2: Power) -> int:
+        chosen.append(factor.site)
+        return 3
+
+    def scale(loss: Tensor) -> Tensor:
+        scaled = NativePass({}, choose).scale(loss)
+        scaled /= 4  # as for micro-batches
+        return scaled
+
+    assert_equal(gradients(model, x, scale), wanted)
+    assert chosen
+
+
 def test_hooks_of_parameters_see_true_gradients() -> None:
     model, x = made("gated")
     plain, found = gradients(model, x), []

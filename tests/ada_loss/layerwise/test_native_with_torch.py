@@ -385,3 +385,33 @@ def test_models_of_transformers_lose_nothing_at_any_size_of_their_loss(name: str
     constants = [2.0**k for k in range(0, 41, 4)]
     best = min(error(gradients(model, loss, lambda loss, c=c: loss * c), c) for c in constants)
     assert error(ours) <= 1.1 * best
+
+
+class Spectral(nn.Module):
+    """Products of complex numbers between layers in float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.mix = nn.Parameter(torch.randn(5, 5, dtype=torch.complex64))
+        self.gain = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frequencies = torch.fft.rfft(self.a(x).float()) @ self.mix * self.gain
+        return self.b(torch.fft.irfft(frequencies, n=8))
+
+
+def test_complex_products_pass_what_layers_carry() -> None:
+    torch.manual_seed(0)
+    model, x, size = Spectral(), torch.randn(4, 8), 2.0**-24
+
+    def loss(factor: float) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            return model(x).float().square().mean() * factor
+
+    wanted = torch.autograd.grad(loss(1.0), [*model.parameters()])
+    scaler = ada_loss.GradScaler(layers=model)
+    scaler.scale(loss(size)).backward()
+    for p, plain in zip(model.parameters(), wanted, strict=True):
+        assert p.grad is not None
+        assert float((p.grad / size - plain).abs().max()) < 2e-3 * float(plain.abs().max())  # float16 has 2^-11
