@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ada_loss.layerwise.constants import Constants
 from ada_loss.layerwise.native_graph import Factor
 from ada_loss.layerwise.native_hooks import Leaves, NativePass
-from ada_loss.layerwise.native_powers import Power, from_to, on, times
+from ada_loss.layerwise.native_powers import HALF, Power, from_to, on, times
 from ada_loss.layerwise.options import Options
 from ada_loss.layerwise.saved import check_progress, check_sites
 from ada_loss.layerwise.scale_kernels import CHOSEN, FINAL, IF_UNKNOWN, RECOMPUTE, REUSE, carried_factor_kernel
@@ -37,7 +37,6 @@ from fpsim.scaling import (
 
 __all__ = ["NativeScaling"]
 
-HALF = torch.float16
 CPU = torch.device("cpu")
 NOTHING = (0.0,) * len(Moments._fields)  # moments that say that there is no other operand
 BACKOFF = 4  # powers of two that a site loses when its numbers overflow

@@ -10,7 +10,7 @@ from torch import Tensor
 from ada_loss.layerwise.scale_kernels import NORMAL, quotient, sum_with_headroom, with_headroom
 from fpsim.scaling import amax_of, memory_of, on_device
 
-__all__ = ["Power", "Ratio", "aligned", "from_to", "largest", "meet", "on_host", "times"]
+__all__ = ["HALF", "Power", "Ratio", "aligned", "from_to", "largest", "meet", "on", "times"]
 
 # log2 of a power of two: a number, or (1,) int64 on the device of the gradients that carry it
 Power = int | Tensor
@@ -18,11 +18,6 @@ Power = int | Tensor
 Ratio = int | Tensor
 HEADROOM = 10  # powers of two that a sum of branches leaves to the products and weight gradients behind it
 HALF = torch.float16
-
-
-def on_host(power: Power) -> int:
-    """The exponent as a number; waits for a card."""
-    return power if isinstance(power, int) else int(power)
 
 
 def on(power: Power, device: torch.device) -> Tensor:

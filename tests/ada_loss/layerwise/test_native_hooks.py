@@ -167,6 +167,13 @@ def gradients(model: nn.Module, x: Tensor, scale: Callable[[Tensor], Tensor] = l
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+def backward_in_half(model: nn.Module, x: Tensor, choose: Choose) -> None:
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = model(x).float().square().mean()
+    NativePass({}, choose).scale(loss).backward()
+
+
 def assert_equal(ours: list[Tensor], plain: list[Tensor]) -> None:
     assert len(ours) == len(plain) > 0
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
@@ -338,10 +345,7 @@ def test_branches_of_distant_sizes_meet_without_overflow(gate: float, gated_firs
     model, x = Gated(gate, gated_first=gated_first), torch.randn(8, 8)
     plain = gradients(model, x)
 
-    model.zero_grad()
-    with torch.autocast("cpu", dtype=torch.float16):
-        loss = model(x).float().square().mean()
-    NativePass({}, choose).scale(loss).backward()
+    backward_in_half(model, x, choose)
     for p, wanted in zip(model.parameters(), plain, strict=True):
         assert p.grad.isfinite().all()
         # fp16's relative error of a product is 2^-11; a few of them follow each other
@@ -372,10 +376,7 @@ def test_results_of_one_node_of_distant_sizes_are_brought_to_one_power_without_o
     model, x = Forked(2.0**-20, gated_first=gated_first), torch.randn(8, 8)
     plain = gradients(model, x)
 
-    model.zero_grad()
-    with torch.autocast("cpu", dtype=torch.float16):
-        loss = model(x).float().square().mean()
-    NativePass({}, choose).scale(loss).backward()
+    backward_in_half(model, x, choose)
     for p, wanted in zip(model.parameters(), plain, strict=True):
         if p is model.stem.weight or p is model.stem.bias:
             large = slice(0, 8) if gated_first else slice(8, 16)
