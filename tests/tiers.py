@@ -237,6 +237,9 @@ SISTERS = {
             "trackers_get_every_number_at_the_step_it_was_logged_at": (
                 "trackers_get_the_curves_and_the_metrics_of_a_task_of_each_cell_once"
             ),
+            "runs_of_mlflow_have_parameters_tags_and_the_file_and_name_what_was_infinite": (
+                "trackers_get_the_curves_and_the_metrics_of_a_task_of_each_cell_once"
+            ),
         },
         "fpsim/test_instants.py": {
             "what_is_made_for_a_block_ends_with_it_and_leaves_nothing_on_torch_though_the_traceback_is_kept": (

@@ -40,7 +40,7 @@ def hold(fmt: str, samples: int, every: int = 1) -> None:
 
 
 @parametrize(
-    ("fmt", "samples", "every"), [("bf16", 2, 1), ("fp16", 1, 1), ("bf16", 1, 60)], keep=lambda *case: case[2] > 1
+    ("fmt", "samples", "every"), [("bf16", 2, 1), ("fp16", 1, 1), ("bf16", 1, 90)], keep=lambda *case: case[2] > 1
 )
 def test_every_operation_is_as_near_to_float64_as_native_code(fmt: str, samples: int, every: int) -> None:
     hold(fmt, samples, every)

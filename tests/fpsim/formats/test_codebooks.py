@@ -430,6 +430,18 @@ def test_beyond_the_largest_value_of_a_book_with_inf_the_last_spacing_goes_on() 
     fpsim.manual_seed(None)
 
 
+def test_beyond_its_ends_a_book_with_inf_goes_on_by_its_last_spacings() -> None:
+    x = torch.tensor([-3.5, -3.0, -2.9, -2.0, 2.0, 2.4, 2.5, 2.6])  # half of a spacing of 2 below, and of 1 above
+    wanted = [-math.inf, -math.inf, -2.0, -2.0, 2.0, 2.0, 2.0, math.inf]
+    assert round_to(x, BOOKS["with inf"]).tolist() == wanted  # ties go to the even code
+
+
+def test_a_book_reaches_to_the_largest_number_of_float32() -> None:
+    largest = torch.finfo(torch.float32).max
+    x = torch.tensor([3e38, -3e38, 1e38, torch.inf, -torch.inf])
+    assert round_to(x, Codebook((-largest, 0.0, largest))).tolist() == [largest, -largest, 0.0, largest, -largest]
+
+
 def test_the_noise_is_that_of_the_library() -> None:
     key = torch.tensor(0x123456789ABCDEF)
     x = torch.randn(1000).clamp(-1, 1)

@@ -214,6 +214,7 @@ def log_an_end(tracker: MLflow, name: str, loss: float, file: Path) -> None:
     tracker.finish(name, row, file)
 
 
+@pytest.mark.full
 def test_runs_of_mlflow_have_parameters_tags_and_the_file_and_name_what_was_infinite(tmp_path: Path) -> None:
     (row,) = own(tmp_path, track=["mlflow"]).rows()
     (run,) = of_mlflow(tmp_path).values()
@@ -254,7 +255,7 @@ def test_hyperparameters_of_tensorboard_have_the_final_metrics(tmp_path: Path) -
     assert "loss" in run["lower"]
 
 
-@tiers.parametrize("tracker", READERS, keep={"mlflow"})
+@tiers.parametrize("tracker", READERS, keep={"tensorboard"})
 def test_trackers_see_a_training_while_it_runs(tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ada_loss.lab.cells.live.EVERY", 0.0)
     monkeypatch.setattr("ada_loss.lab.results.notifier.READ_EVERY", 0.01)
