@@ -10,8 +10,8 @@ lacks a representative there.
     python tests/mutants.py run --seed 7            # ten mutants for each of eight folders, two at a time; resumes
     python tests/mutants.py show                    # the table, and what survived
 
-What Numba compiles is not recorded: lines of `fpsim/kernels` are run against the tests of kernels, of tensors and of CUDA. Nor
-is what an import executes, or a child process (a sweep's workers, the command line).
+What Numba compiles is not recorded: lines of `fpsim/kernels` are run against the tests of kernels, of tensors and of
+CUDA. Nor is what an import executes, or a child process (a sweep's workers, the command line).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
+from fpsim.emulation.casts import is_float32_island
 from fpsim.emulation.checkpoints import watch_checkpoints
 from fpsim.emulation.marks import forget_everywhere, note_inference_write
 from fpsim.emulation.mode import Emulation, TracedEmulation
@@ -174,6 +175,7 @@ class Position:
         self.scope = scope.again(scope.weights, scope.wide, scope.is_float64)
         self.counts, self.aliases = dict(scope.counts), emulation.aliases
         self.has_names, self.names = emulation.has_names, set(emulation.names)
+        self.is_island = is_float32_island(emulation.autocast_depth)
         self.operands = {
             TensorWeakRef(x): copies if is_grad else values_of(copies)  # a reentrant checkpoint has a graph of its own
             for x, copies in emulation.rounded_operands()
@@ -189,6 +191,7 @@ class Position:
         emulation = Emulation(self.scope, self.aliases, self.has_names)
         emulation.names |= self.names
         emulation.take_over(self.operands)
+        emulation.autocast_depth -= self.is_island  # a checkpoint switches autocast off again, in a block of its own
         watch_checkpoints(Position)
         watch_own_code(_run_in)
         note_inference_write()

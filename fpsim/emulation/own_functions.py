@@ -30,7 +30,9 @@ from fpsim.emulation.marks import (
     is_view_of_weight,
     is_weight,
     mark,
+    mark_as_state,
     mark_as_view_of_weight,
+    mark_as_weight,
     mark_like,
     mark_wide,
     writes_to,
@@ -158,8 +160,10 @@ def _result(
     known, site = _format_of_numbers(x), f"{code.site}.{i}" if i else code.site
     made = (made_of(x) if made_of is not None else None) or (_BORDER.name, given)
     if known is None or not (is_plain(x) or is_traced(x)):
-        if any(isinstance(y, Tensor) and (x is y or share_storage(x, y)) for y in given):
-            return x  # a view of an argument, which is rounded where it is used
+        of = next((y for y in given if isinstance(y, Tensor) and (x is y or share_storage(x, y))), None)
+        if of is not None:  # a view of an argument, which is rounded where it is used
+            _mark_as_view(x, of, emulation.scope)
+            return x
         x = emulation.round_result(x, _BORDER, given, [], None, code)  # type: ignore[arg-type]
     elif x.requires_grad:
         mark(x, known)
@@ -167,6 +171,16 @@ def _result(
     if x.requires_grad:
         _ask_for_scale(emulation.scope, code, x, made, site)
     return x
+
+
+def _mark_as_view(x: Tensor, of: Tensor, scope: Scope) -> None:
+    """Know the role of what lies in the memory of an argument: a tracer makes another tensor of what is given back."""
+    if is_state(of):
+        mark_as_state(x)
+    elif is_weight(of) or scope.stands_in(of):
+        mark_as_weight(x)
+    elif is_view_of_weight(of):
+        mark_as_view_of_weight(x)
 
 
 def _format_of_numbers(x: Tensor) -> str | None:

@@ -92,6 +92,37 @@ def test_a_body_that_is_run_again_gives_the_same_gradients(way: Wrap, fmt: str, 
     assert_equal(gradients_of(once, x), gradients_of(again, x))
 
 
+class InFloat32(nn.Module):
+    """A checkpoint, or one in another, where autocast is switched off: float32 is asked for."""
+
+    def __init__(self, wrap: Wrap, is_nested: bool) -> None:
+        super().__init__()
+        self.wrap, self.is_nested, self.weight = wrap, is_nested, nn.Parameter(torch.randn(6, 6))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight) * 1.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y = self.wrap((lambda x: self.wrap(self.inner, x)) if self.is_nested else self.inner, x.float())
+        return y @ self.weight
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@WAYS
+@pytest.mark.parametrize("is_nested", [False, True], ids=["flat", "nested"])
+@pytest.mark.parametrize("policy", ["e5m2", fpsim.Policy(weight="e5m2")], ids=["e5m2", "weights in e5m2"])
+def test_a_checkpoint_where_autocast_is_switched_off_is_run_again_in_float32(
+    way: Wrap, is_nested: bool, policy: Any
+) -> None:
+    found = []
+    for wrap in (plain, way):
+        torch.manual_seed(0)
+        model = fpsim.quantize(InFloat32(wrap, is_nested), policy)
+        found.append(gradients_of(model, torch.randn(5, 6)))
+    assert_equal(*found)
+
+
 @WAYS
 @pytest.mark.parametrize("own_stream", [False, True], ids=["noise of torch", "own noise"])
 def test_noise_of_the_forward_pass_is_the_same_when_it_is_run_again(way: Wrap, own_stream: bool) -> None:

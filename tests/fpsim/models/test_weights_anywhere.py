@@ -321,3 +321,63 @@ def test_a_program_takes_no_trained_tensor_for_a_constant() -> None:
     expected = x.bfloat16().float().sum(0).bfloat16().float()
     assert torch.equal(outside.grad, expected)
     torch._dynamo.reset()
+
+
+def in_e5m2(x: Tensor) -> Tensor:
+    return x.to(torch.float8_e5m2).float()
+
+
+class GivenBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 0.5
+
+
+class Viewed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[:4], x[4:]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.cat(gradients)
+
+
+class ThroughAFunction(nn.Module):
+    def __init__(self, of: str, is_viewed: bool) -> None:
+        super().__init__()
+        self.of, self.is_viewed = of, is_viewed
+        self.weight = nn.Parameter(torch.randn(8, 6))
+        self.register_buffer("table", torch.randn(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = {"parameter": self.weight, "buffer": self.table, "row": self.weight[1:].view(7, 6), "input": x}[self.of]
+        y = torch.cat(Viewed.apply(y)) if self.is_viewed else GivenBack.apply(y)
+        return x @ y.T + self.weight[0, 0]
+
+
+@parametrize(
+    ("of", "is_viewed"),
+    [(of, is_viewed) for of in ("parameter", "buffer", "row", "input") for is_viewed in (False, True)],
+    keep=lambda of, is_viewed: (of, is_viewed) in (("parameter", False), ("row", True)),
+)
+@pytest.mark.parametrize("policy", [Policy(activation="e5m2", error="bf16"), POLICY], ids=["activations", "all"])
+def test_what_a_function_gives_back_keeps_its_role_compiled(of: str, is_viewed: bool, policy: Policy) -> None:
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model: Any = quantize(ThroughAFunction(of, is_viewed), policy)
+        x = torch.randn(3, 6, requires_grad=True)
+        y = (torch.compile(model, backend="aot_eager") if is_compiled else model)(x)
+        y.square().sum().backward()
+        found.append((y.detach(), x.grad, model.weight.grad))
+    for eager, compiled in zip(*found, strict=True):
+        assert (eager is None) is (compiled is None)
+        assert eager is None or torch.equal(eager, compiled)
+    if of == "parameter" and not is_viewed and policy.weight is None:
+        x = in_e5m2(x.detach())
+        assert torch.equal(found[0][0], in_e5m2(in_e5m2(x @ model.weight.detach().T) + model.weight.detach()[0, 0]))
