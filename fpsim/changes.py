@@ -31,7 +31,7 @@ CHANGES: dict[int, tuple[str, ...]] = {
         "program with stochastic rounding",
         "gradients behind an autograd Function that returns None, which were zeros in blocks, Hadamard transforms, "
         "large tensors and under vmap",
-        "checkpoints where autocast is switched off",
+        "checkpoints, views of weights and autograd Functions where autocast is switched off",
         "weights that an autograd Function gives back, under torch.compile",
         "blocks that hold an infinity, NaN or the largest number of float32, and operands of float64 models in blocks",
         "adaptive scaling where a parameter multiplies (layer scales, norms written by hand) in rules that predict",

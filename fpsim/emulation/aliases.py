@@ -171,10 +171,11 @@ def view_from_outside(
     base = x if alias is None else alias.base
     is_of_copy = alias is not None and alias.is_of_copy
     has_role = _is_weight(emulation, base)
-    is_raw = not has_role and not x.requires_grad and (alias is None or not (is_of_copy or alias.rounded is not None))
-    if is_state(x) or is_raw:
+    leaves_raw = not is_of_copy and emulation.leaves_raw((x,))  # where autocast is switched off
+    is_known = alias is not None and (is_of_copy or alias.rounded is not None)
+    if is_state(x) or (not has_role and (leaves_raw or not (x.requires_grad or is_known))):
         return _view_as_it_is(emulation, func, call, args, kwargs, base)
-    rounded = x if is_of_copy else emulation.operand(x, Rounds.ALL)
+    rounded = x if is_of_copy or leaves_raw else emulation.operand(x, Rounds.ALL)
     if rounded is x and not is_of_copy:  # nothing is rounded
         out = call(func, args, kwargs)
         _add_all(aliases, out, x, [Alias(base)] * sum(1 for _ in tensors_in(out)))

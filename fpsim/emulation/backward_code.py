@@ -67,12 +67,13 @@ class OwnCode:
     gives_wide: the same of each result.
     copies: of each argument of which a Function was given a rounded copy. Weak: a Function that needs it keeps it.
     has_weights: whether a weight is among the arguments.
+    is_island: whether it computes in float32, where autocast is switched off.
     scale: gives the scale at which dy enters the products, where no role rounds it before; else None.
     """
 
     __slots__ = (
-        "aliases", "asks", "copies", "gives_wide", "has_names", "has_weights", "names", "output", "scale", "scope",
-        "site", "stand_ins", "takes_wide",
+        "aliases", "asks", "copies", "gives_wide", "has_names", "has_weights", "is_island", "names", "output", "scale",
+        "scope", "site", "stand_ins", "takes_wide",
     )  # fmt: skip
 
     def __init__(
@@ -89,7 +90,7 @@ class OwnCode:
         self.takes_wide: list[bool] = []
         self.gives_wide: list[bool] = []
         self.copies: list[CopyOfArgument] = []
-        self.has_weights = False
+        self.has_weights = self.is_island = False
         self.scale: Callable[[Tensor, bool], Tensor | None] | None = None
         self.output, self.asks = None, False  # as of a ProductCall, where its results are rounded
 
@@ -141,7 +142,7 @@ class BackwardCode(Emulation):
         self.errors.counts = self.activations.counts
         Emulation.__init__(self, self.activations, code.aliases, code.has_names)
         self.names |= code.names
-        self.autocast_depth += adds_depth
+        self.autocast_depth += adds_depth - code.is_island
         self.code, self.stand_ins = code, code.stand_ins or {}
         self.has_weights = code.has_weights
         self.log2_scale: Tensor | None = None

@@ -221,7 +221,7 @@ def cast(
     is_ours = is_made_here(x) or (alias is not None and is_made_here(alias.base))
     stays = not is_wide and is_ours  # torch may give the tensor itself
     stays = stays or x.dtype not in WIDE_DTYPES  # a real tensor of few bits is widened first
-    if is_roundable(x) and not (is_state(x) or emulation.leaves_raw(x) or stays):  # a buffer is read as it is
+    if is_roundable(x) and not (is_state(x) or emulation.leaves_raw((x,)) or stays):  # a buffer is read as it is
         x = emulation.operand(x, Rounds.ALL_BUT_WIDE)
     out = call(func, (x, *args[1:]), kwargs)
     if is_float64(out) and not (emulation.scope.is_float64 or is_float64(x)):

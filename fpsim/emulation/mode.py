@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -287,7 +287,7 @@ class Emulation(Roundings, TorchFunctionMode):
         """A call that reads values, and gives none of the format."""
         is_wide = self.has_wide and self._is_wide_call(func, call, args, kwargs, None, asked)
         rounds = Rounds.ALL_BUT_WIDE if is_wide else Rounds.ALL
-        if is_float32_island(self.autocast_depth) and not any(map(self._is_narrow, roundable_in(args, kwargs))):
+        if self.leaves_raw(roundable_in(args, kwargs)):
             rounds = Rounds.NOTHING
         floats: list[Tensor] = []
         args = tuple([self.prepared(as_numbers(x), rounds, floats) for x in args])
@@ -379,7 +379,7 @@ class Emulation(Roundings, TorchFunctionMode):
         else:
             rounds = Rounds.ALL_BUT_WIDE
         if is_float32_island(self.autocast_depth):
-            is_wide = is_wide or not any(self._is_narrow(x) for x in roundable_in(args, kwargs))
+            is_wide = is_wide or self.leaves_raw(roundable_in(args, kwargs))
             rounds = Rounds.NOTHING if is_wide else rounds
         return is_wide, rounds
 
@@ -525,9 +525,9 @@ class Emulation(Roundings, TorchFunctionMode):
             for x in filter(is_roundable, results):
                 observer(site, "activation", x.detach(), x.detach(), FLOAT32)
 
-    def leaves_raw(self, x: Tensor) -> bool:
-        """Whether autocast was switched off here, and `x` is not in the format."""
-        return is_float32_island(self.autocast_depth) and not self._is_narrow(x)
+    def leaves_raw(self, operands: Iterable[Tensor]) -> bool:
+        """Whether autocast was switched off here, and none of these is in the format."""
+        return is_float32_island(self.autocast_depth) and not any(map(self._is_narrow, operands))
 
     def _is_narrow(self, x: Tensor) -> bool:
         return format_of(x) not in (None, WIDE)

@@ -92,7 +92,8 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
         return apply(cls, *args, **kwargs)
     code, around = OwnCode.met_by(emulation, cls.__name__), (scope.is_in_step, scope.made, _running.code)
     with without_torch_function():
-        given = tuple(_given(emulation, x) for x in args)
+        code.is_island = emulation.leaves_raw(x for x in args if isinstance(x, Tensor) and is_roundable(x))
+        given = args if code.is_island else tuple(_given(emulation, x) for x in args)
         versions = [writes_to(y) if y is not x else None for x, y in zip(args, given, strict=True)]
         code.copies = [
             (TensorWeakRef(x), writes_to(x), TensorWeakRef(y)) for x, y in zip(args, given, strict=True) if y is not x
@@ -133,7 +134,7 @@ def _warn_of_one_operation(cls: type, scope: Scope) -> None:
 
 def _given(emulation: Emulation, x: Any) -> Any:
     """An argument of a Function: in its format, and with the attributes of the parameter that it is a copy of."""
-    if not isinstance(x, Tensor) or not is_roundable(x) or is_state(x) or emulation.leaves_raw(x):
+    if not isinstance(x, Tensor) or not is_roundable(x) or is_state(x):
         return x
     copy = emulation.operand(x, Rounds.ALL_BUT_WIDE)
     if copy is not x and (is_view_of_weight(x) or emulation.scope.stands_in(x)):
@@ -305,7 +306,7 @@ class _HookCall(Call):
         if emulation is None or is_left or emulation.scope.rounds_nothing:
             return super().__call__(function, args, kwargs)
         code = OwnCode.met_by(emulation, "hook")
-        code.gives_wide = [is_marked_wide(x)]
+        code.gives_wide, code.is_island = [is_marked_wide(x)], emulation.leaves_raw((x,))
         return function(x, _Hook(code, hook))
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from tiers import parametrize
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fpsim
 from fpsim import Policy, emulate, quantize, round_to
@@ -429,6 +430,94 @@ def test_an_island_under_autocast_switched_off_keeps_what_comes_from_outside() -
     assert torch.equal(y, F.linear(x, weight))
     assert torch.equal(z, x * 1.1)
     assert torch.equal(inside, round_to(inside, "e5m2"))
+
+
+OF_A_WEIGHT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "T": lambda x, w: x @ w.T,
+    "t and a row": lambda x, w: torch.addmm(w[0], x, w.t()),
+    "view": lambda x, w: F.linear(x, w.view(4, 4)),
+    "slice": lambda x, w: F.linear(x, w[:, :]),
+    "chunk": lambda x, w: F.linear(x, torch.cat(w.chunk(2))),
+    "unbind": lambda x, w: F.layer_norm(x, (4,), *w.unbind()[:2]),
+    "T and float": lambda x, w: x @ w.T.float(),
+    "float": lambda x, w: F.linear(x, w.float()),
+    "detach": lambda x, w: F.linear(x, w.detach()),
+}
+
+
+@parametrize("spelling", OF_A_WEIGHT, keep={"T", "unbind"})
+@pytest.mark.parametrize("way", ["eager", "compiled", "checkpoint"])
+def test_an_island_reads_a_weight_as_it_is_however_it_is_viewed(spelling: str, way: str) -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def inner(self, x: Tensor) -> Tensor:
+            return OF_A_WEIGHT[spelling](x, self.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                x = x.float()
+                if way == "checkpoint":
+                    return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+                return self.inner(x)
+
+    plain = Router()
+    model: Any = quantize(plain, "e5m2")
+    called = torch.compile(model, backend="aot_eager") if way == "compiled" else model
+    x = torch.randn(5, 4)
+    expected, result = plain(x), called(x)
+    assert torch.equal(result, expected)
+    if expected.requires_grad:
+        expected.square().sum().backward()
+        result.square().sum().backward()
+        assert torch.equal(model.weight.grad, plain.weight.grad)  # type: ignore[arg-type]
+
+
+def test_a_view_of_a_weight_that_was_made_in_an_island_is_rounded_outside() -> None:
+    x, weight = torch.randn(4, 4), nn.Parameter(torch.randn(4, 4))
+    with emulate("e5m2"):
+        with torch.autocast("cpu", enabled=False):
+            w = weight.T
+        y = x @ w
+    assert torch.equal(y, round_to(round_to(x, "e5m2") @ round_to(weight, "e5m2").T, "e5m2"))
+
+
+class OwnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient @ w, gradient.T @ x
+
+
+@pytest.mark.parametrize("is_cast", [True, False])  # numbers of the format come in, if not
+@parametrize("policy", ["e5m2", Policy(weight="e5m2", error="bf16"), "mxfp8_e4m3"], ids=str, keep=["e5m2"])
+def test_a_function_in_an_island_computes_as_the_same_operations_do(policy: Any, is_cast: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self, linear: Callable[[Tensor, Tensor], Tensor]) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear, self.first, self.second = linear, nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            with torch.autocast("cpu", enabled=False):
+                y = self.linear(x.float() if is_cast else x, self.second) * 1.1
+            return y @ self.first.weight
+
+    found = []
+    for linear in (lambda x, w: x @ w.T, OwnLinear.apply):
+        model = quantize(Net(linear), policy)
+        y = model(torch.randn(5, 4, generator=torch.Generator().manual_seed(1)))
+        y.square().sum().backward()
+        found.append([y, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *found))
 
 
 # Masks
