@@ -22,6 +22,7 @@ from fpsim.emulation.aliases import note_write
 from fpsim.emulation.backward_code import BackwardCode, OwnCode, RunIn, is_of_a_model, run_in_backward, run_modes_by
 from fpsim.emulation.calls import Call, known_calls
 from fpsim.emulation.marks import (
+    WIDE,
     ByIdentity,
     format_of,
     is_marked_wide,
@@ -251,7 +252,7 @@ class _Context:
         with without_torch_function():
             code: OwnCode | None = getattr(self, _CODE, None)
             copies = {} if code is None else {id(copy[2]()): copy for copy in code.copies}
-            setattr(self, _SAVED, [(_known_of_weight(x), copies.get(id(x))) for x in tensors])
+            setattr(self, _SAVED, [(_known_of_saved(x), copies.get(id(x))) for x in tensors])
         super().save_for_backward(*tensors)  # type: ignore[misc]
 
     @property
@@ -262,16 +263,22 @@ class _Context:
             for x, (known, copy) in zip(tensors, getattr(self, _SAVED, ()), strict=False):
                 if copy is not None and copy[2]() is not x and isinstance(active.emulation, BackwardCode):
                     active.emulation.know_copy(copy, x)  # hooks of saved tensors gave back another one
-                if x is not None and known is not None and not is_weight(x):
+                if x is None or known is None:
+                    continue
+                if known == WIDE:
+                    mark_wide(x)
+                elif not is_weight(x):
                     mark_as_view_of_weight(x)
                     if known and format_of(x) is None:
                         mark_like(x, known)
         return tensors
 
 
-def _known_of_weight(x: Tensor | None) -> str | None:
-    """The format of what is a weight, or a view or a copy of one; None for any other tensor."""
-    return format_of(x) or "" if isinstance(x, Tensor) and is_view_of_weight(x) else None
+def _known_of_saved(x: Tensor | None) -> str | None:
+    """The format of what is float32 on purpose, a weight, or a view or a copy of one; None for any other tensor."""
+    if not isinstance(x, Tensor):
+        return None
+    return WIDE if is_marked_wide(x) else format_of(x) or "" if is_view_of_weight(x) else None
 
 
 @contextmanager

@@ -463,6 +463,21 @@ class Wide(torch.autograd.Function):
         return (g.float() * 1.003 * x.float()).to(g.dtype) * 1.1
 
 
+class KeepsWide(torch.autograd.Function):
+    """Saves its result, which is float32 where its argument is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.sigmoid(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return g * y * (1 - y)
+
+
 class InPlace(torch.autograd.Function):
     """Writes to its gradient, to a buffer and to an argument of `main_grad`'s kind."""
 
@@ -501,10 +516,12 @@ class OfFunction(nn.Module):
             return h * 1
         if self.kind == "wide":
             return Wide.apply(h) * 1.1  # type: ignore[no-any-return]
+        if self.kind == "keeps wide":
+            return KeepsWide.apply(h.float() * 1.003).to(h.dtype)  # type: ignore[no-any-return]
         return InPlace.apply(h, self.w, self.seen) * 1.1  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", ["scale", "hook", "wide", "in place"])
+@pytest.mark.parametrize("kind", ["scale", "hook", "wide", "keeps wide", "in place"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_own_code_has_the_gradients_of_native_code(kind: str, dtype: torch.dtype) -> None:
     found = []
