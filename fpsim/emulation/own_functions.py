@@ -35,6 +35,7 @@ from fpsim.emulation.marks import (
     mark_as_view_of_weight,
     mark_as_weight,
     mark_like,
+    mark_of,
     mark_wide,
     writes_to,
 )
@@ -153,6 +154,8 @@ def _result(
 
     made_of: the operation that gave a result of the forward, and its operands: what a product sends, a scaling knows.
     """
+    if isinstance(x, Tensor) and is_traced(x):
+        _know_as_argument(x, given, emulation.scope)
     is_wide = isinstance(x, Tensor) and is_marked_wide(x)
     code.gives_wide.append(is_wide)
     if not isinstance(x, Tensor) or is_wide or not is_roundable(x):
@@ -162,10 +165,8 @@ def _result(
     known, site = _format_of_numbers(x), f"{code.site}.{i}" if i else code.site
     made = (made_of(x) if made_of is not None else None) or (_BORDER.name, given)
     if known is None or not (is_plain(x) or is_traced(x)):
-        of = next((y for y in given if isinstance(y, Tensor) and (x is y or share_storage(x, y))), None)
-        if of is not None:  # a view of an argument, which is rounded where it is used
-            _mark_as_view(x, of, emulation.scope)
-            return x
+        if _argument_of(x, given) is not None:
+            return x  # a view of an argument, which is rounded where it is used
         x = emulation.round_result(x, _BORDER, given, [], None, code)  # type: ignore[arg-type]
     elif x.requires_grad:
         mark(x, known)
@@ -175,14 +176,25 @@ def _result(
     return x
 
 
-def _mark_as_view(x: Tensor, of: Tensor, scope: Scope) -> None:
-    """Know the role of what lies in the memory of an argument: a tracer makes another tensor of what is given back."""
+def _argument_of(x: Tensor, given: tuple[Any, ...]) -> Tensor | None:
+    """The argument that a result is, or is a view of."""
+    return next((y for y in given if isinstance(y, Tensor) and (x is y or share_storage(x, y))), None)
+
+
+def _know_as_argument(x: Tensor, given: tuple[Any, ...], scope: Scope) -> None:
+    """Know what is known of the argument that a result is: a tracer makes another tensor of what is given back."""
+    of = _argument_of(x, given)
+    if of is None or x is of:
+        return
     if is_state(of):
         mark_as_state(x)
     elif is_weight(of) or scope.stands_in(of):
         mark_as_weight(x)
     elif is_view_of_weight(of):
         mark_as_view_of_weight(x)
+    known = format_of(of)
+    if known is not None and mark_of(x) is None:
+        mark_like(x, known)
 
 
 def _format_of_numbers(x: Tensor) -> str | None:
