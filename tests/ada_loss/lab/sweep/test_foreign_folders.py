@@ -134,6 +134,24 @@ def test_a_ledger_that_would_compute_is_not_opened(tmp_path: Path, statements: l
             opened(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["telemetry", "checkpoints"])
+@pytest.mark.parametrize("leads_to", ["a folder", "nothing"])
+def test_a_link_in_the_place_of_a_folder_stops_a_sweep_before_it_gives_up_a_result(
+    tmp_path: Path, name: str, leads_to: str
+) -> None:
+    """As on a disk that is not mounted: what is done would count as lost, and be planned again."""
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    first = small(out).cells
+    if (out / name).exists():
+        (out / name).rename(tmp_path / "moved")
+    (out / name).symlink_to(elsewhere)
+    if leads_to == "a folder":
+        elsewhere.mkdir()
+    with pytest.raises(SweepStopped, match=f"{name} is a link"):
+        small(out, seeds=2)
+    assert Results(out).cells == first
+
+
 CHANGES = ("DELETE FROM cells", "UPDATE cells SET seconds = 7", "UPDATE cells SET state = 'planned', config = '{}'")
 
 
