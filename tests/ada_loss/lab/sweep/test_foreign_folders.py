@@ -152,6 +152,17 @@ def test_a_link_in_the_place_of_a_folder_stops_a_sweep_before_it_gives_up_a_resu
     assert Results(out).cells == first
 
 
+@pytest.mark.parametrize("name", ["mlflow.db", "mlflow.db-journal"])
+@pytest.mark.parametrize("make", [getattr(os, "mkfifo", os.mkdir), os.mkdir], ids=["pipe", "folder"])
+def test_what_is_in_the_place_of_the_database_of_mlflow_is_not_waited_for(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    (tmp_path / "mlflow").mkdir()
+    make(tmp_path / "mlflow" / name)
+    with pytest.raises(SweepStopped, match=f"{name} is not a file. Remove it"):
+        small(tmp_path, track=["mlflow"])
+
+
 CHANGES = ("DELETE FROM cells", "UPDATE cells SET seconds = 7", "UPDATE cells SET state = 'planned', config = '{}'")
 
 
