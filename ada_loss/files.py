@@ -26,6 +26,7 @@ __all__ = [
     "opened",
     "remove_from",
     "require_own",
+    "require_own_file",
     "strict_json",
     "write_atomically",
 ]
@@ -134,6 +135,16 @@ def require_own(path: Path) -> None:
             f"{path} is a link, through which this would write and delete elsewhere. Remove it, or put what it leads "
             f"to in its place."
         )
+
+
+def require_own_file(path: Path) -> None:
+    """Raise ChangedFolder where something else than a file is in the place of one that a sweep makes, or a link.
+
+    A pipe there would be waited for.
+    """
+    require_own(path)
+    if path.exists() and not path.is_file():
+        raise ChangedFolder(f"{path} is not a file. Remove it: a sweep makes it again.")
 
 
 def csv_bytes(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> bytes:

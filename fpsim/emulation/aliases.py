@@ -165,9 +165,9 @@ def view_from_outside(
     NotImplemented for what is not such a view: the call makes a copy, or the tensor cannot be looked into.
     """
     x, aliases = args[0], emulation.aliases
-    if not is_roundable(x) or is_marked_wide(x) or not (is_plain(x) or is_traced(x)):
-        return NotImplemented
     alias = aliases.of(x)
+    if not is_roundable(x) or is_marked_wide(x) or not (alias is not None or is_plain(x) or is_traced(x)):
+        return NotImplemented
     base = x if alias is None else alias.base
     is_of_copy = alias is not None and alias.is_of_copy
     has_role = _is_weight(emulation, base)
@@ -187,7 +187,7 @@ def view_from_outside(
 
     if torch.is_grad_enabled() and rounded.requires_grad and call.name not in ("detach", "data"):
         out = call(func, (rounded, *args[1:]), kwargs)
-        if not all(share_storage(view, rounded) for view in tensors_in(out)):
+        if not all(_shares_memory(view, rounded) for view in tensors_in(out)):
             return NotImplemented
         emulation.carry_marks(out, [rounded], None, None)
         count = sum(1 for _ in tensors_in(out))
@@ -195,7 +195,7 @@ def view_from_outside(
         _add_all(aliases, out, rounded, known)
         return _with_role(emulation, out, False, has_role)
     own = of_memory()
-    if not all(share_storage(view, memory) for view in tensors_in(own)):
+    if not all(_shares_memory(view, memory) for view in tensors_in(own)):
         return NotImplemented
     with torch.no_grad():
         of_copy = func(rounded.detach(), *args[1:], **kwargs)
@@ -206,6 +206,11 @@ def view_from_outside(
     known = [Alias(base, rounded=view, state=state) for view in tensors_in(of_copy)]
     _add_all(aliases, own, memory, known)
     return _with_role(emulation, own, has_role, has_role)
+
+
+def _shares_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors lie in one memory, which a transform of torch.func does not show."""
+    return share_storage(memory_behind(x), memory_behind(y)) if has_transform() else share_storage(x, y)
 
 
 def _own_view(of_memory: Callable[[], Any], i: int, has_role: bool) -> Tensor:
@@ -222,7 +227,7 @@ def _view_as_it_is(
     """A view of a buffer, or of what came from outside without a gradient: it is rounded where it is used."""
     out = call(func, args, kwargs)
     for view in tensors_in(out):
-        if not share_storage(view, args[0]):
+        if not _shares_memory(view, args[0]):
             return NotImplemented if is_roundable(view) else out
         if is_state(args[0]):
             mark_as_state(view)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ada_loss.files import NO_LINK, NO_WAIT, ChangedFolder, require_own
+from ada_loss.files import NO_LINK, NO_WAIT, require_own_file
 
 try:
     import fcntl
@@ -22,10 +22,7 @@ def lock_path(out: Path) -> Path:
 
 def require_lockable(out: Path) -> None:
     """Raise ChangedFolder where something else than a file is in the place of the lock, such as a pipe or a link."""
-    path = lock_path(out)
-    require_own(path)
-    if path.exists() and not path.is_file():
-        raise ChangedFolder(f"{path} is not a file. Remove it: a sweep makes it again.")
+    require_own_file(lock_path(out))
 
 
 def is_driven(out: Path) -> bool:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ada_loss.files import content_of, require_own, write_atomically
+from ada_loss.files import content_of, require_own, require_own_file, write_atomically
 from ada_loss.lab.cells.cell_formats import label
+from ada_loss.lab.cells.ledger import BESIDE
 from ada_loss.lab.cells.names import file_name, short_name
 from ada_loss.lab.cells.telemetry import MOST_BYTES, Curves, arrays_of, curves_of
 from ada_loss.lab.directions import MINIMIZE, Directions
@@ -418,7 +419,8 @@ def make_trackers(wanted: Sequence[str | Tracker], out: Path) -> list[Tracker]:
         elif tracker == "mlflow":
             folder = (out / "mlflow").absolute()
             folder.mkdir(parents=True, exist_ok=True)
-            require_own(folder / "mlflow.db")
+            for suffix in ("", *BESIDE):  # MLflow would wait for a pipe, and try a folder again and again
+                require_own_file(folder / f"mlflow.db{suffix}")
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
             made.append(MLflow(uri, out.absolute().name, artifacts))
         elif tracker == "wandb":

@@ -23,8 +23,12 @@ def prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: bool
     """Plan the cells, and give those that are to run.
 
     Cells that a dead driver left running, and cells whose rows or files are lost or damaged, are planned again. Those
-    of another sweep into the folder stay as they are.
+    of another sweep into the folder stay as they are. Raises ChangedFolder, before anything is planned, where a folder
+    of the sweep is a link.
     """
+    folders = out / "telemetry", out / "checkpoints"
+    for folder in folders:  # first: where a link leads nowhere, every result would count as lost
+        require_own(folder)
     asked = {cell.id: cell for cell in cells}
     rows, _, missing = read_snapshot(ledger, out, drives=True)
     _say_lost(missing, asked)
@@ -41,7 +45,7 @@ def prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: bool
             again.append(cell)
     ledger.release(again)
     states |= dict.fromkeys(again, "planned")
-    _remove_leftovers(out, states)
+    _remove_leftovers(out, folders, states)
     return [cell for cell in cells if states[cell.id] == "planned"]
 
 
@@ -92,7 +96,7 @@ def _has_telemetry(out: Path, row: Mapping[str, Any]) -> bool:
     return is_whole(content, row["telemetry_bytes"], row["telemetry_sha256"])
 
 
-def _remove_leftovers(out: Path, states: Mapping[str, str]) -> None:
+def _remove_leftovers(out: Path, folders: Sequence[Path], states: Mapping[str, str]) -> None:
     """Delete what a driver that died left behind: files half written, telemetry without a result, old checkpoints.
 
     Nothing but what a sweep names so is deleted, and nothing where a link leads.
@@ -106,6 +110,5 @@ def _remove_leftovers(out: Path, states: Mapping[str, str]) -> None:
         return was_running or is_over or is_leftover(name)
 
     remove_from(out, is_leftover, is_own=False)
-    for folder in (out / "telemetry", out / "checkpoints"):
-        require_own(folder)
+    for folder in folders:
         remove_from(folder, is_old)

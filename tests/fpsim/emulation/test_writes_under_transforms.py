@@ -38,6 +38,10 @@ IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "a column": after(lambda h: h.view(2, 2).T[0].mul_(1.5)),
     "detached": after(lambda h: h.detach().mul_(1.5)),
     "data": after(lambda h: h.data.mul_(1.5)),
+    "a row of data": after(lambda h: h.data.view(2, 2)[1].mul_(1.5)),
+    "a column of data": after(lambda h: h.data.view(2, 2).T[0].mul_(1.5)),
+    "data, and a row of it": after(lambda h: h.data.mul_(1.5)[1:].mul_(1.5)),
+    "data, detached": after(lambda h: h.data.detach().mul_(1.5)),
     "an item of data": after(lambda h: h.data.__setitem__(0, 2.0)),
     "a row of a copy": lambda h: after(lambda c: c.view(2, 2)[0].mul_(1.5))(h.clone()) * h,
     "new": lambda h: after(lambda z: z.__setitem__(slice(2), h[:2]))(torch.zeros_like(h)) * 1.5,
@@ -51,7 +55,10 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = 
 }
 
 
-@parametrize("way", IN_PLACE, keep={"tanh_", "read before", "an item", "a column", "data", "a row of a copy"})
+KEPT = {"tanh_", "read before", "an item", "a column", "data", "a column of data", "a row of a copy"}
+
+
+@parametrize("way", IN_PLACE, keep=KEPT)
 @parametrize("transform", TRANSFORMS, keep={"vmap", "grad", "jvp"})
 @pytest.mark.parametrize("fmt", ["fp32", "bf16", "weights in bf16"])
 def test_a_write_under_a_transform_is_that_of_eager_code(way: str, transform: str, fmt: str) -> None:
@@ -101,6 +108,42 @@ def test_an_activation_in_place_keeps_its_gradient_where_only_weights_are_rounde
         else:
             results.append(torch.func.grad(lambda x, m=m: m(x[0]).sum())(x))
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("is_vmap", [False, True], ids=["grad", "vmap"])
+@pytest.mark.parametrize("fmt", ["bf16", "weights in bf16"])
+@pytest.mark.parametrize("name", ["w", "b"])
+def test_what_is_written_to_a_part_of_the_data_of_a_parameter_or_buffer_arrives(
+    name: str, fmt: str, is_vmap: bool
+) -> None:
+    """As in torch itself: all numbers are of the format."""
+
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([0.5, 1.0, 1.5, 2.0]))
+            self.register_buffer("b", torch.tensor([2.0, 1.0, 0.5, 4.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.w * self.b
+            getattr(self, name).data.view(2, 2)[1].mul_(0.5)
+            return y + x * self.w * self.b
+
+    model, x = Writing(), torch.tensor([0.75, 1.25, 0.5, 1.0])
+    q = quantize(model, Policy(weight="bf16") if fmt.startswith("weights") else fmt)
+    results = []
+    for m in (model, q):
+
+        def run(tensors: dict[str, Tensor], m: nn.Module = m) -> tuple[Tensor, Tensor]:
+            out = torch.func.functional_call(m, tensors, (x,))
+            return out.sum(), out
+
+        if is_vmap:
+            results.append((torch.func.vmap(m)(x[None])[0], getattr(m, name)))
+        else:
+            tensors = {key: t.detach().clone() for key, t in m.state_dict().items()}
+            results.append((torch.func.grad(run, has_aux=True)(tensors)[1], tensors[name]))
+    assert all(map(torch.equal, *results))
 
 
 def test_what_is_written_to_the_data_of_an_input_under_a_transform_arrives() -> None:

@@ -134,6 +134,35 @@ def test_a_ledger_that_would_compute_is_not_opened(tmp_path: Path, statements: l
             opened(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["telemetry", "checkpoints"])
+@pytest.mark.parametrize("leads_to", ["a folder", "nothing"])
+def test_a_link_in_the_place_of_a_folder_stops_a_sweep_before_it_gives_up_a_result(
+    tmp_path: Path, name: str, leads_to: str
+) -> None:
+    """As on a disk that is not mounted: what is done would count as lost, and be planned again."""
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    first = small(out).cells
+    if (out / name).exists():
+        (out / name).rename(tmp_path / "moved")
+    (out / name).symlink_to(elsewhere)
+    if leads_to == "a folder":
+        elsewhere.mkdir()
+    with pytest.raises(SweepStopped, match=f"{name} is a link"):
+        small(out, seeds=2)
+    assert Results(out).cells == first
+
+
+@pytest.mark.parametrize("name", ["mlflow.db", "mlflow.db-journal"])
+@pytest.mark.parametrize("make", [getattr(os, "mkfifo", os.mkdir), os.mkdir], ids=["pipe", "folder"])
+def test_what_is_in_the_place_of_the_database_of_mlflow_is_not_waited_for(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    (tmp_path / "mlflow").mkdir()
+    make(tmp_path / "mlflow" / name)
+    with pytest.raises(SweepStopped, match=f"{name} is not a file. Remove it"):
+        small(tmp_path, track=["mlflow"])
+
+
 CHANGES = ("DELETE FROM cells", "UPDATE cells SET seconds = 7", "UPDATE cells SET state = 'planned', config = '{}'")
 
 
