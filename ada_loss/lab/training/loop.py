@@ -29,7 +29,8 @@ from ada_loss.lab.training.format_schedule import (
     step_of,
 )
 from ada_loss.lab.training.generators import kept_generators
-from ada_loss.lab.training.methods import make_scaling
+from ada_loss.lab.training.methods import make_native_scaling, make_scaling
+from ada_loss.lab.training.native import canonical_native, in_float16, is_native, require_native, unquantized
 from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.run import Run, Stopped
 from ada_loss.lab.training.steps import EVALUATED, backward, evaluate, learning_rate_at, make_optimizer
@@ -77,7 +78,8 @@ def train(
 
     task: the model, its data, its loss and its metrics, which are computed in the format too.
     fmt: a format for every role, a recipe ("recipe:nvfp4"), a Policy, or None for plain float32; or several in turn,
-        {"schedule": {0: "fp16", 0.8: "bf16"}}: the last fifth of the steps in bf16; see `as_schedule`.
+        {"schedule": {0: "fp16", 0.8: "bf16"}}: the last fifth of the steps in bf16; see `as_schedule`. {"native":
+        "fp16"} is real float16, under torch.autocast, without emulation.
     rounding: of every role; None leaves it to the policy, or to nearest-even.
     update: what the optimizer stores, a fpsim.Update or the name of one ("bf16_sr"); None for float32.
     checkpoint, checkpoint_seconds, progress: see `Training.run`.
@@ -176,10 +178,19 @@ class Training:
     ) -> None:
         container = torch.float64 if options.accumulation == "float64" else torch.float32
         self.task, self.options, self.schedule = task, options, as_schedule(fmt, rounding)
-        # float32 is a policy without roles: every training takes the same path
-        self.model = quantized(task.model, self.schedule).to(options.device, container)
+        first = self.schedule.stages[0]
+        self.is_native, self.adaptive = is_native(first.fmt), None
+        if isinstance(first.fmt, Mapping) and self.is_native:
+            canonical_native(first.fmt)
+            require_native(first.rounding, asdict(options), None if as_update(update).is_float32 else update)
+            self.model = unquantized(task.model).to(options.device, container)
+            self.scaler = make_native_scaling(options.scaling, self.model)
+        else:
+            # float32 is a policy without roles: every emulated training takes the same path
+            self.model = quantized(task.model, self.schedule).to(options.device, container)
+            self.scaler, self.adaptive = make_scaling(options.scaling, self.model)
+        self.forward = in_float16(self.model, options.device) if self.is_native else self.model
         self.formats = FormatSwitch(self.model, self.schedule)
-        self.scaler, self.adaptive = make_scaling(options.scaling, self.model)
         self.optimizer = make_optimizer(options, self.model)
         self.batches = batches_of(task.train, options.batch_size, options.seed, options.device, container)
         self.test = batches_of(task.test, EVALUATED, 0, options.device, container)
@@ -188,7 +199,7 @@ class Training:
         self.state = TrainingState(self.batches.order())
         self.update = None if as_update(update).is_float32 else as_update(update)
         self.lost = self._lost()
-        self.recording = Recording(options.record_every) if options.record_every else None
+        self.recording = Recording(options.record_every) if options.record_every and not self.is_native else None
         self.point_every = max(SAMPLES * options.record_every, self.total // HISTORY)
         self.cuda_devices = [options.device] if options.device.startswith("cuda") else []  # dropout draws there
         self.checkpoints: Checkpoints | None = None
@@ -304,7 +315,7 @@ class Training:
         self.before_step(x, y)
         state.scales.append(self.scaler.get_scale())
         self.optimizer.zero_grad()
-        loss = backward(self.task, self.model, self.scaler, x, y, options.micro_batches)
+        loss = backward(self.task, self.forward, self.scaler, x, y, options.micro_batches)
         state.losses.append(loss)
         if options.max_gradient_norm:
             self.scaler.unscale_(self.optimizer)
@@ -330,7 +341,7 @@ class Training:
 
     def _evaluate(self) -> dict[str, float]:
         self._add_seconds()
-        metrics = evaluate(self.task, self.model, self.test, self.options.seed, self.cuda_devices)
+        metrics = evaluate(self.task, self.model, self.forward, self.test, self.options.seed, self.cuda_devices)
         self._since = time.perf_counter()
         return metrics
 
@@ -359,7 +370,8 @@ class Training:
         stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "adaptive": self.adaptive}
         stateful |= {"training": self.state, "recording": self.recording, "updates": self.lost}
         present = {name: thing for name, thing in stateful.items() if thing is not None}
-        present["delayed scaling"] = DelayedScaling(self.model, self._enter_last)  # behind "training", which counts
+        if not self.is_native:
+            present["delayed scaling"] = DelayedScaling(self.model, self._enter_last)  # behind "training", which counts
         tensors = {**self.batches.tensors, **dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         identity = {**asdict(self.options), "versions": versions(), "tensors": _fingerprint(tensors)}
         identity["state"] = [f.name for f in fields(TrainingState)]

@@ -1,0 +1,137 @@
+"""Trainings in real float16: the loop by hand, with torch.autocast, gives the same bits; what is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sweep_tasks
+import tiers
+import torch
+from torch import nn
+
+import ada_loss
+import fpsim
+from ada_loss.lab.training import train
+from ada_loss.layerwise.native import NativeScaling
+
+NATIVE = {"native": "fp16"}
+OPTIONS: dict[str, Any] = {"optimizer": "adam", "learning_rate": 0.01, "epochs": 4, "schedule": "constant"}
+
+# By the words of a sweep, the scaler of a script; None for none.
+SCALERS: dict[str | float, Callable[[nn.Module], Any]] = {
+    "none": lambda model: None,
+    4096.0: lambda model: torch.amp.GradScaler("cpu", init_scale=4096.0, growth_interval=10**6),
+    "torch": lambda model: torch.amp.GradScaler("cpu"),
+    "adaptive": lambda model: ada_loss.GradScaler(layers=NativeScaling(model, u_min="smallest")),
+    "adaptive normal": lambda model: ada_loss.GradScaler(layers=model),
+    "abs_range normal": lambda model: ada_loss.GradScaler(layers=NativeScaling(model, rule="abs_range")),
+}
+
+
+def by_hand(make_scaler: Callable[[nn.Module], Any], device: str = "cpu", clip: float = 0.0) -> dict[str, Any]:
+    """A script as its author writes it, with the loss under autocast too."""
+    task = sweep_tasks.faint(0)
+    model = copy.deepcopy(task.model).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scaler, losses, zeros = make_scaler(model), [], []
+    for _ in range(4):
+        for x, y in task.train:
+            optimizer.zero_grad()
+            with torch.autocast(device, dtype=torch.float16):
+                loss = task.loss(model(x.to(device)), y.to(device))
+            losses.append(loss.item())
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                if clip:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
+                scaler.step(optimizer)
+                scaler.update()
+            zeros.append(float((model[0].weight.grad == 0).float().mean()))
+    model.eval()
+    with torch.no_grad(), torch.autocast(device, dtype=torch.float16):
+        outputs = torch.cat([model(x.to(device)) for x, _ in task.test]).float()
+    targets = torch.cat([y for _, y in task.test]).to(device)
+    metrics = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
+    return {"losses": losses, "metrics": metrics, "zeros": zeros}
+
+
+@tiers.parametrize("method", SCALERS, keep={"none", "torch", "adaptive", "adaptive normal"})
+def test_a_native_training_has_the_bits_of_a_script_with_autocast(method: str | float) -> None:
+    expected = by_hand(SCALERS[method])
+    run = train(sweep_tasks.faint(0), NATIVE, scaling=method, **OPTIONS)
+    assert (run.losses, run.metrics) == (expected["losses"], expected["metrics"])
+    # the task tells the methods apart: without a scale the first layer has no gradient
+    assert all((share > 0.99) == (method == "none") for share in expected["zeros"])
+
+
+def test_gradients_are_clipped_in_their_true_size() -> None:
+    expected = by_hand(SCALERS["torch"], clip=2.0**-22)
+    run = train(sweep_tasks.faint(0), NATIVE, scaling="torch", **OPTIONS, max_gradient_norm=2.0**-22)
+    assert (run.losses, run.metrics) == (expected["losses"], expected["metrics"])
+    assert run.losses != by_hand(SCALERS["torch"])["losses"]
+
+
+def test_the_task_keeps_its_model() -> None:
+    task = sweep_tasks.faint(0)
+    before = copy.deepcopy(task.model.state_dict())
+    train(task, NATIVE, **OPTIONS)
+    assert all(torch.equal(value, before[name]) for name, value in task.model.state_dict().items())
+    assert not any(module._forward_hooks for module in task.model.modules())
+
+
+def test_micro_batches_add_up_to_a_batch() -> None:
+    """Powers of two alone differ between a batch of 16 and four of 4, but for the sums of float16."""
+    parts = train(sweep_tasks.faint(0), NATIVE, scaling="adaptive", **OPTIONS, micro_batches=4)
+    whole = train(sweep_tasks.faint(0), NATIVE, scaling="adaptive", **OPTIONS)
+    # 12 steps of Adam move weights by at most 0.12; a wrong weight of the parts would move losses by some 10 %
+    assert parts.losses == pytest.approx(whole.losses, rel=0.01)
+
+
+@tiers.parametrize("method", ["none", "adaptive"], keep={"adaptive"})
+def test_native_and_emulated_float16_learn_the_same(method: str) -> None:
+    """Within 1 %: both round to 11 bits, at other places of a step."""
+    native = train(sweep_tasks.faint(0), NATIVE, scaling=method, **OPTIONS)
+    emulated = train(sweep_tasks.faint(0), "fp16", scaling=method, **OPTIONS)
+    assert native.losses == pytest.approx(emulated.losses, rel=0.01)
+    plain = train(sweep_tasks.faint(0), None, **OPTIONS)
+    assert (native.losses == pytest.approx(plain.losses, rel=0.01)) == (method == "adaptive")
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ("rounding 'stochastic' was given with the format {'native': 'fp16'}. Hardware", {"rounding": "stochastic"}),
+        ("accumulation='float64' was given with the format", {"accumulation": "float64"}),
+        ("master_weights='none' was given with the format", {"master_weights": "none"}),
+        ("The update 'bf16_sr' was given with the format", {"update": "bf16_sr"}),
+        ("The scaling 'exact' was given with the format", {"scaling": "exact"}),
+        ("A format has native='bf16'. Expected: 'fp16'", {"fmt": {"native": "bf16"}}),
+        ("among its formats. A native cell is native", {"fmt": {"schedule": {0: "fp16", 0.5: NATIVE}}}),
+    ],
+)
+def test_what_is_of_the_emulation_is_refused_by_a_training(words: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        train(sweep_tasks.faint(0), **{"fmt": NATIVE, **changes})
+
+
+def test_a_quantised_model_is_refused() -> None:
+    task = sweep_tasks.faint(0)
+    object.__setattr__(task, "model", fpsim.quantize(task.model, "e5m2"))
+    with pytest.raises(ValueError, match=r"model, \w+, is quantised: it would be emulated in a native cell\. Give"):
+        train(task, NATIVE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["none", "torch", "adaptive normal"])
+def test_on_a_card_a_native_training_has_the_bits_of_a_script(method: str) -> None:
+    expected = by_hand(SCALERS[method], "cuda")
+    run = train(sweep_tasks.faint(0), NATIVE, scaling=method, **OPTIONS, device="cuda")
+    assert (run.losses, run.metrics) == (expected["losses"], expected["metrics"])
