@@ -147,7 +147,7 @@ class NativePass:
         return multiply
 
     def _watch(self, task: _Task, entry: Entry, factor: Factor, observe: Observe) -> None:
-        sent = sent_by(entry.node, self.half)
+        sent, out = sent_by(entry.node, self.half), entry.out  # the entry holds the node
         arrived: list[Tensor | None] = []
         if sent is None:
             return
@@ -157,7 +157,7 @@ class NativePass:
 
         def tell(sent_on: Gradients, _: Any) -> None:
             if current_graph_task() == task.number and arrived and arrived[0] is not None:
-                observe(factor, sent(arrived[0].detach().float()), _known(entry.out))
+                observe(factor, sent(arrived[0].detach().float()), _known(out))
             arrived.clear()
 
         entry.node.register_prehook(keep)  # after the one that multiplies

@@ -21,6 +21,7 @@ def sent_by(node: Node, half: torch.dtype) -> Callable[[Tensor], Tensor] | None:
 
     The other operand is the parameter, rounded to `half` as autocast does. None for a node whose other operand is not
     one: its saved tensors are not read, which a checkpoint allows once; nor is what a compiled region computes known.
+    The function does not hold the node, of which it becomes a hook: else the graph would never be freed.
     """
     edges = node.next_functions
     kind = node.name()
@@ -31,8 +32,8 @@ def sent_by(node: Node, half: torch.dtype) -> Callable[[Tensor], Tensor] | None:
     if kind == CONVOLUTION and edges[0][0] is not None and hasattr(edges[1][0], "name"):
         weight = _operand(edges[1][0], half)
         (child, nr) = edges[0]
-        shape = slot_shapes(child)[nr]
-        return None if weight is None else lambda g: sum_sent_by_convolution(node, g, weight[0], shape)
+        sent = sum_sent_by_convolution(node, slot_shapes(child)[nr])
+        return None if weight is None else lambda g: sent(g, weight[0])
     if kind == GATE:
         for i in range(2):
             (child, nr), gate = edges[1 - i], _operand(edges[i][0], half)
