@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fpsim
 from ada_loss.lab.devices import float32_in_full
@@ -35,6 +35,7 @@ from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.run import Run, Stopped
 from ada_loss.lab.training.steps import EVALUATED, backward, evaluate, learning_rate_at, make_optimizer
 from ada_loss.lab.training.stored_weights import RoundedWeights, every_of, stored
+from ada_loss.scalers import GradScaler
 from fpsim import FormatLike, LostUpdates, Recording, Update
 from fpsim.checks import known_arguments, shown
 from fpsim.scaling import as_update
@@ -180,11 +181,16 @@ class Training:
         self.task, self.options, self.schedule = task, options, as_schedule(fmt, rounding)
         first = self.schedule.stages[0]
         self.is_native, self.adaptive = is_native(first.fmt), None
+        self.recording = Recording(options.record_every) if options.record_every else None
+        self.scaler: GradScaler
+        self.model: nn.Module
         if isinstance(first.fmt, Mapping) and self.is_native:
             canonical_native(first.fmt)
             require_native(first.rounding, asdict(options), None if as_update(update).is_float32 else update)
             self.model = unquantized(task.model).to(options.device, container)
-            self.scaler = make_native_scaling(options.scaling, self.model)
+            self.scaler = scaler = make_native_scaling(options.scaling, self.model)
+            if self.recording is not None:
+                scaler.record(self.recording, self.model)
         else:
             # float32 is a policy without roles: every emulated training takes the same path
             self.model = quantized(task.model, self.schedule).to(options.device, container)
@@ -199,7 +205,6 @@ class Training:
         self.state = TrainingState(self.batches.order())
         self.update = None if as_update(update).is_float32 else as_update(update)
         self.lost = self._lost()
-        self.recording = Recording(options.record_every) if options.record_every and not self.is_native else None
         self.point_every = max(SAMPLES * options.record_every, self.total // HISTORY)
         self.cuda_devices = [options.device] if options.device.startswith("cuda") else []  # dropout draws there
         self.checkpoints: Checkpoints | None = None
@@ -279,7 +284,8 @@ class Training:
         """What is left of an epoch and of the steps."""
         state, every = self.state, self.options.evaluate_every
         state.order = self.batches.order()
-        with nullcontext() if self.recording is None else fpsim.record(self.model, into=self.recording):
+        is_recorded = self.recording is not None and not self.is_native  # whose scaler tells the recording
+        with fpsim.record(self.model, into=self.recording) if is_recorded else nullcontext():
             for x, y in islice(self.batches.epoch(state.batches), self.total - state.steps):
                 self._step(x if self.task.augment is None else self.task.augment(x), y)
                 state.batches += 1
@@ -336,8 +342,9 @@ class Training:
         state = self.state
         if self.recording is not None and (state.steps % self.point_every == 0 or state.steps == self.total):
             state.history.append((state.steps, [*self.recording.rows()]))
-            if self.adaptive is not None:
-                state.layer_scales.append((state.steps, self.adaptive.log2_scales()))
+            layers = self.adaptive or self.scaler.layers
+            if layers is not None:
+                state.layer_scales.append((state.steps, layers.log2_scales()))
 
     def _evaluate(self) -> dict[str, float]:
         self._add_seconds()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ada_loss.lab.training.native import refused_with_native
+from ada_loss.lab.training.native import NativeScaler, refused_with_native
 from ada_loss.layerwise import AdaLossScaled
 from ada_loss.layerwise.native import NativeScaling, native_rule
 from ada_loss.rules import LAYER_RULES, SYSTEMS, LossRule, layer_rule, loss_rule
@@ -104,7 +104,7 @@ def require_native_method(method: str | float) -> None:
             raise refused_with_native(f"The scaling {shown(method)}", str(error), words) from None
 
 
-def make_native_scaling(method: str | float, model: nn.Module) -> GradScaler:
+def make_native_scaling(method: str | float, model: nn.Module) -> NativeScaler:
     """The loss scaler of a method for a model that trains in real float16; the scales of layers are its `layers`.
 
     The same words mean the same as for `make_scaling`: "adaptive" keeps gradients above the smallest number, and
@@ -116,11 +116,11 @@ def make_native_scaling(method: str | float, model: nn.Module) -> GradScaler:
     require_method(method)
     require_native_method(method)
     if not isinstance(method, str):
-        return GradScaler(_constant(method))
+        return NativeScaler(_constant(method))
     if method in DYNAMIC:
-        return GradScaler(method)
+        return NativeScaler(method)
     layers = None if method == "none" else NativeScaling(model, rule=_rule_of(method), u_min=_u_min_of(method))
-    return GradScaler(_constant(1.0), layers=layers)
+    return NativeScaler(_constant(1.0), layers=layers)
 
 
 def _constant(scale: float) -> LossRule:

@@ -1,20 +1,27 @@
-"""Native cells, which train in real float16 under torch.autocast: what stands for one, and what one cannot have."""
+"""Native cells, which train in real float16 under torch.autocast: what stands for one, and how it is observed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import fpsim
+from ada_loss.layerwise.native_graph import plan_of
+from ada_loss.layerwise.native_observed import watch_sent
+from ada_loss.layerwise.native_powers import HALF
+from ada_loss.scalers import GradScaler
+from fpsim import Recording
 from fpsim.checks import shown
-from fpsim.scaling import listeners
+from fpsim.scaling import RoundingSpec, as_policy, listeners, rounded
 
 __all__ = [
     "NATIVE",
+    "NativeScaler",
     "canonical_native",
     "in_float16",
     "is_native",
@@ -131,3 +138,71 @@ def in_float16(model: nn.Module, device: str) -> Callable[[Tensor], Tensor]:
         return outputs.float() if outputs.dtype is torch.float16 else outputs
 
     return forward
+
+
+class NativeScaler(GradScaler):
+    """A `GradScaler` whose losses tell a recording what the products of their backward passes send on.
+
+    Under every method, so that native cells can be compared with each other and with emulated ones. Recording changes
+    no bit of a training.
+    """
+
+    _sent: _Sent | None = None
+
+    def record(self, recording: Recording, model: nn.Module) -> None:
+        """Tally from now on, of the role "error": each n-th backward pass, as the recording says."""
+        self._sent = _Sent(recording, model)
+        if self.layers is not None:
+            self.layers.observer = self._sent  # type: ignore[assignment]  # it has the methods of one that are called
+
+    def scale(self, outputs: Any) -> Any:
+        scaled = super().scale(outputs)
+        if self._sent is not None and self.layers is None:
+            self._sent.watch(scaled)
+        return scaled
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As of `GradScaler`, but a state without the scales of layers is refused: the training would be another."""
+        if self.layers is not None and "layers" not in state_dict:
+            raise ValueError(
+                "The state of the scaler has no scales of layers, and this training has some. Expected: a state that "
+                "was saved by one with the same scaling."
+            )
+        super().load_state_dict(state_dict)
+
+
+class _Sent:
+    """Tallies what products send on, before and after it is rounded to float16, by the site of the sender.
+
+    It takes the place of a `Recorder` where layers have scales.
+    """
+
+    def __init__(self, recording: Recording, model: nn.Module) -> None:
+        self.recording, self.model = recording, model
+        spec = as_policy(FORMAT).specs().error
+        assert spec is not None
+        self.spec: RoundingSpec = spec
+
+    def wants(self, step: int) -> bool:
+        """Whether the coming pass is one of those that are tallied. The recording counts, whose state is saved."""
+        return self.recording.wants("", "native pass")
+
+    def __call__(
+        self, step: int, site: str, role: str, spec: RoundingSpec, gradient: Tensor, log2_scale: Tensor, chosen: Tensor
+    ) -> None:
+        """A gradient in its true size, and log2 of the scale at which the hardware rounds it."""
+        before = torch.ldexp(gradient.double(), log2_scale.view(()))  # as the format sees it; float64 has the exponents
+        self._tally(site, before)
+
+    def watch(self, loss: Tensor) -> None:
+        """Tally what products send on in the backward pass of a loss without scales of layers."""
+        if not self.wants(0):
+            return
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for entry in plan_of(loss.grad_fn, names, HALF).entries:
+            if entry.factor is not None:
+                watch_sent(entry.node, HALF, partial(self._tally, entry.factor.site))
+
+    def _tally(self, site: str, before: Tensor) -> None:
+        key = torch.tensor(0, device="cpu")  # no noise: float16 rounds to nearest
+        self.recording(site, "error", before, rounded(before, self.spec, key, None), self.spec)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import sweep_tasks
 import tiers
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ada_loss
 import fpsim
@@ -127,6 +128,75 @@ def test_a_quantised_model_is_refused() -> None:
     object.__setattr__(task, "model", fpsim.quantize(task.model, "e5m2"))
     with pytest.raises(ValueError, match=r"model, \w+, is quantised: it would be emulated in a native cell\. Give"):
         train(task, NATIVE)
+
+
+# What is recorded of one
+
+
+@tiers.parametrize("method", ["none", "torch", "adaptive"], keep={"none", "adaptive"})
+def test_recording_changes_no_bit(method: str) -> None:
+    """Two branches meet in each block, of which the sum is rounded once more where layers have scales."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 3, 8, 8, generator=generator)
+
+    class Block(nn.Module):
+        def __init__(self, channels: int) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Conv2d(channels, 8, 3, padding=1) for _ in range(3))
+            self.gate = nn.Parameter(torch.ones(8, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, c = (part(x) for part in self.parts)
+            return (a + b.relu() + c.tanh()) * self.gate
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(3), Block(8), nn.Flatten(), nn.Linear(512, 4))
+    batches = [(x, torch.arange(4))]
+    task = replace(sweep_tasks.faint(0), model=model, train=batches, test=batches)
+    runs = [train(task, NATIVE, scaling=method, steps=5, record_every=every) for every in (0, 1, 2)]
+    assert runs[0].losses == runs[1].losses == runs[2].losses
+    assert runs[0].metrics == runs[1].metrics == runs[2].metrics
+    assert not runs[0].rows
+    assert {row["calls"] for row in runs[1].rows} == {5}
+    assert {row["calls"] for row in runs[2].rows} == {3}
+    assert [(row["site"], row["calls"]) for row in runs[1].rows if "1.parts" in row["site"]] == [
+        *((f"1.parts.{i}:convolution", 5) for i in (2, 1, 0)),
+    ]
+
+
+@pytest.mark.parametrize("method", ["none", "torch", 4096.0])
+def test_what_is_recorded_is_what_the_emulation_records_to_the_last_digit(method: str | float) -> None:
+    """In the first step, whose parameters are equal. What layer 6 sends on arrives at the GELU in place 5."""
+    options = {**OPTIONS, "steps": 1, "record_every": 1, "scaling": method}
+    native = {row["site"]: row for row in train(sweep_tasks.faint(0), NATIVE, **options).rows}
+    rows = train(sweep_tasks.faint(0), "fp16", **options).rows
+    emulated = {row["site"]: row for row in rows if row["role"] == "error"}
+    arrives = {":ToCopy": "6:linear", "6:linear": "5:gelu", "4:linear": "3:gelu", "2:linear": "1:gelu"}
+    assert {*native} == {*arrives}
+    for sender, receiver in arrives.items():
+        assert native[sender] == {**emulated[receiver], "site": sender}
+    if method == "none":
+        assert native["4:linear"]["underflow"] > 0.9
+
+
+def test_the_scales_of_layers_are_those_of_the_script() -> None:
+    scaler = None
+
+    def make(model: nn.Module) -> Any:
+        nonlocal scaler
+        scaler = SCALERS["adaptive"](model)
+        return scaler
+
+    by_hand(make)
+    assert scaler is not None
+    run = train(sweep_tasks.faint(0), NATIVE, scaling="adaptive", **OPTIONS, record_every=1)
+    assert run.layer_scales[-1] == (12, scaler.layers.log2_scales())
+    assert len(run.layer_scales) == 3
+    # and those of the emulation, where both have a site
+    emulated = train(sweep_tasks.faint(0), "fp16", scaling="adaptive", **OPTIONS, record_every=1).layer_scales[-1][1]
+    assert {site: k for site, k in run.layer_scales[-1][1].items() if site in emulated} == {
+        site: k for site, k in emulated.items() if "linear" in site
+    }
 
 
 @pytest.mark.gpu
