@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import ada_loss
 import fpsim
+from ada_loss.lab.results.figures import plot_underflow
 from ada_loss.lab.training import train
 from ada_loss.layerwise.native import NativeScaling
 
@@ -177,6 +178,14 @@ def test_what_is_recorded_is_what_the_emulation_records_to_the_last_digit(method
         assert native[sender] == {**emulated[receiver], "site": sender}
     if method == "none":
         assert native["4:linear"]["underflow"] > 0.9
+
+
+def test_a_picture_of_what_is_lost_goes_from_the_input_to_the_output() -> None:
+    run = train(sweep_tasks.faint(0), NATIVE, **OPTIONS, record_every=1)
+    axes = plot_underflow(run.rows).axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "4", "6", "(model)"]
+    heights = [bar.get_height() for bar in axes.patches]
+    assert heights == sorted(heights, reverse=True)
 
 
 def test_the_scales_of_layers_are_those_of_the_script() -> None:
