@@ -17,7 +17,7 @@ from ada_loss.layerwise.native_powers import HALF
 from ada_loss.scalers import GradScaler
 from fpsim import Recording
 from fpsim.checks import shown
-from fpsim.scaling import RoundingSpec, as_policy, listeners, rounded
+from fpsim.scaling import RoundingSpec, as_policy, listeners, rounded, to_float64
 
 __all__ = [
     "NATIVE",
@@ -191,12 +191,11 @@ class _Sent:
         self, step: int, site: str, role: str, spec: RoundingSpec, gradient: Tensor, log2_scale: Tensor, chosen: Tensor
     ) -> None:
         """A gradient in its true size, and log2 of the scale at which the hardware rounds it."""
-        before = torch.ldexp(gradient.double(), log2_scale.view(()))  # as the format sees it; float64 has the exponents
-        self._tally(site, before)
+        self._tally(site, to_float64(gradient, log2_scale))  # as the format sees it; float64 has the exponents
 
     def watch(self, loss: Tensor) -> None:
         """Tally what products send on in the backward pass of a loss without scales of layers."""
-        if not self.wants(0):
+        if not self.wants(0) or loss.grad_fn is None:  # of which torch says more in backward()
             return
         names = {id(p): name for name, p in self.model.named_parameters()}
         for entry in plan_of(loss.grad_fn, names, HALF).entries:

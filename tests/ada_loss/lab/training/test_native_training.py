@@ -18,6 +18,7 @@ import ada_loss
 import fpsim
 from ada_loss.lab.results.figures import plot_underflow
 from ada_loss.lab.training import train
+from ada_loss.lab.training.methods import make_native_scaling
 from ada_loss.layerwise.native import NativeScaling
 
 NATIVE = {"native": "fp16"}
@@ -178,6 +179,21 @@ def test_what_is_recorded_is_what_the_emulation_records_to_the_last_digit(method
         assert native[sender] == {**emulated[receiver], "site": sender}
     if method == "none":
         assert native["4:linear"]["underflow"] > 0.9
+
+
+@pytest.mark.parametrize(("log2", "lost"), [(138, 0), (116, 0), (115, 3), (0, 3)])
+def test_a_scale_beyond_the_exponents_of_float32_is_tallied(log2: int, lost: int) -> None:
+    """2**-140 at a scale: half of float16's smallest number, 2**-25, ties to 0."""
+    model, recording = nn.Linear(1, 1), fpsim.Recording()
+    scaler = make_native_scaling("adaptive", model)
+    scaler.record(recording, model)
+    assert scaler.layers is not None
+    assert scaler.layers.observer is not None
+    spec = fpsim.as_policy("fp16").specs().error
+    gradient = torch.full((3,), 2.0**-140)
+    scaler.layers.observer(1, "x", "error", spec, gradient, torch.tensor([log2]), torch.zeros(5))
+    (row,) = recording.rows()
+    assert (row["amax"], row["nonzero"], row["underflow_count"]) == (2.0 ** (log2 - 140), 3, lost)
 
 
 def test_a_picture_of_what_is_lost_goes_from_the_input_to_the_output() -> None:
