@@ -27,7 +27,7 @@ from fpsim.policies.policy import FEW_BITS, Policy
 from fpsim.policies.recipes import as_policy
 from fpsim.policies.update import as_update
 from fpsim.tensors.autograd import round_differentiably
-from fpsim.tensors.launch import round_fitting_, round_memory_, rounded
+from fpsim.tensors.launch import round_fitting_, round_memory_, rounded, to_float64
 from fpsim.tensors.moments import amax_of, binades, keep_memory_of, memory_of, moments_of, on_device
 from fpsim.tensors.spec import ContainerError, RoundingSpec, log2_scale_limits
 from fpsim.tensors.tally import UpdateCounts, lost_between
@@ -93,6 +93,7 @@ __all__ = [
     "slot_shapes",
     "sum_sent_by_convolution",
     "take_float32_gradients",
+    "to_float64",
     "version_of",
     "will_run",
 ]

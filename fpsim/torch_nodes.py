@@ -59,12 +59,19 @@ def convolution_of(node: Any) -> tuple[int, bool]:
     return node._saved_groups, node._saved_transposed
 
 
-def sum_sent_by_convolution(node: Any, g: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The gradient that a ConvolutionBackward0 sends to its input of this shape, of other numbers than it has saved."""
+def sum_sent_by_convolution(node: Any, shape: tuple[int, ...]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function from other numbers than a ConvolutionBackward0 has to the gradient that it sends to its input.
+
+    shape: of the input. The function takes the gradient that arrives and the weight, and does not hold the node.
+    """
     settings = node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed
     rest = node._saved_output_padding, node._saved_groups, [True, False, False]
-    x = torch.empty((), dtype=g.dtype, device=g.device).expand(shape)  # only its shape is looked at
-    return torch.ops.aten.convolution_backward(g, x, weight, None, *settings, *rest)[0]
+
+    def sent(g: Tensor, weight: Tensor) -> Tensor:
+        x = torch.empty((), dtype=g.dtype, device=g.device).expand(shape)  # only its shape is looked at
+        return torch.ops.aten.convolution_backward(g, x, weight, None, *settings, *rest)[0]
+
+    return sent
 
 
 def take_float32_gradients(leaf: Tensor) -> None:

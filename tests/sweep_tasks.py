@@ -275,3 +275,25 @@ def with_bits_in_its_loss(seed: int) -> Task:
         return float(((outputs - exact).abs() / exact.abs()).max())
 
     return replace(task, model=model, loss=lambda outputs, targets: 0.0 * outputs.sum(), metrics={"val_nll": nll})
+
+
+@trained_with(optimizer="adam", learning_rate=0.01, epochs=4, schedule="constant")
+def faint(seed: int) -> Task:
+    """Four layers, and a loss so small that float16 loses the gradients of the first ones. The batches have an order.
+
+    The metrics judge it after 12 steps.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    batches = [(x := torch.randn(16, 8, generator=generator), x[:, :4].argmax(1)) for _ in range(3)]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers = [layer for width in (8, 32, 32) for layer in (nn.Linear(width, 32), nn.GELU())]
+        model = nn.Sequential(*layers, nn.Linear(32, 4))
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, targets) * 2.0**-18
+
+    def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        return float(nn.functional.cross_entropy(outputs, targets))
+
+    return Task("faint", model, batches, batches, loss, {"cross_entropy": cross_entropy, "accuracy": accuracy})

@@ -146,7 +146,8 @@ FLOORS = (
     ),
     (
         "ada_loss.lab.training",
-        "format_schedule generators methods run stored_weights",
+        "generators native run stored_weights",
+        "format_schedule methods",
         "batches checkpoints options",
         "job steps",
         "loop",

@@ -35,7 +35,7 @@ from fpsim.scaling import (
     require_hooks_of_nodes,
 )
 
-__all__ = ["NativeScaling"]
+__all__ = ["NativeScaling", "native_rule"]
 
 CPU = torch.device("cpu")
 NOTHING = (0.0,) * len(Moments._fields)  # moments that say that there is no other operand
@@ -95,12 +95,7 @@ class NativeScaling:
                 f"AdaLossScaled(model), or give the model that fpsim.quantize was given."
             )
         require_hooks_of_nodes()
-        rule = as_layer_rule(rule)
-        if not rule.predicts or rule.forms_products:
-            raise ValueError(
-                f"The rule {rule.name!r} measures gradients before they are rounded, and a native product has rounded "
-                f"them already. Expected: 'approx_range', 'abs_range' or 'fixed'."
-            )
+        rule = native_rule(rule)
         bounds = scale_upper_bound, accum_upper_bound
         self.options = Options(rule, 1.0, update_every, *bounds, "exact", u_min, None, True)
         self.model = model
@@ -298,6 +293,17 @@ class NativeScaling:
         if moments is None:
             moments = self._weights[id(parameter)] = moments_of(parameter.detach())
         return moments
+
+
+def native_rule(rule: LayerRule | str) -> LayerRule:
+    """The rule of a native training. Raises ValueError for one that measures what only an emulation shows it."""
+    rule = as_layer_rule(rule)
+    if not rule.predicts or rule.forms_products:
+        raise ValueError(
+            f"The rule {rule.name!r} measures gradients before they are rounded, and a native product has rounded "
+            f"them already. Expected: 'approx_range', 'abs_range' or 'fixed'."
+        )
+    return rule
 
 
 def _error_spec() -> RoundingSpec:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ada_loss.layerwise.native_graph import Cell, Entry, Exit, Factor, Meeting, Plan, plan_of
-from ada_loss.layerwise.native_observed import sent_by
+from ada_loss.layerwise.native_observed import watch_sent
 from ada_loss.layerwise.native_powers import Power, Ratio, aligned, from_to, meet, times
 from fpsim.scaling import (
     call_at_the_end_of_backward,
@@ -147,21 +147,13 @@ class NativePass:
         return multiply
 
     def _watch(self, task: _Task, entry: Entry, factor: Factor, observe: Observe) -> None:
-        sent = sent_by(entry.node, self.half)
-        arrived: list[Tensor | None] = []
-        if sent is None:
-            return
-
-        def keep(gradients: Gradients) -> None:
-            arrived[:] = gradients
-
-        def tell(sent_on: Gradients, _: Any) -> None:
-            if current_graph_task() == task.number and arrived and arrived[0] is not None:
-                observe(factor, sent(arrived[0].detach().float()), _known(entry.out))
-            arrived.clear()
-
-        entry.node.register_prehook(keep)  # after the one that multiplies
-        entry.node.register_hook(tell)
+        out = entry.out  # the entry holds the node
+        watch_sent(
+            entry.node,  # after the hook that multiplies
+            self.half,
+            lambda sent: observe(factor, sent, _known(out)),
+            lambda: current_graph_task() == task.number,
+        )
 
     def _leaving(self, task: _Task, leaving: Exit) -> Callable[[Gradients, Gradients], Gradients | None]:
         cell, edges = leaving.cell, leaving.edges

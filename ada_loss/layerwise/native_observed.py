@@ -10,17 +10,43 @@ from torch import Tensor
 from ada_loss.layerwise.native_graph import CONVOLUTION, GATE, MATRICES, Node, parameter_behind
 from fpsim.scaling import slot_shapes, sum_sent_by_convolution
 
-__all__ = ["sent_by"]
+__all__ = ["watch_sent"]
 
 CAST = "ToCopyBackward0"
 TURNS = ("TBackward0", CAST)  # what a weight may be behind to be found as the product had it
 
 
-def sent_by(node: Node, half: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+def watch_sent(
+    node: Node, half: torch.dtype, tell: Callable[[Tensor], None], is_wanted: Callable[[], bool] = lambda: True
+) -> None:
+    """Have `tell` called in each backward pass with what a product sends on, in float32 before it is rounded.
+
+    Nothing is told of a node for which `_sent_by` finds nothing, and of passes in which `is_wanted` is false. To be
+    called behind other hooks that change what arrives. tell, is_wanted: hold no node.
+    """
+    sent = _sent_by(node, half)
+    arrived: list[Tensor | None] = []
+    if sent is None:
+        return
+
+    def keep(gradients: tuple[Tensor | None, ...]) -> None:
+        arrived[:] = gradients
+
+    def told(*_: object) -> None:
+        if arrived and arrived[0] is not None and is_wanted():
+            tell(sent(arrived[0].detach().float()))
+        arrived.clear()
+
+    node.register_prehook(keep)
+    node.register_hook(told)
+
+
+def _sent_by(node: Node, half: torch.dtype) -> Callable[[Tensor], Tensor] | None:
     """A function from the gradient that arrives at a product to the one that it sends on, both in float32.
 
     The other operand is the parameter, rounded to `half` as autocast does. None for a node whose other operand is not
     one: its saved tensors are not read, which a checkpoint allows once; nor is what a compiled region computes known.
+    The function does not hold the node, of which it becomes a hook: else the graph would never be freed.
     """
     edges = node.next_functions
     kind = node.name()
@@ -31,8 +57,8 @@ def sent_by(node: Node, half: torch.dtype) -> Callable[[Tensor], Tensor] | None:
     if kind == CONVOLUTION and edges[0][0] is not None and hasattr(edges[1][0], "name"):
         weight = _operand(edges[1][0], half)
         (child, nr) = edges[0]
-        shape = slot_shapes(child)[nr]
-        return None if weight is None else lambda g: sum_sent_by_convolution(node, g, weight[0], shape)
+        sent = sum_sent_by_convolution(node, slot_shapes(child)[nr])
+        return None if weight is None else lambda g: sent(g, weight[0])
     if kind == GATE:
         for i in range(2):
             (child, nr), gate = edges[1 - i], _operand(edges[i][0], half)

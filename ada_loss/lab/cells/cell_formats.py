@@ -11,6 +11,7 @@ import fpsim
 from ada_loss.lab.cells.cell_updates import UPDATE, canonical_update, split, update_label
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Stage, as_schedule
 from ada_loss.lab.training.methods import fits_few_bits
+from ada_loss.lab.training.native import canonical_native, is_native, native_label, require_native
 from fpsim import ROLES, Policy, Products
 from fpsim.checks import shown
 from fpsim.scaling import FEW_BITS, gradients_have_scales
@@ -37,6 +38,8 @@ def label(value: Any) -> str:
 
     >>> label(1024.0), label({"error": "e5m2", "weight_grad": "fp16"})
     ('1024', 'error=e5m2 weight_grad=fp16')
+    >>> label({"native": "fp16"})
+    'fp16 native'
     >>> label({"products": {"x": "mxfp4", "w": "mxfp4", "dy": "e5m2 per 32"}})
     'x,w=mxfp4 dy=e5m2 per 32'
     >>> label({"error": "e5m2", "overrides": {"stem": None, "head": None}})
@@ -50,6 +53,8 @@ def label(value: Any) -> str:
         return f"{value:.12g}"
     if not isinstance(value, Mapping):
         return _spoken(value)
+    if is_native(value):
+        return native_label(value)
     if UPDATE in value:
         return f"{label(value.get('format'))}, update {update_label(value[UPDATE])}"
     if SCHEDULE in value:
@@ -102,11 +107,15 @@ def canonical_format(fmt: Any) -> Any:
         inner, update = split(fmt)
         canonical = canonical_update(update)
         own = canonical_format(inner)
+        if is_native(own):
+            require_native(None, {}, canonical)
         return own if canonical is None else {"format": own, UPDATE: canonical}
     if _is_recipe(fmt):
         name = fmt.removeprefix(fpsim.RECIPE_PREFIX).strip()
         fpsim.recipe(name)
         return fpsim.RECIPE_PREFIX + name
+    if is_native(fmt):
+        return canonical_native(fmt)
     if isinstance(fmt, Mapping):
         schedule = as_schedule(fmt)
         return _canonical_schedule(schedule) if SCHEDULE in fmt else _canonical_policy(fmt)
@@ -170,6 +179,8 @@ def needs_no_scaling(fmt: Any) -> bool:
 def _has_nothing_to_scale(fmt: Any) -> bool:
     if fmt == BASELINE:
         return True
+    if is_native(fmt):
+        return False
     if _is_recipe(fmt):
         return gradients_have_scales(fpsim.recipe(fmt.removeprefix(fpsim.RECIPE_PREFIX).strip()))
     if not isinstance(fmt, Mapping):
@@ -189,6 +200,8 @@ def usual_rounding(fmt: Any, method: str | float) -> str:
     >>> usual_rounding("e2m1fn", "adaptive"), usual_rounding("e2m1fn", "torch"), usual_rounding("fp16", "adaptive")
     ('stochastic_gradients', 'nearest_even', 'nearest_even')
     """
+    if is_native(fmt):
+        return "nearest_even"
     formats = [stage.fmt for stage in as_schedule(split(fmt)[0]).stages if not _is_recipe(stage.fmt)]
     policies = [_as_policy(inner) for inner in formats]
     has_few_bits = any(policy.with_stochastic_gradients(FEW_BITS) is not policy for policy in policies)
@@ -198,8 +211,11 @@ def usual_rounding(fmt: Any, method: str | float) -> str:
 def policy_of(fmt: Any, rounding: str) -> FormatSchedule:
     """The formats of a cell as `train` takes them, without its update, each with the rounding, unless it has its own.
 
-    Raises ValueError for an unknown rounding.
+    Raises ValueError for an unknown rounding, and for one that a native format does not have.
     """
+    if is_native(fmt):
+        require_native(rounding, {})
+        return FormatSchedule((Stage(0, fmt),))
     is_mixed = rounding == STOCHASTIC_GRADIENTS
     return FormatSchedule(
         tuple(

@@ -28,7 +28,8 @@ from ada_loss.lab.cells.names import require_different, short_name, unnamed
 from ada_loss.lab.tasks import find_task
 from ada_loss.lab.terminal import say
 from ada_loss.lab.training.format_schedule import as_schedule
-from ada_loss.lab.training.methods import require_method
+from ada_loss.lab.training.methods import require_method, require_native_method
+from ada_loss.lab.training.native import is_native, refused_with_native, require_native
 from ada_loss.lab.training.options import TrainOptions, hint, is_allowed, possible
 from fpsim.checks import SHOWN, is_number, is_whole, refuse, shown
 
@@ -106,7 +107,8 @@ def plan(
         mapping too: of "x", "w" and "dy" to the formats of operands, or of the fields of `fpsim.Products`. With "name"
         in a mapping that is what the format is called: {"name": "mine", "format": "mxfp4"}. Several in
         turn are {"schedule": {start: format}}, where a start is 0, and either a fraction of all steps, 0.8, or a step,
-        500. Trainings that begin alike are trained once until their formats part.
+        500. Trainings that begin alike are trained once until their formats part. {"native": "fp16"} is no emulation:
+        the model trains in real float16, under torch.autocast.
     scaling: the scaling methods; see `make_scaling`.
     roundings: names, one for all roles each; "stochastic_gradients" rounds gradients alone stochastically. None is
         nearest-even; but where adaptive or current scaling fits gradients to a format of at most 6 bits, it is
@@ -152,6 +154,8 @@ def plan(
             if full["steps"]:
                 as_schedule(split(fmt)[0]).steps(full["steps"])  # which raises where a format has none
     methods = [_method(method) for method in scaling]
+    if any(map(is_native, canonical)):
+        _require_native(methods, full, train)
     count = math.prod(map(len, (canonical, given, methods, seeds)))
     if count > MOST_CELLS:
         raise ValueError(f"The grid has more than {MOST_CELLS:,} cells. Give fewer formats, scaling methods or seeds.")
@@ -254,6 +258,19 @@ def _task_and_options(
     name = task_of(task)  # type: ignore[arg-type]  # which refuses None
     function = find_task(task) if isinstance(task, str) else task
     return name, _options({**getattr(function, "options", {}), **options})
+
+
+def _require_native(methods: Sequence[str | float], options: Mapping[str, Any], train: object) -> None:
+    """Raise ValueError for what a grid with a native format cannot have."""
+    if train is not None:
+        raise refused_with_native(
+            "train",
+            "The lab's own loop trains natively; what a function of your own computes in, it says itself.",
+            "Use a task, or the format fp32 with torch.autocast and ada_loss.GradScaler(layers=model) in that function",
+        )
+    require_native(None, options)
+    for method in methods:
+        require_native_method(method)
 
 
 def _require_task(function: Any) -> None:

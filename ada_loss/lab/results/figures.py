@@ -100,6 +100,8 @@ def _layers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """
     nonzero: dict[str, int] = {}
     underflow: dict[str, int] = {}
+    if not any(row["role"] == "activation" for row in rows):
+        rows = rows[::-1]  # of a native cell: gradients come from the output to the input
     for row in rows:
         if row["role"] == "activation":
             nonzero.setdefault(row["site"].split(":")[0] or "(model)", 0)

@@ -28,12 +28,14 @@ from ada_loss.lab.sweep.work import WorkOrder, obey, order_of, said, training_of
 from ada_loss.lab.tasks import find_task
 from ada_loss.lab.training.generators import kept_generators, seed_generators
 from ada_loss.lab.training.loop import Training
+from ada_loss.lab.training.native import is_native
 from ada_loss.lab.training.run import Stopped
 from ada_loss.lab.training.steps import backward
 
 __all__ = ["explain"]
 
 NOT_AGAIN = "not asked: a training function of one's own is not run again"
+NOT_NATIVE = "not asked: fpsim.why tries formats on an emulated model; it explains cells of the format fp16"
 NOTHING = "fpsim.why finds nothing that is wrong with the step"
 
 
@@ -60,6 +62,8 @@ def explain(out: Path, execution: Execution, make_task: MakeTask | TrainFunction
             keep(cell, NOTHING)
         elif is_own(configs[cell]["task"]):
             keep(cell, NOT_AGAIN)
+        elif is_native(configs[cell]["format"]):
+            keep(cell, NOT_NATIVE)
         else:
             waiting.append((cell, steps))
     if waiting:
@@ -162,7 +166,7 @@ def _headline(training: Training, x: Tensor, y: Tensor) -> list[str]:
 
     def step() -> float:
         training.optimizer.zero_grad()
-        loss = backward(training.task, training.model, scaler, x, y, training.options.micro_batches)
+        loss = backward(training.task, training.forward, scaler, x, y, training.options.micro_batches)
         scaler.step(training.optimizer)
         with suppress(FloatingPointError):  # whose scale can fall no further: that is what is asked about
             scaler.update()

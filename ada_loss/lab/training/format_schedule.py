@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 import fpsim
+from ada_loss.lab.training.native import is_native
 from fpsim import FormatLike
 from fpsim.checks import is_finite_number, is_whole, shown
 
@@ -144,6 +145,11 @@ def _pairs(given: Any) -> list[tuple[Any, Any]]:
     for _, inner in pairs:
         if isinstance(inner, FormatSchedule) or (isinstance(inner, Mapping) and SCHEDULE in inner):
             raise ValueError(f"A schedule is inside another: {shown(inner)}. Put all starts into one.")
+        if is_native(inner):
+            raise ValueError(
+                f"A schedule has {shown(dict(inner))} among its formats. A native cell is native in all its steps: "
+                f"give that as a format of its own, without a schedule."
+            )
     return [(start, inner) for start, inner in pairs]
 
 
@@ -168,6 +174,11 @@ def quantized(model: Model, schedule: FormatSchedule, *, inplace: bool = False) 
     Raises what `quantize` raises, for every format of the schedule.
     """
     first, *others = schedule.stages
+    if is_native(first.fmt):
+        raise ValueError(
+            f"The format {shown(first.fmt)} trains in real float16, and quantises no model. Use "
+            f"torch.autocast(device, dtype=torch.float16) and ada_loss.GradScaler(layers=model) in a loop of your own."
+        )
     with warnings.catch_warnings():  # of a last layer in 4 bits: to see what it costs is what one trains here for
         warnings.filterwarnings("ignore", "The gradient of .* is rounded to nearest", UserWarning)
         emulated = fpsim.quantize(model, first.fmt, rounding=first.rounding, inplace=inplace)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fpsim
 from ada_loss.lab.devices import float32_in_full
@@ -29,11 +29,13 @@ from ada_loss.lab.training.format_schedule import (
     step_of,
 )
 from ada_loss.lab.training.generators import kept_generators
-from ada_loss.lab.training.methods import make_scaling
+from ada_loss.lab.training.methods import make_native_scaling, make_scaling
+from ada_loss.lab.training.native import canonical_native, in_float16, is_native, require_native, unquantized
 from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.run import Run, Stopped
 from ada_loss.lab.training.steps import EVALUATED, backward, evaluate, learning_rate_at, make_optimizer
 from ada_loss.lab.training.stored_weights import RoundedWeights, every_of, stored
+from ada_loss.scalers import GradScaler
 from fpsim import FormatLike, LostUpdates, Recording, Update
 from fpsim.checks import known_arguments, shown
 from fpsim.scaling import as_update
@@ -77,7 +79,8 @@ def train(
 
     task: the model, its data, its loss and its metrics, which are computed in the format too.
     fmt: a format for every role, a recipe ("recipe:nvfp4"), a Policy, or None for plain float32; or several in turn,
-        {"schedule": {0: "fp16", 0.8: "bf16"}}: the last fifth of the steps in bf16; see `as_schedule`.
+        {"schedule": {0: "fp16", 0.8: "bf16"}}: the last fifth of the steps in bf16; see `as_schedule`. {"native":
+        "fp16"} is real float16, under torch.autocast, without emulation.
     rounding: of every role; None leaves it to the policy, or to nearest-even.
     update: what the optimizer stores, a fpsim.Update or the name of one ("bf16_sr"); None for float32.
     checkpoint, checkpoint_seconds, progress: see `Training.run`.
@@ -176,10 +179,24 @@ class Training:
     ) -> None:
         container = torch.float64 if options.accumulation == "float64" else torch.float32
         self.task, self.options, self.schedule = task, options, as_schedule(fmt, rounding)
-        # float32 is a policy without roles: every training takes the same path
-        self.model = quantized(task.model, self.schedule).to(options.device, container)
+        first = self.schedule.stages[0]
+        self.is_native, self.adaptive = is_native(first.fmt), None
+        self.recording = Recording(options.record_every) if options.record_every else None
+        self.scaler: GradScaler
+        self.model: nn.Module
+        if isinstance(first.fmt, Mapping) and self.is_native:
+            canonical_native(first.fmt)
+            require_native(first.rounding, asdict(options), None if as_update(update).is_float32 else update)
+            self.model = unquantized(task.model).to(options.device, container)
+            self.scaler = scaler = make_native_scaling(options.scaling, self.model)
+            if self.recording is not None:
+                scaler.record(self.recording, self.model)
+        else:
+            # float32 is a policy without roles: every emulated training takes the same path
+            self.model = quantized(task.model, self.schedule).to(options.device, container)
+            self.scaler, self.adaptive = make_scaling(options.scaling, self.model)
+        self.forward = in_float16(self.model, options.device) if self.is_native else self.model
         self.formats = FormatSwitch(self.model, self.schedule)
-        self.scaler, self.adaptive = make_scaling(options.scaling, self.model)
         self.optimizer = make_optimizer(options, self.model)
         self.batches = batches_of(task.train, options.batch_size, options.seed, options.device, container)
         self.test = batches_of(task.test, EVALUATED, 0, options.device, container)
@@ -188,7 +205,6 @@ class Training:
         self.state = TrainingState(self.batches.order())
         self.update = None if as_update(update).is_float32 else as_update(update)
         self.lost = self._lost()
-        self.recording = Recording(options.record_every) if options.record_every else None
         self.point_every = max(SAMPLES * options.record_every, self.total // HISTORY)
         self.cuda_devices = [options.device] if options.device.startswith("cuda") else []  # dropout draws there
         self.checkpoints: Checkpoints | None = None
@@ -268,7 +284,8 @@ class Training:
         """What is left of an epoch and of the steps."""
         state, every = self.state, self.options.evaluate_every
         state.order = self.batches.order()
-        with nullcontext() if self.recording is None else fpsim.record(self.model, into=self.recording):
+        is_recorded = self.recording is not None and not self.is_native  # whose scaler tells the recording
+        with fpsim.record(self.model, into=self.recording) if is_recorded else nullcontext():
             for x, y in islice(self.batches.epoch(state.batches), self.total - state.steps):
                 self._step(x if self.task.augment is None else self.task.augment(x), y)
                 state.batches += 1
@@ -304,7 +321,7 @@ class Training:
         self.before_step(x, y)
         state.scales.append(self.scaler.get_scale())
         self.optimizer.zero_grad()
-        loss = backward(self.task, self.model, self.scaler, x, y, options.micro_batches)
+        loss = backward(self.task, self.forward, self.scaler, x, y, options.micro_batches)
         state.losses.append(loss)
         if options.max_gradient_norm:
             self.scaler.unscale_(self.optimizer)
@@ -325,12 +342,13 @@ class Training:
         state = self.state
         if self.recording is not None and (state.steps % self.point_every == 0 or state.steps == self.total):
             state.history.append((state.steps, [*self.recording.rows()]))
-            if self.adaptive is not None:
-                state.layer_scales.append((state.steps, self.adaptive.log2_scales()))
+            layers = self.adaptive or self.scaler.layers
+            if layers is not None:
+                state.layer_scales.append((state.steps, layers.log2_scales()))
 
     def _evaluate(self) -> dict[str, float]:
         self._add_seconds()
-        metrics = evaluate(self.task, self.model, self.test, self.options.seed, self.cuda_devices)
+        metrics = evaluate(self.task, self.model, self.forward, self.test, self.options.seed, self.cuda_devices)
         self._since = time.perf_counter()
         return metrics
 
@@ -359,7 +377,8 @@ class Training:
         stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "adaptive": self.adaptive}
         stateful |= {"training": self.state, "recording": self.recording, "updates": self.lost}
         present = {name: thing for name, thing in stateful.items() if thing is not None}
-        present["delayed scaling"] = DelayedScaling(self.model, self._enter_last)  # behind "training", which counts
+        if not self.is_native:
+            present["delayed scaling"] = DelayedScaling(self.model, self._enter_last)  # behind "training", which counts
         tensors = {**self.batches.tensors, **dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         identity = {**asdict(self.options), "versions": versions(), "tensors": _fingerprint(tensors)}
         identity["state"] = [f.name for f in fields(TrainingState)]

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from torch import nn
 
+from ada_loss.lab.training.native import NativeScaler, refused_with_native
 from ada_loss.layerwise import AdaLossScaled
+from ada_loss.layerwise.native import NativeScaling, native_rule
 from ada_loss.rules import LAYER_RULES, SYSTEMS, LossRule, layer_rule, loss_rule
 from ada_loss.scalers import GradScaler
 from fpsim.checks import did_you_mean, number_of, shown
 
-__all__ = ["fits_few_bits", "make_scaling", "require_method", "scales_by_layer"]
+__all__ = [
+    "fits_few_bits",
+    "make_native_scaling",
+    "make_scaling",
+    "require_method",
+    "require_native_method",
+    "scales_by_layer",
+]
 
 DYNAMIC = tuple(name for name, rule in SYSTEMS.items() if rule.dynamic and name != "jmp")  # jmp has no first scale
 
@@ -28,6 +37,11 @@ def _rule_of(method: str) -> str:
     """The layer rule of a method: "exact normal" is of "exact"."""
     name = method.partition(" ")[0]
     return "approx_range" if name == "adaptive" else name
+
+
+def _u_min_of(method: str) -> str:
+    """What a method keeps gradients above; the same for emulated and native trainings."""
+    return method.partition(" ")[2] or "smallest"
 
 
 def require_method(method: str | float) -> None:
@@ -76,9 +90,37 @@ def make_scaling(
         return kind(method), None
     adaptive = None
     if method != "none":
-        u_min = method.partition(" ")[2] or "smallest"
-        adaptive = AdaLossScaled(model, rule=_rule_of(method), u_min=u_min)
+        adaptive = AdaLossScaled(model, rule=_rule_of(method), u_min=_u_min_of(method))
     return kind(_constant(1.0)), adaptive
+
+
+def require_native_method(method: str | float) -> None:
+    """Raise ValueError for a known method that a training in real float16 cannot have."""
+    if scales_by_layer(method):
+        try:
+            native_rule(_rule_of(str(method)))
+        except ValueError as error:
+            words = f"Omit {shown(method)}, or give the native format in a grid of its own, under `also`"
+            raise refused_with_native(f"The scaling {shown(method)}", str(error), words) from None
+
+
+def make_native_scaling(method: str | float, model: nn.Module) -> NativeScaler:
+    """The loss scaler of a method for a model that trains in real float16; the scales of layers are its `layers`.
+
+    The same words mean the same as for `make_scaling`: "adaptive" keeps gradients above the smallest number, and
+    "adaptive normal" above the smallest normal one, which `ada_loss.GradScaler(layers=model)` does by default.
+
+    model: one that is not quantised.
+    Raises ValueError for an unknown method, and for one that needs the emulation.
+    """
+    require_method(method)
+    require_native_method(method)
+    if not isinstance(method, str):
+        return NativeScaler(_constant(method))
+    if method in DYNAMIC:
+        return NativeScaler(method)
+    layers = None if method == "none" else NativeScaling(model, rule=_rule_of(method), u_min=_u_min_of(method))
+    return NativeScaler(_constant(1.0), layers=layers)
 
 
 def _constant(scale: float) -> LossRule:

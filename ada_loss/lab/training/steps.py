@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from ada_loss.scalers import GradScaler
 __all__ = ["EVALUATED", "backward", "evaluate", "learning_rate_at", "make_optimizer"]
 
 EVALUATED = 256  # samples at once
+
+Forward = Callable[[Tensor], Tensor]
 
 
 def make_optimizer(options: TrainOptions, model: nn.Module) -> torch.optim.Optimizer:
@@ -46,15 +48,16 @@ def _rate(schedule: str, warmup: int, step: int, total: int) -> float:
     return (1 + math.cos(math.pi * share)) / 2 if schedule == "cosine" else 1 - share
 
 
-def backward(task: Task, model: nn.Module, scaler: GradScaler, x: Tensor, y: Tensor, micro_batches: int) -> float:
+def backward(task: Task, forward: Forward, scaler: GradScaler, x: Tensor, y: Tensor, micro_batches: int) -> float:
     """Add the scaled gradients of a batch to the parameters, part by part; gives the loss of the batch.
 
+    forward: the model, or its forward pass in real float16.
     x, y: the inputs and the targets of the batch.
     micro_batches: the number of parts.
     """
     total, parts = 0.0, min(micro_batches, len(x))
     for inputs, targets in zip(x.tensor_split(parts), y.tensor_split(parts)):
-        loss = task.loss(model(inputs), targets)
+        loss = task.loss(forward(inputs), targets)
         if micro_batches > 1:
             loss = loss * (len(inputs) / len(x))
         scaler.scale(loss).backward()
@@ -62,9 +65,12 @@ def backward(task: Task, model: nn.Module, scaler: GradScaler, x: Tensor, y: Ten
     return total
 
 
-def evaluate(task: Task, model: nn.Module, data: Batches, seed: int, cuda_devices: Sequence[str]) -> dict[str, float]:
+def evaluate(
+    task: Task, model: nn.Module, forward: Forward, data: Batches, seed: int, cuda_devices: Sequence[str]
+) -> dict[str, float]:
     """The task's metrics on its test data, computed in the format of the model, which is left in training mode.
 
+    forward: the model, or its forward pass in real float16.
     data: for the test; of an iterable of batches the outputs of all are put together.
     seed, cuda_devices: of the noise of the evaluation, which leaves that of the training as it was.
     """
@@ -72,9 +78,9 @@ def evaluate(task: Task, model: nn.Module, data: Batches, seed: int, cuda_device
     with torch.no_grad(), torch.random.fork_rng(devices=cuda_devices):
         torch.manual_seed(seed)
         if isinstance(data, TensorBatches):
-            outputs, targets = torch.cat([model(part) for part in data.inputs.split(EVALUATED)]), data.targets
+            outputs, targets = torch.cat([forward(part) for part in data.inputs.split(EVALUATED)]), data.targets
         else:
-            pairs = [(model(x), y) for x, y in data.epoch(0)]
+            pairs = [(forward(x), y) for x, y in data.epoch(0)]
             outputs, targets = (torch.cat(parts) for parts in zip(*pairs))
         metrics = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
     model.train()

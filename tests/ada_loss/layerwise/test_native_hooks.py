@@ -402,6 +402,29 @@ def test_half_leaves_accumulate_true_float32_gradients() -> None:
         assert (p.grad - wanted).norm() <= 2.0**-7 * wanted.norm()
 
 
+def test_a_graph_is_freed_though_what_its_products_send_on_was_observed() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 2))
+    x = torch.randn(1, 2, 6, 6).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.float16):
+        hidden = model[0](x)
+        loss = model[1:](hidden).square().mean()
+    seen: list[str] = []
+    loss = NativePass({}, lambda *_: 1).scale(loss, observe=lambda factor, *_: seen.append(factor.site))
+    kept = Kept()
+    hidden.grad_fn.metadata["kept"] = kept
+    alive = weakref.ref(kept)
+    del kept
+    loss.backward()
+    assert len(seen) >= 3
+    del loss, hidden
+    gc.collect()
+    assert alive() is None
+
+
+class Kept:
+    """Something that a graph holds, and that can tell whether it is alive."""
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_of_a_pass_is_alive_after_it(fails: bool) -> None:
     class Powers:  # held by hooks alone, and so alive while a node is

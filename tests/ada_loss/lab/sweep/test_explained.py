@@ -74,6 +74,21 @@ def test_the_reason_of_a_diverged_cell_is_a_column_and_in_the_verdict(tmp_path: 
     assert [row["reason"] for row in Results(tmp_path).rows()] == [row["reason"] for row in found.rows()]
 
 
+def test_a_native_cell_says_why_it_is_not_asked(tmp_path: Path) -> None:
+    native = {"native": "fp16"}
+    found = sweep(
+        overflowing, ["fp16", native], seeds=3, task_options=STEPS, out=tmp_path, why=True, show_progress=False
+    )
+    rows = {(row["format"], row["seed"]): row for row in found.rows()}
+    for seed in range(3):
+        assert rows["fp16", seed]["reason"].startswith("Overflow at 3:square")
+        assert rows["fp16 native", seed]["diverged"]
+        assert rows["fp16 native", seed]["reason"] == (
+            "not asked: fpsim.why tries formats on an emulated model; it explains cells of the format fp16"
+        )
+    assert ": not asked: fpsim.why tries" in str(found.verdicts()[0])
+
+
 def test_a_setting_that_falls_short_is_asked_with_one_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {**STEPS, "epochs": 10, "learning_rate": 2e5}
     found = sweep(lossy, ["e5m2"], seeds=3, task_options=options, out=tmp_path, why=True, show_progress=False)

@@ -140,6 +140,35 @@ def test_a_task_whose_data_draw_from_every_generator_is_resumed_to_every_field(t
         assert outcome(cell, tmp_path / f"{moment}.pt") == expected, f"killed at moment {moment} of {moments}"
 
 
+def native_cell(method: str) -> Cell:
+    options = {"steps": STEPS, "record_every": 2}
+    return plan("sweep_tasks:noisy", [{"native": "fp16"}], [method], options=options)[0]
+
+
+@tiers.parametrize("method", ["none", "torch", "adaptive"], keep={"adaptive"})
+def test_a_native_training_is_resumed_to_every_field(tmp_path: Path, method: str) -> None:
+    """Every second pass is recorded: one that is counted anew after a kill would be another."""
+    cell = native_cell(method)
+    expected = outcome(cell, tmp_path / "whole.pt")
+    assert {"sites.underflow", "history.underflow"} <= expected.keys()
+    assert ("layers.log2_scale" in expected) == (method == "adaptive")
+    for moment in (14, 27, 42):  # with five in a step
+        assert dies(cell, tmp_path / f"{moment}.pt", moment)
+        assert outcome(cell, tmp_path / f"{moment}.pt") == expected, f"killed at moment {moment}"
+
+
+def test_a_checkpoint_without_the_scales_of_layers_is_refused_in_words(tmp_path: Path) -> None:
+    cell, checkpoint = native_cell("adaptive"), tmp_path / "c.pt"
+    assert dies(cell, checkpoint, 27)
+    saved = torch.load(io.BytesIO(checkpoint.read_bytes()[32:]), weights_only=True)
+    del saved["states"]["scaler"]["layers"]
+    packed = io.BytesIO()
+    torch.save(saved, packed)
+    checkpoint.write_bytes(hashlib.sha256(packed.getvalue()).digest() + packed.getvalue())
+    with pytest.raises(ValueError, match=r"has no scales of layers, and this training has some.*Remove it: training"):
+        outcome(cell, checkpoint)
+
+
 def test_a_training_that_fails_behind_its_last_checkpoint_is_trained_again_by_a_retry(tmp_path: Path) -> None:
     cell = plan(None, ["e5m2"], ["torch"], train="own_trainings:fails_behind_the_last_step")[0]
     expected = outcome(cell, tmp_path / "whole.pt")

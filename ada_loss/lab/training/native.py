@@ -1,0 +1,207 @@
+"""Native cells, which train in real float16 under torch.autocast: what stands for one, and how it is observed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fpsim
+from ada_loss.layerwise.native_graph import plan_of
+from ada_loss.layerwise.native_observed import watch_sent
+from ada_loss.layerwise.native_powers import HALF
+from ada_loss.scalers import GradScaler
+from fpsim import Recording
+from fpsim.checks import shown
+from fpsim.scaling import RoundingSpec, as_policy, listeners, rounded, to_float64
+
+__all__ = [
+    "NATIVE",
+    "NativeScaler",
+    "canonical_native",
+    "in_float16",
+    "is_native",
+    "native_label",
+    "refused_with_native",
+    "require_native",
+    "unquantized",
+]
+
+NATIVE = "native"  # the key of a mapping that stands where a format may stand
+FORMAT = "fp16"  # its only value: the format that torch.autocast computes in and that a scale helps
+EXAMPLE = f"{{'{NATIVE}': '{FORMAT}'}}"
+ROUNDING = "nearest_even"  # of the hardware
+APART = f"Give {EXAMPLE} in a grid of its own, under `also`"
+WRONG = {"accumulation": "float64", "master_weights": "none"}  # values of options that ask for emulation
+
+
+def is_native(fmt: Any) -> bool:
+    """Whether a format is that of a native cell, right or wrong."""
+    return isinstance(fmt, Mapping) and NATIVE in fmt
+
+
+def native_label(fmt: Mapping[str, Any]) -> str:
+    """The words of a table for a native format.
+
+    >>> native_label({"native": "fp16"})
+    'fp16 native'
+    """
+    return f"{fmt[NATIVE]} {NATIVE}"
+
+
+def canonical_native(fmt: Mapping[str, Any]) -> dict[str, str]:
+    """The canonical form of a native format. Raises ValueError for another format, and for fields of a policy.
+
+    >>> canonical_native({"native": "half"})
+    {'native': 'fp16'}
+    """
+    others = [key for key in fmt if key != NATIVE]
+    if others:
+        raise ValueError(
+            f"The format {shown(dict(fmt))} has {', '.join(map(shown, others))} besides {NATIVE!r}. A native cell "
+            f"computes in float16 as the hardware does, without roles, products or overrides. Use {EXAMPLE}, or leave "
+            f"{NATIVE!r} out: the fields are emulated."
+        )
+    given = fmt[NATIVE]
+    try:
+        name = str(fpsim.as_format(given))
+    except (TypeError, ValueError):
+        name = ""
+    if name != FORMAT:
+        reason = "A scale changes no gradient of bfloat16, which has float32's exponents. " if name == "bf16" else ""
+        remedy = f"Write {name!r} without {NATIVE!r}: it is emulated." if name else f"Write {EXAMPLE}."
+        raise ValueError(
+            f"A format has {NATIVE}={shown(given)}. Expected: {FORMAT!r}, in which torch.autocast computes. "
+            f"{reason}{remedy}"
+        )
+    return {NATIVE: FORMAT}
+
+
+def refused_with_native(given: str, reason: str, remedy: str) -> ValueError:
+    """The error of a combination that a native cell cannot have."""
+    return ValueError(f"{given} was given with the format {EXAMPLE}. {reason} {remedy}.")
+
+
+def require_native(rounding: str | None, options: Mapping[str, Any], update: object = None) -> None:
+    """Raise ValueError for what an emulated cell may have and a native one may not.
+
+    rounding: of the cell, None for the usual one. options: of the training. update: what the optimizer stores.
+    """
+    if rounding not in (None, ROUNDING):
+        raise refused_with_native(
+            f"The rounding {shown(rounding)}",
+            "Hardware rounds float16 to the nearest, ties to even.",
+            f"Omit roundings, or use {ROUNDING!r}. {APART}, if the other formats have several",
+        )
+    if update is not None:
+        raise refused_with_native(
+            f"The update {shown(update)}",
+            "A native cell stores float32 weights and states, as a training under autocast does.",
+            f"Omit the update. {APART}, if the other formats have several",
+        )
+    for name, value in WRONG.items():
+        if options.get(name) == value:
+            raise refused_with_native(
+                f"task_options.{name}={value!r}",
+                "It is a setting of the emulation: hardware adds up as it does, and weights stay float32 under "
+                "autocast.",
+                f"Omit {name}. {APART}, with task_options of its own, if the other formats need it",
+            )
+
+
+def unquantized(model: nn.Module) -> nn.Module:
+    """A copy of a model that is to train natively. Raises ValueError for a quantised one, which would be emulated."""
+    try:
+        listeners(model)
+    except ValueError:
+        return deepcopy(model)
+    raise ValueError(
+        f"The task's model, {type(model).__name__}, is quantised: it would be emulated in a native cell. Give the task "
+        f"the model that fpsim.quantize was given."
+    )
+
+
+def in_float16(model: nn.Module, device: str) -> Callable[[Tensor], Tensor]:
+    """The forward pass of a model under torch.autocast in float16; the outputs are float32.
+
+    So the loss is computed in float32, as that of an emulated model, whose outputs are rounded and then leave it.
+    """
+    kind = torch.device(device).type
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast(kind, dtype=torch.float16):
+            outputs = model(x)
+        return outputs.float() if outputs.dtype is torch.float16 else outputs
+
+    return forward
+
+
+class NativeScaler(GradScaler):
+    """A `GradScaler` whose losses tell a recording what the products of their backward passes send on.
+
+    Under every method, so that native cells can be compared with each other and with emulated ones. Recording changes
+    no bit of a training.
+    """
+
+    _sent: _Sent | None = None
+
+    def record(self, recording: Recording, model: nn.Module) -> None:
+        """Tally from now on, of the role "error": each n-th backward pass, as the recording says."""
+        self._sent = _Sent(recording, model)
+        if self.layers is not None:
+            self.layers.observer = self._sent  # type: ignore[assignment]  # it has the methods of one that are called
+
+    def scale(self, outputs: Any) -> Any:
+        scaled = super().scale(outputs)
+        if self._sent is not None and self.layers is None:
+            self._sent.watch(scaled)
+        return scaled
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As of `GradScaler`, but a state without the scales of layers is refused: the training would be another."""
+        if self.layers is not None and "layers" not in state_dict:
+            raise ValueError(
+                "The state of the scaler has no scales of layers, and this training has some. Expected: a state that "
+                "was saved by one with the same scaling."
+            )
+        super().load_state_dict(state_dict)
+
+
+class _Sent:
+    """Tallies what products send on, before and after it is rounded to float16, by the site of the sender.
+
+    It takes the place of a `Recorder` where layers have scales.
+    """
+
+    def __init__(self, recording: Recording, model: nn.Module) -> None:
+        self.recording, self.model = recording, model
+        spec = as_policy(FORMAT).specs().error
+        assert spec is not None
+        self.spec: RoundingSpec = spec
+
+    def wants(self, step: int) -> bool:
+        """Whether the coming pass is one of those that are tallied. The recording counts, whose state is saved."""
+        return self.recording.wants("", "native pass")
+
+    def __call__(
+        self, step: int, site: str, role: str, spec: RoundingSpec, gradient: Tensor, log2_scale: Tensor, chosen: Tensor
+    ) -> None:
+        """A gradient in its true size, and log2 of the scale at which the hardware rounds it."""
+        self._tally(site, to_float64(gradient, log2_scale))  # as the format sees it; float64 has the exponents
+
+    def watch(self, loss: Tensor) -> None:
+        """Tally what products send on in the backward pass of a loss without scales of layers."""
+        if not self.wants(0) or loss.grad_fn is None:  # of which torch says more in backward()
+            return
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for entry in plan_of(loss.grad_fn, names, HALF).entries:
+            if entry.factor is not None:
+                watch_sent(entry.node, HALF, partial(self._tally, entry.factor.site))
+
+    def _tally(self, site: str, before: Tensor) -> None:
+        key = torch.tensor(0, device="cpu")  # no noise: float16 rounds to nearest
+        self.recording(site, "error", before, rounded(before, self.spec, key, None), self.spec)
