@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ada_loss.layerwise.native_powers import Power
-from fpsim.scaling import convolution_of, slot_dtypes, slot_shapes
+from fpsim.scaling import convolution_of, is_python_function, key_of, slot_dtypes, slot_shapes
 
-__all__ = ["Cell", "Entry", "Exit", "Factor", "Meeting", "Plan", "plan_of"]
+__all__ = ["Arrivals", "Cell", "Entry", "Exit", "Factor", "Gradients", "Meeting", "Plan", "plan_of"]
 
 Node = Any  # torch.autograd.graph.Node; its classes have members that the base class does not declare
 MATRICES = ("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "LinearBackward0")
@@ -42,11 +42,16 @@ REENTRANT = "CheckpointFunctionBackward"
 class Cell:
     """The power of two that some gradients carry in the running pass; None until one of them is known.
 
-    sites: those whose factors it has passed last, one on each branch.
+    sites: those whose factors it has passed last, one on each branch; none for the true gradient before any factor.
     """
 
     sites: frozenset[str] = frozenset()
     log2: Power | None = None
+
+
+Gradients = tuple[Tensor | None, ...]
+# the cells in which gradients arrive at the slots of each node but leaves, by `key_of` the node
+Arrivals = dict[tuple[str, int], dict[int, Cell]]
 
 
 @dataclass(eq=False, slots=True)
@@ -104,6 +109,8 @@ class Plan:
     leaves: list[tuple[Tensor, frozenset[str]]]  # and the sites whose factors their gradients have carried
     carried: list[Tensor]  # leaves to which every edge brings a gradient that carries a factor
     sites: list[str]  # in the order of the backward pass, those that need no hook too
+    arrivals: Arrivals
+    functions: list[tuple[Node, dict[int, Cell]]]  # of Python, where gradients that carry a factor arrive
     has_half: bool  # whether a gradient of the half dtype arrives anywhere
 
 
@@ -117,7 +124,7 @@ def plan_of(
     """
     edges, arriving = _edges_of(root)
     has_half = any(half in slot_dtypes(node) for node in edges)
-    true, plan = Cell(log2=0), Plan(root, [], [], [], [], [], [], [], has_half)
+    true, plan = Cell(log2=0), Plan(root, [], [], [], [], [], [], [], {}, [], has_half)
     producers: dict[Node, dict[int, list[tuple[Node, int, Cell]]]] = defaultdict(lambda: defaultdict(list))
     exits: dict[Node, Exit] = {}
     used: dict[str, int] = defaultdict(int)
@@ -153,6 +160,9 @@ def plan_of(
                 plan.meetings.append((meeting, [producer for producer, _, _ in parts]))
                 for producer, edge, cell in parts:
                     leave(producer, cell, edge, meeting)
+        plan.arrivals[key_of(node)] = slots
+        if is_python_function(node) and any(cell.sites for cell in slots.values()):
+            plan.functions.append((node, slots))
         factor = _factor(node, edges[node], slots, names, half, used)
         if factor is not None:
             plan.sites.append(factor.site)
