@@ -25,6 +25,7 @@ MATRICES = ("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0",
 CONVOLUTION = "ConvolutionBackward0"
 INSIDE = ("ScaledDotProduct", "CompiledFunctionBackward", "CudnnRnn", "MkldnnRnn")  # prefixes; products within one node
 GATE = "MulBackward0"
+PRODUCTS = frozenset((*MATRICES, CONVOLUTION, GATE))
 PASSED = (
     "TBackward0",
     "ToCopyBackward0",
@@ -146,7 +147,8 @@ def plan_of(
             if all(cell is not true for cell in cells):
                 plan.carried.append(node.variable)
             continue
-        if node.name() == REENTRANT:
+        kind = node.name()
+        if kind == REENTRANT:
             raise NotImplementedError(
                 "Got torch.utils.checkpoint(..., use_reentrant=True), whose backward pass no hook sees. "
                 "Use use_reentrant=False."
@@ -154,7 +156,7 @@ def plan_of(
         slots = {} if node is not root else {0: true}
         for nr, parts in producers[node].items():
             slots[nr] = parts[0][2]
-            if any(cell is not slots[nr] for _, _, cell in parts):
+            if len(parts) > 1 and any(cell is not slots[nr] for _, _, cell in parts):
                 meeting = Meeting(new_cell(frozenset(s for *_, cell in parts for s in cell.sites)))
                 slots[nr] = meeting.cell
                 plan.meetings.append((meeting, [producer for producer, _, _ in parts]))
@@ -163,13 +165,13 @@ def plan_of(
         plan.arrivals[key_of(node)] = slots
         if is_python_function(node) and any(cell.sites for cell in slots.values()):
             plan.functions.append((node, slots))
-        factor = _factor(node, edges[node], slots, names, half, used)
+        factor = _factor(node, kind, edges[node], slots, names, half, used)
         if factor is not None:
             plan.sites.append(factor.site)
             factor = None if factor.site in ones else factor
         cells = [*slots.values()]
         cell = cells[0]
-        if factor is not None or any(other is not cell for other in cells):
+        if factor is not None or (len(cells) > 1 and any(other is not cell for other in cells)):
             passed = frozenset(s for other in cells for s in other.sites)
             cell = new_cell(passed if factor is None else frozenset((factor.site,)))
             plan.entries.append(Entry(node, slots, cell, factor))
@@ -215,22 +217,23 @@ def parameter_behind(node: Node | None) -> Tensor | None:
 
 def _factor(
     node: Node,
+    kind: str,
     edges: tuple[tuple[Node, int], ...],
     slots: dict[int, Cell],
     names: dict[int, str],
     half: torch.dtype,
     used: dict[str, int],
 ) -> Factor | None:
-    children = [child for child, _ in edges]
-    if not any(children):
-        return None
-    kind, terms = node.name(), 1
-    parameter: Tensor | None = None
-    behind = [parameter_behind(child) for child in children]
     arrives = slot_dtypes(node)
-    if any(arrives[nr].is_complex for nr in slots):
-        return None  # of two float32 numbers: it needs no factor, and has no moments to choose one by
-    word = kind.removesuffix("Backward0")
+    is_product = kind in PRODUCTS
+    if not is_product and not kind.startswith(INSIDE) and not _narrows(edges, slots, arrives, half):
+        return None
+    children = [child for child, _ in edges]
+    if not any(children) or any(arrives[nr].is_complex for nr in slots):
+        return None  # complex numbers are two of float32: they need no factor, and have no moments to choose one by
+    terms, word = 1, kind.removesuffix("Backward0")
+    parameter: Tensor | None = None
+    behind = [parameter_behind(child) for child in children] if is_product else []
     if kind in MATRICES:
         at = next((i for i in reversed(range(len(behind))) if (p := behind[i]) is not None and p.dim() > 1), None)
         if at is not None:
@@ -250,7 +253,7 @@ def _factor(
         parameter, word = next(p for p in behind if p is not None), "mul"
         child, nr = edges[others[0]]
         terms = math.prod(slot_shapes(node)[0]) // max(math.prod(slot_shapes(child)[nr]), 1)
-    elif not kind.startswith(INSIDE) and not _narrows(edges, slots, arrives, half):
+    elif kind == GATE and not _narrows(edges, slots, arrives, half):
         return None
     module = names.get(id(parameter), "").rpartition(".")[0]
     base = f"{module}:{word}"
@@ -263,6 +266,7 @@ def _narrows(
     edges: tuple[tuple[Node, int], ...], slots: dict[int, Cell], arrives: list[torch.dtype], half: torch.dtype
 ) -> bool:
     # By dtypes, not by the name of a cast: the engine itself casts the gradient of `x32 + y16`, after the node has run.
-    if not any(arrives[nr] is torch.float32 for nr in slots):
-        return False
-    return any(c is not None and not hasattr(c, "variable") and slot_dtypes(c)[nr] is half for c, nr in edges)
+    for nr in slots:
+        if arrives[nr] is torch.float32:
+            return any(c is not None and not hasattr(c, "variable") and slot_dtypes(c)[nr] is half for c, nr in edges)
+    return False
