@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = [
     "call_at_the_end_of_backward",
@@ -21,6 +21,7 @@ __all__ = [
     "graph_tasks_so_far",
     "is_python_function",
     "key_of",
+    "names_in_graphs",
     "require_hooks_of_nodes",
     "slot_dtypes",
     "slot_shapes",
@@ -111,6 +112,23 @@ def graph_tasks_so_far() -> int:
     node.register_prehook(lambda gradients: found.append(torch._C._current_graph_task_id()))
     torch.autograd.backward([torch.autograd.graph.GradientEdge(node, 0)], [torch.zeros((), device="cpu")])
     return found[0]
+
+
+def names_in_graphs(model: nn.Module) -> dict[int, str]:
+    """The names of parameters by the id of the leaves that graphs of the model have.
+
+    FSDP2 computes with parameters of its own, which it puts in the place of the shards for a while.
+    """
+    found = {id(p): name for name, p in model.named_parameters()}
+    names = {id(module): name for name, module in model.named_modules()}
+    for module in model.modules():
+        state = getattr(module, "_get_fsdp_state", None)
+        for group in getattr(state(), "_fsdp_param_groups", ()) if state is not None else ():
+            for parameter in group.fsdp_params:
+                info, whole = parameter._module_info, getattr(parameter, "_unsharded_param", None)
+                if whole is not None and id(info.module) in names:
+                    found[id(whole)] = f"{names[id(info.module)]}.{info.param_name}".removeprefix(".")
+    return found
 
 
 def convolution_of(node: Any) -> tuple[int, bool]:

@@ -31,6 +31,7 @@ from fpsim.scaling import (
     listeners,
     memory_of,
     moments_of,
+    names_in_graphs,
     on_device,
     require_hooks_of_nodes,
 )
@@ -136,7 +137,7 @@ class NativeScaling:
 
         Raises TypeError where no gradient of the pass is float16; for more see `NativePass.scale`.
         """
-        self._pass.names = {id(p): name for name, p in self.model.named_parameters()}  # some may be new, as LoRA's
+        self._pass.names = names_in_graphs(self.model)  # some may be new, as LoRA's
         self._pass.checks.parameters = [*self.model.parameters()]
         self.has_scaled = True
         step, observer = self.schedule.step + 1, self.observer
