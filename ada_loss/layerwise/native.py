@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ada_loss.layerwise.constants import Constants
 from ada_loss.layerwise.native_graph import Factor
 from ada_loss.layerwise.native_hooks import Leaves, NativePass
-from ada_loss.layerwise.native_powers import HALF, Power, from_to, on, times
+from ada_loss.layerwise.native_powers import HALF, HEADROOM, Power, from_to, on, times
 from ada_loss.layerwise.options import Options
 from ada_loss.layerwise.saved import check_progress, check_sites
 from ada_loss.layerwise.scale_kernels import CHOSEN, FINAL, IF_UNKNOWN, RECOMPUTE, REUSE, carried_factor_kernel
@@ -298,6 +298,7 @@ class NativeScaling:
         kept = state.factor(0, device) if device == state.moments.device else state.factors_on_host[0]
         out = constants.new_scale(device) if is_read else torch.empty(1, dtype=torch.int64, device=device)
         limit = self.limits.get(factor.site, NEVER)
+        rows = min(factor.rows, 2**HEADROOM)  # a larger sum of equal signs is less likely than small gradients are
         on_device(
             self._kernel,
             constants.tensor(torch.int64, device, log2) if isinstance(log2, int) else on(log2, device),
@@ -307,7 +308,7 @@ class NativeScaling:
             constants.limits_of(self._spec, torch.float32, device),
             constants.tensor(torch.float64, device, *self._parameters),
             constants.tensor(torch.int64, device, mode),
-            constants.tensor(torch.float64, device, self._largest, float(not factor.is_wide), limit),
+            constants.tensor(torch.float64, device, self._largest, float(not factor.is_wide), limit, float(rows)),
             kept,
             out,
             chosen,

@@ -71,12 +71,14 @@ class Factor:
     parameter: the operand that it meets, if that is a parameter through views and casts.
     terms: how many products are added up to one element of the result.
     is_wide: whether the gradient arrives in a wider dtype than the half one, and may be beyond the range of that.
+    rows: how many elements of the gradient are added up to one of a bias's; 0 without a bias.
     """
 
     site: str
     parameter: Tensor | None
     terms: int
     is_wide: bool
+    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +233,7 @@ def _factor(
     children = [child for child, _ in edges]
     if not any(children) or any(arrives[nr].is_complex for nr in slots):
         return None  # complex numbers are two of float32: they need no factor, and have no moments to choose one by
-    terms, word = 1, kind.removesuffix("Backward0")
+    rows, terms, word = 0, 1, kind.removesuffix("Backward0")
     parameter: Tensor | None = None
     behind = [parameter_behind(child) for child in children] if is_product else []
     if kind in MATRICES:
@@ -239,6 +241,8 @@ def _factor(
         if at is not None:
             parameter, word, shape = behind[at], "linear", slot_shapes(node)[0]
             terms = shape[-1] if at == len(behind) - 1 else shape[-2]  # x @ w, or w @ x
+        if kind == "AddmmBackward0" and (bias := behind[0]) is not None and bias.dim() == 1:
+            rows = slot_shapes(node)[0][0]
     elif kind == CONVOLUTION:
         parameter, word = behind[1], "convolution"
         if parameter is not None:
@@ -246,6 +250,9 @@ def _factor(
             shape, (groups, is_transposed) = slot_shapes(child)[nr], convolution_of(node)
             out = shape[1] if is_transposed else shape[0] // groups
             terms = out * math.prod(shape[2:])
+        if behind[2] is not None:
+            shape = slot_shapes(node)[0]
+            rows = math.prod(shape) // shape[1]
     elif kind == GATE and any(p is not None for p in behind):
         others = [i for i, child in enumerate(children) if child is not None and behind[i] is None]
         if not others:
@@ -259,7 +266,7 @@ def _factor(
     base = f"{module}:{word}"
     used[base] += 1
     site = base if used[base] == 1 else f"{base}#{used[base] - 1}"
-    return Factor(site, parameter, max(terms, 1), all(arrives[nr] is not half for nr in slots))
+    return Factor(site, parameter, max(terms, 1), all(arrives[nr] is not half for nr in slots), rows)
 
 
 def _narrows(
