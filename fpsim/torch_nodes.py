@@ -120,10 +120,12 @@ def names_in_graphs(model: nn.Module) -> dict[int, str]:
     FSDP2 computes with parameters of its own, which it puts in the place of the shards for a while.
     """
     found = {id(p): name for name, p in model.named_parameters()}
-    names = {id(module): name for name, module in model.named_modules()}
-    for module in model.modules():
-        state = getattr(module, "_get_fsdp_state", None)
-        for group in getattr(state(), "_fsdp_param_groups", ()) if state is not None else ():
+    modules = [*model.named_modules()]
+    sharded = [module for _, module in modules if hasattr(type(module), "_get_fsdp_state")]
+    names = {id(module): name for name, module in modules} if sharded else {}
+    for module in sharded:
+        state: Any = module
+        for group in getattr(state._get_fsdp_state(), "_fsdp_param_groups", ()):
             for parameter in group.fsdp_params:
                 info, whole = parameter._module_info, getattr(parameter, "_unsharded_param", None)
                 if whole is not None and id(info.module) in names:

@@ -125,6 +125,7 @@ class NativeScaling:
         self.observer: Recorder | None = None
         self.has_scaled = False  # a loss since the last update of the scaler
         self._pass = NativePass({}, self._choose, HALF, self._begin, needs_half=True)
+        self._pass.checks.parameters = model.parameters
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -138,7 +139,6 @@ class NativeScaling:
         Raises TypeError where no gradient of the pass is float16; for more see `NativePass.scale`.
         """
         self._pass.names = names_in_graphs(self.model)  # some may be new, as LoRA's
-        self._pass.checks.parameters = [*self.model.parameters()]
         self.has_scaled = True
         step, observer = self.schedule.step + 1, self.observer
         if observer is None or not observer.wants(step):

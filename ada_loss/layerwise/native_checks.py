@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from torch import Tensor
 
@@ -26,12 +26,12 @@ MODULE_HOOK = "BackwardHookFunctionBackward"
 class Checks:
     """Looks for what would get gradients times the scale of a layer, and remembers what it has looked at.
 
-    names: of parameters, by id. parameters: those that a pass may write to besides the leaves of its graph.
+    names: of parameters, by id. parameters: returns those that a pass may write to besides the leaves of its graph.
     """
 
     def __init__(self) -> None:
         self.names: Mapping[int, str] = {}
-        self.parameters: Sequence[Tensor] = ()
+        self.parameters: Callable[[], Iterable[Tensor]] = tuple
         self._seen: set[tuple[str, int]] = set()  # kinds of Functions, and which of that kind: none wrote a gradient
         self._warned: set[str] = set()
 
@@ -99,7 +99,7 @@ class Checks:
         )
 
     def _watch(self, node: Node, key: tuple[str, int], leaves: Iterable[Tensor], is_ours: Callable[[], bool]) -> None:
-        every = {id(leaf): leaf for leaf in (*leaves, *self.parameters)}
+        every = {id(leaf): leaf for leaf in (*leaves, *self.parameters())}
         before: list[tuple[Tensor, tuple[int, int]]] = []
         begun = 0
 
