@@ -212,7 +212,7 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def costs(pairs: int, tokens: int = 1024) -> Iterator[tuple[str, float, float, float | None, int]]:
+def costs(pairs: int, tokens: int) -> Iterator[tuple[str, float, float, float | None, int]]:
     """For each form: its name, its time over torch's, the error of that, the goal, and the operations that it adds."""
     products = with_fast_products()
     try:
@@ -273,9 +273,9 @@ def print_models() -> list[dict[str, Any]]:
     return [{**asdict(row), "met": row.is_met} for row in rows]
 
 
-def print_costs(pairs: int) -> dict[str, Any]:
+def print_costs(pairs: int, tokens: int) -> dict[str, Any]:
     rows = []
-    for name, ratio, spread, goal, operations in costs(pairs):
+    for name, ratio, spread, goal, operations in costs(pairs, tokens):
         met = None if goal is None else ratio - 2 * spread <= goal
         verdict = "" if goal is None else f"   goal <= {goal:g}: {'met' if met else 'MISSED'}"
         print(
@@ -286,13 +286,20 @@ def print_costs(pairs: int) -> dict[str, Any]:
         rows.append({**row, "operations": operations})
     nodes, microseconds = walk()
     print(f"the walk: {nodes} nodes, {microseconds:.1f} us each")
-    return {"steps": rows, "nodes": nodes, "microseconds a node": round(microseconds, 2)}
+    return {
+        "tokens": tokens,
+        "pairs": pairs,
+        "steps": rows,
+        "nodes": nodes,
+        "microseconds a node": round(microseconds, 2),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("models", "costs"), action="append")
     parser.add_argument("--pairs", type=int, default=16, help="of steps, for costs")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a step, for costs, a multiple of 128")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # with two, each product waits for the other where a core is busy
@@ -300,7 +307,7 @@ def main() -> None:
     found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     found["machine"] = machine()
     for name in wanted:
-        found[name] = print_models() if name == "models" else print_costs(arguments.pairs)
+        found[name] = print_models() if name == "models" else print_costs(arguments.pairs, arguments.tokens)
         if arguments.write:
             RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 
