@@ -5,15 +5,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = [
     "call_at_the_end_of_backward",
+    "calls_of_backward",
     "convolution_of",
+    "current_node",
+    "edge_of",
+    "graph_tasks_so_far",
+    "is_python_function",
+    "key_of",
+    "names_in_graphs",
     "require_hooks_of_nodes",
     "slot_dtypes",
     "slot_shapes",
@@ -32,8 +40,11 @@ def require_hooks_of_nodes() -> None:
     needed = {
         "torch._C._will_engine_execute_node": (torch._C, "_will_engine_execute_node"),
         "torch._C._current_graph_task_id": (torch._C, "_current_graph_task_id"),
+        "torch._C._current_autograd_node": (torch._C, "_current_autograd_node"),
+        "torch.autograd.graph._engine_run_backward": (torch.autograd.graph, "_engine_run_backward"),
         "queue_callback of autograd's engine": (ENGINE, "queue_callback"),
         "_input_metadata of a node": (node, "_input_metadata"),
+        "_sequence_nr of a node": (node, "_sequence_nr"),
         "register_prehook of a node": (node, "register_prehook"),
     }
     missing = [name for name, (owner, attribute) in needed.items() if not hasattr(owner, attribute)]
@@ -52,6 +63,74 @@ def slot_dtypes(node: Any) -> list[torch.dtype]:
 def slot_shapes(node: Any) -> list[tuple[int, ...]]:
     """The shapes of the gradients that arrive at a node, of nested tensors without meaning."""
     return [tuple(slot.shape) for slot in node._input_metadata]
+
+
+def key_of(node: Any) -> tuple[str, int]:
+    """The same for a node whenever it is asked for: its Python object may be another by then. Not for leaves.
+
+    Only nodes that two threads made at the same place of theirs share one.
+    """
+    return node.name(), node._sequence_nr()
+
+
+def edge_of(x: Any) -> tuple[Any, int]:
+    """The node and the slot at which the gradient of a tensor, or of a GradientEdge, arrives; no node for a leaf."""
+    if isinstance(x, Tensor):
+        return x.grad_fn, x.output_nr
+    return x.node, x.output_nr
+
+
+def is_python_function(node: Any) -> bool:
+    """Whether the node's backward is Python code, of a `torch.autograd.Function`."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def calls_of_backward() -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
+    """The outputs and the inputs that the running `torch.autograd.backward` or `grad` was given; asked in a hook of it.
+
+    On a card, whose nodes run in another thread than the call, those of all threads; nothing for a pass that C++ began.
+    """
+    code: Any = torch.autograd.graph._engine_run_backward.__code__
+    own = sys._getframe(1)
+    for last in (own, *(frame for frame in sys._current_frames().values() if frame is not own)):
+        frame: Any = last
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        if frame is not None:
+            found = frame.f_locals
+            yield found["t_outputs"], found["args"][3]
+            if last is own:
+                return
+
+
+def graph_tasks_so_far() -> int:
+    """How many backward passes have begun in this process, with one that this begins: each gets the next number."""
+    found: list[int] = []
+    with torch.enable_grad():
+        node = torch.zeros(1, device="cpu", requires_grad=True).sum().grad_fn
+    assert node is not None
+    node.register_prehook(lambda gradients: found.append(torch._C._current_graph_task_id()))
+    torch.autograd.backward([torch.autograd.graph.GradientEdge(node, 0)], [torch.zeros((), device="cpu")])
+    return found[0]
+
+
+def names_in_graphs(model: nn.Module) -> dict[int, str]:
+    """The names of parameters by the id of the leaves that graphs of the model have.
+
+    FSDP2 computes with parameters of its own, which it puts in the place of the shards for a while.
+    """
+    found = {id(p): name for name, p in model.named_parameters()}
+    modules = [*model.named_modules()]
+    sharded = [module for _, module in modules if hasattr(type(module), "_get_fsdp_state")]
+    names = {id(module): name for name, module in modules} if sharded else {}
+    for module in sharded:
+        state: Any = module
+        for group in getattr(state._get_fsdp_state(), "_fsdp_param_groups", ()):
+            for parameter in group.fsdp_params:
+                info, whole = parameter._module_info, getattr(parameter, "_unsharded_param", None)
+                if whole is not None and id(info.module) in names:
+                    found[id(whole)] = f"{names[id(info.module)]}.{info.param_name}".removeprefix(".")
+    return found
 
 
 def convolution_of(node: Any) -> tuple[int, bool]:
@@ -92,3 +171,5 @@ def take_float32_gradients(leaf: Tensor) -> None:
 will_run: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", None)  # type: ignore[assignment]
 # Calls a function once the running backward pass has given all gradients; what it raises, `backward` raises.
 call_at_the_end_of_backward: Callable[..., None] = getattr(ENGINE, "queue_callback", None)  # type: ignore[assignment]
+# The node that the running backward pass is at, within its hooks.
+current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", None)  # type: ignore[assignment]

@@ -127,7 +127,7 @@ FLOORS = (
         "layerwise.scale_kernels layerwise.options",
         "layerwise.sites layerwise.constants layerwise.native_powers",
         "layerwise.graph layerwise.schedule layerwise.chooser layerwise.native_graph",
-        "layerwise.forks layerwise.native_observed",
+        "layerwise.forks layerwise.native_checks layerwise.native_observed",
         "layerwise.engine layerwise.native_hooks",
         "layerwise.scaled layerwise.native",
         "scalers.grad_scaler",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ada_loss.layerwise.constants import Constants
 from ada_loss.layerwise.native_graph import Factor
 from ada_loss.layerwise.native_hooks import Leaves, NativePass
-from ada_loss.layerwise.native_powers import HALF, Power, from_to, on, times
+from ada_loss.layerwise.native_powers import HALF, HEADROOM, Power, from_to, on, times
 from ada_loss.layerwise.options import Options
 from ada_loss.layerwise.saved import check_progress, check_sites
 from ada_loss.layerwise.scale_kernels import CHOSEN, FINAL, IF_UNKNOWN, RECOMPUTE, REUSE, carried_factor_kernel
@@ -31,6 +31,7 @@ from fpsim.scaling import (
     listeners,
     memory_of,
     moments_of,
+    names_in_graphs,
     on_device,
     require_hooks_of_nodes,
 )
@@ -117,7 +118,9 @@ class NativeScaling:
         self._is_lowered = True  # whether limits are set for the last backward pass, or there was none
         # Such as a Recorder; it is told of what each product, gate and cast sends on, by the site of the sender.
         self.observer: Recorder | None = None
+        self.has_scaled = False  # a loss since the last update of the scaler
         self._pass = NativePass({}, self._choose, HALF, self._begin, needs_half=True)
+        self._pass.checks.parameters = model.parameters
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -130,7 +133,8 @@ class NativeScaling:
 
         Raises TypeError where no gradient of the pass is float16; for more see `NativePass.scale`.
         """
-        self._pass.names = {id(p): name for name, p in self.model.named_parameters()}  # some may be new, as LoRA's
+        self._pass.names = names_in_graphs(self.model)  # some may be new, as LoRA's
+        self.has_scaled = True
         step, observer = self.schedule.step + 1, self.observer
         if observer is None or not observer.wants(step):
             return self._pass.scale(loss, self._ones())
@@ -170,6 +174,31 @@ class NativeScaling:
         """
         found = {site: s.log2_scale for (site, _), s in self.states.items()}
         return {site: int(k) for site, k in reversed(found.items()) if k is not None}
+
+    def true_grad(self, tensor: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient of a hidden tensor as a plain backward pass has it, in float32 (or wider, as it came).
+
+        tensor: whose gradient it is, as its hooks, `retain_grad` and `torch.autograd.grad` show it in the last scaled
+        backward pass. A parameter's is true already. Raises ValueError for a tensor without a gradient in that pass.
+
+        >>> layer = nn.Linear(8, 8)
+        >>> layers = NativeScaling(layer, rule="fixed")
+        >>> with torch.autocast("cpu", dtype=torch.float16):
+        ...     h = layer(torch.ones(1, 8))
+        ...     h.retain_grad()
+        ...     loss = h.float().sum() * 2.0**-30
+        >>> layers.scale(loss).backward()
+        >>> bool((layers.true_grad(h, h.grad) == 2.0**-30).all())
+        True
+        """
+        log2 = self._pass.power_at(tensor)
+        if log2 is None:
+            raise ValueError(
+                "Got a tensor to which the last scaled backward pass brought no gradient. Expected: one of its graph, "
+                "after the pass or in a hook of that tensor."
+            )
+        wide = gradient.float() if gradient.dtype is HALF else gradient
+        return times(wide, from_to(log2, 0, gradient.device))
 
     def overflowed(self) -> None:
         """Lower the scales where numbers left the range; to be called when a step was skipped for its gradients.
@@ -264,6 +293,7 @@ class NativeScaling:
         kept = state.factor(0, device) if device == state.moments.device else state.factors_on_host[0]
         out = constants.new_scale(device) if is_read else torch.empty(1, dtype=torch.int64, device=device)
         limit = self.limits.get(factor.site, NEVER)
+        rows = min(factor.rows, 2**HEADROOM)  # a larger sum of equal signs is less likely than small gradients are
         on_device(
             self._kernel,
             constants.tensor(torch.int64, device, log2) if isinstance(log2, int) else on(log2, device),
@@ -273,7 +303,7 @@ class NativeScaling:
             constants.limits_of(self._spec, torch.float32, device),
             constants.tensor(torch.float64, device, *self._parameters),
             constants.tensor(torch.int64, device, mode),
-            constants.tensor(torch.float64, device, self._largest, float(not factor.is_wide), limit),
+            constants.tensor(torch.float64, device, self._largest, float(not factor.is_wide), limit, float(rows)),
             kept,
             out,
             chosen,

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from ada_loss.layerwise.native_powers import Power
-from fpsim.scaling import convolution_of, slot_dtypes, slot_shapes
+from fpsim.scaling import convolution_of, is_python_function, key_of, slot_dtypes, slot_shapes
 
-__all__ = ["Cell", "Entry", "Exit", "Factor", "Meeting", "Plan", "plan_of"]
+__all__ = ["Arrivals", "Cell", "Entry", "Exit", "Factor", "Gradients", "Meeting", "Plan", "plan_of"]
 
 Node = Any  # torch.autograd.graph.Node; its classes have members that the base class does not declare
 MATRICES = ("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "LinearBackward0")
 CONVOLUTION = "ConvolutionBackward0"
 INSIDE = ("ScaledDotProduct", "CompiledFunctionBackward", "CudnnRnn", "MkldnnRnn")  # prefixes; products within one node
 GATE = "MulBackward0"
+PRODUCTS = frozenset((*MATRICES, CONVOLUTION, GATE))
 PASSED = (
     "TBackward0",
     "ToCopyBackward0",
@@ -42,11 +43,16 @@ REENTRANT = "CheckpointFunctionBackward"
 class Cell:
     """The power of two that some gradients carry in the running pass; None until one of them is known.
 
-    sites: those whose factors it has passed last, one on each branch.
+    sites: those whose factors it has passed last, one on each branch; none for the true gradient before any factor.
     """
 
     sites: frozenset[str] = frozenset()
     log2: Power | None = None
+
+
+Gradients = tuple[Tensor | None, ...]
+# the cells in which gradients arrive at the slots of each node but leaves, by `key_of` the node
+Arrivals = dict[tuple[str, int], dict[int, Cell]]
 
 
 @dataclass(eq=False, slots=True)
@@ -65,12 +71,14 @@ class Factor:
     parameter: the operand that it meets, if that is a parameter through views and casts.
     terms: how many products are added up to one element of the result.
     is_wide: whether the gradient arrives in a wider dtype than the half one, and may be beyond the range of that.
+    rows: how many elements of the gradient are added up to one of a bias's; 0 without a bias.
     """
 
     site: str
     parameter: Tensor | None
     terms: int
     is_wide: bool
+    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +112,8 @@ class Plan:
     leaves: list[tuple[Tensor, frozenset[str]]]  # and the sites whose factors their gradients have carried
     carried: list[Tensor]  # leaves to which every edge brings a gradient that carries a factor
     sites: list[str]  # in the order of the backward pass, those that need no hook too
+    arrivals: Arrivals
+    functions: list[tuple[Node, dict[int, Cell]]]  # of Python, where gradients that carry a factor arrive
     has_half: bool  # whether a gradient of the half dtype arrives anywhere
 
 
@@ -117,7 +127,7 @@ def plan_of(
     """
     edges, arriving = _edges_of(root)
     has_half = any(half in slot_dtypes(node) for node in edges)
-    true, plan = Cell(log2=0), Plan(root, [], [], [], [], [], [], [], has_half)
+    true, plan = Cell(log2=0), Plan(root, [], [], [], [], [], [], [], {}, [], has_half)
     producers: dict[Node, dict[int, list[tuple[Node, int, Cell]]]] = defaultdict(lambda: defaultdict(list))
     exits: dict[Node, Exit] = {}
     used: dict[str, int] = defaultdict(int)
@@ -139,7 +149,8 @@ def plan_of(
             if all(cell is not true for cell in cells):
                 plan.carried.append(node.variable)
             continue
-        if node.name() == REENTRANT:
+        kind = node.name()
+        if kind == REENTRANT:
             raise NotImplementedError(
                 "Got torch.utils.checkpoint(..., use_reentrant=True), whose backward pass no hook sees. "
                 "Use use_reentrant=False."
@@ -147,19 +158,22 @@ def plan_of(
         slots = {} if node is not root else {0: true}
         for nr, parts in producers[node].items():
             slots[nr] = parts[0][2]
-            if any(cell is not slots[nr] for _, _, cell in parts):
+            if len(parts) > 1 and any(cell is not slots[nr] for _, _, cell in parts):
                 meeting = Meeting(new_cell(frozenset(s for *_, cell in parts for s in cell.sites)))
                 slots[nr] = meeting.cell
                 plan.meetings.append((meeting, [producer for producer, _, _ in parts]))
                 for producer, edge, cell in parts:
                     leave(producer, cell, edge, meeting)
-        factor = _factor(node, edges[node], slots, names, half, used)
+        plan.arrivals[key_of(node)] = slots
+        if is_python_function(node) and any(cell.sites for cell in slots.values()):
+            plan.functions.append((node, slots))
+        factor = _factor(node, kind, edges[node], slots, names, half, used)
         if factor is not None:
             plan.sites.append(factor.site)
             factor = None if factor.site in ones else factor
         cells = [*slots.values()]
         cell = cells[0]
-        if factor is not None or any(other is not cell for other in cells):
+        if factor is not None or (len(cells) > 1 and any(other is not cell for other in cells)):
             passed = frozenset(s for other in cells for s in other.sites)
             cell = new_cell(passed if factor is None else frozenset((factor.site,)))
             plan.entries.append(Entry(node, slots, cell, factor))
@@ -205,27 +219,30 @@ def parameter_behind(node: Node | None) -> Tensor | None:
 
 def _factor(
     node: Node,
+    kind: str,
     edges: tuple[tuple[Node, int], ...],
     slots: dict[int, Cell],
     names: dict[int, str],
     half: torch.dtype,
     used: dict[str, int],
 ) -> Factor | None:
-    children = [child for child, _ in edges]
-    if not any(children):
-        return None
-    kind, terms = node.name(), 1
-    parameter: Tensor | None = None
-    behind = [parameter_behind(child) for child in children]
     arrives = slot_dtypes(node)
-    if any(arrives[nr].is_complex for nr in slots):
-        return None  # of two float32 numbers: it needs no factor, and has no moments to choose one by
-    word = kind.removesuffix("Backward0")
+    is_product = kind in PRODUCTS
+    if not is_product and not kind.startswith(INSIDE) and not _narrows(edges, slots, arrives, half):
+        return None
+    children = [child for child, _ in edges]
+    if not any(children) or any(arrives[nr].is_complex for nr in slots):
+        return None  # complex numbers are two of float32: they need no factor, and have no moments to choose one by
+    rows, terms, word = 0, 1, kind.removesuffix("Backward0")
+    parameter: Tensor | None = None
+    behind = [parameter_behind(child) for child in children] if is_product else []
     if kind in MATRICES:
         at = next((i for i in reversed(range(len(behind))) if (p := behind[i]) is not None and p.dim() > 1), None)
         if at is not None:
             parameter, word, shape = behind[at], "linear", slot_shapes(node)[0]
             terms = shape[-1] if at == len(behind) - 1 else shape[-2]  # x @ w, or w @ x
+        if kind == "AddmmBackward0" and (bias := behind[0]) is not None and bias.dim() == 1:
+            rows = slot_shapes(node)[0][0]
     elif kind == CONVOLUTION:
         parameter, word = behind[1], "convolution"
         if parameter is not None:
@@ -233,6 +250,9 @@ def _factor(
             shape, (groups, is_transposed) = slot_shapes(child)[nr], convolution_of(node)
             out = shape[1] if is_transposed else shape[0] // groups
             terms = out * math.prod(shape[2:])
+        if behind[2] is not None:
+            shape = slot_shapes(node)[0]
+            rows = math.prod(shape) // shape[1]
     elif kind == GATE and any(p is not None for p in behind):
         others = [i for i, child in enumerate(children) if child is not None and behind[i] is None]
         if not others:
@@ -240,19 +260,20 @@ def _factor(
         parameter, word = next(p for p in behind if p is not None), "mul"
         child, nr = edges[others[0]]
         terms = math.prod(slot_shapes(node)[0]) // max(math.prod(slot_shapes(child)[nr]), 1)
-    elif not kind.startswith(INSIDE) and not _narrows(edges, slots, arrives, half):
+    elif kind == GATE and not _narrows(edges, slots, arrives, half):
         return None
     module = names.get(id(parameter), "").rpartition(".")[0]
     base = f"{module}:{word}"
     used[base] += 1
     site = base if used[base] == 1 else f"{base}#{used[base] - 1}"
-    return Factor(site, parameter, max(terms, 1), all(arrives[nr] is not half for nr in slots))
+    return Factor(site, parameter, max(terms, 1), all(arrives[nr] is not half for nr in slots), rows)
 
 
 def _narrows(
     edges: tuple[tuple[Node, int], ...], slots: dict[int, Cell], arrives: list[torch.dtype], half: torch.dtype
 ) -> bool:
     # By dtypes, not by the name of a cast: the engine itself casts the gradient of `x32 + y16`, after the node has run.
-    if not any(arrives[nr] is torch.float32 for nr in slots):
-        return False
-    return any(c is not None and not hasattr(c, "variable") and slot_dtypes(c)[nr] is half for c, nr in edges)
+    for nr in slots:
+        if arrives[nr] is torch.float32:
+            return any(c is not None and not hasattr(c, "variable") and slot_dtypes(c)[nr] is half for c, nr in edges)
+    return False

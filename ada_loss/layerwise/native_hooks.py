@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ada_loss.layerwise.native_graph import Cell, Entry, Exit, Factor, Meeting, Plan, plan_of
+from ada_loss.layerwise.native_checks import Checks, written
+from ada_loss.layerwise.native_graph import Arrivals, Cell, Entry, Exit, Factor, Gradients, Meeting, Plan, plan_of
 from ada_loss.layerwise.native_observed import watch_sent
 from ada_loss.layerwise.native_powers import Power, Ratio, aligned, from_to, meet, times
 from fpsim.scaling import (
     call_at_the_end_of_backward,
     current_graph_task,
+    current_node,
+    edge_of,
+    key_of,
     take_float32_gradients,
-    version_of,
     will_run,
 )
 
 __all__ = ["NativePass"]
 
-Gradients = tuple[Tensor | None, ...]
 Choose = Callable[[Factor, list[Tensor], Power], Power]
 Observe = Callable[[Factor, Tensor, Power], None]
 Leaves = list[tuple[Tensor, frozenset[str]]]
@@ -40,7 +42,7 @@ class NativePass:
         whether these are all.
     """
 
-    running = -1  # the graph task in which a scaled loss began last, whichever scaler's: no two meet
+    running: ClassVar[set[int]] = set()  # graph tasks in which a scaled loss began, whichever scaler's: no two meet
 
     def __init__(
         self,
@@ -52,6 +54,8 @@ class NativePass:
     ) -> None:
         self.needs_half = needs_half
         self.names, self.choose, self.half, self.on_begin = names, choose, half, on_begin
+        self.checks = Checks()
+        self._arrivals: Arrivals = {}  # of the last pass; powers and no tensors of the graph
 
     def scale(self, loss: Tensor, ones: Collection[str] = frozenset(), observe: Observe | None = None) -> Tensor:
         """A copy of `loss` (any shape) whose backward pass is hooked.
@@ -59,7 +63,7 @@ class NativePass:
         Raises NotImplementedError for a reentrant checkpoint, TypeError for a half leaf with a half gradient, a loss
         that requires no gradient, and, if asked for, one without a half gradient in its graph. Its backward raises
         NotImplementedError with create_graph=True and where other code than autograd writes a parameter's gradient,
-        RuntimeError if two scaled losses meet in it.
+        RuntimeError if two scaled losses meet in it, or one that is not scaled meets one that is.
 
         ones: sites whose factor is known to be 1, which need no hook.
         observe: is told of what each product sends on, in float32 before it is rounded, and log2 of what that carries.
@@ -67,6 +71,7 @@ class NativePass:
         if not loss.requires_grad:
             raise TypeError("Got a loss that requires no gradient. Expected: the loss of a forward pass, not detached.")
         loss = loss.clone()  # a view that is written to, as by `loss /= steps`, is no part of its own graph any more
+        self.checks.names = self.names
         plan = plan_of(loss.grad_fn, self.names, self.half, ones)
         if self.needs_half and not plan.has_half:
             raise TypeError(
@@ -84,35 +89,45 @@ class NativePass:
         self._hook(plan, not ones, observe)
         return loss
 
+    def power_at(self, tensor: Tensor) -> Power | None:
+        """log2 of what the gradient of a tensor carried in the last pass; None where no gradient of it arrived."""
+        node, nr = edge_of(tensor)
+        if node is None:
+            return 0
+        cell = self._arrivals.get(key_of(node), {}).get(nr)
+        return None if cell is None else cell.log2
+
     def _hook(self, plan: Plan, is_whole: bool, observe: Observe | None) -> None:
         task = _Task()
         # Not the plan, which has the root: a node that a hook of its own holds is never freed.
         cells, meetings, carried, sites, leaves = plan.cells, plan.meetings, plan.carried, plan.sites, plan.leaves
+        arrivals = plan.arrivals
 
         def begin(gradients: Gradients) -> None:
             if torch.is_grad_enabled():
                 raise NotImplementedError("Got create_graph=True: a second backward pass would see scaled gradients.")
             task.number = current_graph_task()
-            if NativePass.running == task.number:
+            if task.number in NativePass.running:
                 raise RuntimeError("Two scaled losses meet in one backward pass. Scale their sum.")
-            NativePass.running = task.number
+            NativePass.running.add(task.number)
+            self._arrivals = arrivals
+            if cells:
+                self.checks.look_at_call(current_node(), arrivals)
             for cell in cells:
                 cell.log2 = None
             for meeting, producers in meetings:
                 meeting.expected = sum(will_run(node) for node in producers)
                 meeting.held.clear()
-            task.undelivered = {id(leaf): (leaf, *_written(leaf)) for leaf in carried}
+            task.undelivered = {id(leaf): (leaf, *written(leaf)) for leaf in carried}
             call_at_the_end_of_backward(end)
             self.on_begin(sites, leaves, is_whole)
 
         def end() -> None:
+            NativePass.running.discard(task.number)
             left, task.undelivered = task.undelivered, {}
             for leaf, *before in left.values():
-                if [*_written(leaf)] != before:
-                    raise NotImplementedError(
-                        f"The gradient of {self.names.get(id(leaf), 'a parameter')} was written by other code than "
-                        f"autograd, as fused weight gradients are, and has the scale of its layer. Turn that off."
-                    )
+                if [*written(leaf)] != before:
+                    self.checks.refuse_written(leaf)
 
         # No hook but that of the root holds a node, and the root meets nothing: else a node would keep itself alive.
         plan.root.register_prehook(begin)  # before any other hook of the root
@@ -120,6 +135,7 @@ class NativePass:
             entry.node.register_prehook(self._entering(task, entry))
             if observe is not None and entry.factor is not None:
                 self._watch(task, entry, entry.factor, observe)
+        self.checks.look_at(plan, lambda: current_graph_task() == task.number)
         for leaving in plan.exits:
             leaving.node.register_hook(self._leaving(task, leaving))
 
@@ -186,11 +202,6 @@ class _Task:
 
     def __init__(self) -> None:
         self.undelivered: dict[int, tuple[Tensor, int, int]] = {}
-
-
-def _written(leaf: Tensor) -> tuple[int, int]:
-    """Which tensor the gradient of a leaf is, and how often it was written to."""
-    return (0, 0) if leaf.grad is None else (id(leaf.grad), version_of(leaf.grad))
 
 
 def _known(cell: Cell) -> Power:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ada_loss.layerwise.scale_kernels import NORMAL, quotient, sum_with_headroom, with_headroom
 from fpsim.scaling import amax_of, memory_of, on_device
 
-__all__ = ["HALF", "Power", "Ratio", "aligned", "from_to", "largest", "meet", "on", "times"]
+__all__ = ["HALF", "HEADROOM", "Power", "Ratio", "aligned", "from_to", "largest", "meet", "on", "times"]
 
 # log2 of a power of two: a number, or (1,) int64 on the device of the gradients that carry it
 Power = int | Tensor

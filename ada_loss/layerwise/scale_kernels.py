@@ -217,8 +217,9 @@ def carried_factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
     Here the gradient's moments are those of what it carries, so that the scale 1 is the formula's unit, and log2_scale
     says what it carries. The rest is as in `factor_kernel`, but for these:
 
-    room: (3,) float64: the largest magnitude that a sum of the product's terms may reach, 0 for any; whether the
-        gradient itself must not exceed it; log2 of the largest scale, of a site that overflowed.
+    room: (4,) float64: the largest magnitude that a sum of the product's terms may reach, 0 for any; whether the
+        gradient itself must not exceed it; log2 of the largest scale, of a site that overflowed; how many elements of
+        the gradient are added up otherwise, for a bias.
     factor: a power of two that has room. It stays as it was where the gradient is zero everywhere or not finite.
     """
 
@@ -235,6 +236,7 @@ def carried_factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
                 gain = float(terms[0]) * w[AMAX] if w[COUNT] > 0.0 else 1.0
                 if room[1] > 0.0:
                     gain = max(gain, 1.0)
+                gain = max(gain, room[3])
                 k = min(k, fitting_log2_scale(g[AMAX] * gain, room[0]))
             factor[0] = math.ldexp(1.0, int(k))
         bound = bounded(factor[0] if factor[0] > 0.0 else 1.0, s, limits[FACTOR_BOUND], limits[SCALE_BOUND])

@@ -58,6 +58,7 @@ class GradScaler:
     (tensor([0.5000]), 8.0)
     """
 
+    _has_warned = False
     layers: NativeScaling | None = None  # here too, for a scaler that was pickled before there were any
 
     def __init__(
@@ -152,9 +153,20 @@ class GradScaler:
         Returns what `optimizer.step` returns, or None if it is skipped.
         """
         result = self._verbs.step(self, optimizer, args, kwargs)
+        if self.layers is not None and not self.layers.has_scaled:
+            self._warn_of_a_plain_loss()
         # here too, for optimizers that unscale by themselves; a loop may drop the gradients before update()
         self._lower_layers(optimizer)
         return result
+
+    def _warn_of_a_plain_loss(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "No loss was scaled since the last update(), so gradients of layers had no scales. Expected: "
+                "scaler.scale(loss).backward() before each step(optimizer), and one update() after it.",
+                stacklevel=3,
+            )
 
     def _lower_layers(self, optimizer: Optimizer) -> None:
         if self.layers is not None and self._verbs.skips and self._verbs.overflowed(optimizer):
@@ -176,6 +188,8 @@ class GradScaler:
         saved then, and goes on with the scale it had.
         """
         self._verbs.update(new_scale)
+        if self.layers is not None:
+            self.layers.has_scaled = False
 
     def get_scale(self) -> float:
         """The scale of the coming step. Copies it to the host if the device has adjusted it."""

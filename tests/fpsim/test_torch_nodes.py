@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,13 @@ from torch import nn
 from fpsim import torch_nodes
 from fpsim.torch_nodes import (
     call_at_the_end_of_backward,
+    calls_of_backward,
     convolution_of,
+    current_node,
+    edge_of,
+    graph_tasks_so_far,
+    is_python_function,
+    key_of,
     require_hooks_of_nodes,
     slot_dtypes,
     slot_shapes,
@@ -94,3 +102,74 @@ def test_a_half_leaf_is_refused_where_torch_has_no_dtype_of_gradients(monkeypatc
     monkeypatch.setattr(torch_nodes, "HAS_GRAD_DTYPE", False)
     with pytest.raises(NotImplementedError, match="small ones would be lost"):
         take_float32_gradients(x)
+
+
+def test_a_hook_knows_the_call_of_backward_that_it_runs_in() -> None:
+    x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    h = x * w
+    y, z = h.sum(), h.sum()
+    found: list[tuple[list[int], list[int], bool]] = []
+
+    def note(gradients: object) -> None:
+        (call,) = calls_of_backward()
+        edges = [[key_of(edge_of(t)[0])[1] if edge_of(t)[0] is not None else -1 for t in tensors] for tensors in call]
+        found.append((edges[0], edges[1], current_node() is y.grad_fn))
+
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(note)
+    nr = [key_of(t.grad_fn)[1] for t in (y, z, h)]
+    y.backward(retain_graph=True)
+    torch.autograd.backward([z, y], retain_graph=True, inputs=[w])
+    torch.autograd.grad(y, [torch.autograd.graph.get_gradient_edge(h), x], retain_graph=True)
+
+    def inner(gradient: torch.Tensor) -> None:  # the innermost of two calls
+        y.backward(retain_graph=True)
+
+    z.register_hook(inner)
+    z.backward()
+    assert found == [([nr[0]], [], True), ([nr[1], nr[0]], [-1], True), ([nr[0]], [nr[2], -1], True), found[0]]
+    assert [*calls_of_backward()] == []
+
+
+def test_the_call_of_backward_is_found_from_another_thread_as_from_that_of_a_card() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y, found = x.sum(), []
+
+    def look() -> None:
+        found.extend(edge_of(output)[0] is y.grad_fn for outputs, _ in calls_of_backward() for output in outputs)
+
+    def note(gradients: object) -> None:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(note)
+    y.backward()
+    assert found == [True]
+
+
+def test_each_backward_pass_has_the_next_number() -> None:
+    x = torch.ones(2, requires_grad=True)
+    before = graph_tasks_so_far()
+    assert graph_tasks_so_far() == before + 1
+    x.sum().backward()
+    assert graph_tasks_so_far() == before + 3
+
+
+def test_a_node_keeps_its_key_and_one_of_a_function_is_told_from_others() -> None:
+    class Passed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, dy: torch.Tensor) -> torch.Tensor:
+            return dy
+
+    x = torch.ones(2, requires_grad=True)
+    y = (x * 2, Passed.apply(x), x * 2)
+    keys = [key_of(t.grad_fn) for t in y]
+    assert keys == [key_of(t.grad_fn) for t in y]
+    assert len(set(keys)) == 3
+    assert [is_python_function(t.grad_fn) for t in y] == [False, True, False]

@@ -73,8 +73,8 @@ def replicated(kind: str, rank: int, *, is_scaled: bool) -> list[Tensor | None]:
     return [p.grad for p in model.parameters()]
 
 
-def sharded(dtype: torch.dtype | None, rank: int, size: float, scale: str) -> list[Tensor]:
-    """The whole gradients of a model in shards."""
+def sharded(dtype: torch.dtype | None, rank: int, size: float, scale: str, sites: list[str] | None = None) -> Any:
+    """The whole gradients of a model in shards. sites: is filled with the names of what was scaled."""
     model, mesh = net(), init_device_mesh("cpu", (2,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in (model.first, model.inner, model.last, model.unused, model):
@@ -90,12 +90,15 @@ def sharded(dtype: torch.dtype | None, rank: int, size: float, scale: str) -> li
 
         scaled = NativePass({}, choose).scale
     elif scale == "layers":
-        scaled = ada_loss.GradScaler(layers=model).scale
+        layers = NativeScaling(model)
+        scaled = ada_loss.GradScaler(layers=layers).scale
     for _ in range(2):  # the second pass has what FSDP made in the first
         model.zero_grad()
         x = batch(rank) if dtype is None else batch(rank).to(dtype)
         scaled(model(x).float().square().mean() * size).backward()
-    return [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+    if sites is not None:
+        sites += layers.log2_scales()
+    return [p.grad.full_tensor() for p in model.parameters()]
 
 
 SMALL = 2.0**-24
@@ -126,8 +129,9 @@ def found_as_rank(rank: int) -> dict[str, Any]:
         found[kind] = [a is b if b is None else torch.equal(a, b) for a, b in zip(ours, plain, strict=True)]
     plain, ours = (sharded(None, rank, 1.0, scale) for scale in ("none", "forced"))
     found["shards"] = [torch.equal(a, b) for a, b in zip(ours, plain, strict=True)]
+    found["sites"] = []
     true, half, layers = (
-        sharded(dtype, rank, SMALL, scale)
+        sharded(dtype, rank, SMALL, scale, found["sites"] if scale == "layers" else None)
         for dtype, scale in ((None, "none"), (torch.float16, "none"), (torch.float16, "layers"))
     )
     count = sum(g.numel() for g in true)
@@ -163,6 +167,7 @@ def test_on_two_ranks_gradients_are_those_of_a_plain_pass_and_shards_in_float16_
         assert of_rank["lost with layers"] <= 0.001
         # four products in float16, each with a relative error of 2**-11 and sums of 16 terms of it
         assert max(of_rank["errors"]) <= 2.0**-7
+        assert {"inner:linear", "last:linear", "unused:linear"} <= set(of_rank["sites"])
         assert of_rank["skipped"] <= 15
         assert not of_rank["last was skipped"]
     assert found[0]["skipped"] == found[1]["skipped"]  # ranks skip the same steps
