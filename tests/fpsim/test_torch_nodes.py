@@ -10,6 +10,7 @@ from fpsim import torch_nodes
 from fpsim.torch_nodes import (
     call_at_the_end_of_backward,
     convolution_of,
+    in_forward_mode,
     require_hooks_of_nodes,
     slot_dtypes,
     slot_shapes,
@@ -94,3 +95,27 @@ def test_a_half_leaf_is_refused_where_torch_has_no_dtype_of_gradients(monkeypatc
     monkeypatch.setattr(torch_nodes, "HAS_GRAD_DTYPE", False)
     with pytest.raises(NotImplementedError, match="small ones would be lost"):
         take_float32_gradients(x)
+
+
+def test_forward_mode_is_seen_under_dual_numbers_under_transforms_and_where_a_compiler_traces_them() -> None:
+    x, found = torch.ones(2), []
+
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        found.append(in_forward_mode())
+        return x * 2 if in_forward_mode() else x * 3
+
+    torch.func.grad(lambda x: ask(x).sum())(x)
+    torch.func.jvp(ask, (x,), (x,))
+    torch.func.jacfwd(ask)(x)
+    with torch.autograd.forward_ad.dual_level():
+        ask(x)
+    ask(x)
+    assert found == [False, True, True, True, False]
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if in_forward_mode() else x * 3
+
+    for f, factor in ((lambda x: torch.func.jvp(doubled, (x,), (x,))[1], 2), (doubled, 3)):
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(f, backend="aot_eager", fullgraph=True)(x), factor * x)
+    torch._dynamo.reset()
