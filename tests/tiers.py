@@ -302,11 +302,6 @@ SISTERS = {
                 "a_compiled_model_computes_flex_attention_as_without_a_compiler"
             ),
         },
-        "fpsim/emulation/test_functions_on_ranks.py": {
-            "ranks_have_the_mean_of_the_gradients_of_single_processes": (
-                "gradients_of_one_process_are_in_the_format_and_those_of_native_code"
-            ),
-        },
         "fpsim/emulation/test_hooks.py": {
             "a_model_with_hooks_around_it_is_not_compiled_in_silence": (
                 "forward_hooks_compute_in_the_format_wherever_they_are"

@@ -97,7 +97,7 @@ def test_gradients_of_one_process_are_in_the_format_and_those_of_native_code(ran
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
-@pytest.mark.full
+@pytest.mark.slow
 def test_ranks_have_the_mean_of_the_gradients_of_single_processes(tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, __file__]
