@@ -336,8 +336,9 @@ def function_like(
     own |= {"forward": seen("forward", not has_setup), name: staticmethod(ran), _IS_LIKE: True}
     if has_setup:
         own["setup_context"] = seen("setup_context", True)
-    if cls.vmap is not plain.vmap:
-        own["vmap"] = seen("vmap", False)
+    for method in ("vmap", "jvp"):
+        if getattr(cls, method) is not getattr(plain, method):
+            own[method] = seen(method, False)
     made: Any = type(cls)(cls.__name__, (cls,), own)
     made._backward_cls = type(f"{cls.__name__}Backward", (of_context, made._backward_cls), {})
     return made

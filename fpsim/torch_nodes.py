@@ -1,4 +1,4 @@
-"""Private names of torch at the nodes of autograd's graph, for hooks that change gradients on their way.
+"""Private names of torch at the nodes of autograd's graph, for hooks that change gradients, and of its forward mode.
 
 `tests/fpsim/test_torch_nodes.py` holds what each is believed to mean against the installed torch.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 __all__ = [
     "call_at_the_end_of_backward",
@@ -19,6 +20,7 @@ __all__ = [
     "current_node",
     "edge_of",
     "graph_tasks_so_far",
+    "in_forward_mode",
     "is_python_function",
     "key_of",
     "names_in_graphs",
@@ -53,6 +55,14 @@ def require_hooks_of_nodes() -> None:
             f"torch {torch.__version__} lacks {', '.join(missing)}, which scaling layers in real float16 needs. "
             f"Expected: torch 2.13, with which it is tested; or one scale for all layers, ada_loss.GradScaler()."
         )
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is on, by dual numbers or a transform; torch.compile asks as it traces."""
+    return forward_ad._current_level >= 0
+
+
+in_forward_mode._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as fpsim.torch_internals has it
 
 
 def slot_dtypes(node: Any) -> list[torch.dtype]:

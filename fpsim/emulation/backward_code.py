@@ -43,12 +43,13 @@ from fpsim.torch_modes import (
     without_torch_function,
 )
 
-__all__ = ["BackwardCode", "OwnCode", "RunIn", "is_of_a_model", "run_in_backward", "run_modes_by"]
+__all__ = ["BackwardCode", "CopyOfArgument", "OwnCode", "RunIn", "is_of_a_model", "run_in_backward", "run_modes_by"]
 
 _BEFORE = "_fpsim_before"  # of an error: what it was before it was rounded, and the writes to it until then
 _NO_MODELS = ("torch", "fpsim", "ada_loss")
 
-CopyOfArgument = tuple[TensorWeakRef, int, TensorWeakRef]  # the argument, the writes to it until then, the copy
+# The argument, the writes to it until the Function's forward ended, the copy.
+CopyOfArgument = tuple[TensorWeakRef, int, TensorWeakRef]
 RunIn = Callable[[Emulation, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
 _run_in: RunIn
 
@@ -148,15 +149,15 @@ class BackwardCode(Emulation):
         self.log2_scale: Tensor | None = None
         self._known: ByIdentity[tuple[Tensor | None]] = ByIdentity()  # errors, with their scales
         self._scale_of_products: Tensor | None = None
-        self._copies: ByIdentity[Tensor] = ByIdentity()  # of arguments of the Function
+        self._copies: ByIdentity[tuple[Tensor, bool]] = ByIdentity()  # of arguments of the Function
         for copy in code.copies:
             self.know_copy(copy, copy[2]())
 
     def know_copy(self, copy: CopyOfArgument, now: Tensor | None) -> None:
-        """Let `now` be the copy of an argument, unless that was written to since."""
+        """Let `now` be the copy of an argument, if only in the graph where that was written to since."""
         argument = copy[0]()
-        if argument is not None and now is not None and writes_to(argument) == copy[1]:
-            self._copies[argument] = now
+        if argument is not None and now is not None:
+            self._copies[argument] = (now, writes_to(argument) == copy[1])
 
     def computed(self, run: Callable[..., Any], gradients: Any, is_given_back: bool) -> Any:
         """What `run()` returns."""
@@ -257,12 +258,13 @@ class BackwardCode(Emulation):
 
     def brought(self, x: Tensor, known: str | None, rounds: Rounds) -> Tensor:
         result = self._brought(x, known, rounds)
-        own = self._copies.get(x) if result is not x and result.requires_grad else None
-        if own is None:
+        found = self._copies.get(x) if result is not x and result.requires_grad else None
+        if found is None:
             return result
         # What the Function was given, or saved, is what it asks autograd for the gradient of.
+        own, has_numbers = found
         known = format_of(result)
-        if format_of(own) == known:
+        if has_numbers and format_of(own) == known:
             return own
         result = with_values(own, result, None, None)
         if known is not None:

@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from fpsim.emulation.aliases import note_write
-from fpsim.emulation.backward_code import BackwardCode, OwnCode, RunIn, is_of_a_model, run_in_backward, run_modes_by
+from fpsim.emulation.backward_code import (
+    BackwardCode,
+    CopyOfArgument,
+    OwnCode,
+    RunIn,
+    is_of_a_model,
+    run_in_backward,
+    run_modes_by,
+)
 from fpsim.emulation.calls import Call, known_calls
 from fpsim.emulation.marks import (
     WIDE,
@@ -116,6 +124,11 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
                 with torch.no_grad():
                     x.data.copy_(y)
                 note_write(emulation, x)
+        code.copies = [
+            (argument, version if x is None else writes_to(x), copy)
+            for argument, version, copy in code.copies
+            for x in [argument()]
+        ]
         made_of = None if made is None else made.get
         outputs = out if type(out) is tuple else (out,)
         results = [_result(emulation, code, x, given, i, made_of) for i, x in enumerate(outputs)]
@@ -263,7 +276,7 @@ class _Context:
     def save_for_backward(self, *tensors: Any) -> None:
         with without_torch_function():
             code: OwnCode | None = getattr(self, _CODE, None)
-            copies = {} if code is None else {id(copy[2]()): copy for copy in code.copies}
+            copies = {} if code is None else {id(copy[2]()): i for i, copy in enumerate(code.copies)}
             setattr(self, _SAVED, [(_known_of_saved(x), copies.get(id(x))) for x in tensors])
         super().save_for_backward(*tensors)  # type: ignore[misc]
 
@@ -272,8 +285,12 @@ class _Context:
         with _aside():  # a checkpoint runs its forward again for them
             tensors = super().saved_tensors  # type: ignore[misc]
         with without_torch_function():
-            for x, (known, copy) in zip(tensors, getattr(self, _SAVED, ()), strict=False):
-                if copy is not None and copy[2]() is not x and isinstance(active.emulation, BackwardCode):
+            code: OwnCode | None = getattr(self, _CODE, None)
+            for x, (known, i) in zip(tensors, getattr(self, _SAVED, ()), strict=False):
+                copy = None if code is None or i is None else code.copies[i]
+                if copy is not None and copy[2]() is x:
+                    _require_unwritten(copy)
+                elif copy is not None and isinstance(active.emulation, BackwardCode):
                     active.emulation.know_copy(copy, x)  # hooks of saved tensors gave back another one
                 if x is None or known is None:
                     continue
@@ -284,6 +301,17 @@ class _Context:
                     if known and format_of(x) is None:
                         mark_like(x, known)
         return tensors
+
+
+def _require_unwritten(copy: CopyOfArgument) -> None:
+    """Raise as torch does where a Function saved a tensor that was written to since; what it saved here is a copy."""
+    x = copy[0]()
+    if x is not None and is_plain(x) and not x.is_inference() and writes_to(x) != copy[1]:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{x.type()} {[*x.shape]}] is at version {writes_to(x)}; expected version {copy[1]} instead. An autograd "
+            f"Function saved a copy of it in its format. Write to it after the backward pass, or save a clone."
+        )
 
 
 def _known_of_saved(x: Tensor | None) -> str | None:

@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 import types
+import warnings
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator
 from types import FunctionType, MethodType
@@ -84,6 +85,7 @@ class EmulatedForward:
         self._scopes = {False: make_scope(self.name, self.policy or Policy(), self.listeners)}
         self.wide: dict[str, None] = {}
         watch_module_hooks()
+        _note_classes(self.module)
         surround(self.module)
         self.token = register(self)  # a program that torch.compile made is of one forward and its policy
 
@@ -205,6 +207,8 @@ class EmulatedForward:
         is_outermost, dtype = emulation is None, None
         if around is None or around.listeners is not self.listeners:
             require_own_thread(self)
+            if is_outermost and self.name:
+                _warn_of_method(self, module)
             weights, dtype = _prepared_inside(module, {} if around is None else around.weights)
             is_float64 = dtype is torch.float64
         elif is_functional:
@@ -218,6 +222,59 @@ class EmulatedForward:
         )
         driver = _DRIVERS.get(type(out))
         return out if driver is None else driver(out, scope, has_names)
+
+
+_METHODS = 32  # frames that are asked: between a module and the method are torch's, those of decorators and of helpers
+_is_of_module: dict[tuple[str, str], bool] = {}  # by module and name: classes of emulated modules, and their mixins
+_warned_of_methods: weakref.WeakSet[Any] = weakref.WeakSet()  # classes and Listeners
+
+
+def _note_classes(module: nn.Module) -> None:
+    for cls in type(module).__mro__:
+        if cls is not object and not cls.__module__.startswith("torch."):
+            _is_of_module[cls.__module__, cls.__qualname__] = issubclass(cls, nn.Module)
+
+
+def _warn_of_method(forward: EmulatedForward, module: nn.Module) -> None:
+    """Warn, once for a class, where a method of a model calls one of its modules, outside of any forward.
+
+    Methods are not run under the model's scope, as forward is. They also train, draw weights, average them and count
+    what is right, which a format would spoil, and could not be intercepted: an attribute of the model would be that of
+    its shallow copies too (DataParallel makes such), which have parameters of their own. So a module that is called
+    alone looks who calls it. A mixin that is no module, such as transformers' GenerationMixin, has code around a
+    model's forward, and none of the model.
+    """
+    listeners = forward.listeners
+    if listeners in _warned_of_methods or torch.compiler.is_compiling():
+        return
+    frame, level = inspect.currentframe(), 1
+    while level < _METHODS:
+        if frame is None:
+            return
+        code = frame.f_code
+        is_of_module = _is_of_module.get((frame.f_globals.get("__name__", ""), code.co_qualname.rpartition(".")[0]))
+        if is_of_module is False:
+            return
+        # Other frames are not asked: in Python before 3.13 what `f_locals` gives holds a frame's tensors till its end.
+        caller = frame.f_locals.get("self") if is_of_module else None
+        around = None
+        if isinstance(caller, nn.Module) and caller is not module and "forward" in vars(caller):  # else it is replaced
+            around = vars(caller).get(KEY)
+        if around is not None and around.listeners is listeners and not around.scope.rounds_nothing:
+            break
+        frame, level = frame.f_back, level + 1
+    else:
+        return
+    _warned_of_methods.add(listeners)
+    cls = type(caller)
+    if cls not in _warned_of_methods:
+        _warned_of_methods.add(cls)
+        warnings.warn(
+            f"{cls.__name__}.{code.co_name} calls {forward.name} outside of the model's forward. Modules that a method "
+            f"calls are emulated; what it computes beside them is not, and is float32 in both passes. If that is the "
+            f"model's, call the method in a block of fpsim.emulate, or from a forward.",
+            stacklevel=level + 1,
+        )
 
 
 def _run_whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

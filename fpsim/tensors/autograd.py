@@ -12,7 +12,8 @@ from fpsim.tensors.launch import round_memory_, rounded
 from fpsim.tensors.noise import new_traceable_key
 from fpsim.tensors.spec import RoundingSpec, container_width, rounding_spec
 from fpsim.torch_internals import constant_under_compile, keep_none
-from fpsim.torch_modes import PlainFunction, is_plain
+from fpsim.torch_modes import PlainFunction, has_transform, is_plain
+from fpsim.torch_nodes import in_forward_mode
 
 # Up to this many elements a second pass over the tensor costs less than a Python autograd node.
 SMALL = 1 << 15
@@ -36,6 +37,7 @@ def operator_words(
 
 def apply_operator(x: Tensor, words: OperatorWords, key: Tensor | None) -> Tensor:
     """Round by the operator. key: of stochastic rounding; None draws one."""
+    require_no_forward_mode("A rounding")
     if key is None and words[1] == "stochastic":
         key = new_traceable_key(x)
     return torch.ops.fpsim.round(x, *words[:-1], key, words[-1])  # type: ignore[no-any-return]
@@ -150,6 +152,23 @@ def with_values(
 ) -> Tensor:
     """`values`, to which `x` was rounded, with the gradient and the tangent of `x`, rounded or not."""
     return _WithValues.apply(x, values.detach(), backward_spec, tangent_spec)  # type: ignore[no-any-return]
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func or forward mode sees a call: operators have no rules for them, but vmap's."""
+    return not torch.compiler.is_compiling() and (has_transform() or in_forward_mode())
+
+
+def require_no_forward_mode(what: str) -> None:
+    """Raise where torch.compile makes a program in forward mode: the program has no tangents, and torch takes zeros.
+
+    Outside of `fullgraph=True`, torch runs the function without a compiler then.
+    """
+    if torch.compiler.is_compiling() and in_forward_mode():
+        raise NotImplementedError(
+            f"{what} is compiled in forward mode (torch.func.jvp, jacfwd, dual numbers), where its tangent would be "
+            f"lost. Expected: reverse mode, or forward mode of a function that is not compiled."
+        )
 
 
 def round_differentiably(x: Tensor, spec: RoundingSpec, log2_scale: Tensor | None = None) -> Tensor:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from fpsim.formats.blocks import Format
+from fpsim.tensors.autograd import is_transformed, require_no_forward_mode
 from fpsim.tensors.noise import new_traceable_key
 from fpsim.tensors.shared_scales import block_axes, rounded_blocks
 from fpsim.tensors.spec import BlockSpec, any_spec
 from fpsim.torch_internals import constant_under_compile, keep_none
-from fpsim.torch_modes import is_plain
+from fpsim.torch_modes import PlainFunction, is_plain
 
 __all__ = ["apply_block_operator", "block_words", "round_blocks_differentiably", "round_blocks_traced"]
 
@@ -98,6 +99,7 @@ def apply_block_operator(
     x: Tensor, words: BlockWords, axis: int, across: int | None, key: Tensor | None = None
 ) -> Tensor:
     """Round by the operator. key: of stochastic rounding; None draws one."""
+    require_no_forward_mode("A rounding in blocks")
     if key is None and words[1] == "stochastic":
         key = new_traceable_key(x)
     return torch.ops.fpsim.round_blocks(x, *words[:-1], axis, across, key, words[-1])  # type: ignore[no-any-return]
@@ -112,4 +114,32 @@ def round_blocks_differentiably(x: Tensor, spec: BlockSpec, axis: int, across: i
 
 def round_blocks_traced(x: Tensor, spec: BlockSpec, axis: int, across: int | None) -> Tensor:
     """Round by the operator, which tracers see."""
-    return apply_block_operator(x, _words_of(spec), axis, across)
+    if not is_transformed():
+        return apply_block_operator(x, _words_of(spec), axis, across)
+    key = new_traceable_key(x) if spec.rounding == "stochastic" else None
+    return _Transformed.apply(x, *_words_of(spec), axis, across, key)  # type: ignore[no-any-return]
+
+
+class _Transformed(PlainFunction):
+    """The operator under transforms of torch.func, through which a tangent of forward mode passes unchanged too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, variant: str, axis: int,
+        across: int | None, key: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        return apply_block_operator(x, (fmt, rounding, overflow, random_bits, variant), axis, across, key)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        keep_none(ctx)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        return gradient, *[None] * 8
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return tangent.view_as(tangent)

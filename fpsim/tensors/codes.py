@@ -17,8 +17,8 @@ from fpsim.formats.floats import FloatFormat
 from fpsim.kernels.core import BINARY32, BINARY64
 from fpsim.tensors.ops import round_to
 from fpsim.tensors.shared_scales import axis_pair, block_scales
-from fpsim.tensors.spec import BlockSpec, any_spec, require_float32, require_floating
-from fpsim.torch_modes import is_plain
+from fpsim.tensors.spec import BlockSpec, any_spec, require_float32, require_floating, under_transform
+from fpsim.torch_modes import is_plain, is_sample
 
 __all__ = ["decode", "encode", "scales_of"]
 
@@ -89,9 +89,7 @@ def scales_of(x: Tensor, fmt: str | BlockFormat, *, axis: int | tuple[int, int] 
         )
     require_float32(x)
     if not is_plain(x):
-        raise NotImplementedError(
-            "scales_of was called under torch.compile or a transform of torch.func. Call it outside of them."
-        )
+        raise under_transform("scales_of")
     if not x.numel():
         raise ValueError(f"x of shape {tuple(x.shape)} has no elements, and no scales. Expected: one element or more.")
     return block_scales(x, spec, *axis_pair(axis))
@@ -124,6 +122,8 @@ def decode(codes: Tensor, fmt: str | Coded) -> Tensor:
         )
     if codes.dtype.is_floating_point or codes.dtype.is_complex or codes.dtype is torch.bool:
         raise TypeError(f"codes has dtype {str(codes.dtype).removeprefix('torch.')}. Expected: any integer dtype.")
+    if is_sample(codes):
+        raise under_transform("decode")
     index = codes.long()
     table = torch.from_numpy(_value_table(f))
     if codes.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(table):

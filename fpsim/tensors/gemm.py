@@ -16,11 +16,12 @@ from fpsim.kernels.accumulate import Code, Sizes, cpu_loop, cuda_loop, memory_of
 from fpsim.kernels.core import Plan, make_plan
 from fpsim.kernels.sums import EXACT
 from fpsim.tensors.accumulators import Accumulator, as_accumulator
+from fpsim.tensors.autograd import require_no_forward_mode
 from fpsim.tensors.launch import NO_KEY_ADDRESS, key_arguments, run_on_card, run_parts
 from fpsim.tensors.noise import new_key_for, new_traceable_key
 from fpsim.tensors.spec import address_of, require_floating
 from fpsim.torch_internals import constant_under_compile, keep_none
-from fpsim.torch_modes import PlainFunction
+from fpsim.torch_modes import PlainFunction, layers_behind
 
 __all__ = ["accumulate", "apply_accumulate_operator", "matmul"]
 
@@ -297,12 +298,20 @@ def _batch_shape(left: Tensor, right: Tensor) -> tuple[int, ...]:
 def _refuse_forward_mode(*operands: Tensor | None) -> None:
     """An operator has no rule for forward mode, and torch would take its tangent for zero."""
     if torch.compiler.is_compiling():
+        require_no_forward_mode("matmul")
         return
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in operands):
+    if any(x is not None and _has_tangent(x) for x in operands):
         raise NotImplementedError(
             "matmul was given a tangent of forward-mode differentiation. Expected: reverse mode, by backward, "
             "torch.func.grad or torch.func.vjp; or accumulator='fp32', which is torch's own product."
         )
+
+
+def _has_tangent(x: Tensor) -> bool:
+    try:
+        return forward_ad.unpack_dual(x).tangent is not None
+    except RuntimeError:  # vmap cannot be asked
+        return any(map(_has_tangent, layers_behind(x)))
 
 
 def _broadcast_bias(bias: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:

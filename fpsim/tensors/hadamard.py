@@ -11,11 +11,12 @@ from torch import Tensor
 
 from fpsim.checks import did_you_mean, is_whole, shown
 from fpsim.kernels.hadamard import LANES, cpu_loop, cuda_loop
+from fpsim.tensors.autograd import is_transformed, require_no_forward_mode
 from fpsim.tensors.launch import NO_KEY_ADDRESS, PARALLEL_FROM, key_arguments, run_on_card, run_parts
 from fpsim.tensors.noise import new_key_for, new_traceable_key
 from fpsim.tensors.spec import address_of, require_floating
 from fpsim.torch_internals import has_no_holes, keep_none
-from fpsim.torch_modes import is_plain
+from fpsim.torch_modes import PlainFunction, is_plain
 
 __all__ = ["Hadamard", "apply_hadamard_operator", "hadamard", "padded_to_groups", "require_groups", "transformed"]
 
@@ -116,6 +117,8 @@ def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None 
         key = new_key_for(x) if plain else new_traceable_key(x)
     if plain and not (x.requires_grad and torch.is_grad_enabled()):
         return transformed(x, transform, axis, key)
+    if is_transformed():
+        return _Transformed.apply(x, transform.size, transform.signs or "none", axis, False, key)  # type: ignore[no-any-return]
     return apply_hadamard_operator(x, transform, axis, key)
 
 
@@ -127,6 +130,7 @@ def _require_key(key: Any) -> None:
 
 def apply_hadamard_operator(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None) -> Tensor:
     """The transform by the operator. `axis` counts from 0."""
+    require_no_forward_mode("A Hadamard transform")
     return torch.ops.fpsim.hadamard(x, transform.size, transform.signs or "none", axis, False, key)  # type: ignore[no-any-return]
 
 
@@ -235,3 +239,29 @@ def _backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
 
 
 _hadamard_op.register_autograd(_backward, setup_context=_setup)
+
+
+class _Transformed(PlainFunction):
+    """The operator under transforms of torch.func. It is linear: a tangent of forward mode is transformed too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, size: int, signs: str, axis: int, is_inverse: bool, key: Tensor | None) -> Tensor:
+        return torch.ops.fpsim.hadamard(x, size, signs, axis, is_inverse, key)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _setup(ctx, inputs, output)
+        ctx.save_for_forward(inputs[-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if gradient is None:
+            return None, None, None, None, None, None
+        size, signs, axis, is_inverse = ctx.words
+        return _Transformed.apply(gradient, size, signs, axis, not is_inverse, *ctx.saved_tensors), *[None] * 5
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return _Transformed.apply(tangent, *ctx.words, *ctx.saved_tensors)  # type: ignore[no-any-return]

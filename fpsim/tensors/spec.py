@@ -234,6 +234,13 @@ def require_ndarray(x: np.ndarray[Any, Any]) -> None:
         )
 
 
+def under_transform(function: str) -> NotImplementedError:
+    """The error where numbers are asked for that torch.compile or a transform of torch.func does not tell."""
+    return NotImplementedError(
+        f"{function} was called under torch.compile or a transform of torch.func. Call it outside of them."
+    )
+
+
 def require_floating(x: Any, name: str = "x") -> None:
     if isinstance(x, np.ndarray):
         raise TypeError(f"{name} is a numpy.ndarray. Expected here: a torch.Tensor; torch.from_numpy({name}) is one.")

@@ -51,7 +51,9 @@ from fpsim.tensors.spec import (
     require_floating,
     require_ndarray,
     require_numbers,
+    under_transform,
 )
+from fpsim.torch_modes import layers_behind
 
 __all__ = [
     "CHUNK",
@@ -274,6 +276,8 @@ def tally(
         require_ndarray(x)
         x = torch.from_numpy(np.array(x, order="C"))
     require_floating(x)
+    if any(True for _ in layers_behind(x)):
+        raise under_transform("tally")
     require_numbers(x)
     x = x.detach().resolve_neg()
     sums = Accumulator(spec, x.device)

@@ -16,6 +16,7 @@ from fpsim.torch_nodes import (
     current_node,
     edge_of,
     graph_tasks_so_far,
+    in_forward_mode,
     is_python_function,
     key_of,
     require_hooks_of_nodes,
@@ -173,3 +174,27 @@ def test_a_node_keeps_its_key_and_one_of_a_function_is_told_from_others() -> Non
     assert keys == [key_of(t.grad_fn) for t in y]
     assert len(set(keys)) == 3
     assert [is_python_function(t.grad_fn) for t in y] == [False, True, False]
+
+
+def test_forward_mode_is_seen_under_dual_numbers_under_transforms_and_where_a_compiler_traces_them() -> None:
+    x, found = torch.ones(2), []
+
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        found.append(in_forward_mode())
+        return x * 2 if in_forward_mode() else x * 3
+
+    torch.func.grad(lambda x: ask(x).sum())(x)
+    torch.func.jvp(ask, (x,), (x,))
+    torch.func.jacfwd(ask)(x)
+    with torch.autograd.forward_ad.dual_level():
+        ask(x)
+    ask(x)
+    assert found == [False, True, True, True, False]
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if in_forward_mode() else x * 3
+
+    for f, factor in ((lambda x: torch.func.jvp(doubled, (x,), (x,))[1], 2), (doubled, 3)):
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(f, backend="aot_eager", fullgraph=True)(x), factor * x)
+    torch._dynamo.reset()

@@ -449,3 +449,24 @@ def test_a_transform_in_a_compiled_function_runs_the_model_without_the_compiler(
     else:
         assert expected["0.weight"].any()
         assert all(torch.equal(found[name], expected[name]) for name in given)
+
+
+class WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("fmt", [None, "bf16"])
+def test_a_gradient_of_none_is_zeros_to_a_program_as_of_a_plain_model(fmt: str | None, backend: str | None) -> None:
+    linear = nn.Linear(4, 4) if fmt is None else quantize(nn.Linear(4, 4), fmt)
+    run = linear if backend is None else torch.compile(linear, backend=backend)
+    other = torch.ones(3, 4, requires_grad=True)
+    (WithoutGradient.apply(run(torch.ones(3, 4))) + other).sum().backward()
+    gradient = linear.weight.grad
+    assert gradient is None if backend is None else not gradient.any()

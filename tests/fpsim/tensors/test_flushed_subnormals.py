@@ -18,6 +18,7 @@ from format_cases import oracle_format
 from numba import njit
 
 import fpsim
+from ada_loss import AdaLossScaled, Recorder
 from fpsim import FloatFormat, as_format
 from fpsim.kernels.containers import make_limit, narrowed, times_power, widened
 from fpsim.kernels.core import BINARY32, BINARY64
@@ -339,3 +340,29 @@ def test_statistics_of_recorded_gradients_are_the_same(fmt: str) -> None:
         (row,) = (row for row in expected if row["role"] in ("error", "wgrad.dy"))
         assert row["nonzero"] == 32
         assert row["kurtosis"] > 0.5
+
+
+def recorded_at_scales(of: torch.Tensor, fmt: str, rule: str) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    model = fpsim.quantize(torch.nn.Linear(8, 4, bias=False), fmt)
+    with AdaLossScaled(model, rule=rule) as scaled:
+        scaled.observer = recorder = Recorder()
+        model(torch.randn(8, 8)).backward(of)
+        return recorder.rows()
+
+
+@pytest.mark.parametrize("rule", ["abs_range", "exact", "current", "amax_history", "fixed"])
+@pytest.mark.parametrize("fmt", ["fp16", "e5m2", "bf16"])
+def test_a_recorder_of_scaled_gradients_has_the_same_rows(fmt: str, rule: str) -> None:
+    """Of subnormal gradients in bf16, torch's own product with the inputs is flushed: the weight's row is left out."""
+    patterns = torch.randint(1, 1 << 23, (8, 4), generator=torch.Generator().manual_seed(1)).int()
+    subnormal, usual = patterns.view(torch.float32), torch.randn(8, 4, generator=torch.Generator().manual_seed(2))
+    usual[2] = -subnormal[2]
+    for of in (subnormal, usual):
+        expected = recorded_at_scales(of, fmt, rule)
+        with flushing():
+            got = recorded_at_scales(of, fmt, rule)
+        error, weight = expected
+        assert (error["role"], error["elements"], error["zeros"]) == ("error", 32, 0.0)
+        is_flushed = fmt == "bf16" and of is subnormal
+        assert repr(got[:1] if is_flushed else got) == repr([error] if is_flushed else [error, weight])  # NaN is NaN
