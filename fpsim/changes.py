@@ -37,7 +37,7 @@ CHANGES: dict[int, tuple[str, ...]] = {
         "Function's own jvp gives under torch.func",
         "blocks that hold an infinity, NaN or the largest number of float32, and operands of float64 models in blocks",
         "adaptive scaling where a parameter multiplies (layer scales, norms written by hand) in rules that predict",
-        "writes to a part of a tensor's .data under transforms of torch.func",
+        "writes to a part of x.data under transforms of torch.func",
     ),
 }
 BITS = max(CHANGES)  # 1 was everything before they were counted

@@ -58,6 +58,9 @@ def left_on(*models: nn.Module) -> list[str]:
         found.append("an active emulation")
     if not torch.is_grad_enabled():
         found.append("gradients are off")
+    torch.autocast_increment_nesting()
+    if torch.autocast_decrement_nesting():
+        found.append("a block of autocast")
     hooks = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
     found += ["a hook on all optimizers" for hook in hooks if hook not in FOR_GOOD]
     for model in models:

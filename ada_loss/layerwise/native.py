@@ -182,7 +182,7 @@ class NativeScaling:
         backward pass. A parameter's is true already. Raises ValueError for a tensor without a gradient in that pass.
 
         >>> layer = nn.Linear(8, 8)
-        >>> layers = NativeScaling(layer, rule="fixed")
+        >>> layers = NativeScaling(layer)
         >>> with torch.autocast("cpu", dtype=torch.float16):
         ...     h = layer(torch.ones(1, 8))
         ...     h.retain_grad()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import operator
 import os
 import sys
 from collections.abc import Callable
@@ -133,11 +134,17 @@ def _is_between(file: str) -> bool:
     return file.startswith((_HOME, _MODES))
 
 
+_LOOK: Any = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)  # torch says the depth as it changes
+
+
 def autocast_depth() -> int:
-    """In how many `with torch.autocast(...)` blocks the code runs, of those that switch it on and those that do not."""
-    depth = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    return depth
+    """In how many `with torch.autocast(...)` blocks the code runs, of those that switch it on and those that do not.
+
+    Both calls are made by one instruction. A Ctrl-C between them would leave torch in a block for ever, and autocast,
+    which forgets its casts of weights at the end of the outermost one, would compute with old weights from then on.
+    """
+    _, depth = map(operator.call, _LOOK)
+    return depth  # type: ignore[no-any-return]
 
 
 def is_float32_island(outer_depth: int) -> bool:
@@ -145,8 +152,7 @@ def is_float32_island(outer_depth: int) -> bool:
 
     A checkpoint runs its forward again inside of such blocks of its own, which say nothing.
     """
-    depth = torch.autocast_increment_nesting() - 1  # as autocast_depth
-    torch.autocast_decrement_nesting()
+    _, depth = map(operator.call, _LOOK)  # as autocast_depth
     if depth <= outer_depth:
         return False
     return not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
