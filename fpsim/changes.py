@@ -33,11 +33,11 @@ CHANGES: dict[int, tuple[str, ...]] = {
         "large tensors and under vmap",
         "checkpoints, views of weights and autograd Functions where autocast is switched off",
         "weights that an autograd Function gives back, under torch.compile",
-        "tangents of forward mode through blocks and Hadamard transforms, which were zeros, and those that the jvp of an "
-        "autograd Function gives under torch.func",
+        "tangents of forward mode through blocks and Hadamard transforms, which were zeros, and those that the jvp of "
+        "an autograd Function gives under torch.func",
         "blocks that hold an infinity, NaN or the largest number of float32, and operands of float64 models in blocks",
         "adaptive scaling where a parameter multiplies (layer scales, norms written by hand) in rules that predict",
-        "writes to a part of x.data under transforms of torch.func",
+        "writes to a part of x.data, and without a graph to a part of an input, a weight or a buffer, under torch.func",
     ),
 }
 BITS = max(CHANGES)  # 1 was everything before they were counted

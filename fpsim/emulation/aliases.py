@@ -166,7 +166,10 @@ def view_from_outside(
     """
     x, aliases = args[0], emulation.aliases
     alias = aliases.of(x)
-    if not is_roundable(x) or is_marked_wide(x) or not (alias is not None or is_plain(x) or is_traced(x)):
+    is_seen = alias is not None or is_plain(x) or is_traced(x)
+    # what a transform shows is looked behind where it may be written to in parts: without a graph
+    is_seen = is_seen or (has_transform() and not torch.is_grad_enabled())
+    if not is_roundable(x) or is_marked_wide(x) or not is_seen:
         return NotImplemented
     base = x if alias is None else alias.base
     is_of_copy = alias is not None and alias.is_of_copy
@@ -183,7 +186,9 @@ def view_from_outside(
     memory = x if alias is None else alias.memory(x)
 
     def of_memory() -> Any:
-        return func(memory if call.name == "data" else memory.detach(), *args[1:], **kwargs)
+        # a transform's tensor stays as it is: a tangent is written to along with it
+        as_it_is = call.name == "data" or (has_transform() and not is_plain(memory))
+        return func(memory if as_it_is else memory.detach(), *args[1:], **kwargs)
 
     if torch.is_grad_enabled() and rounded.requires_grad and call.name not in ("detach", "data"):
         out = call(func, (rounded, *args[1:]), kwargs)

@@ -157,3 +157,66 @@ def test_what_is_written_to_the_data_of_an_input_under_a_transform_arrives() -> 
         out, tangent = torch.func.jvp(quantize(Writing(), fmt), (x.clone(),), (torch.ones(4),))
         assert torch.equal(out, x * 0.75)
         assert torch.equal(tangent, torch.full((4,), 0.5))
+
+
+# Parts of what came from outside, without a graph
+
+
+class WritesToAPart(nn.Module):
+    def __init__(self, of: str, write: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.of, self.write = of, write
+        self.weight = nn.Parameter(torch.randn(4))
+        self.register_buffer("table", torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * 1.1
+        with torch.no_grad():
+            self.write({"made": h, "input": x, "weight": self.weight, "buffer": self.table}[self.of])
+        return h * self.weight + self.table + x
+
+
+def written_twice(t: Tensor) -> None:
+    part = t[1:]
+    part.mul_(2.0)
+    part[1:].mul_(2.0)
+
+
+OF_A_PART: dict[str, Callable[[Tensor], Any]] = {
+    "slice": lambda t: t[1:].mul_(2.0),
+    "row": lambda t: t[1].add_(1.0),
+    "view": lambda t: t.view(2, 2)[0].mul_(4.0),
+    "chunk": lambda t: t.chunk(2)[1].zero_(),
+    "detached": lambda t: t.detach()[1:].mul_(2.0),
+    "twice": written_twice,
+}
+WHOLE: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+    "jvp": lambda f, x: torch.stack(torch.func.jvp(f, (x[0],), (x[1],))),
+    "grad": lambda f, x: torch.func.grad(lambda row: f(row).sum())(x[0]),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda row: f(row).sum()))(x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x[0]),
+}
+
+
+@parametrize("of", ["made", "input", "weight", "buffer"], keep={"input", "weight"})
+@parametrize("write", OF_A_PART, keep={"slice", "twice"})
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+def test_what_is_written_without_a_graph_to_a_part_under_a_transform_arrives(of: str, write: str, fmt: str) -> None:
+    """As in the plain model, tangents too; where torch refuses to write, it does so here."""
+    x = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.5, 0.25, 2.0, 1.0]])
+    for name, transform in WHOLE.items():
+        found: list[Any] = []
+        for is_plain in (True, False):
+            model: nn.Module = WritesToAPart(of, OF_A_PART[write])
+            model = model if is_plain else quantize(model, fmt)
+            try:
+                found.append(transform(lambda row, model=model: model(row.clone()), x).detach())
+            except RuntimeError as error:
+                found.append(str(error))
+        plain, ours = found
+        if isinstance(plain, str):
+            assert plain == ours, name
+        else:
+            assert (ours - plain).norm() <= (0.02 if fmt == "bf16" else 0.0) * plain.norm(), name
