@@ -283,6 +283,7 @@ def step_of_parts(name: str, fmt: str) -> tuple[nn.Module, Callable[[], Tensor],
     return model, step, at
 
 
+@pytest.mark.filterwarnings("ignore:Coder.* outside of the model's forward")  # of its methods, which is said once
 @tiers.parametrize("fmt", ["half", "fp16", "autocast"], keep=["half", "fp16"])
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_that_a_step_calls_one_by_one_have_their_names(name: str, fmt: str) -> None:
@@ -294,6 +295,7 @@ def test_parts_that_a_step_calls_one_by_one_have_their_names(name: str, fmt: str
     assert fpsim.diagnose(model, step).cause["site"] == place  # type: ignore[index]
 
 
+@pytest.mark.filterwarnings("ignore:Coder.* outside of the model's forward")  # of its methods, which is said once
 @tiers.parametrize("name", PARTS, keep=["of_methods", "of_an_adversary"])
 def test_parts_have_the_names_that_a_recording_has(name: str) -> None:
     model, step, _ = step_of_parts(name, "bf16")
