@@ -30,7 +30,7 @@ def finished() -> tempfile.TemporaryDirectory[str]:
 
 
 @pytest.mark.full
-@fuzz(25, happened=accidents(), which=st.integers(0, 3), with_digests=st.booleans())
+@fuzz(10, happened=accidents(), which=st.integers(0, 3), with_digests=st.booleans())
 def test_fuzz_damaged_telemetry_is_found_and_the_report_written(happened: Any, which: int, with_digests: bool) -> None:
     source = finished()
     whole = Results(source.name)
