@@ -279,7 +279,10 @@ class Examined:
     def _unlike_eager(self, emulated: Trace, way: str, format: str) -> list[Difference]:
         eager = self.trace(format)
         # what a copy remembers is of outside, and draws noise once more
-        remembers = any("Remembering" in block.names for block in self.blocks)
+        names = set[str]().union(*(block.names for block in self.blocks))
+        remembers = "Remembering" in names
+        if remembers and "WithoutAutocast" in names:  # where what is of outside stays float32
+            return []
         # and what nobody uses, such as the value whose slope is taken, draws none in a program, as in torch's own
         leaves_out = way == "compiled" and any(LEAVING_OUT & block.names for block in self.blocks)
         shares_noise = "stochastically" in format and (way == "threads" or remembers or leaves_out)
@@ -321,6 +324,9 @@ def native_difference(blocks: Blocks, format: str) -> list[Difference]:
     """Where the emulation is farther from float64 than native code is, over inputs drawn again, or off the grid."""
     if any("WithoutAutocast" in block.names for block in blocks):
         return []  # parameters are float32 in there, as under autocast: native code has no master weights
+    names = set[str]().union(*(block.names for block in blocks))
+    if {"Remembering", "LateLinear"} <= names:
+        return []  # the call that makes its parameters is remembered, in float32
     if any(keeps_a_buffer(block) for block in blocks):
         return []  # model.to(dtype) makes new buffers, and what keeps the old ones computes in float32
     farther, off = _farther(blocks, format, FEW)
