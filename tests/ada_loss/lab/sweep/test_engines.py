@@ -32,13 +32,18 @@ def ctrl_c() -> None:
 
 @pytest.fixture
 def another_thread():
-    """A thread that lets signals in, as those of a notebook do: the system may give it one that is masked here."""
+    """A thread that lets signals in, as those of a notebook do: the system may give it one that is masked here.
+
+    Ctrl-C raises, also where the tests are a shell's job in the background, which ignores it.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     end = threading.Event()
     thread = threading.Thread(target=end.wait)
     thread.start()
     yield
     end.set()
     thread.join()
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("another_thread")
