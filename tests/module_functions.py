@@ -128,6 +128,20 @@ class Square(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0] * 2
 
 
+class Product(torch.autograd.Function):
+    """A linear layer, as kernels of LoRA and layers of Megatron are written."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return g @ w, g.t() @ x
+
+
 class KeptOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

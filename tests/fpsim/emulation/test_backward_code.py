@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from module_functions import KeptOutput, Product
 from tiers import parametrize
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -30,22 +31,8 @@ FEW = {"bf16", "mxfp8_e4m3", "recipe:fp8_current"}
 MIXED = Policy(weight="e4m3fn", activation="e5m2", error="bf16", weight_grad="fp16")
 
 
-class Product(torch.autograd.Function):
-    """A linear layer, as kernels of LoRA and layers of Megatron are written."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x, w = ctx.saved_tensors
-        return g @ w, g.t() @ x
-
-
 class TransposedProduct(torch.autograd.Function):
-    """The same with its gradients written the other way round, and in the newer form."""
+    """`Product` with its gradients written the other way round, and in the newer form."""
 
     generate_vmap_rule = True
 
@@ -463,21 +450,6 @@ class Wide(torch.autograd.Function):
         return (g.float() * 1.003 * x.float()).to(g.dtype) * 1.1
 
 
-class KeepsWide(torch.autograd.Function):
-    """Saves its result, which is float32 where its argument is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = torch.sigmoid(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return g * y * (1 - y)
-
-
 class InPlace(torch.autograd.Function):
     """Writes to its gradient, to a buffer and to an argument of `main_grad`'s kind."""
 
@@ -517,7 +489,7 @@ class OfFunction(nn.Module):
         if self.kind == "wide":
             return Wide.apply(h) * 1.1  # type: ignore[no-any-return]
         if self.kind == "keeps wide":
-            return KeepsWide.apply(h.float() * 1.003).to(h.dtype)  # type: ignore[no-any-return]
+            return KeptOutput.apply(h.float() * 1.003).to(h.dtype)  # type: ignore[no-any-return]
         return InPlace.apply(h, self.w, self.seen) * 1.1  # type: ignore[no-any-return]
 
 

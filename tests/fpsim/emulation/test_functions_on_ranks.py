@@ -11,26 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from module_functions import Product
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fpsim import quantize, round_to
 
 PASSES = 2  # the second one has DDP's rebuilt buckets
-
-
-class Product(torch.autograd.Function):
-    """As a layer of LoRA or Megatron is written."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x, w = ctx.saved_tensors
-        return g @ w, g.t() @ x
 
 
 class Gate(torch.autograd.Function):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from module_functions import Product
 from tiers import parametrize
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -484,18 +485,6 @@ def test_a_view_of_a_weight_that_was_made_in_an_island_is_rounded_outside() -> N
     assert torch.equal(y, round_to(round_to(x, "e5m2") @ round_to(weight, "e5m2").T, "e5m2"))
 
 
-class OwnLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w.T
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return gradient @ w, gradient.T @ x
-
-
 @pytest.mark.parametrize("is_cast", [True, False])  # numbers of the format come in, if not
 @parametrize("policy", ["e5m2", Policy(weight="e5m2", error="bf16"), "mxfp8_e4m3"], ids=str, keep=["e5m2"])
 def test_a_function_in_an_island_computes_as_the_same_operations_do(policy: Any, is_cast: bool) -> None:
@@ -512,7 +501,7 @@ def test_a_function_in_an_island_computes_as_the_same_operations_do(policy: Any,
             return y @ self.first.weight
 
     found = []
-    for linear in (lambda x, w: x @ w.T, OwnLinear.apply):
+    for linear in (lambda x, w: x @ w.T, Product.apply):
         model = quantize(Net(linear), policy)
         y = model(torch.randn(5, 4, generator=torch.Generator().manual_seed(1)))
         y.square().sum().backward()
