@@ -22,9 +22,11 @@ __all__ = [
     "graph_tasks_so_far",
     "in_forward_mode",
     "is_python_function",
+    "is_view_of_function",
     "key_of",
     "names_in_graphs",
     "require_hooks_of_nodes",
+    "sends_sums_by_moving",
     "slot_dtypes",
     "slot_shapes",
     "sum_sent_by_convolution",
@@ -90,9 +92,54 @@ def edge_of(x: Any) -> tuple[Any, int]:
     return x.node, x.output_nr
 
 
+# Nodes of operations that move values, and of those that add up numbers of the gradient where they moved one twice.
+_ADDING = """
+    Expand Repeat Index IndexSelect Gather Take AsStrided Unfold Cummax Cummin MaxPool2DWithIndices MaxPool3DWithIndices
+    AdaptiveMaxPool2D AdaptiveMaxPool3D MaskedSelect Maximum Minimum
+    """
+_MOVING = f"""
+    {_ADDING} View UnsafeView ReshapeAlias Alias Clone ToCopy T Transpose Permute Squeeze Unsqueeze Slice Select Split
+    SplitWithSizes Unbind Diagonal DiagEmbed BlockDiag Flip Roll Rot90 PixelShuffle PixelUnshuffle ChannelShuffle Cat
+    Stack Tril Triu Sort Topk Kthvalue Median Nanmedian Mode Max Min Amax Amin Abs Neg Relu
+    """
+_ADDS, _MOVES = (
+    frozenset(f"{name}Backward{i}" for name in names.split() for i in range(4)) for names in (_ADDING, _MOVING)
+)
+
+
+def sends_sums_by_moving(node: Any) -> bool:
+    """Whether numbers of the gradient that arrives at a node are added up before they reach an operation that computes.
+
+    They are where values were moved to several places: by an index, or by joining a tensor with itself.
+    """
+    seen: set[tuple[Any, int]] = set()
+    waiting = [node]
+    while waiting:
+        at = waiting.pop()
+        name = at.name().removesuffix("_copy")
+        if name in _ADDS:
+            return True
+        if name not in _MOVES:
+            continue
+        for edge in at.next_functions:
+            if edge[0] is None:
+                continue
+            if edge in seen:
+                return True
+            seen.add(edge)
+            waiting.append(edge[0])
+    return False
+
+
 def is_python_function(node: Any) -> bool:
     """Whether the node's backward is Python code, of a `torch.autograd.Function`."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def is_view_of_function(x: Tensor) -> bool:
+    """Whether `x` is a view that an autograd Function gave, or one of such a view: torch refuses writes to it."""
+    meta = torch._C._autograd
+    return x._is_view() and meta._get_creation_meta(x) == meta.CreationMeta.IN_CUSTOM_FUNCTION
 
 
 def calls_of_backward() -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:

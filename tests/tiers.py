@@ -119,6 +119,11 @@ SISTERS = {
                 "a_search_that_is_stopped_between_two_trainings_says_so"
             ),
         },
+        "fpsim/test_torch_nodes.py": {
+            "where_a_moved_gradient_is_added_up_is_known_of_every_operation_that_moves": (
+                "what_is_joined_with_itself_sends_a_sum_and_what_is_cut_sends_none"
+            ),
+        },
         "fpsim/tensors/test_verify.py": {
             "the_quick_form_passes_and_prints_a_row_for_each_format_and_rounding_and_variant": (
                 "one_wrong_bit_is_found"

@@ -39,6 +39,7 @@ from fpsim.tensors.launch import round_memory_
 from fpsim.tensors.spec import RoundingSpec
 from fpsim.torch_internals import is_traced, share_storage
 from fpsim.torch_modes import below_transforms, has_transform, is_plain, memory_behind
+from fpsim.torch_nodes import is_view_of_function
 
 __all__ = [
     "Alias",
@@ -270,6 +271,8 @@ def write_outside(
     x, aliases = args[0], emulation.aliases
     alias = aliases.of(x)
     base, target = (x, x) if alias is None else (alias.base, alias.memory(x))
+    if target is not x and torch.is_grad_enabled() and x.requires_grad and is_view_of_function(x):
+        return call(func, args, kwargs)  # torch refuses it
     if not _is_weight(emulation, base):
         args = (x, *(emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for y in args[1:]))
         kwargs = {name: emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for name, y in kwargs.items()}

@@ -240,6 +240,8 @@ class Emulation(Roundings, TorchFunctionMode):
                 args = self.cast_to_format(args)
             into = kwargs.get("out")
             if isinstance(into, Tensor) and (alias := self.aliases.of(into)) is not None and alias.is_of_copy:
+                if into.requires_grad and torch.is_grad_enabled():
+                    return call(func, args, kwargs)  # torch refuses it
                 self.compute(func, call, args, {**kwargs, "out": alias.memory(into)}, asked)
                 note_write(self, into)
                 return into

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from fpsim.emulation.aliases import note_write
+from fpsim.emulation.aliases import Alias, note_write
 from fpsim.emulation.backward_code import (
     BackwardCode,
     CopyOfArgument,
@@ -132,6 +132,8 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
         made_of = None if made is None else made.get
         outputs = out if type(out) is tuple else (out,)
         results = [_result(emulation, code, x, given, i, made_of) for i, x in enumerate(outputs)]
+        for x in results:
+            _know_memory(emulation, x, args, given)
     return tuple(results) if type(out) is tuple else results[0]
 
 
@@ -192,6 +194,21 @@ def _result(
 def _argument_of(x: Tensor, given: tuple[Any, ...]) -> Tensor | None:
     """The argument that a result is, or is a view of."""
     return next((y for y in given if isinstance(y, Tensor) and (x is y or share_storage(x, y))), None)
+
+
+def _know_memory(emulation: Emulation, x: Any, args: tuple[Any, ...], given: tuple[Any, ...]) -> None:
+    """Know which part of the argument's own memory a result is, if it is a view of the argument's copy: for writes."""
+    if not isinstance(x, Tensor) or not is_plain(x):
+        return
+    for argument, copy in zip(args, given, strict=True):
+        if copy is argument or not share_storage(x, copy) or emulation.aliases.of(x) is not None:
+            continue
+        known = emulation.aliases.of(argument)
+        memory = argument if known is None else known.memory(argument)
+        if is_plain(memory) and memory.dtype is x.dtype and memory.stride() == copy.stride():
+            place = x.size(), x.stride(), x.storage_offset() - copy.storage_offset() + memory.storage_offset()
+            base = argument if known is None else known.base
+            emulation.aliases.add(x, Alias(base, own=partial(memory.detach().as_strided, *place)))
 
 
 def _know_as_argument(x: Tensor, given: tuple[Any, ...], scope: Scope) -> None:

@@ -45,6 +45,7 @@ from fpsim.torch_modes import (
     layers_behind,
     without_torch_function,
 )
+from fpsim.torch_nodes import sends_sums_by_moving
 
 __all__ = ["Copy", "Roundings", "values_of"]
 
@@ -390,6 +391,21 @@ class Roundings:
         error = self.scope.specs.error
         if error is not None and (base_of(out) is None or has_history(out)):
             self._register(out, site, "error", error, operation, operands)
+
+    def returned(self, out: Tensor) -> Tensor:
+        """What the model gives out, with the gradient of a moved one rounded where it arrives, before numbers of it
+        are added up: inside of the model who uses it rounds it.
+        """
+        error, is_shown = self.scope.specs.error, has_transform()
+        if error is None or not out.requires_grad or is_wide_tensor(out) or not has_history(out):
+            return out
+        # what a transform shows has no mark
+        if not (is_shown or format_of(out) == self.scope.activation) or not sends_sums_by_moving(out.grad_fn):
+            return out
+        if is_shown:
+            return self._straight_through(out, None, error)
+        self._register(out, self.scope.site("returned"), "error", error, "returned", (out,))
+        return out
 
     def _register(
         self, out: Tensor, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...]

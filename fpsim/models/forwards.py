@@ -40,6 +40,8 @@ from fpsim.torch_internals import (
     direct_parameters,
     held_by,
     is_called_functionally,
+    map_leaves,
+    tensors_of,
 )
 from fpsim.torch_modes import (
     CALL_SLOT,
@@ -278,20 +280,25 @@ def _warn_of_method(forward: EmulatedForward, module: nn.Module) -> None:
 
 
 def _run_whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward of a whole model, with what only moved of its inputs brought into the format."""
+    """The forward of a whole model, with what only moved brought into the format: of its inputs, and of gradients."""
     return _in_format(active.emulation, forward(*args, **kwargs), (*args, *kwargs.values()))
 
 
 def _in_format(emulation: Any, out: Any, given: tuple[Any, ...]) -> Any:
     if isinstance(out, Tensor):
-        if is_made_here(out) or not is_roundable(out):
+        if not is_roundable(out):
             return out
-        is_moved = is_seen_from_outside(out) or any(out is x for x in given)
-        return emulation.operand(out, Rounds.ALL) if is_moved else out
+        is_moved = not is_made_here(out) and (is_seen_from_outside(out) or any(out is x for x in given))
+        return emulation.operand(out, Rounds.ALL) if is_moved else emulation.returned(out)
     if type(out) in (list, tuple):
         parts = [_in_format(emulation, x, given) for x in out]
         return type(out)(parts) if any(a is not b for a, b in zip(out, parts, strict=True)) else out
-    return out
+    if type(out) is dict:
+        values = {key: _in_format(emulation, x, given) for key, x in out.items()}
+        return values if any(out[key] is not x for key, x in values.items()) else out
+    # What else holds tensors may be known by its identity, as a cache of keys is: only a transform needs another one.
+    shown = {id(x): y for x in tensors_of(out) if is_made_here(x) and (y := emulation.returned(x)) is not x}
+    return map_leaves(lambda x: shown.get(id(x), x), out) if shown else out
 
 
 def _driven(generator: Generator[Any, Any, Any], scope: Scope, has_names: bool) -> Generator[Any, Any, Any]:

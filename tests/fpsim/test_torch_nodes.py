@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fpsim import torch_nodes
+from fpsim.emulation.calls import MOVE
+from fpsim.torch_internals import tensors_of
 from fpsim.torch_nodes import (
     call_at_the_end_of_backward,
     calls_of_backward,
@@ -18,8 +21,10 @@ from fpsim.torch_nodes import (
     graph_tasks_so_far,
     in_forward_mode,
     is_python_function,
+    is_view_of_function,
     key_of,
     require_hooks_of_nodes,
+    sends_sums_by_moving,
     slot_dtypes,
     slot_shapes,
     take_float32_gradients,
@@ -198,3 +203,65 @@ def test_forward_mode_is_seen_under_dual_numbers_under_transforms_and_where_a_co
         torch._dynamo.reset()
         assert torch.equal(torch.compile(f, backend="aot_eager", fullgraph=True)(x), factor * x)
     torch._dynamo.reset()
+
+
+class Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.t()
+
+    @staticmethod
+    def backward(ctx: object, g: Tensor) -> Tensor:
+        return g.t()
+
+
+def test_a_view_that_a_function_gave_is_one_that_torch_refuses_to_write_to() -> None:
+    x = torch.ones(2, 2, requires_grad=True) * 1
+    for view in (Turned.apply(x), Turned.apply(x)[None]):
+        assert is_view_of_function(view)
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            view.neg_()
+    for other in (x, x.t(), x[0], torch.ones(2), Turned.apply(x) * 1):
+        assert not is_view_of_function(other)
+
+
+@pytest.mark.full
+def test_where_a_moved_gradient_is_added_up_is_known_of_every_operation_that_moves() -> None:
+    from torch.testing._internal.common_methods_invocations import op_db  # it takes seconds
+
+    tried, unknown = set(), {}
+    for op in op_db:
+        name = op.name.rpartition(".")[2]
+        if name not in MOVE - {"embedding"} or torch.float32 not in op.supported_backward_dtypes("cpu"):
+            continue  # of an embedding, the gradient is rounded where it arrives
+        for sample in itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=True), 20):
+            out = op(sample.input, *sample.args, **sample.kwargs)
+            for y in out if isinstance(out, tuple | list) else [out]:
+                if y.grad_fn is None or y.is_complex() or not y.numel():
+                    continue
+                tried.add(op.name)
+                leaves = [x for x in tensors_of((sample.input, sample.args)) if x.requires_grad]
+                arriving = 1 + torch.rand_like(y)  # a sum of two is larger than all of them
+                sent = torch.autograd.grad(y, leaves, arriving, allow_unused=True, retain_graph=True)
+                numbers = {0.0, *arriving.flatten().tolist(), *(-arriving).flatten().tolist()}
+                is_moved = all({*x.flatten().tolist()} <= numbers for x in sent if x is not None)
+                is_shared = all((x.abs() <= arriving.max()).all() for x in sent if x is not None)  # among equal ones
+                if not (is_moved or is_shared or sends_sums_by_moving(y.grad_fn)):
+                    unknown[op.name] = y.grad_fn.name()
+    assert {"expand", "index_select", "tile"} <= tried
+    assert not unknown
+
+
+def test_what_is_joined_with_itself_sends_a_sum_and_what_is_cut_sends_none() -> None:
+    x = torch.ones(4, requires_grad=True) * 1
+    joined = torch.cat([x, x]), torch.stack([x[:2], x[:2]])
+    for twice in (
+        *joined,
+        x.expand(2, 4).t().relu(),
+        x.repeat(2).abs(),
+        x.unfold(0, 2, 1),
+        x.take(torch.tensor([0, 0])),
+    ):
+        assert sends_sums_by_moving(twice.grad_fn)
+    for once in (x, x[1:], x.view(2, 2).t(), torch.cat([x, x * 2]), x.sum().expand(1) * 1, (x[[0, 0]] * 1).flip(0)):
+        assert not sends_sums_by_moving(once.grad_fn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from emulated_cases import FP16, h, is_fp16, randn
 from tiers import parametrize
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fpsim
@@ -598,3 +600,67 @@ def test_what_was_used_in_inference_mode_first_is_used_with_a_gradient_later(is_
     assert torch.equal(w, emulated)
     assert (of_x is None) == (emulated_x is None) == (not has_gradient)
     assert of_x is None or torch.equal(of_x, emulated_x)
+
+
+class Moved(nn.Module):
+    """Gives out a product, moved by `form`."""
+
+    def __init__(self, form: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, x: Tensor) -> Any:
+        return self.form(x * 1.1)
+
+
+WIDTH = 64
+MOVED: dict[str, Callable[[Tensor], Any]] = {
+    "expand": lambda h: h.expand(3, WIDTH),
+    "broadcast_tensors": lambda h: torch.broadcast_tensors(h, h.new_zeros(3, 1))[0],
+    "repeat": lambda h: h.repeat(3, 1),
+    "repeat_interleave": lambda h: h.repeat_interleave(3, 0),
+    "index_select": lambda h: h.index_select(0, torch.zeros(3, dtype=torch.long)),
+    "gather": lambda h: h.gather(0, torch.zeros(3, WIDTH, dtype=torch.long)),
+    "unfold": lambda h: h.unfold(1, 2, 1),
+    "max_pool1d": lambda h: F.max_pool1d(h, 2, 1),
+    "and viewed": lambda h: h.expand(3, WIDTH).reshape(WIDTH, 3).abs(),
+    "in a tuple": lambda h: (h.tile(3, 1), h.shape),
+    "in a dict": lambda h: {"logits": h.tile(3, 1)},
+    "in an object that torch knows": lambda h: OrderedDict(logits=h.tile(3, 1)),
+}
+
+
+@parametrize("form", MOVED, keep={"gather", "in an object that torch knows"})
+@pytest.mark.parametrize("way", ["eager", "compiled", "func"])
+def test_a_gradient_that_arrives_at_a_moved_output_is_rounded_before_numbers_of_it_are_added_up(
+    form: str, way: str
+) -> None:
+    """As in native code, where a loss in float32 casts it."""
+
+    weights = torch.randn(4 * WIDTH)
+
+    def gradient(model: nn.Module, x: Tensor) -> Tensor:
+        def loss(x: Tensor) -> Tensor:
+            (out,) = (y for y in tree_leaves(model(x)) if isinstance(y, Tensor))
+            return (out.float() * weights[: out.numel()].view_as(out)).sum()
+
+        if way == "func":
+            return torch.func.grad(loss)(x)
+        x = x.clone().requires_grad_()
+        loss(x).backward()
+        assert x.grad is not None
+        return x.grad
+
+    for fmt, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        x = randn(1, WIDTH).to(dtype)
+        model: Any = quantize(Moved(MOVED[form]), fmt)
+        got = gradient(torch.compile(model, backend="aot_eager") if way == "compiled" else model, x.float())
+        assert torch.equal(got, gradient(Moved(MOVED[form]), x).float())
+
+
+def test_what_moves_without_a_sum_is_returned_without_a_site_of_its_own() -> None:
+    for form, sites in ((lambda h: h.t().reshape(2, -1), 0), (lambda h: h.expand(3, WIDTH), 1)):
+        model = quantize(Moved(form), "e5m2")
+        with fpsim.record(model) as records:
+            model(randn(1, WIDTH).requires_grad_()).sum().backward()
+        assert sum("returned" in row["site"] for row in records.rows()) == sites

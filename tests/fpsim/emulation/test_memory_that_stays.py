@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import parametrize
 from torch import Tensor, nn
 
 from fpsim import Policy, emulate, quantize, round_to
@@ -578,3 +579,69 @@ def test_results_stored_in_buffers_and_parameters_stay_as_they_were_computed() -
     model(x)
     assert torch.equal(model.buffer, x / 3)
     assert torch.equal(model.w, x / 3)
+
+
+class Turned(torch.autograd.Function):
+    """Gives back a view of its second argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return y.t()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
+        return None, g.t()
+
+
+# Each writes numbers of bf16 and fp16 to a matrix.
+INTO_A_VIEW: dict[str, Callable[[Tensor], Any]] = {
+    "in place": lambda v: v.mul_(0.5),
+    "a slice": lambda v: v[:2].mul_(0.5),
+    "an element": lambda v: v.__setitem__((0, 1), 0.5),
+    "unsqueeze": lambda v: v[None].neg_(),
+    "data": lambda v: v.data.mul_(0.5),
+    "out=": lambda v: torch.mul(torch.ones(4, 4, dtype=v.dtype), 0.5, out=v),
+    "a slice as out=": lambda v: torch.mul(torch.ones(2, 4, dtype=v.dtype), 0.5, out=v[:2]),
+}
+
+
+@pytest.mark.parametrize("has_gradient", [False, True], ids=["no_grad", "grad"])
+@parametrize("what", ["input", "a part of it", "buffer", "parameter"], keep={"a part of it", "parameter"})
+@parametrize("way", INTO_A_VIEW, keep={"in place", "data", "a slice as out="})
+def test_what_is_written_to_a_view_that_a_function_gave_arrives_where_it_lies(
+    way: str, what: str, has_gradient: bool
+) -> None:
+    """And the next use sees it, and torch refuses what it refuses."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("buffer", torch.arange(16.0).view(4, 4))
+            self.parameter = nn.Parameter(torch.arange(16.0).view(4, 4))
+
+        def forward(self, x: Tensor) -> Any:
+            given = {"input": x, "a part of it": x[1:5]}.get(what)
+            given = getattr(self, what) if given is None else given
+            view = Turned.apply(x[:4] * 2.0, given)
+            seen = view[0] * 1.0
+            INTO_A_VIEW[way](view)
+            return seen, view * 1.0, given * 1.0
+
+    def results(model: nn.Module, x: Tensor) -> list[Tensor] | str:
+        with torch.set_grad_enabled(has_gradient):
+            x = x.requires_grad_(has_gradient) * 1
+            try:
+                out = model(x)
+            except RuntimeError as error:
+                return str(error).partition(" is ")[0].partition("arguments")[0]
+        return [y.detach().float() for y in (*out, x, *model.parameters(), *model.buffers())]
+
+    x = torch.arange(16.0 if what == "input" else 24.0).view(-1, 4)
+    expected = results(Model().bfloat16(), x.bfloat16())
+    got = results(quantize(Model(), "bf16"), x.clone())
+    assert type(got) is type(expected)
+    if isinstance(expected, str):
+        assert got == expected
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
