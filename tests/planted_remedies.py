@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import fpsim
+from fpsim.torch_internals import tensors_of
 
 LOW = (torch.float16, torch.bfloat16)
 MOVES = frozenset(
-    "view reshape transpose permute expand contiguous unsqueeze squeeze flatten mT T __get__ getitem relu neg".split()
+    "view reshape transpose permute expand contiguous unsqueeze squeeze flatten mT T getitem relu neg stack cat".split()
 )
 
 CASTS = ("to", "half", "bfloat16")
@@ -28,6 +29,7 @@ class AtSites(TorchFunctionMode):
 
     wide: sites that run in float32, or in `dtype`; what else reads their results gets them in the dtype from before.
     change: by the name of an operation at a site, what becomes of its arguments.
+    before: the dtypes of the results at sites in the step without a remedy, `dtypes` of another mode.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class AtSites(TorchFunctionMode):
         wide: list[str],
         change: dict[str, Callable[[tuple[Any, ...]], Any]],
         dtype: torch.dtype = torch.float32,
+        before: dict[str, torch.dtype] | None = None,
     ) -> None:
         super().__init__()
+        self.before, self.dtypes = before, dict[str, torch.dtype]()
         self.dtype, self.low = dtype, LOW if dtype is torch.float32 else (*LOW, torch.float32)
         self.model, self.wide, self.change = model, set(wide), change
         self.frames: list[tuple[str, dict[str, int]]] = [("", {})]
@@ -62,10 +66,16 @@ class AtSites(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         name = name.strip("_") if name.startswith("__") else name
+        of_property = getattr(getattr(func, "__self__", None), "__name__", "") if name == "get" else ""
+        name = of_property if of_property in MOVES else name
         module, counts = self.frames[-1]
+        if name == "reciprocal" and any(site.startswith(f"{module}:rdiv") for site in self.change):
+            name = "rdiv"  # which a quantised model computes so
         ordinal = counts.get(name, 0)
-        site = f"{module}:{name}_{ordinal}" if ordinal else f"{module}:{name}"
-        self.missed.discard(site)
+        count = len(args[0]) if name.startswith("_foreach") else 2 if name == "lstm_cell" else 1
+        sites = [f"{module}:{name}_{i}" if i else f"{module}:{name}" for i in range(ordinal, ordinal + count)]
+        site = sites[0]
+        self.missed.difference_update(sites)
         to_integers = name in ("to", "type") and any(
             isinstance(a, torch.dtype) and not a.is_floating_point for a in args
         )
@@ -80,32 +90,41 @@ class AtSites(TorchFunctionMode):
         is_float32 = self.dtype is torch.float32
         if is_float32 and func is Tensor.float and site not in self.wide and id(args[0]) in self.narrow:
             return args[0].clone()  # it is float32 by now
-        is_wide = site in self.wide or (name in MOVES and any(id(a) in self.narrow for a in args))
+        moves = name in MOVES or (name == "to" and not any(isinstance(x, torch.dtype) for x in args))
+        is_wide = not self.wide.isdisjoint(sites) or (moves and any(id(x) in self.narrow for x in tensors_of(args)))
         if is_wide:
             lows = [a.dtype for a in args if isinstance(a, Tensor) and a.dtype in self.low]
             lows += [self.narrow[id(a)][1] for a in args if id(a) in self.narrow]
             lows += [torch.bfloat16 if name == "bfloat16" else torch.float16]
             floats = [a for a in args if isinstance(a, Tensor) and a.dtype is torch.float32 and a.dim()]
             is_float32_anyway = name in PROMOTES and any(id(a) not in self.narrow for a in floats)
-            args = tuple([self._widened(x) for x in a] if isinstance(a, list) else self._widened(a) for a in args)
+            args = tuple(map(self._widened, args))
             kwargs = {k: self._widened(a) for k, a in kwargs.items()}
             with torch.autocast("cpu", enabled=False):
                 out = args[0].to(self.dtype) if name in CASTS else func(*args, **kwargs)
         else:
-            args = tuple([self._narrowed(x) for x in a] if isinstance(a, list) else self._narrowed(a) for a in args)
-            out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and out.is_floating_point():
-            counts[name] = ordinal + 1
-            if is_wide and out.dtype is self.dtype and not is_float32_anyway:
-                self.narrow[id(out)] = out, lows[0]
+            out = func(*map(self._narrowed, args), **{k: self._narrowed(a) for k, a in kwargs.items()})
+        results = [x for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, Tensor)]
+        if results and results[0].is_floating_point():
+            counts[name] = ordinal + count
+            self.dtypes[site] = results[0].dtype
+            low = (None if is_float32_anyway else lows[0]) if is_wide and self.before is None else None
+            if is_wide and self.before is not None:
+                low = self.before.get(site)
+            if low in self.low:
+                self.narrow.update({id(x): (x, low) for x in results if x.dtype is self.dtype})
         return out
 
     def _widened(self, x: Any) -> Any:
+        if isinstance(x, list | tuple):
+            return type(x)([self._widened(y) for y in x])
         if isinstance(x, torch.dtype):
             return self.dtype if x in self.low else x
         return x.to(self.dtype) if isinstance(x, Tensor) and x.dtype in self.low else x
 
     def _narrowed(self, x: Any) -> Any:
+        if isinstance(x, list | tuple):
+            return type(x)([self._narrowed(y) for y in x])
         return x.to(self.narrow[id(x)][1]) if id(x) in self.narrow else x
 
 

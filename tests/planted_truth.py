@@ -201,16 +201,31 @@ class Examined:
 
     # Remedies
 
+    @cached_property
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        trial = self.trial()
+        with AtSites(trial.model, [], {}) as mode:
+            trial.step()
+        return mode.dtypes
+
     def cures(self, found: fpsim.Why, which: int) -> str:
         """Why a remedy that is printed as tried does not cure, or is "not applied: ..."; empty where it cures."""
         remedy, trial = found.tried[which], self.trial()
+        buffers = [name for name, _ in trial.model.named_buffers() if name in remedy["what"]]
+        if remedy["remedy"] == "master" and buffers:
+            for name in buffers:
+                module, _, attribute = name.rpartition(".")
+                setattr(trial.model.get_submodule(module), attribute, trial.model.get_buffer(name).float())
+            trial.step()
+            assert self.kind.after is not None
+            return "" if self.kind.after(trial) > 0.5 else "the average is as before"
         if remedy["remedy"] in self.kind.out_of_reach:
             return f"not applied: {remedy['remedy']}: out of reach"
         if remedy["remedy"] in (*OF_OPTIMIZER, "clear"):
             trial.fmt = "bf16" if trial.fmt == "float32" else trial.fmt
             return "" if is_cured_update(trial, remedy) else "the updates are as before"  # type: ignore[arg-type]
         try:
-            mode = applied(trial, found, which)
+            mode = applied(trial, found, which, self._dtypes)
         except (KeyError, AttributeError, ValueError, NotImplementedError) as problem:
             return f"not applied: {remedy['remedy']}: {problem}"
         with mode:
@@ -255,8 +270,11 @@ class Examined:
         return error(*both, name) if name in both[1].gradients and name in both[0].gradients else ROUNDED
 
 
-def applied(trial: Trial, found: fpsim.Why, which: int) -> Any:
-    """Change the model of the trial as a remedy says; the step is then run inside of what is returned."""
+def applied(trial: Trial, found: fpsim.Why, which: int, before: dict[str, torch.dtype]) -> Any:
+    """Change the model of the trial as a remedy says; the step is then run inside of what is returned.
+
+    before: the dtypes of results at sites in the step without a remedy.
+    """
     remedy = found.tried[which]
     name, value = remedy["remedy"], remedy["value"]
     is_native = trial.fmt in ("float32", *NATIVE, *AUTOCAST)
@@ -268,15 +286,13 @@ def applied(trial: Trial, found: fpsim.Why, which: int) -> Any:
         else:
             trial.factor = value
         return nullcontext()
-    if any("_foreach" in site for site in remedy["sites"]):
-        raise NotImplementedError("a list of tensors")
     if name in OF_DTYPES:
         if not is_native:
             policies = [i for i, row in enumerate(found.tried) if row["remedy"] in OF_DTYPES]
             policy = found.policy() if which == policies[0] else found._remedies[which].policy
             fpsim.set_policy(trial.model, policy)
             return nullcontext()
-        return AtSites(trial.model, remedy["sites"], {}, OF_DTYPES[name])
+        return AtSites(trial.model, remedy["sites"], {}, OF_DTYPES[name], before)
     known = ("eps", "clamp", "fill", "divisor", "infinity", "mask", "slope")
     if name not in known:
         raise NotImplementedError("unknown")

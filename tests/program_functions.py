@@ -64,9 +64,14 @@ def own_function(w: Writer) -> list[str]:
     a, b = two_squares(w)
     if a.memory.first is b.memory.first:
         raise NothingFits
-    name, z = f"Own{len(w.statements)}", w.new(SQUARE)
-    names = ["p", "q"]
+    name, names = f"Own{len(w.statements)}", ["p", "q"]
     forward = steps(w, names, "p")
+    turned = dict(line.removesuffix(".t()").split(" = ") for line in forward if line.endswith(".t()"))
+    seen = names[-1]
+    while seen in turned:
+        seen = turned[seen]
+    memory = {"p": a.memory, "q": b.memory}.get(seen)
+    z = w.new(SQUARE, memory if memory and memory.owner == "self.b" else None)  # a buffer's, which stays as computed
     result, kept = names[-1], w.choose(["p", "q", names[-2], names[-1]])
     has_setup, is_once, has_two = (w.choose([False, False, True]) for _ in range(3))
     kept = w.choose(["p", "q", result]) if has_setup else kept
