@@ -18,12 +18,14 @@ Call = Callable[[Tensor], Tensor]
 TARGET = torch.linspace(-1, 1, 2 * 3 * WIDTH).view(SHAPE)
 
 
-def step(call: Call, parameters: dict[str, Tensor], x: Tensor, number: int, trace: Trace) -> None:
+def step(
+    call: Call, parameters: dict[str, Tensor], x: Tensor, number: int, trace: Trace, target: Tensor = TARGET
+) -> None:
     """One step of gradient descent on all parameters that have a gradient."""
     torch.manual_seed(number)
     x = x.clone().requires_grad_()
     out = call(x)
-    (out * TARGET.to(out.dtype)).sum().backward()
+    (out * target.to(out.dtype)).sum().backward()
     trace[f"step {number}: output"] = out.detach().clone()
     trace[f"step {number}: gradient of the input"] = x.grad
     with torch.no_grad():
