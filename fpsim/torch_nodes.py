@@ -107,13 +107,18 @@ _ADDS, _MOVES = (
 )
 
 
-def sends_sums_by_moving(node: Any) -> bool:
-    """Whether numbers of the gradient that arrives at a node are added up before they reach an operation that computes.
+def sends_sums_by_moving(x: Tensor) -> bool:
+    """Whether numbers of a tensor's gradient are added up before they reach an operation that computes.
 
     They are where values were moved to several places: by an index, or by joining a tensor with itself.
     """
+    try:
+        waiting: list[Any] = [x.grad_fn]
+    except RuntimeError:  # autograd refuses to say so of some views whose base was written to
+        return False
+    if waiting[0] is None:
+        return False
     seen: set[tuple[Any, int]] = set()
-    waiting = [node]
     while waiting:
         at = waiting.pop()
         name = at.name().removesuffix("_copy")

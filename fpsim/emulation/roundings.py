@@ -45,7 +45,6 @@ from fpsim.torch_modes import (
     layers_behind,
     without_torch_function,
 )
-from fpsim.torch_nodes import sends_sums_by_moving
 
 __all__ = ["Copy", "Roundings", "values_of"]
 
@@ -393,18 +392,17 @@ class Roundings:
             self._register(out, site, "error", error, operation, operands)
 
     def returned(self, out: Tensor) -> Tensor:
-        """What the model gives out, with the gradient of a moved one rounded where it arrives, before numbers of it
-        are added up: inside of the model who uses it rounds it.
+        """What the model moved last and gives out, with its gradient rounded where it arrives.
+
+        There no numbers of it are added up yet. Inside of the model, who uses what was moved rounds it.
         """
-        error, is_shown = self.scope.specs.error, has_transform()
-        if error is None or not out.requires_grad or is_wide_tensor(out) or not has_history(out):
+        error = self.scope.specs.error
+        if error is None:
             return out
-        # what a transform shows has no mark
-        if not (is_shown or format_of(out) == self.scope.activation) or not sends_sums_by_moving(out.grad_fn):
-            return out
-        if is_shown:
-            return self._straight_through(out, None, error)
-        self._register(out, self.scope.site("returned"), "error", error, "returned", (out,))
+        if has_transform():  # what it shows has no mark
+            return out if is_wide_tensor(out) else self._straight_through(out, None, error)
+        if format_of(out) == self.scope.activation:
+            self._register(out, self.scope.site("returned"), "error", error, "returned", (out,))
         return out
 
     def _register(

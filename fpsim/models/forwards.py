@@ -49,8 +49,10 @@ from fpsim.torch_modes import (
     forward_hooks_of,
     module_called,
     tell_of_forward_hooks,
+    without_torch_function,
     wrap_module_hooks,
 )
+from fpsim.torch_nodes import sends_sums_by_moving
 
 __all__ = ["KEY", "EmulatedForward", "HookedCall", "UnboundForward", "leave"]
 
@@ -281,15 +283,20 @@ def _warn_of_method(forward: EmulatedForward, module: nn.Module) -> None:
 
 def _run_whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The forward of a whole model, with what only moved brought into the format: of its inputs, and of gradients."""
-    return _in_format(active.emulation, forward(*args, **kwargs), (*args, *kwargs.values()))
+    out = forward(*args, **kwargs)
+    with without_torch_function():  # to ask a tensor for its attributes would be calls of the mode
+        if type(out) is Tensor and is_made_here(out) and not sends_sums_by_moving(out):
+            return out
+        return _in_format(active.emulation, out, (*args, *kwargs.values()))
 
 
 def _in_format(emulation: Any, out: Any, given: tuple[Any, ...]) -> Any:
     if isinstance(out, Tensor):
         if not is_roundable(out):
             return out
-        is_moved = not is_made_here(out) and (is_seen_from_outside(out) or any(out is x for x in given))
-        return emulation.operand(out, Rounds.ALL) if is_moved else emulation.returned(out)
+        if is_made_here(out) or not (is_seen_from_outside(out) or any(out is x for x in given)):
+            return emulation.returned(out) if sends_sums_by_moving(out) else out
+        return emulation.operand(out, Rounds.ALL)
     if type(out) in (list, tuple):
         parts = [_in_format(emulation, x, given) for x in out]
         return type(out)(parts) if any(a is not b for a, b in zip(out, parts, strict=True)) else out
@@ -297,7 +304,8 @@ def _in_format(emulation: Any, out: Any, given: tuple[Any, ...]) -> Any:
         values = {key: _in_format(emulation, x, given) for key, x in out.items()}
         return values if any(out[key] is not x for key, x in values.items()) else out
     # What else holds tensors may be known by its identity, as a cache of keys is: only a transform needs another one.
-    shown = {id(x): y for x in tensors_of(out) if is_made_here(x) and (y := emulation.returned(x)) is not x}
+    made = (x for x in tensors_of(out) if is_made_here(x) and sends_sums_by_moving(x))
+    shown = {id(x): y for x in made if (y := emulation.returned(x)) is not x}
     return map_leaves(lambda x: shown.get(id(x), x), out) if shown else out
 
 
