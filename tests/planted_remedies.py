@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ MOVES = frozenset(
 )
 
 CASTS = ("to", "half", "bfloat16")
-PROMOTES = frozenset("add sub mul div truediv".split())  # beside a float32 tensor their results are float32 anyway
 
 
 class AtSites(TorchFunctionMode):
@@ -29,7 +29,7 @@ class AtSites(TorchFunctionMode):
 
     wide: sites that run in float32, or in `dtype`; what else reads their results gets them in the dtype from before.
     change: by the name of an operation at a site, what becomes of its arguments.
-    before: the dtypes of the results at sites in the step without a remedy, `dtypes` of another mode.
+    before: of the results at sites, in the step without a remedy: `dtypes_of`.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class AtSites(TorchFunctionMode):
         before: dict[str, torch.dtype] | None = None,
     ) -> None:
         super().__init__()
-        self.before, self.dtypes = before, dict[str, torch.dtype]()
+        self.before, self.dtypes = before or {}, dict[str, torch.dtype]()
         self.dtype, self.low = dtype, LOW if dtype is torch.float32 else (*LOW, torch.float32)
         self.model, self.wide, self.change = model, set(wide), change
         self.frames: list[tuple[str, dict[str, int]]] = [("", {})]
@@ -80,7 +80,7 @@ class AtSites(TorchFunctionMode):
             isinstance(a, torch.dtype) and not a.is_floating_point for a in args
         )
         if (
-            name in ("backward", "get", "set", "int", "long", "requires_grad_")
+            name in ("backward", "grad", "get", "set", "int", "long", "requires_grad_")
             or func is Tensor.__float__
             or to_integers
         ):
@@ -93,11 +93,6 @@ class AtSites(TorchFunctionMode):
         moves = name in MOVES or (name == "to" and not any(isinstance(x, torch.dtype) for x in args))
         is_wide = not self.wide.isdisjoint(sites) or (moves and any(id(x) in self.narrow for x in tensors_of(args)))
         if is_wide:
-            lows = [a.dtype for a in args if isinstance(a, Tensor) and a.dtype in self.low]
-            lows += [self.narrow[id(a)][1] for a in args if id(a) in self.narrow]
-            lows += [torch.bfloat16 if name == "bfloat16" else torch.float16]
-            floats = [a for a in args if isinstance(a, Tensor) and a.dtype is torch.float32 and a.dim()]
-            is_float32_anyway = name in PROMOTES and any(id(a) not in self.narrow for a in floats)
             args = tuple(map(self._widened, args))
             kwargs = {k: self._widened(a) for k, a in kwargs.items()}
             with torch.autocast("cpu", enabled=False):
@@ -108,10 +103,7 @@ class AtSites(TorchFunctionMode):
         if results and results[0].is_floating_point():
             counts[name] = ordinal + count
             self.dtypes[site] = results[0].dtype
-            low = (None if is_float32_anyway else lows[0]) if is_wide and self.before is None else None
-            if is_wide and self.before is not None:
-                low = self.before.get(site)
-            if low in self.low:
+            if is_wide and (low := self.before.get(site)) in self.low:
                 self.narrow.update({id(x): (x, low) for x in results if x.dtype is self.dtype})
         return out
 
@@ -128,6 +120,13 @@ class AtSites(TorchFunctionMode):
         return x.to(self.narrow[id(x)][1]) if id(x) in self.narrow else x
 
 
+def dtypes_of(planted: Any) -> dict[str, torch.dtype]:
+    """The dtype of what each site gives in the step as it is, which it runs."""
+    with AtSites(planted.model, [], {}) as mode, suppress(ValueError):  # a distribution refuses NaN
+        planted.step()
+    return mode.dtypes  # type: ignore[no-any-return]
+
+
 OF_DTYPES = {"float32": torch.float32, "format": torch.float32, "float64": torch.float64}
 OF_OPTIMIZER = ("master", "stochastic", "optimizer eps", "rate")
 
@@ -141,16 +140,14 @@ def can_be_applied(case: Case, remedy: dict[str, Any]) -> bool:
 def works(case: Case, found: fpsim.Why, which: int = 0) -> bool:
     """Whether a remedy that was printed as tried works on the step made anew."""
     planted, remedy = case.build(), found.tried[which]
-    if isinstance(planted, Planted):
-        return is_cured(planted, found, which)
-    return (
-        is_cured_update(planted, remedy)
-        if remedy["remedy"] in (*OF_OPTIMIZER, "clear")
-        else is_cured_loop(planted, found, which)
-    )
+    if remedy["remedy"] in (*OF_OPTIMIZER, "clear"):
+        return is_cured_update(planted, remedy)
+    before = dtypes_of(case.build()) if remedy["remedy"] in OF_DTYPES else {}
+    cures = is_cured if isinstance(planted, Planted) else is_cured_loop
+    return cures(planted, found, which, before)  # type: ignore[arg-type]
 
 
-def is_cured_loop(planted: Step, found: fpsim.Why, which: int = 0) -> bool:
+def is_cured_loop(planted: Step, found: fpsim.Why, which: int, before: dict[str, torch.dtype]) -> bool:
     """As `is_cured`, of a whole loop: its loss is the printed one, and parameters and gradients are finite."""
     remedy = found.tried[which]
 
@@ -161,7 +158,7 @@ def is_cured_loop(planted: Step, found: fpsim.Why, which: int = 0) -> bool:
         if "policy() has it" in str(found):
             fpsim.set_policy(planted.model, found.policy())
         else:
-            mode = AtSites(planted.model, remedy["sites"], {}, OF_DTYPES[remedy["remedy"]])
+            mode = AtSites(planted.model, remedy["sites"], {}, OF_DTYPES[remedy["remedy"]], before)
     elif remedy["remedy"] != "scale":
         mode = AtSites(planted.model, [], _changes(found, remedy, "fp32"))
     with mode:
@@ -192,7 +189,7 @@ def is_cured_by_the_rule(make: Callable[[str], Step], fmt: str, found: fpsim.Why
     elif remedy["remedy"] in OF_DTYPES and "policy() has it" in str(found):
         fpsim.set_policy(planted.model, found.policy() if which == 0 else found._remedies[which].policy)
     elif remedy["remedy"] in OF_DTYPES:
-        mode = AtSites(planted.model, remedy["sites"], {}, OF_DTYPES[remedy["remedy"]])
+        mode = AtSites(planted.model, remedy["sites"], {}, OF_DTYPES[remedy["remedy"]], dtypes_of(make(fmt)))
     with mode:
         after, now = _loss_and_gradients(planted)
     truth = {name: g for name, g in wanted.items() if bool(g.any())}
@@ -229,12 +226,10 @@ class Scaled(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def is_cured(planted: Planted, found: fpsim.Why, which: int = 0) -> bool:
+def is_cured(planted: Planted, found: fpsim.Why, which: int, before: dict[str, torch.dtype]) -> bool:
     """Whether the step is finite, or does what it did not do, under the remedy; the loss must be the printed one."""
     remedy = found.tried[which]
     assert found.cause is not None
-    if remedy["remedy"] in (*OF_OPTIMIZER, "clear"):
-        return is_cured_update(planted, remedy)
     if remedy["remedy"] == "scale":
         planted.scale *= remedy["value"]
         planted.step()
@@ -245,9 +240,8 @@ def is_cured(planted: Planted, found: fpsim.Why, which: int = 0) -> bool:
     is_rounded = planted.fmt not in ("half", "bfloat16", "autocast", "float32", "mxfp4")
     change = _changes(found, remedy, planted.fmt if is_rounded else "fp32")
     is_dtype = remedy["remedy"] in OF_DTYPES
-    with AtSites(
-        planted.model, remedy["sites"] if is_dtype else [], change, OF_DTYPES.get(remedy["remedy"], torch.float32)
-    ):
+    dtype, sites = OF_DTYPES.get(remedy["remedy"], torch.float32), remedy["sites"] if is_dtype else []
+    with AtSites(planted.model, sites, change, dtype, before):
         return _runs(planted, remedy)
 
 

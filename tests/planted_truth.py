@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from planted_bench import AUTOCAST, NATIVE, Bench, Drawn, Trial
 from planted_kinds import KINDS, Answer, Kind
-from planted_remedies import OF_DTYPES, OF_OPTIMIZER, AtSites, _changes, is_cured_update
+from planted_remedies import OF_DTYPES, OF_OPTIMIZER, AtSites, _changes, dtypes_of, is_cured_update
 from torch import Tensor
 
 import fpsim
@@ -203,10 +203,7 @@ class Examined:
 
     @cached_property
     def _dtypes(self) -> dict[str, torch.dtype]:
-        trial = self.trial()
-        with AtSites(trial.model, [], {}) as mode:
-            trial.step()
-        return mode.dtypes
+        return dtypes_of(self.trial())
 
     def cures(self, found: fpsim.Why, which: int) -> str:
         """Why a remedy that is printed as tried does not cure, or is "not applied: ..."; empty where it cures."""
