@@ -133,7 +133,8 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
         outputs = out if type(out) is tuple else (out,)
         results = [_result(emulation, code, x, given, i, made_of) for i, x in enumerate(outputs)]
         for x in results:
-            _know_memory(emulation, x, args, given)
+            if isinstance(x, Tensor) and x._is_view():
+                _know_memory(emulation, x, args, given)
     return tuple(results) if type(out) is tuple else results[0]
 
 
@@ -196,9 +197,9 @@ def _argument_of(x: Tensor, given: tuple[Any, ...]) -> Tensor | None:
     return next((y for y in given if isinstance(y, Tensor) and (x is y or share_storage(x, y))), None)
 
 
-def _know_memory(emulation: Emulation, x: Any, args: tuple[Any, ...], given: tuple[Any, ...]) -> None:
-    """Know which part of the argument's own memory a result is, if it is a view of the argument's copy: for writes."""
-    if not isinstance(x, Tensor) or not is_plain(x):
+def _know_memory(emulation: Emulation, x: Tensor, args: tuple[Any, ...], given: tuple[Any, ...]) -> None:
+    """Know which part of the argument's own memory a view is, if it is one of the argument's copy: for writes."""
+    if not is_plain(x):
         return
     for argument, copy in zip(args, given, strict=True):
         if copy is argument or not share_storage(x, copy) or emulation.aliases.of(x) is not None:
