@@ -174,7 +174,7 @@ def view_from_outside(
         return NotImplemented
     base = x if alias is None else alias.base
     is_of_copy = alias is not None and alias.is_of_copy
-    has_role = _is_weight(emulation, base)
+    has_role = _is_weight(emulation, base) or (not is_of_copy and is_weight(x))  # a Function may have saved a view
     leaves_raw = not is_of_copy and emulation.leaves_raw((x,))  # where autocast is switched off
     is_known = alias is not None and (is_of_copy or alias.rounded is not None)
     if is_state(x) or (not has_role and (leaves_raw or not (x.requires_grad or is_known))):

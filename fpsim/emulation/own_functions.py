@@ -30,6 +30,7 @@ from fpsim.emulation.backward_code import (
 )
 from fpsim.emulation.calls import Call, known_calls
 from fpsim.emulation.marks import (
+    OF_A_WEIGHT,
     WIDE,
     ByIdentity,
     format_of,
@@ -295,7 +296,8 @@ class _Context:
         with without_torch_function():
             code: OwnCode | None = getattr(self, _CODE, None)
             copies = {} if code is None else {id(copy[2]()): i for i, copy in enumerate(code.copies)}
-            setattr(self, _SAVED, [(_known_of_saved(x), copies.get(id(x))) for x in tensors])
+            scope = None if code is None else code.scope
+            setattr(self, _SAVED, [(_known_of_saved(x, scope), copies.get(id(x))) for x in tensors])
         super().save_for_backward(*tensors)  # type: ignore[misc]
 
     @property
@@ -314,6 +316,8 @@ class _Context:
                     continue
                 if known == WIDE:
                     mark_wide(x)
+                elif known == OF_A_WEIGHT:
+                    mark_as_weight(x)
                 elif not is_weight(x):
                     mark_as_view_of_weight(x)
                     if known and format_of(x) is None:
@@ -332,10 +336,15 @@ def _require_unwritten(copy: CopyOfArgument) -> None:
         )
 
 
-def _known_of_saved(x: Tensor | None) -> str | None:
-    """The format of what is float32 on purpose, a weight, or a view or a copy of one; None for any other tensor."""
+def _known_of_saved(x: Tensor | None, scope: Scope | None) -> str | None:
+    """The format of what is float32 on purpose, a weight, or a view or a copy of one; None for any other tensor.
+
+    A weight in no format is saved itself, and so is a view of it, of which autograd gives back another tensor.
+    """
     if not isinstance(x, Tensor):
         return None
+    if is_weight(x) or (scope is not None and is_traced(x) and scope.stands_in(x)):
+        return OF_A_WEIGHT
     return WIDE if is_marked_wide(x) else format_of(x) or "" if is_view_of_weight(x) else None
 
 

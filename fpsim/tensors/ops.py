@@ -127,16 +127,16 @@ def round_to(
     tensor([[  1.,   2.],
             [256., 768.]])
     """
-    if torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
+    is_usual = out is None and type(x) is Tensor and x.dtype is torch.float32 and not x.requires_grad and is_plain(x)
+    if not is_usual and torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
         return _round_by_operator(x, fmt, (rounding, overflow, random_bits, variant), axis)
     spec = any_spec(fmt, rounding, overflow, random_bits, variant)
     if isinstance(spec, BlockSpec):
         return _round_blocks(x, spec, out, axis)
     if axis is not None:
         require_no_axis(axis, fmt)
-    if out is None and type(x) is Tensor and x.dtype is torch.float32 and not x.requires_grad and is_plain(x):
-        if x.layout is torch.strided:
-            return rounded(x, spec)
+    if is_usual and x.layout is torch.strided:
+        return rounded(x, spec)
     return _round_numbers(x, spec, out)
 
 

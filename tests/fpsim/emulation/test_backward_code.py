@@ -574,3 +574,26 @@ def test_a_gradient_that_a_forward_keeps_is_no_error_in_the_backward(is_compiled
     out.backward(g)
     slope = round_to(round_to(torch.tensor(1.37), "bf16"), "e5m2")  # made as an error, kept as an activation
     assert torch.equal(x.grad, round_to(round_to(g, "bf16") * slope, "bf16"))
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize(
+    "given", [lambda w: w, lambda w: w[:], lambda w: w.t().t()], ids=["itself", "a slice", "turned"]
+)
+def test_a_weight_that_has_no_format_is_saved_as_one(given: Callable[[Tensor], Tensor], way: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(6, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Product.apply(x, given(self.w))  # type: ignore[no-any-return]
+
+    torch._dynamo.reset()
+    model: Any = quantize(Model(), Policy(activation="e5m2", error="bf16"))
+    x, g = torch.randn(4, 6).requires_grad_(), torch.randn(4, 6)
+    run = torch.compile(model, backend="aot_eager") if way == "compiled" else model
+    run(x).backward(g)
+    errors = round_to(g, "bf16")
+    assert torch.equal(x.grad, round_to(errors @ model.w.detach(), "bf16"))
+    assert torch.equal(model.w.grad, errors.t() @ round_to(x.detach(), "e5m2"))
