@@ -132,7 +132,7 @@ def round_to(
         return _round_by_operator(x, fmt, (rounding, overflow, random_bits, variant), axis)
     spec = any_spec(fmt, rounding, overflow, random_bits, variant)
     if isinstance(spec, BlockSpec):
-        return _round_blocks(x, spec, out, axis)
+        return _round_blocks(x, spec, out, axis, is_usual)
     if axis is not None:
         require_no_axis(axis, fmt)
     if is_usual and x.layout is torch.strided:
@@ -192,15 +192,15 @@ def _names_blocks(name: str) -> bool:
         return False
 
 
-def _round_blocks(x: Any, spec: BlockSpec, out: Any, axis: int | tuple[int, int] | None) -> Any:
-    """Round blocks that share scales."""
+def _round_blocks(x: Any, spec: BlockSpec, out: Any, axis: int | tuple[int, int] | None, is_usual: bool) -> Any:
+    """Round blocks that share scales. is_usual: as `round_to` finds it."""
     along, across = (-1, None) if axis is None else axis_pair(axis)
     if isinstance(x, np.ndarray):
         return _round_blocks_of_ndarray(x, spec, out, along, across)
     if type(x) is not Tensor or x.dtype is not torch.float32 or not x.is_cpu or x.layout is not torch.strided:
         require_float32(x)
     if out is None:
-        if not x.requires_grad and is_plain(x):
+        if is_usual:
             return rounded_blocks(x, spec, along, across)
         return round_blocks_differentiably(x, spec, along, across)
     _require_tensor_out(out, x)
