@@ -52,7 +52,7 @@ from fpsim.emulation.mode import Emulation
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.scope import Scope, active
 from fpsim.tensors.spec import RoundingSpec
-from fpsim.torch_internals import is_traced, share_storage
+from fpsim.torch_internals import base_of, is_traced, share_storage
 from fpsim.torch_modes import (
     function_like,
     is_plain,
@@ -134,7 +134,7 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
         outputs = out if type(out) is tuple else (out,)
         results = [_result(emulation, code, x, given, i, made_of) for i, x in enumerate(outputs)]
         for x in results:
-            if isinstance(x, Tensor) and x._is_view():
+            if isinstance(x, Tensor) and base_of(x) is not None:
                 _know_memory(emulation, x, args, given)
     return tuple(results) if type(out) is tuple else results[0]
 
