@@ -191,6 +191,24 @@ class GradScaler:
         if self.layers is not None:
             self.layers.has_scaled = False
 
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped, as `update` has counted them since this scaler was made.
+
+        Copies a number to the host for each device on which an optimizer skips by itself. It is not in `state_dict()`.
+
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer, scaler = torch.optim.SGD([weight]), GradScaler("torch")
+        >>> for size in (1.0, torch.inf, 1.0):
+        ...     scaler.scale(weight.sum() * size).backward()
+        ...     scaler.step(optimizer)
+        ...     scaler.update()
+        ...     optimizer.zero_grad()
+        >>> scaler.skipped
+        1
+        """
+        return self._verbs.skipped
+
     def get_scale(self) -> float:
         """The scale of the coming step. Copies it to the host if the device has adjusted it."""
         return self.rule.scale

@@ -59,6 +59,12 @@ class Scaling:
         self.scales: dict[torch.device, Tensor] = {}  # the scale, on each device where it was needed
         self.inverses: dict[torch.device, Tensor] = {}
         self.progress: dict[int, Progress] = {}  # by id of the optimizer
+        self._skipped = 0
+        self._skipped_on: dict[torch.device, Tensor] = {}  # those that no number of the host tells of
+
+    @property
+    def skipped(self) -> int:
+        return self._skipped + sum(int(count) for count in self._skipped_on.values())
 
     @property
     def rule(self) -> LossRule:
@@ -159,6 +165,7 @@ class Scaling:
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         self._require_scaled("update")
+        self._count_skipped()
         if new_scale is not None:
             scale = _number_of(new_scale)
             require("new_scale", scale, POSITIVE, "GradScaler")
@@ -182,6 +189,19 @@ class Scaling:
         ok = not any(progress.overflow() for progress in seen)
         largest = [float(t) for progress in seen for t in progress.largest] if ok else []
         self._adopt(self.rule.adjust(ok, max(largest, default=None)))
+
+    def _count_skipped(self) -> None:
+        """Count a step that is over, if an optimizer skipped it. One that is fused tells its device alone."""
+        seen = [progress for progress in self.progress.values() if progress.stage is Stage.STEPPED]
+        if not self._rule.skips or not seen:
+            return
+        unknown = [flag for progress in seen if progress.known is None for flag in progress.found_inf.values()]
+        if any(progress.known for progress in seen):
+            self._skipped += 1
+        elif (found := total_of(unknown)) is not None:
+            skips = (found != 0).to(torch.int64)
+            before = self._skipped_on.get(found.device)
+            self._skipped_on[found.device] = skips if before is None else before + skips
 
     def state_dict(self, scaler: Scaler) -> dict[str, Any]:
         rule = self.rule
@@ -239,7 +259,7 @@ class Scaling:
                 "after scaler.update(). Call update() first, or save state_dict(), at any time."
             )
         saved = Scaling(self.rule)
-        saved._has_scaled = self._has_scaled
+        saved._has_scaled, saved._skipped = self._has_scaled, self.skipped
         return saved
 
     def _require_scaled(self, verb: str) -> None:
@@ -321,6 +341,7 @@ class PassThrough:
 
     is_enabled: ClassVar[bool] = False
     skips: ClassVar[bool] = False
+    skipped: ClassVar[int] = 0
     rule: ClassVar[LossRule] = Off()
 
     def set_parameter(self, name: str, value: float) -> None:

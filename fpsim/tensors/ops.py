@@ -20,8 +20,9 @@ from fpsim.tensors.spec import (
     BlockSpec,
     RoundingSpec,
     any_spec,
+    cannot_hold_blocks,
     container_width,
-    require_float32,
+    holds_blocks,
     require_floating,
     require_ndarray,
     require_no_mask,
@@ -106,7 +107,7 @@ def round_to(
         out: a contiguous tensor of the same shape, dtype and device to write to; no gradient then.
         axis: in block formats, the axis along which elements share a scale, the last one by default; (across, axis)
             gives a tile's rows their axis too. Of a product, blocks run along the contraction axis. `x` is a float32
-            then.
+            then; where scales are powers of two, as in the MX formats, a bfloat16 or float64 too.
         variant: with random_bits, how the distance to the lower neighbour is rounded to r bits, which are the
             probability to go up: "A" cuts it off, so that results are too close to zero by 2^-(r+1) of the spacing on
             average; "B" rounds it to nearest, ties away, "C" to nearest even, both without that bias; "C_ties_to_odd",
@@ -146,7 +147,9 @@ def _round_by_operator(x: Tensor, fmt: Any, words: tuple[Any, ...], axis: Any) -
         require_no_axis(axis, fmt)
         require_floating(x)
         return apply_operator(x, operator_words(fmt, *words), None)
-    require_float32(x)
+    require_floating(x)
+    if not _holds_blocks(x.dtype, fmt):
+        raise cannot_hold_blocks(x.dtype, fmt)
     return apply_block_operator(x, block_words(fmt, *words), *axis_pair(axis))
 
 
@@ -183,6 +186,13 @@ def _shares_scales(fmt: Any) -> bool:
     return isinstance(fmt, BlockFormat) or (isinstance(fmt, str) and _names_blocks(fmt))
 
 
+@constant_under_compile
+def _holds_blocks(dtype: torch.dtype, fmt: Any) -> bool:
+    f = as_format(fmt)
+    assert isinstance(f, BlockFormat)
+    return holds_blocks(dtype, f)
+
+
 @cache
 def _names_blocks(name: str) -> bool:
     """Whether this is the name of a block format. A wrong name is none: other code says what is wrong."""
@@ -198,13 +208,15 @@ def _round_blocks(x: Any, spec: BlockSpec, out: Any, axis: int | tuple[int, int]
     if isinstance(x, np.ndarray):
         return _round_blocks_of_ndarray(x, spec, out, along, across)
     if type(x) is not Tensor or x.dtype is not torch.float32 or not x.is_cpu or x.layout is not torch.strided:
-        require_float32(x)
+        require_floating(x)
+        if not holds_blocks(x.dtype, spec.fmt):
+            raise cannot_hold_blocks(x.dtype, spec.fmt)
     if out is None:
         if is_usual:
             return rounded_blocks(x, spec, along, across)
         return round_blocks_differentiably(x, spec, along, across)
     _require_tensor_out(out, x)
-    if is_plain(x) and is_plain(out) and not share_storage(x, out):
+    if is_plain(x) and is_plain(out) and x.dtype is torch.float32 and not share_storage(x, out):
         rounded_blocks(x, spec, along, across, out=out)
         torch.autograd.graph.increment_version(out)
         return out
@@ -215,11 +227,10 @@ def _round_blocks_of_ndarray(
     x: np.ndarray[Any, Any], spec: BlockSpec, out: Any, along: int, across: int | None
 ) -> np.ndarray[Any, Any]:
     require_ndarray(x)
-    if x.dtype != np.float32:
-        raise TypeError(f"x has dtype {x.dtype}. Blocks are rounded in float32: x.astype(numpy.float32).")
-    rounded: np.ndarray[Any, Any] = rounded_blocks(
-        torch.from_numpy(np.array(x, order="C")), spec, along, across
-    ).numpy()
+    copy = torch.from_numpy(np.array(x, order="C"))
+    if not holds_blocks(copy.dtype, spec.fmt):
+        raise cannot_hold_blocks(copy.dtype, spec.fmt)
+    rounded: np.ndarray[Any, Any] = rounded_blocks(copy, spec, along, across).numpy()
     return rounded if out is None else _written(rounded, x, out)
 
 

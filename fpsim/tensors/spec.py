@@ -320,8 +320,28 @@ def no_memory(x: Tensor) -> TypeError:
 
 
 def require_float32(x: Any) -> None:
-    """Raise TypeError for a tensor whose blocks cannot be rounded."""
+    """Raise TypeError for a tensor whose blocks have to be float32: their scales, or what they lose, is asked for."""
     require_floating(x)
     if x.dtype is not torch.float32:
         dtype = str(x.dtype).removeprefix("torch.")
-        raise TypeError(f"x has dtype {dtype}. Blocks are rounded in float32: convert it with x.float().")
+        raise TypeError(f"x has dtype {dtype}. Blocks are looked at in float32: convert it with x.float().")
+
+
+def holds_blocks(dtype: torch.dtype, f: BlockFormat) -> bool:
+    """Whether a dtype holds every number that blocks of `f` give of its numbers.
+
+    Under scales that are powers of two, float64 and bfloat16 do. The latter has float32's exponents; below its smallest
+    normal number a number of x is a multiple of 2^-133, and so is what a coarser grid makes of it. Any other scale has
+    more significant bits than bfloat16, and float64 is rounded to float32 before it.
+    """
+    if dtype is torch.float32:
+        return True
+    if not f.has_power_scale or isinstance(f.element, Codebook) or f.gain != 1:
+        return False
+    return dtype is torch.float64 or (dtype is torch.bfloat16 and f.element.mantissa_bits <= 7)
+
+
+def cannot_hold_blocks(dtype: torch.dtype, fmt: object) -> ContainerError:
+    """The error for a tensor of a dtype that does not hold them."""
+    name = str(dtype).removeprefix("torch.")
+    return ContainerError(f"x has dtype {name}. Blocks of {fmt} are rounded in float32: round x.float().")

@@ -31,7 +31,6 @@ from ada_loss.lab.directions import keep_directions, stated
 from ada_loss.lab.environment import environment
 from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
-from ada_loss.lab.results.deciding import decidable
 from ada_loss.lab.results.notifier import Notifier
 from ada_loss.lab.results.results import since
 from ada_loss.lab.results.trackers import Tracker, make_trackers
@@ -272,6 +271,8 @@ def run_cells(
 
 def _say_what_is_decidable(cells: Sequence[Cell]) -> None:
     """Say for each task that runs with its own options what so many seeds and settings can decide."""
+    from ada_loss.lab.results.deciding import decidable  # imports SciPy, which a sweep that says nothing does without
+
     for task in dict.fromkeys(cell.config["task"] for cell in cells):
         chosen = [cell.config for cell in cells if cell.config["task"] == task]
         if not is_of_library(task):

@@ -178,12 +178,22 @@ def test_a_gradient_that_grows_by_four_thousand_between_two_steps_costs_few_step
     assert not any(skipped[-5:])
 
 
-def test_sums_over_a_batch_of_large_inputs_cost_a_step_and_a_constant_of_two_to_the_sixteen_more() -> None:
-    # the rule looks at the gradient that goes on, not at the weight's, which is a sum over the batch
-    model = blocks()
-    ours = trained(model, ada_loss.GradScaler(layers=model), [1.0] * 12, inputs() * 1000)
-    theirs = trained(blocks(), ada_loss.GradScaler("torch", init_scale=2.0**16), [1.0] * 12, inputs() * 1000)
-    assert sum(ours) <= 1 < sum(theirs)
+@pytest.mark.parametrize("times", [1000.0, 3000.0, 10000.0])
+def test_large_inputs_cost_no_step_where_float16_holds_the_true_gradients(times: float) -> None:
+    # The rule looks at the gradient that goes on, not at the weight's, which is a sum over the batch.
+    x, seen = inputs() * times, set()
+    for size in (2.0**-k for k in range(0, 15, 3)):
+        model = blocks()
+        largest = max(float(g.abs().max()) for g in gradients(model, lambda: model(x).square().mean() * size))  # noqa: B023
+        scaler = ada_loss.GradScaler(layers=model)
+        skipped = trained(model, scaler, [size] * 6, x)
+        fits = largest < torch.finfo(torch.float16).max
+        # beyond it, each step that is skipped takes a sixteenth of the scale
+        assert sum(skipped) == scaler.skipped == (0 if fits else math.ceil(math.log2(largest / 65504) / 4))
+        seen.add(fits)
+    assert seen == {True, False}
+    theirs = trained(blocks(), ada_loss.GradScaler("torch", init_scale=2.0**16), [1.0] * 12, x)
+    assert sum(theirs) > 4
 
 
 def test_half_weights_train_with_float32_gradients() -> None:

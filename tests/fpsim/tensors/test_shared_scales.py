@@ -13,9 +13,9 @@ import torch
 from block_oracle import nvfp4, round_block
 from gfloat.block import compute_scale_amax, quantize_block
 from gfloat.formats import all_block_formats
-from torch import Tensor
+from torch import Tensor, nn
 
-from fpsim import BLOCKS, BlockFormat, as_format, round_to, scales_of
+from fpsim import BLOCKS, BlockFormat, as_format, quantize, round_to, scales_of
 from fpsim.tensors import shared_scales
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.noise import new_key
@@ -307,14 +307,65 @@ def test_what_cannot_be_is_refused(words: dict[str, object], error: type[Excepti
         round_to(torch.randn(3, 4), **words)  # type: ignore[call-overload]
 
 
-def test_dtypes_that_cannot_hold_scales_are_refused() -> None:
-    for dtype in (torch.float64, torch.float16, torch.bfloat16):
-        with pytest.raises(TypeError, match=r"x\.float\(\)"):
-            round_to(torch.ones(3, dtype=dtype), "mxfp4")
-    with pytest.raises(TypeError, match="astype"):
-        round_to(np.ones(3), "mxfp4")
-    with pytest.raises(ValueError, match="two axes"):
-        round_to(torch.ones(3), "e4m3fn per 2x2")
+def test_dtypes_that_do_not_hold_what_blocks_give_are_refused() -> None:
+    dtypes = {"mxfp4": [torch.float16], "fp16 per 32": [torch.float16, torch.bfloat16]}
+    for name in ("nvfp4", "e4m3fn per row fp32", "e2m1fn per 32 at 0.75"):
+        dtypes[name] = [torch.float64, torch.float16, torch.bfloat16]
+    for name, refused in dtypes.items():
+        for dtype in refused:
+            with pytest.raises(TypeError, match=r"are rounded in float32: round x\.float\(\)"):
+                round_to(torch.ones(3, dtype=dtype), name)
+    with pytest.raises(TypeError, match="has dtype float16"):
+        round_to(np.ones(3, np.float16), "mxfp4")
+
+
+@pytest.mark.parametrize("rule", ["floor", "ceil", "even", "nearest"])
+@tiers.parametrize("name", OCP, keep={"mxfp8_e4m3", "mxfp4", "mxint8"})
+def test_a_bfloat16_tensor_holds_what_blocks_of_powers_of_two_give(name: str, rule: str) -> None:
+    f, patterns = block(name, scale_rule=rule), torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    x = patterns[patterns.isfinite()]
+    for numbers in (x.sort().values, x[torch.randperm(len(x), generator=torch.Generator().manual_seed(4))]):
+        lines = numbers.view(-1, 64)[::16]
+        got = round_to(lines.clone().requires_grad_(), f)
+        got.backward(torch.ones_like(got))
+        assert got.dtype is torch.bfloat16
+        for line, result in zip(lines.double().tolist(), got.double().tolist(), strict=True):
+            for start in (0, 32):
+                assert result[start : start + 32] == round_block(line[start : start + 32], f)
+
+
+def test_a_program_rounds_blocks_of_bfloat16_and_refuses_what_it_does_not_hold() -> None:
+    x = torch.randn(4, 64).bfloat16()
+    rounds = torch.compile(lambda x, name: round_to(x, name), backend="aot_eager")
+    assert torch.equal(rounds(x, "mxfp4"), round_to(x, "mxfp4"))
+    with pytest.raises(TypeError, match="has dtype bfloat16"):
+        rounds(x, "nvfp4")
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "mxfp4"])
+def test_a_forward_rounds_bfloat16_in_blocks(fmt: str) -> None:
+    class Rounds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            self.seen = h.detach(), round_to(h, "mxfp4")
+            return self.last(self.seen[1])
+
+    model, x = quantize(Rounds().bfloat16(), fmt), torch.randn(8, 64).bfloat16()
+    model(x).sum().backward()
+    before, after = model.seen
+    assert after.dtype is model.first.weight.grad.dtype is torch.bfloat16
+    for line, result in zip(before.tolist(), after.tolist(), strict=True):
+        assert result[:32] == round_block(line[:32], block("mxfp4"))
+    assert model.first.weight.grad.any()
+
+
+def test_float64_is_rounded_once_in_blocks_of_powers_of_two() -> None:
+    x = np.array([[-431.99999999999994, 448.0]])
+    assert round_to(x, "mxfp8_e4m3").tolist() == round_to(torch.tensor(x), "mxfp8_e4m3").tolist() == [[-416.0, 448.0]]
 
 
 @pytest.mark.parametrize("largest", [448.0, 57344.0, 6.0, 1.0, 2.0**-7, 65504.0])

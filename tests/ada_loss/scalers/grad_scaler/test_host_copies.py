@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -93,3 +94,25 @@ def test_a_step_on_the_gpu_does_not_wait_for_it(kind: Any) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert scaler.get_scale() == 16.0
+
+
+@pytest.mark.parametrize("rule", ["torch", "nnabla", 2.0])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+def test_skipped_steps_are_counted_and_the_host_waits_only_when_asked(
+    host_copies: list[str], fused: bool, rule: str | float
+) -> None:
+    weight, other = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizers = torch.optim.SGD([weight], 0.5, fused=fused), torch.optim.SGD([other], 0.5, fused=fused)
+    scaler, moved = GradScaler(rule), 0
+    assert scaler.skipped == 0
+    for size in (1.0, math.inf, 1.0, math.nan, 1.0):
+        before = weight.detach().clone()
+        scaler.scale((weight * size + other).sum()).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        moved += not torch.equal(weight, before)
+        scaler.update()
+    assert not (fused and rule == "torch" and host_copies)
+    assert scaler.skipped == pickle.loads(pickle.dumps(scaler)).skipped == (0 if rule == 2.0 else 2)
+    assert rule == 2.0 or moved == 3
