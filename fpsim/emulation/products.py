@@ -194,6 +194,11 @@ def note_views_of_weights(scope: Scope, call: Call, out: Any, args: tuple[Any, .
                 mark_as_view_of_weight(x)
 
 
+def _is_of_fprop(operand: Operand | None) -> bool:
+    """Whether an operand of the backward pass is what the forward product used."""
+    return operand is not None and operand.source == "fprop"
+
+
 def _plain_spec(operand: Operand | None) -> RoundingSpec | None:
     """The rounding of an operand that has no scale of its own."""
     spec = operand and operand.spec()
@@ -221,13 +226,18 @@ class _Product:
         self.scales: dict[str, ScaleOf] = {}
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        return self.forward_with(x, w, bias)[0]
+
+    def forward_with(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """y, and the operands that it is the product of: x arranged, w as it lies."""
         with self._own_dtype():
             kept = self._kept(w)
             x, w = x.detach(), w.detach()
             if x.dtype is not self.working or w.dtype is not self.working:
                 x, w = x.to(self.working), w.to(self.working)
             xq, wq = self._operands("fprop", self.form.arrange(x), w, kept=kept)
-            return self.form.forward(xq, wq, None if bias is None else bias.to(self.working)).to(self.dtype)
+            y = self.form.forward(xq, wq, None if bias is None else bias.to(self.working)).to(self.dtype)
+            return y, xq, wq
 
     def _kept(self, w: Tensor) -> Tensor | None:
         """The quantised w of an earlier call, while the model is frozen; None where each call quantises its own."""
@@ -242,10 +252,18 @@ class _Product:
 
         return kept.copy_of(w, (str(operand), side, self.working), quantised) if is_plain(w) else None
 
+    @property
+    def takes_used(self) -> tuple[bool, bool]:
+        """Whether dw is made of the x that the forward product used, and dx of the w."""
+        return _is_of_fprop(self.specs.wgrad[1]), _is_of_fprop(self.specs.dgrad[1])
+
     def backward(
-        self, dy: Tensor, x: Tensor | None, w: Tensor | None, needs_bias: bool
+        self, dy: Tensor, x: Tensor | None, w: Tensor | None, needs_bias: bool, has_used: bool = False
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """dx where w is given, dw where x is, and the gradient of the bias."""
+        """dx where w is given, dw where x is, and the gradient of the bias.
+
+        has_used: whether those that `takes_used` are the operands of the forward product; else they are made again.
+        """
         form, data, weight = self.form, None, None
         with torch.no_grad(), self._own_dtype():
             log2_scales = self._log2_scales(dy)
@@ -253,12 +271,18 @@ class _Product:
             arranged, shared = form.arrange(dy), None
             if w is not None:
                 w = w.detach()
-                dyq, wq = self._operands("dgrad", arranged, w.to(self.working), log2_scales[0])
+                wide = w.to(self.working)
+                if self.takes_used[1] and not has_used:
+                    wide = self._as_in_fprop(wide, 1, form.fprop[1])
+                dyq, wq = self._operands("dgrad", arranged, wide, log2_scales[0])
                 data = form.data_gradient(dyq, wq).to(w.dtype)
                 shared = dyq if self._share_dy() else None
             if x is not None:
                 x = x.detach()
-                other = form.arrange(x.to(self.working))
+                if self.takes_used[0]:
+                    other = x if has_used else self._as_in_fprop(form.arrange(x.to(self.working)), 0, form.fprop[0])
+                else:
+                    other = form.arrange(x.to(self.working))
                 dyq, xq = self._operands("wgrad", arranged, other, log2_scales[1], shared)
                 weight = form.weight_gradient(dyq, xq).to(x.dtype)
             return data, weight, form.bias_gradient(dy) if needs_bias else None
@@ -324,6 +348,21 @@ class _Product:
             results.append(apply(padded, transform, axis, key))
         return results[0], results[1]
 
+    def _as_in_fprop(self, x: Tensor, i: int, side: Side) -> Tensor:
+        """What the forward product made of its operand x (0) or w (1), made again: no amax is kept, nobody is told."""
+        operand = self.specs.fprop[i]
+        spec = None if operand is None else operand.spec()
+        if spec is None or operand is None:
+            return x
+        if not isinstance(spec, BlockSpec):
+            return round_traced(x, spec) if is_traced(x) else rounded(x, spec)
+        if is_traced(x):
+            return round_blocks_traced(x, spec, side.axis, side.across)
+        is_step, self.is_step = self.is_step, False
+        scale = self._scale_of_history(x, spec, f"fprop.{PRODUCTS['fprop'][i]}") if operand.is_delayed else None
+        self.is_step = is_step
+        return rounded_blocks(x, spec, side.axis, side.across, scale=scale)
+
     def _quantised(
         self,
         x: Tensor,
@@ -333,9 +372,8 @@ class _Product:
         log2_scale: Tensor | None = None,
         known: Tensor | None = None,
     ) -> Tensor:
-        if operand is None:
+        if operand is None or (spec := operand.spec()) is None:
             return x
-        spec = operand.spec()
         if is_traced(x):
             if known is not None:
                 return known
@@ -387,12 +425,18 @@ class _InBackward(_Product):
         sides, scales = self.form.fprop, [self.log2_scale, None]
         roles = [f"{self.kind}.{name}" for name in PRODUCTS[self.kind]]
         if self.error_is_second:
-            for both in (pair, scales, roles):
-                both.reverse()
+            for each in (pair, scales, roles):
+                each.reverse()
+        both = [a, b]
+        for i, operand in enumerate(pair):
+            if _is_of_fprop(operand):  # whose sums ran along the other axis
+                name = roles[i].partition(".")[2]
+                turned = Side(sides[i].across, sides[i].axis)
+                both[i] = self._as_in_fprop(both[i], PRODUCTS["fprop"].index(name), turned)
         if pair[0] is not None and pair[0].hadamard is not None:
-            a, b = self._transformed(product, a, b, pair[0].hadamard, sides)
-        first = self._quantised(a, pair[0], sides[0], roles[0], scales[0])
-        return first, self._quantised(b, pair[1], sides[1], roles[1], scales[1])
+            both = [*self._transformed(product, both[0], both[1], pair[0].hadamard, sides)]
+        first = self._quantised(both[0], pair[0], sides[0], roles[0], scales[0])
+        return first, self._quantised(both[1], pair[1], sides[1], roles[1], scales[1])
 
 
 def _multiply(
@@ -422,8 +466,11 @@ class _Node(PlainFunction):
         _, needs_x, needs_w, _ = ctx.needs_input_grad
         ctx.product, ctx.bias_dtype = product, bias is not None and bias.dtype
         ctx.set_materialize_grads(False)
+        y, *used = product.forward_with(x, w, bias)
+        ctx.dtypes = x.dtype, w.dtype
+        x, w = (b if takes else a for a, b, takes in zip((x, w), used, product.takes_used, strict=True))
         ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
-        return product.forward(x, w, bias)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -436,8 +483,9 @@ class _Node(PlainFunction):
                 f"is_grads_batched=True or torch.func.vmap, and cannot be quantised. Expected: one "
                 f"gradient after the other."
             )
-        data, weight, bias = product.backward(dy, x, w, ctx.needs_input_grad[3])
-        gradients = data, weight, None if bias is None else bias.to(ctx.bias_dtype)
+        data, weight, bias = product.backward(dy, x, w, ctx.needs_input_grad[3], has_used=True)
+        dtypes = *ctx.dtypes, ctx.bias_dtype
+        gradients = tuple(g if g is None else g.to(d) for g, d in zip((data, weight, bias), dtypes, strict=True))
         if torch.is_grad_enabled():  # create_graph=True
             gradients = tuple(g if g is None else _Once.apply(product.site, g, dy, x, w) for g in gradients)  # type: ignore[assignment]
         return None, *gradients

@@ -2,7 +2,8 @@
 
 `y = x w^T` is the forward product, `dx = dy w` gives the data gradient, `dw = dy^T x` the weight gradient. Each has two
 operands, and each operand is quantised along the axis that its product sums over, from the tensor as it was before any
-quantisation: the copy of w for dx is not the transpose of the copy for y.
+quantisation: the copy of w for dx is not the transpose of the copy for y. Unless its source says otherwise: where one
+copy is kept, and in quantisation-aware training, the backward pass uses what the forward product used.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from fpsim.checks import known_arguments, require_whole, shown
+from fpsim.checks import known_arguments, require_whole, require_word, shown
 from fpsim.formats.blocks import BlockFormat, Format, as_format
 from fpsim.formats.floats import FloatFormat
 from fpsim.tensors.accumulators import Accumulator, as_accumulator
@@ -21,6 +22,9 @@ from fpsim.tensors.spec import RoundingSpec, Spec, any_spec, rounding_spec
 __all__ = ["PRODUCTS", "Operand", "OperandLike", "ProductSpecs", "Products"]
 
 PRODUCTS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}  # each with its operands
+SOURCES = ("original", "fprop")  # of an operand of the backward pass
+_NO_WORDS = (None, None, None, "A")  # rounding, overflow, random bits and variant of an operand that has no format
+BACKWARDS = ("original", "dequantized", "float32")
 
 
 @dataclass(frozen=True)
@@ -28,32 +32,47 @@ class Operand:
     """How one operand of a product is quantised.
 
     Args:
-        fmt: a format of single numbers or of blocks, or its name.
+        fmt: a format of single numbers or of blocks, or its name; None, for what comes from the forward product, leaves
+            it as it was there.
         rounding: as in `round_to`; None is nearest-even, but for gradients of few bits under a scaling: see `Policy`.
         overflow, random_bits, variant: as in `round_to`.
         hadamard: how it is transformed before, along the axis that the product sums over; the other operand of the
             product alike. An axis whose length the size does not divide is padded with zeros, which adds nothing to the
             product.
+        source: what an operand of the backward pass is made of, w of dgrad or x of wgrad: the "original" tensor, or
+            "fprop", the numbers that the forward product used, which are then rounded to `fmt`, if there is one, along
+            the axis of this product (double quantisation).
 
     Raises:
-        ValueError: as `round_to` does.
+        ValueError: as `round_to` does, and for a source that is not known, or that nothing would use.
         TypeError: as `round_to` does, and for what is not a `Hadamard`.
 
     >>> print(Operand("e5m2", "stochastic", random_bits=8))
     e5m2 stochastic 8 random bits
     >>> print(Operand("nvfp4", hadamard=Hadamard(16, "fixed")))
     nvfp4 nearest_even after Hadamard 16 fixed signs
+    >>> print(Operand(None, source="fprop"))
+    as in fprop
     """
 
-    fmt: Format
+    fmt: Format | None
     rounding: str | None = None
     overflow: str | None = None
     random_bits: int | None = None
     hadamard: Hadamard | None = None
     variant: str = "A"
+    source: str = "original"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fmt", as_format(self.fmt))
+        require_word("source", self.source, SOURCES)
+        if self.fmt is not None:
+            object.__setattr__(self, "fmt", as_format(self.fmt))
+        elif self.source == "original" or (self.rounding, self.overflow, self.random_bits, self.variant) != _NO_WORDS:
+            raise ValueError(
+                f"An Operand without a format has rounding={self.rounding!r}, source={self.source!r}. Expected: a "
+                f"format; or Operand(None, source='fprop'), which rounds nothing again. None alone leaves an operand "
+                f"as it comes."
+            )
         if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
             raise TypeError(
                 f"hadamard is {shown(self.hadamard)}. Expected: a fpsim.Hadamard, such as Hadamard(16), or None."
@@ -61,7 +80,10 @@ class Operand:
         self.spec()
 
     def __str__(self) -> str:
-        return f"{self.spec()} after {self.hadamard}" if self.hadamard else str(self.spec())
+        words = ["as" if self.fmt is None else str(self.spec())]
+        if self.source == "fprop":
+            words.append("in fprop" if self.fmt is None else "of what fprop used")
+        return " ".join([*words, *([f"after {self.hadamard}"] if self.hadamard else [])])
 
     @property
     def is_delayed(self) -> bool:
@@ -75,11 +97,11 @@ class Operand:
         return rounding, self.overflow, self.random_bits, self.variant
 
     @cached_property
-    def _spec(self) -> Spec:  # looked up in every product: hashing a block format takes as long as a small one
-        return any_spec(self.fmt, *self.words)
+    def _spec(self) -> Spec | None:  # looked up in every product: hashing a block format takes as long as a small one
+        return None if self.fmt is None else any_spec(self.fmt, *self.words)
 
-    def spec(self) -> Spec:
-        """The checked rounding."""
+    def spec(self) -> Spec | None:
+        """The checked rounding; None where nothing is rounded again."""
         return self._spec
 
 
@@ -111,6 +133,10 @@ class Products:
             passes.
         accumulator: what the sums of all three are made in: an `Accumulator` or its name, such as "fp16" or
             "hopper_fp8"; None leaves them to torch, in float32. The bias is added there too.
+        backward: what w is in dgrad, and x in wgrad, in the place of operands for them, with dy as it is given there:
+            "original" takes those of `dgrad` and `wgrad`; "dequantized" what the forward product used, as it is, as in
+            quantisation-aware training; "float32" the tensor as it comes. With `Products.all`, dy comes as it is too:
+            the backward pass is in float32, as by TransformerEngine's `backward_override`.
         attention: whether products of two activations are quantised too. Without it they are left alone: attention's
             two products, inside of `scaled_dot_product_attention` or written as `q @ k`, and any other matmul, bmm or
             einsum none of whose operands is a parameter or a view of one. `linear`, `bilinear` and convolutions always
@@ -125,6 +151,8 @@ class Products:
 wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
     >>> print(Products.all("mxfp8_e4m3", output="bf16"))
     mxfp8_e4m3 nearest_even, output=bf16 nearest_even
+    >>> print(Products.all("mxfp4", backward="dequantized"))
+    fprop=(mxfp4 nearest_even, mxfp4 nearest_even), dgrad=(as it is, as in fprop), wgrad=(as it is, as in fprop)
     """
 
     fprop: tuple[OperandLike, OperandLike] = (None, None)
@@ -133,10 +161,13 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
     output: OperandLike = None
     accumulator: Accumulator | FloatFormat | str | None = None
     attention: bool = False
+    backward: str = "original"
 
     def __post_init__(self) -> None:
         for product, names in PRODUCTS.items():
             object.__setattr__(self, product, _pair(product, names, getattr(self, product)))
+        _take_backward(self)
+        _require_sources(self)
         if self.output is not None:
             object.__setattr__(self, "output", _operand("output", self.output))
         if self.accumulator is not None:
@@ -159,14 +190,15 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         """All operands of all products in one format.
 
         fmt, rounding, overflow, random_bits, variant: as in `Operand`.
-        rest: `output`, `accumulator`, `attention`, and products that differ.
+        rest: `output`, `accumulator`, `attention`, `backward`, and products that differ.
 
         >>> print(Products.all("mxfp4", wgrad=(None, None)).dgrad[0])
         mxfp4 nearest_even
         """
         is_whole = isinstance(fmt, Operand | None)
         one = fmt if is_whole else Operand(fmt, rounding, overflow, random_bits, None, variant)  # type: ignore[arg-type]
-        return cls(**{**dict.fromkeys(PRODUCTS, (one, one)), **rest})
+        names = PRODUCTS if rest.get("backward", "original") == "original" else ("fprop",)
+        return cls(**{**dict.fromkeys(names, (one, one)), **rest})
 
     @classmethod
     def by_operand(cls, x: OperandLike = None, w: OperandLike = None, dy: OperandLike = None, **rest: Any) -> Products:
@@ -175,11 +207,13 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         x: the input, of fprop and wgrad.
         w: the weight, of fprop and dgrad.
         dy: the gradient of the result, of dgrad and wgrad.
-        rest: `output`, `attention` and `accumulator`, where there is one.
+        rest: `output`, `attention`, `backward` and `accumulator`, where there is one.
 
         >>> print(Products.by_operand(dy="e5m2").dgrad[0], Products.by_operand(dy="e5m2").fprop)
         e5m2 nearest_even (None, None)
         """
+        if rest.get("backward", "original") != "original":
+            return cls(fprop=(x, w), dgrad=(dy, None), wgrad=(dy, None), **rest)
         return cls(fprop=(x, w), dgrad=(dy, w), wgrad=(dy, x), **rest)
 
     @cached_property
@@ -203,7 +237,9 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         """The same products, with another rounding of every operand."""
 
         def changed(operand: Operand | None) -> Operand | None:
-            return operand and replace(operand, rounding=rounding, random_bits=None, variant="A")
+            if operand is None or operand.fmt is None:
+                return operand
+            return replace(operand, rounding=rounding, random_bits=None, variant="A")
 
         fprop, dgrad, wgrad = ((changed(a), changed(b)) for a, b in self.specs[:3])
         return replace(self, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
@@ -231,6 +267,49 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         return ", ".join([*texts, *(["attention too"] if self.attention else [])])
 
 
+def _take_backward(products: Products) -> None:
+    """Put the operands that `backward` stands for into their places; then it stands for nothing more."""
+    require_word("backward", products.backward, BACKWARDS)
+    if products.backward == "original":
+        return
+    for product, of_fprop in (("dgrad", products.fprop[1]), ("wgrad", products.fprop[0])):
+        dy, given = getattr(products, product)
+        if given is not None:
+            raise ValueError(
+                f"{product}=({dy}, {given}) was given with backward={products.backward!r}, which says what its second "
+                f"operand is. Expected: one of the two; ({dy}, None) keeps dy."
+            )
+        comes = products.backward == "dequantized" and of_fprop is not None
+        object.__setattr__(products, product, (dy, Operand(None, source="fprop") if comes else None))
+    object.__setattr__(products, "backward", "original")
+
+
+def _require_sources(products: Products) -> None:
+    """Raise ValueError for a source that is not there, or whose numbers are those of another product."""
+    specs = {product: getattr(products, product) for product in PRODUCTS}
+    for product, (first, second) in specs.items():
+        name = PRODUCTS[product][1]
+        wrong = [n for n, o in zip(PRODUCTS[product], (first, second), strict=True) if o and o.source == "fprop"]
+        if wrong and (product == "fprop" or wrong != [name]):
+            raise ValueError(
+                f"{product}: {wrong[0]} has source='fprop'. Expected: it at w of dgrad and at x of wgrad, which the "
+                f"forward product has used before."
+            )
+        if not wrong:
+            continue
+        of = specs["fprop"][PRODUCTS["fprop"].index(name)]
+        if of is None:
+            raise ValueError(
+                f"{product}: {name} has source='fprop', and fprop leaves {name} as it comes: nothing would change. "
+                f"Expected: an operand for {name} in fprop; or source='original'."
+            )
+        if of.hadamard is not None:
+            raise ValueError(
+                f"{product}: {name} has source='fprop', where {name} is transformed, {of}: this product sums over "
+                f"another axis, and cannot use what it gave. Expected: source='original', or no transform in fprop."
+            )
+
+
 def _require_equal_transforms(products: Products) -> None:
     for product, names in PRODUCTS.items():
         a, b = (o and o.hadamard for o in getattr(products, product))
@@ -243,7 +322,7 @@ def _require_equal_transforms(products: Products) -> None:
 
 def _is_of_few_bits(dy: Operand | None, most_bits: int) -> bool:
     """Whether a gradient is rounded, number by number, to a format of at most so many bits by a rule nobody named."""
-    if dy is None or dy.rounding is not None or isinstance(dy.fmt, BlockFormat):
+    if dy is None or dy.fmt is None or dy.rounding is not None or isinstance(dy.fmt, BlockFormat):
         return False
     return dy.fmt.bits <= most_bits
 

@@ -266,6 +266,11 @@ def _nvfp4() -> Policy:
     )
 
 
+def _aware(x: str | None, w: str) -> Policy:
+    """Quantisation-aware training: the graph whose operands are rounded, with the gradient passed straight through."""
+    return replace(_BF16, products=Products((x, w), backward="dequantized"))
+
+
 _RECIPES = {
     "fp8_delayed": _Recipe(
         "e4m3fn forward, e5m2 for gradients; a float32 scale for each tensor, from the amaxes of 1,024 earlier steps",
@@ -308,6 +313,23 @@ _RECIPES = {
         "arXiv 2509.25149; NVIDIA TransformerEngine, NVFP4BlockScaling",
         _nvfp4(),
         keeps_last=15,
+    ),
+    "qat_mxfp4": _Recipe(
+        "weights in mxfp4 in the forward product, and in the backward pass what that used; all else bf16",
+        "quantisation-aware training of experts as in DeepSeek-V4 (verl#7895) and Kimi K3 (torchtitan#4269)",
+        _aware(None, "mxfp4"),
+    ),
+    "qat_nvfp4": _Recipe(
+        "activations and weights in nvfp4 in the forward product, and in the backward pass what that used; all else "
+        "bf16",
+        "torchao, QATConfig with NVFP4FakeQuantizeConfig for both",
+        _aware("nvfp4", "nvfp4"),
+    ),
+    "qat_int4": _Recipe(
+        "weights in int4 (-7 to 7), a float32 scale for 32, in the forward product, and in the backward pass what that "
+        "used; all else bf16",
+        "INT4 fake quantisation of Megatron's grouped linear layers (radixark/Megatron-LM#9), as for Kimi K2",
+        _aware(None, "int4 per 32 fp32 absmax"),
     ),
     "bf16": _Recipe(
         "every result, gradient of an activation and weight in use in bf16; master weights and their gradients float32",

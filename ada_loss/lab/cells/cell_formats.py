@@ -152,8 +152,18 @@ def _canonical_policy(fmt: Mapping[str, Any]) -> dict[str, Any]:
 def _canonical(field: str, value: Any) -> Any:
     """A field of a policy, in the words that stand for all that mean the same."""
     if field == "products" and isinstance(value, Mapping):
-        return {k: _operands(v) for k, v in value.items() if v is not None}
+        given = {k: v for k, v in value.items() if v is not None and (k, v) != ("backward", "original")}
+        return {
+            k: _accumulator(v) if k == "accumulator" else v if k == "backward" else _operands(v)
+            for k, v in given.items()
+        }
     return _words(value) if field in ROLES else value
+
+
+def _accumulator(value: Any) -> Any:
+    with suppress(ValueError):  # such as "hopper_fp8", which is no format
+        return _words(value)
+    return value
 
 
 def _operands(value: Any) -> Any:

@@ -27,6 +27,9 @@ NV = ("e2m1fn", 16, "e4m3fn and fp32", "amax", "nearest_even", None, None)
 NV_W = ("e2m1fn", (16, 16), *NV[2:])
 NV_DY = (*NV[:4], "stochastic", 8, None)
 NV_T, NV_DY_T = (*NV[:6], (16, "fixed")), (*NV_DY[:6], (16, "fixed"))
+USED = ("fprop", None, None, None, None, None, None)  # what the forward product used, as it is
+NV4, MXFP4 = ("e2m1fn", 16, "e4m3fn and fp32", *NV[3:]), ("e2m1fn", 32, "e8m0fnu", "floor", "nearest_even", None, None)
+INT4 = ("FixedPoint(word_length=4, fraction_length=0, signed=True, symmetric=True)", 32, "fp32", "absmax", *NV[4:])
 BF16 = ("bf16", None, None, None, "nearest_even", None, None)
 TABLE: dict[str, Any] = {
     "fp8_delayed": ((E4M3_DELAYED, E4M3_DELAYED), (E5M2_DELAYED, E4M3_DELAYED), (E5M2_DELAYED, E4M3_DELAYED)),
@@ -36,14 +39,21 @@ TABLE: dict[str, Any] = {
     "mxfp8": ((MX8, MX8), (MX8, MX8), (MX8, MX8)),
     "mxfp4_sr": ((BF16, BF16), (MX4, MX4), (MX4, MX4)),
     "nvfp4": ((NV, NV_W), (NV_DY, NV_W), (NV_DY_T, NV_T)),
+    "qat_mxfp4": ((None, MXFP4), (None, USED), (None, None)),
+    "qat_nvfp4": ((NV4, NV4), (None, USED), (None, USED)),
+    "qat_int4": ((None, INT4), (None, USED), (None, None)),
     "bf16": None,
     "fp16": None,
     "bf16_pure": None,
 }
 
 
-def words_of(operand: fpsim.Operand) -> tuple[Any, ...]:
+def words_of(operand: fpsim.Operand | None) -> tuple[Any, ...] | None:
     """An operand as a row of the table."""
+    if operand is None:
+        return None
+    if operand.fmt is None:
+        return operand.source, None, None, None, None, None, None
     f, transform = operand.fmt, operand.hadamard
     rest = operand.spec().rounding, operand.random_bits, transform and (transform.size, transform.signs)
     if not isinstance(f, fpsim.BlockFormat):

@@ -599,3 +599,30 @@ def test_a_cell_of_stochastic_gradients_rounds_all_else_to_the_nearest() -> None
     (stage,) = policy_of("e4m3fn", "stochastic_gradients").stages
     specs = stage.fmt.specs()
     assert [spec.rounding for spec in specs] == ["nearest_even", "nearest_even", "stochastic", "stochastic"]
+
+
+@pytest.mark.parametrize(
+    ("products", "canonical"),
+    [
+        ({"w": "mxfp4", "backward": "dequantized"}, {"w": "mxfp4", "backward": "dequantized"}),
+        ({"x": "mxfp4", "backward": "original"}, {"x": "mxfp4"}),
+        ({"x": "half", "accumulator": "half"}, {"x": "fp16", "accumulator": "fp16"}),
+        (
+            {"fprop": ["e4m3fn", None], "accumulator": "hopper_fp8"},
+            {"fprop": ["e4m3fn", None], "accumulator": "hopper_fp8"},
+        ),
+        ({"x": "bf16", "accumulator": "cb16_chunk64"}, {"x": "bf16", "accumulator": "cb16_chunk64"}),
+    ],
+    ids=str,
+)
+def test_words_of_products_are_not_taken_for_formats(products: dict[str, Any], canonical: dict[str, Any]) -> None:
+    assert canonical_format({"products": products}) == {"products": canonical}
+    make = fpsim.Products if "fprop" in products else fpsim.Products.by_operand
+    (stage,) = policy_of({"products": canonical}, "nearest_even").stages
+    assert stage.fmt.products.with_rounding("nearest_even") == make(**products).with_rounding("nearest_even")
+
+
+@pytest.mark.parametrize("products", [{"w": "mxfp4", "backward": "dequant"}, {"x": "bf16", "accumulator": "hoper_fp8"}])
+def test_a_word_of_products_that_is_not_known_is_refused_while_planning(products: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="Did you mean"):
+        canonical_format({"products": products})
