@@ -52,7 +52,7 @@ FLOORS = (
     (
         "fpsim.tensors",
         "__init__ accumulators noise reference spec",
-        "launch",
+        "launch own",
         "autograd moments shared_scales",
         "block_autograd block_tally expressions gemm hadamard verify",
         "ops tally",

@@ -25,8 +25,9 @@ from fpsim.tensors.gemm import accumulate, apply_accumulate_operator
 from fpsim.tensors.hadamard import Hadamard, apply_hadamard_operator, padded_to_groups, require_groups, transformed
 from fpsim.tensors.launch import rounded, to_float64
 from fpsim.tensors.noise import new_key_for, new_traceable_key
+from fpsim.tensors.own import rounded_by_function
 from fpsim.tensors.shared_scales import Cut, recorded_amax, rounded_blocks
-from fpsim.tensors.spec import FLOATING, BlockSpec, RoundingSpec, Spec
+from fpsim.tensors.spec import FLOATING, BlockSpec, OwnFormat, RoundingSpec, Spec
 from fpsim.torch_internals import is_legacy_batched, is_traced, share_storage
 from fpsim.torch_modes import PlainFunction, is_plain
 
@@ -201,7 +202,7 @@ def _is_of_fprop(operand: Operand | None) -> bool:
 
 def _plain_spec(operand: Operand | None) -> RoundingSpec | None:
     """The rounding of an operand that has no scale of its own."""
-    spec = operand and operand.spec()
+    spec = None if operand is None or operand.is_own else operand.spec()
     return spec if isinstance(spec, RoundingSpec) else None
 
 
@@ -244,7 +245,12 @@ class _Product:
         kept, (first, operand), side = self.listeners.kept_weights, self.specs.fprop, self.form.fprop[1]
         if kept is None or operand is None or self.listeners.observer is not None or not kept.is_kept(w):
             return None
-        if operand.rounding == "stochastic" or operand.is_delayed or (first is not None and first.hadamard is not None):
+        if (
+            operand.rounding == "stochastic"
+            or operand.is_delayed
+            or operand.is_own
+            or (first is not None and first.hadamard is not None)
+        ):
             return None
 
         def quantised(x: Tensor) -> Tensor:
@@ -304,7 +310,7 @@ class _Product:
     def _share_dy(self) -> bool:
         """Whether one copy of dy serves both gradients: it knows no axis, and no noise."""
         a, b = self.specs.dgrad[0], self.specs.wgrad[0]
-        if a is None or a != b or a.rounding == "stochastic" or a.hadamard is not None or a.is_delayed:
+        if a is None or a != b or a.rounding == "stochastic" or a.hadamard is not None or a.is_delayed or a.is_own:
             return False
         return not isinstance(a.fmt, BlockFormat) or a.fmt.block == "tensor"
 
@@ -354,6 +360,8 @@ class _Product:
         spec = None if operand is None else operand.spec()
         if spec is None or operand is None:
             return x
+        if isinstance(spec.fmt, OwnFormat):
+            return rounded_by_function(x, spec.fmt, side.axis, self.site)
         if not isinstance(spec, BlockSpec):
             return round_traced(x, spec) if is_traced(x) else rounded(x, spec)
         if is_traced(x):
@@ -374,6 +382,11 @@ class _Product:
     ) -> Tensor:
         if operand is None or (spec := operand.spec()) is None:
             return x
+        if isinstance(spec.fmt, OwnFormat):
+            result = rounded_by_function(x, spec.fmt, side.axis, self.site) if known is None else known
+            if not is_traced(x) and (observer := self.listeners.watching(self.site, role)) is not None:
+                _show(observer, self.site, role, x, result, spec, None)
+            return result
         if is_traced(x):
             if known is not None:
                 return known

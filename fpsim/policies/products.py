@@ -8,16 +8,20 @@ copy is kept, and in quantisation-aware training, the backward pass uses what th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from fpsim.checks import known_arguments, require_whole, require_word, shown
-from fpsim.formats.blocks import BlockFormat, Format, as_format
+from fpsim.formats.blocks import BlockFormat, Element, Format, as_format
 from fpsim.formats.floats import FloatFormat
 from fpsim.tensors.accumulators import Accumulator, as_accumulator
 from fpsim.tensors.hadamard import Hadamard
-from fpsim.tensors.spec import RoundingSpec, Spec, any_spec, rounding_spec
+from fpsim.tensors.own import own_format, own_spec
+from fpsim.tensors.spec import OwnFormat, RoundingSpec, Spec, any_spec, rounding_spec
 
 __all__ = ["PRODUCTS", "Operand", "OperandLike", "ProductSpecs", "Products"]
 
@@ -33,7 +37,8 @@ class Operand:
 
     Args:
         fmt: a format of single numbers or of blocks, or its name; None, for what comes from the forward product, leaves
-            it as it was there.
+            it as it was there. Or a function of your own, `f(x, axis)`: it is given a float32 of the operand's shape,
+            without gradients, and the axis that the product sums over, and returns a float32 of that shape.
         rounding: as in `round_to`; None is nearest-even, but for gradients of few bits under a scaling: see `Policy`.
         overflow, random_bits, variant: as in `round_to`.
         hadamard: how it is transformed before, along the axis that the product sums over; the other operand of the
@@ -42,6 +47,7 @@ class Operand:
         source: what an operand of the backward pass is made of, w of dgrad or x of wgrad: the "original" tensor, or
             "fprop", the numbers that the forward product used, which are then rounded to `fmt`, if there is one, along
             the axis of this product (double quantisation).
+        name: of a function of your own, where it is shown; unless given, the function's.
 
     Raises:
         ValueError: as `round_to` does, and for a source that is not known, or that nothing would use.
@@ -53,34 +59,61 @@ class Operand:
     nvfp4 nearest_even after Hadamard 16 fixed signs
     >>> print(Operand(None, source="fprop"))
     as in fprop
+    >>> print(Operand(lambda x, axis: x.sign() * x.abs().mean(axis, keepdim=True), name="sign"))
+    sign
     """
 
-    fmt: Format | None
+    fmt: Format | Callable[[Tensor, int], Tensor] | None
     rounding: str | None = None
     overflow: str | None = None
     random_bits: int | None = None
     hadamard: Hadamard | None = None
     variant: str = "A"
     source: str = "original"
+    name: str | None = None
 
     def __post_init__(self) -> None:
         require_word("source", self.source, SOURCES)
-        if self.fmt is not None:
-            object.__setattr__(self, "fmt", as_format(self.fmt))
-        elif self.source == "original" or (self.rounding, self.overflow, self.random_bits, self.variant) != _NO_WORDS:
+        if callable(self.fmt) and not isinstance(self.fmt, type):
+            self._take_function(self.fmt)
+        elif self.name is not None and not self.is_own:
             raise ValueError(
-                f"An Operand without a format has rounding={self.rounding!r}, source={self.source!r}. Expected: a "
-                f"format; or Operand(None, source='fprop'), which rounds nothing again. None alone leaves an operand "
-                f"as it comes."
+                f"name={shown(self.name)} was given with fmt={shown(self.fmt)}, which has a name. Expected: none."
             )
+        elif self.fmt is None:
+            if self.source == "original" or (self.rounding, self.overflow, self.random_bits, self.variant) != _NO_WORDS:
+                raise ValueError(
+                    f"An Operand without a format has rounding={self.rounding!r}, source={self.source!r}. Expected: a "
+                    f"format; or Operand(None, source='fprop'), which rounds nothing again. None alone leaves an "
+                    f"operand as it comes."
+                )
+        elif not self.is_own:
+            object.__setattr__(self, "fmt", as_format(self.fmt))
         if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
             raise TypeError(
                 f"hadamard is {shown(self.hadamard)}. Expected: a fpsim.Hadamard, such as Hadamard(16), or None."
             )
         self.spec()
 
+    def _take_function(self, function: Any) -> None:
+        name = getattr(function, "__name__", type(function).__name__) if self.name is None else self.name
+        if not isinstance(name, str) or not name.isprintable() or not name:
+            raise TypeError(f"name={shown(name)} is not a name. Expected: a word to show for the function.")
+        if (self.rounding, self.overflow, self.random_bits, self.variant) != _NO_WORDS:
+            raise ValueError(
+                f"The operand {name} is a function, which rounds by itself, and has rounding={self.rounding!r}, "
+                f"overflow={self.overflow!r}, random_bits={self.random_bits!r}. Expected: none of them."
+            )
+        object.__setattr__(self, "fmt", own_format(function, name))
+        object.__setattr__(self, "name", name)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a function of the user's rounds it."""
+        return isinstance(self.fmt, OwnFormat)
+
     def __str__(self) -> str:
-        words = ["as" if self.fmt is None else str(self.spec())]
+        words = ["as" if self.fmt is None else str(self.fmt) if self.is_own else str(self.spec())]
         if self.source == "fprop":
             words.append("in fprop" if self.fmt is None else "of what fprop used")
         return " ".join([*words, *([f"after {self.hadamard}"] if self.hadamard else [])])
@@ -98,14 +131,16 @@ class Operand:
 
     @cached_property
     def _spec(self) -> Spec | None:  # looked up in every product: hashing a block format takes as long as a small one
-        return None if self.fmt is None else any_spec(self.fmt, *self.words)
+        if self.fmt is None:
+            return None
+        return own_spec(self.fmt) if isinstance(self.fmt, OwnFormat) else any_spec(self.fmt, *self.words)  # type: ignore[arg-type]
 
     def spec(self) -> Spec | None:
         """The checked rounding; None where nothing is rounded again."""
         return self._spec
 
 
-OperandLike = Operand | Format | str | None
+OperandLike = Operand | Format | str | Callable[[Tensor, int], Tensor] | None
 
 
 class ProductSpecs(NamedTuple):
@@ -237,7 +272,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         """The same products, with another rounding of every operand."""
 
         def changed(operand: Operand | None) -> Operand | None:
-            if operand is None or operand.fmt is None:
+            if operand is None or operand.fmt is None or operand.is_own:
                 return operand
             return replace(operand, rounding=rounding, random_bits=None, variant="A")
 
@@ -322,7 +357,7 @@ def _require_equal_transforms(products: Products) -> None:
 
 def _is_of_few_bits(dy: Operand | None, most_bits: int) -> bool:
     """Whether a gradient is rounded, number by number, to a format of at most so many bits by a rule nobody named."""
-    if dy is None or dy.fmt is None or dy.rounding is not None or isinstance(dy.fmt, BlockFormat):
+    if dy is None or dy.rounding is not None or not isinstance(dy.fmt, Element) or dy.is_own:
         return False
     return dy.fmt.bits <= most_bits
 

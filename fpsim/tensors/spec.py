@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
@@ -13,12 +14,30 @@ from torch import Tensor
 from fpsim.checks import is_whole, refuse, shown
 from fpsim.formats.blocks import BlockFormat, Element, Format, as_element, as_format
 from fpsim.formats.codebook import Codebook
-from fpsim.formats.floats import CATALOGUE
+from fpsim.formats.floats import CATALOGUE, FloatFormat
 from fpsim.kernels.core import ROUNDINGS, needs_wider_container, scale_limits
 from fpsim.kernels.variants import require_variant
 
 CONTAINERS = {32: torch.float32, 64: torch.float64}  # by width
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, repr=False)
+class OwnFormat(FloatFormat):
+    """What a function makes of an operand. To whoever counts what was lost it is float32, which holds every result.
+
+    function: (x, axis) -> a tensor of the shape and dtype of x.
+    label: its name in tables.
+    """
+
+    function: Callable[[Tensor, int], Tensor] = None  # type: ignore[assignment]  # the fields before it have defaults
+    label: str = ""
+
+    def __str__(self) -> str:
+        return self.label
+
+    def __repr__(self) -> str:
+        return f"<function {self.label}>"
 
 
 @dataclass(frozen=True)
@@ -164,6 +183,11 @@ def _new_spec(
             raise ValueError(f"random_bits={given} is invalid. Expected: 1 to 32, or None for 32.")
         random_bits = int(random_bits)
     require_variant(variant, rounding == "stochastic", random_bits)
+    if isinstance(f, OwnFormat):
+        raise ValueError(
+            f"{f} is a function of a tensor and an axis. Expected here: a format. A function can be an operand of a "
+            f"product: Products(fprop=(f, f))."
+        )
     if isinstance(f, Codebook) and rounding == "to_odd":
         raise ValueError(f"rounding='to_odd' is invalid for {f}: codes of a code book are labels. Use another rule.")
     return RoundingSpec(f, rounding, f.resolve_overflow(overflow), random_bits, variant)

@@ -17,7 +17,7 @@ from fpsim.insight.ranges import Ends, Glance, are_passed_on, expected_error, fi
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.explaining import explain_forward, explain_gradient, source_name, zero_divisors
 from fpsim.tensors.shared_scales import Cut
-from fpsim.tensors.spec import Spec
+from fpsim.tensors.spec import OwnFormat, Spec
 from fpsim.tensors.tally import Accumulator
 from fpsim.torch_internals import version_of
 
@@ -35,6 +35,16 @@ class Rounded(NamedTuple):
     after: Tensor
     spec: Spec
     cut: Cut | None = None
+
+    @property
+    def expected_error(self) -> float:
+        """The relative error of such a rounding. Of a function of the user's nothing is known: what it lost."""
+        if isinstance(self.spec.fmt, OwnFormat):
+            before = self.before.float()
+            return float(
+                (self.after.float() - before).norm() / before.norm().clamp(min=torch.finfo(torch.float32).tiny)
+            )
+        return expected_error(self.spec, self.before.numel())
 
     @property
     def ends(self) -> Ends:
@@ -129,7 +139,7 @@ class Timeline:
         assert self.trace is not None
         notes = operation.notes
         of_result: Glance = notes["result"]
-        own = [(expected_error(one.spec, one.before.numel()), str(one.spec.fmt)) for one in rounded]
+        own = [(one.expected_error, str(one.spec.fmt)) for one in rounded]
         own.append((expected_error(notes["dtype"]), notes["ends"].name))
         notes["own"], notes["coarsest"] = math.hypot(*(error for error, _ in own)), max(own)[1]
         is_fill = fills(operation) or notes["masked"] is not None

@@ -1,0 +1,82 @@
+"""Roundings that a user writes: a function of a tensor and an axis, in the place of a format of an operand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpsim.tensors.spec import OwnFormat, RoundingSpec
+from fpsim.torch_internals import is_traced
+from fpsim.torch_modes import without_torch_function
+
+__all__ = ["own_format", "own_spec", "rounded_by_function"]
+
+
+def own_format(function: Callable[[Tensor, int], Tensor], label: str) -> OwnFormat:
+    """The format that stands for a function."""
+    return OwnFormat(8, 23, function=function, label=label)
+
+
+def own_spec(fmt: OwnFormat) -> RoundingSpec:
+    """How an operand is rounded that a function rounds."""
+    return RoundingSpec(fmt, "own", "inf")
+
+
+def rounded_by_function(x: Tensor, fmt: OwnFormat, axis: int, site: str) -> Tensor:
+    """What the function makes of an operand.
+
+    x: a float32, or float64 of a float64 model, of which the function is given a float32.
+    axis: the one that the product sums over, 0 or more.
+    site: of the product, for errors.
+
+    Raises TypeError for a result of another type, shape, dtype or device, ValueError for NaN that the function made of
+    numbers.
+    """
+    if is_traced(x):
+        return torch.ops.fpsim.own_operand(x, _key_of(fmt), axis, site)  # type: ignore[no-any-return]
+    with torch.no_grad(), without_torch_function():
+        kept = x.detach().to(torch.float32)
+        given = kept.clone(memory_format=torch.contiguous_format)  # it may write to it
+        out: Any = fmt.function(given, axis % max(x.dim(), 1))
+        where = f"The operand function {fmt.label} at {site}"
+        if not isinstance(out, Tensor) or (out.shape, out.dtype, out.device) != (x.shape, torch.float32, x.device):
+            got = type(out).__name__
+            if isinstance(out, Tensor):
+                got = f"a {str(out.dtype).removeprefix('torch.')} of shape {tuple(out.shape)} on {out.device}"
+            raise TypeError(
+                f"{where} returned {got}. Expected: a float32 tensor of the shape {tuple(x.shape)} that it was given, "
+                f"on {x.device}."
+            )
+        if bool(out.isnan().any()) and bool(kept.isfinite().all()):
+            raise ValueError(
+                f"{where} made NaN of numbers. Expected: NaN where the operand has one, or an infinity beside it. Look "
+                f"at blocks of zeros: 0 / 0."
+            )
+        return out.detach().to(x.dtype)
+
+
+# The operator that torch.compile sees: the function itself runs as it is written, in the middle of the program.
+
+_by_key: dict[str, OwnFormat] = {}
+
+
+def _key_of(fmt: OwnFormat) -> str:
+    base = f"{getattr(fmt.function, '__module__', '')}:{fmt.label}"
+    key, number = base, 1
+    while _by_key.setdefault(key, fmt) != fmt:
+        number += 1
+        key = f"{base}#{number}"
+    return key
+
+
+@torch.library.custom_op("fpsim::own_operand", mutates_args=())
+def _own_operand(x: Tensor, key: str, axis: int, site: str) -> Tensor:
+    return rounded_by_function(x, _by_key[key], axis, site).contiguous()
+
+
+@_own_operand.register_fake
+def _(x: Tensor, key: str, axis: int, site: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
