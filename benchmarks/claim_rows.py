@@ -165,7 +165,23 @@ def _scaling() -> list[Claim]:
     for scaling in (1024, "adaptive"):
         setting = Setting("digits", "e4m3fn", scaling)
         claims.append(_points(f"digits.e4m3fn.{scaling}", page, fits, setting, NOTHING_LOST, seeds=10))
-    return [*claims, *_deep(), *_depth()]
+    return [*claims, *_deep(), *_depth(), *_few_bits()]
+
+
+def _few_bits() -> list[Claim]:
+    cut = "`mse` with stochastic rounding is the better rule where gradients are many and alike"
+    apart = "and no better where few large ones are what is learned"
+    near = "To nearest, `mse` keeps what the other rules lose"
+    fmt, rows = gradient("e2m1fn"), []
+    for name, sentence, task, metric, band, rounding in (
+        ("stochastic", cut, "segmentation", "mean_iou", (0.5, 6.0), "stochastic"),
+        ("stochastic", apart, "detection", "mean_average_precision", (-1.5, 0.2), "stochastic"),
+        ("nearest", near, "digits", "accuracy", (0.3, 4.0), "nearest_even"),
+    ):
+        mse, default = (Setting(task, fmt, rule, rounding) for rule in ("mse", "adaptive"))
+        quantity = Trained(mse, metric, default)
+        rows.append(Claim(f"{task}.dy.e2m1fn.{name}.mse.points", SCALING, sentence, quantity, POINTS, *band))
+    return rows
 
 
 def _deep() -> list[Claim]:

@@ -40,6 +40,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chars": {"steps": 100},
     "digits": {"epochs": 6, "record_every": 4},
     "deep_digits": {},  # those of the task itself
+    "segmentation": {},
+    "detection": {},
 }
 POINTS, BITS, SHARE, RATIO = "points", "bits", "%", ""  # units of rows
 INF = math.inf
