@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from fpsim.border import require_module
 from fpsim.checks import did_you_mean, nearest, shown
@@ -271,6 +271,23 @@ def _aware(x: str | None, w: str) -> Policy:
     return replace(_BF16, products=Products((x, w), backward="dequantized"))
 
 
+def _ternary(w: Tensor, axis: int) -> Tensor:
+    """-1, 0 and 1 times the mean magnitude of the tensor, as BitNet's `weight_quant` computes it."""
+    scale = 1.0 / w.abs().mean().clamp(min=1e-5)
+    return (w * scale).round().clamp(-1, 1) / scale
+
+
+def _token_in_int8(x: Tensor, axis: int) -> Tensor:
+    """-128 to 127 times a scale for each row along which the product sums, as BitNet's `activation_quant` does."""
+    scale = 127.0 / x.abs().amax(axis, keepdim=True).clamp(min=1e-5)
+    return (x * scale).round().clamp(-128, 127) / scale
+
+
+def _bitnet() -> Policy:
+    x, w = Operand(_token_in_int8, name="int8 per row"), Operand(_ternary, name="ternary absmean")
+    return replace(_BF16, products=Products((x, w), backward="dequantized"))
+
+
 _RECIPES = {
     "fp8_delayed": _Recipe(
         "e4m3fn forward, e5m2 for gradients; a float32 scale for each tensor, from the amaxes of 1,024 earlier steps",
@@ -330,6 +347,13 @@ _RECIPES = {
         "used; all else bf16",
         "INT4 fake quantisation of Megatron's grouped linear layers (radixark/Megatron-LM#9), as for Kimi K2",
         _aware(None, "int4 per 32 fp32 absmax"),
+    ),
+    "bitnet_b158": _Recipe(
+        "weights -1, 0 or 1 times their mean magnitude, activations in 8 bits with a scale for each row, in the "
+        "forward product, and in the backward pass what that used; all else bf16",
+        "BitNet b1.58 (arXiv 2402.17764), the code of its training tips; without its normalisation",
+        _bitnet(),
+        keeps_last=0,
     ),
     "bf16": _Recipe(
         "every result, gradient of an activation and weight in use in bf16; master weights and their gradients float32",

@@ -30,6 +30,7 @@ NV_T, NV_DY_T = (*NV[:6], (16, "fixed")), (*NV_DY[:6], (16, "fixed"))
 USED = ("fprop", None, None, None, None, None, None)  # what the forward product used, as it is
 NV4, MXFP4 = ("e2m1fn", 16, "e4m3fn and fp32", *NV[3:]), ("e2m1fn", 32, "e8m0fnu", "floor", "nearest_even", None, None)
 INT4 = ("FixedPoint(word_length=4, fraction_length=0, signed=True, symmetric=True)", 32, "fp32", "absmax", *NV[4:])
+TOKEN, TERNARY = ((name, None, None, None, "own", None, None) for name in ("int8 per row", "ternary absmean"))
 BF16 = ("bf16", None, None, None, "nearest_even", None, None)
 TABLE: dict[str, Any] = {
     "fp8_delayed": ((E4M3_DELAYED, E4M3_DELAYED), (E5M2_DELAYED, E4M3_DELAYED), (E5M2_DELAYED, E4M3_DELAYED)),
@@ -42,6 +43,7 @@ TABLE: dict[str, Any] = {
     "qat_mxfp4": ((None, MXFP4), (None, USED), (None, None)),
     "qat_nvfp4": ((NV4, NV4), (None, USED), (None, USED)),
     "qat_int4": ((None, INT4), (None, USED), (None, None)),
+    "bitnet_b158": ((TOKEN, TERNARY), (None, USED), (None, USED)),
     "bf16": None,
     "fp16": None,
     "bf16_pure": None,
@@ -153,6 +155,45 @@ def test_deepseeks_recipe_keeps_what_chooses_among_experts(gate: str) -> None:
     net = nn.Sequential(Experts(gate), nn.Linear(8, 5))
     assert [*recipe("fp8_tile", net).overrides] == [f"0.{gate}", "1"]
     assert [*recipe("mxfp8", net).overrides] == ["1"]
+
+
+class _BitLinear(nn.Module):
+    """BitNet's layer as its code has it, but for the normalisation, with a straight-through gradient."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        class Quantised(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                of_x = 127.0 / x.abs().max(dim=-1, keepdim=True).values.clamp_(min=1e-5)
+                of_w = 1.0 / w.abs().mean().clamp_(min=1e-5)
+                return (x * of_x).round().clamp_(-128, 127) / of_x, (w * of_w).round().clamp_(-1, 1) / of_w
+
+            @staticmethod
+            def backward(ctx: Any, dx: torch.Tensor, dw: torch.Tensor) -> Any:  # type: ignore[override]
+                return dx, dw
+
+        return nn.functional.linear(*Quantised.apply(x, self.weight))
+
+
+def test_bitnet_is_the_layer_of_its_authors() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(48, 20, bias=False), torch.randn(3, 7, 48)
+    products = recipe("bitnet_b158").products
+    mine, theirs = quantize(layer, Policy(products=products)), _BitLinear(layer.weight.detach())
+    results = []
+    for model in (mine, theirs):
+        leaf = x.clone().requires_grad_()
+        for _ in range(3):
+            y = model(leaf)
+            y.square().mean().backward()
+            with torch.no_grad():
+                model.weight -= 0.5 * model.weight.grad
+        results.append([y.detach(), leaf.grad, model.weight.grad, model.weight.detach()])
+    assert all(map(torch.equal, *results))
 
 
 def test_scales_of_rows_are_those_of_torchao() -> None:
