@@ -168,7 +168,7 @@ class Trace:
         self.is_installed = False
         self._frames: list[tuple[str, dict[str, int]]] = [("", {})]  # the modules that run, and their calls so far
         self._calls: dict[str, int] = {}
-        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._take_names()
         self._hooks: list[Any] = []  # of parameters and other leaves, which live on
         self._inner: list[tuple[nn.Module, Around]] = []  # those inside of the model, while it runs
         self._owner: dict[str, threading.Thread] = {}  # whose calls are traced
@@ -229,6 +229,11 @@ class Trace:
                     f"until it has ended, or use a copy of the model for each thread."
                 )
 
+    def _take_names(self) -> None:
+        # Held: those that `functional_call` lends to the model die after it, and another tensor would get such an id.
+        self._named = dict(self.model.named_parameters())
+        self._names = {id(p): name for name, p in self._named.items()}
+
     def clear(self) -> None:
         """Forget the operations so far; gradients of their results that are still to come are seen."""
         for hook in self._hooks:
@@ -287,7 +292,7 @@ class Trace:
         def traced(undo: Undo) -> Any:
             undo.by(partial(self._end_call, self._frames[:1], len(self._inner)))
             self._begin_inner()
-            self._names = {id(p): name for name, p in self.model.named_parameters()}  # some may have been replaced
+            self._take_names()  # some may have been replaced
             self.inside, self._frames = 1, [*self._frames, (name, {})]
             mode = _Inside(self)
             undo.by(mode.end)

@@ -204,7 +204,12 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         _take_backward(self)
         _require_sources(self)
         if self.output is not None:
-            object.__setattr__(self, "output", _operand("output", self.output))
+            output = _operand("output", self.output)
+            if output.is_own:
+                raise TypeError(
+                    f"output={shown(self.output)} is a function. Expected: a format of single numbers, or its name."
+                )
+            object.__setattr__(self, "output", output)
         if self.accumulator is not None:
             object.__setattr__(self, "accumulator", as_accumulator(self.accumulator))
         if not isinstance(self.attention, bool):
