@@ -43,8 +43,8 @@ def explain(out: Path, execution: Execution, make_task: MakeTask | TrainFunction
     """The reasons of a folder by cell, those that are new found and written beside the ledger, whose rows stay.
 
     Of a cell that diverged the step is looked at whose loss is not finite, and the one before, which may have made the
-    parameters so; of a setting that falls short its last step, of one seed. Where that fails, it is told in a warning,
-    and asked again the next time: what was trained is worth more than the reason.
+    parameters so; of a setting that falls short its last step, else its first, of one seed. Where that fails, it is
+    told in a warning, and asked again the next time: what was trained is worth more than the reason.
 
     execution: where the cells train again, and how long each may take.
     """
@@ -121,10 +121,13 @@ def _asked(results: Results) -> list[str]:
 
 
 def _steps(losses: Sequence[float]) -> list[int]:
-    """The steps that are looked at, counted from 0."""
+    """The steps that are looked at, counted from 0; what is found in an earlier one of the list is said.
+
+    A network that learned nothing may have no gradient left in float32 either at the end: then the first step tells.
+    """
     bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
     if bad is None:
-        return [len(losses) - 1] if losses else []
+        return [*dict.fromkeys((len(losses) - 1, 0))] if losses else []
     return [i for i in (bad - 1, bad) if i >= 0]
 
 
@@ -138,7 +141,7 @@ def _reason(
     function: Any = make_task or find_task(path_of(config["task"]))
     unseen = {"record_every": 0, "evaluate_every": 0}  # a model that is being recorded is not looked at
     options = {name: unseen.get(name, value) for name, value in config["options"].items()}
-    reasons: list[str] = []
+    found: dict[int, list[str]] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the cell was trained
     try:
@@ -147,16 +150,17 @@ def _reason(
             training = training_of({**config, "options": options}, function, device)
 
             def before_step(x: Tensor, y: Tensor) -> None:
-                if training.state.steps in steps:
-                    reasons.extend(_headline(training, x, y))
-                    if reasons or training.state.steps == steps[-1]:
+                at = training.state.steps
+                if at in steps:
+                    found[at] = _headline(training, x, y)
+                    if found.get(steps[0]) or at == max(steps):
                         raise _ReachedError
 
             training.before_step = before_step
             training.run()
     finally:
         torch.set_num_threads(threads)
-    return reasons[0] if reasons else NOTHING
+    return next((found[at][0] for at in steps if found.get(at)), NOTHING)
 
 
 def _headline(training: Training, x: Tensor, y: Tensor) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,9 +108,10 @@ def test_a_setting_that_falls_short_is_asked_with_one_seed(tmp_path: Path, monke
 
 
 @pytest.mark.full
-def test_the_deep_network_of_the_lab_is_explained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"epochs": 3}, {"epochs": 4}, {}], ids=str)  # {}: at the end no gradient is left
+def test_the_deep_network_of_the_lab_is_explained(tmp_path: Path, options: dict[str, Any]) -> None:
     """Its gradients underflow little by little, and the verdict said that nothing was wrong with the step."""
-    policy, options = {"error": "e4m3fn", "weight_grad": "e4m3fn"}, {"epochs": 3}
+    policy = {"error": "e4m3fn", "weight_grad": "e4m3fn"}
     arguments = {"seeds": 3, "task_options": options, "out": tmp_path, "engine": "here"}
     found = sweep("deep_digits", [policy], **arguments, why=True, show_progress=False)
     reasons = [row["reason"] for row in found.rows() if row["reason"]]
