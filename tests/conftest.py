@@ -112,18 +112,26 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(f"{count} cases {reason}")
 
 
+def _forget() -> None:
+    fpsim.manual_seed(None)
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        # Quantised models share a code object: the ninth that a process compiles meets torch's recompile limit, and
+        # without fullgraph=True torch marks the code as one that it never compiles again.
+        dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
-def _own_randomness() -> Iterator[None]:
-    """Each test starts from seed 0 and torch's stream, on one thread, or as many as OMP_NUM_THREADS says.
+def _own_state() -> Iterator[None]:
+    """Each test starts from seed 0 and torch's stream, on one thread (or OMP_NUM_THREADS), with nothing compiled.
 
     Reset before as well as after: doctests in the packages may seed, and no fixture of this file reaches them.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
-    fpsim.manual_seed(None)
+    _forget()
     yield
     if (pyplot := sys.modules.get("matplotlib.pyplot")) is not None:
         pyplot.close("all")  # what a test has plotted stays with pyplot otherwise
-    fpsim.manual_seed(None)
+    _forget()
     torch.set_num_threads(threads)

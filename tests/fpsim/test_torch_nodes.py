@@ -202,7 +202,6 @@ def test_forward_mode_is_seen_under_dual_numbers_under_transforms_and_where_a_co
     for f, factor in ((lambda x: torch.func.jvp(doubled, (x,), (x,))[1], 2), (doubled, 3)):
         torch._dynamo.reset()
         assert torch.equal(torch.compile(f, backend="aot_eager", fullgraph=True)(x), factor * x)
-    torch._dynamo.reset()
 
 
 class Turned(torch.autograd.Function):

@@ -26,7 +26,6 @@ FORMATS = [*fpsim.CATALOGUE, "uint8", "int4"]
 def test_a_compiled_rounding_gives_the_bits_of_the_cpu(rounding: str) -> None:
     x = patterns()
     specs = [rounding_spec(as_element(fmt), rounding) for fmt in FORMATS]
-    torch._dynamo.reset()
 
     @torch._dynamo.nonstrict_trace  # as the emulation itself is traced
     def each(x: Tensor) -> list[Tensor]:
@@ -41,7 +40,6 @@ def test_a_compiled_rounding_gives_the_bits_of_the_cpu(rounding: str) -> None:
 def test_compiled_noise_rounds_up_as_often_as_it_should(fmt: str) -> None:
     low, high = (fpsim.round_to(torch.tensor(1.3), fmt, rule).item() for rule in ("toward_zero", "up"))
     x = torch.full((1 << 16,), 1.3, device="cuda")
-    torch._dynamo.reset()
     program = torch.compile(lambda x: fpsim.round_to(x, fmt, "stochastic"), fullgraph=True)
     first, second = program(x), program(x)
     assert not torch.equal(first, second)
@@ -64,7 +62,6 @@ def test_a_compiled_step_differs_from_the_eager_one_by_less_than_half_of_what_ro
     torch.manual_seed(0)
     plain, x = Small().cuda(), torch.randn(32, 64, device="cuda")
     model = fpsim.quantize(plain, fmt)
-    torch._dynamo.reset()
     results = []
     for run in (model, torch.compile(copy.deepcopy(model), fullgraph=True), plain):
         fpsim.manual_seed(1)

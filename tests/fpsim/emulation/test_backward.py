@@ -639,7 +639,6 @@ def test_a_gradient_that_arrives_at_a_moved_output_is_rounded_before_numbers_of_
 
     if (form, way) == ("unfold", "compiled"):
         pytest.skip("torch's compiler gives a plain unfold another gradient")
-    torch._dynamo.reset()
     weights = torch.randn(4 * WIDTH)
 
     def gradient(model: nn.Module, x: Tensor) -> Tensor:

@@ -411,7 +411,6 @@ def test_a_function_that_is_differentiated_twice() -> None:
     ("name", "fmt"), [("product", "bf16"), ("chain", "e4m3fn"), ("keeps its weight", "mxfp8_e4m3")]
 )
 def test_a_compiled_model_has_the_gradients_of_the_one_that_is_not(name: str, fmt: str) -> None:
-    torch._dynamo.reset()
     model, _ = twins(name)
     expected = gradients(quantize(model, fmt))
     q = quantize(model, fmt)
@@ -589,7 +588,6 @@ def test_a_weight_that_has_no_format_is_saved_as_one(given: Callable[[Tensor], T
         def forward(self, x: Tensor) -> Tensor:
             return Product.apply(x, given(self.w))  # type: ignore[no-any-return]
 
-    torch._dynamo.reset()
     model: Any = quantize(Model(), Policy(activation="e5m2", error="bf16"))
     x, g = torch.randn(4, 6).requires_grad_(), torch.randn(4, 6)
     run = torch.compile(model, backend="aot_eager") if way == "compiled" else model

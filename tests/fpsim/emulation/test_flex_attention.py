@@ -127,9 +127,7 @@ def test_flex_attention_whose_products_should_be_quantised_is_refused() -> None:
 def test_a_compiled_model_computes_flex_attention_as_without_a_compiler() -> None:
     given = inputs()
     native = Flexible("plain")(*(x.bfloat16() for x in given)).float()
-    torch._dynamo.reset()
     assert torch.equal(torch.compile(quantize(Flexible("plain"), "bf16"), backend="aot_eager")(*given), native)
-    torch._dynamo.reset()
 
 
 @pytest.mark.full
@@ -142,9 +140,7 @@ def test_flex_attention_that_is_compiled_inside_of_a_model_runs_as_without_a_com
     given = inputs()
     expected = Flexible("plain")(*(x.bfloat16() for x in given)).float()
     monkeypatch.setattr(flex, "flex_attention", torch.compile(flex.flex_attention, backend="eager"))
-    torch._dynamo.reset()
     for function, call in [*calls.known_calls.items()]:
         if type(call) is calls.Call:
             monkeypatch.delitem(calls.known_calls, function)
     assert torch.equal(quantize(Flexible("plain"), "bf16")(*given), expected)
-    torch._dynamo.reset()

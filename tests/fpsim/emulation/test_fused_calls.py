@@ -144,11 +144,9 @@ def test_each_sample_of_a_batch_takes_its_own_branch(fmt: str) -> None:
 
 def test_a_compiled_model_runs_functions_that_are_given_to_an_operation_as_without_a_compiler() -> None:
     q, x = quantize(Bodied("cond"), "bf16"), torch.rand(5, 4)
-    torch._dynamo.reset()
     with pytest.warns(UserWarning, match=r"torch's cond at the top level is given functions.*Use Python's own"):
         out = torch.compile(q, backend="aot_eager")(x)
     assert torch.equal(out, q(x))
-    torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
@@ -156,14 +154,12 @@ def test_a_compiled_model_runs_functions_that_are_given_to_an_operation_as_witho
 @parametrize("is_known", [True, False], keep={True})
 def test_functions_that_are_given_to_an_operation_in_a_compiled_block_are_refused(fmt: str, is_known: bool) -> None:
     model, x = Bodied("while_loop"), torch.rand(5, 4)
-    torch._dynamo.reset()
     calls.known_calls.pop(torch.ops.higher_order.while_loop, None)
     with emulate(fmt):
         if is_known:
             model(x)
         with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=r"fpsim emulates it without torch\.compile"):
             torch.compile(model, backend="aot_eager")(x)
-    torch._dynamo.reset()
 
 
 @parametrize("fmt", [*NATIVE, "e4m3fn", "recipe:mxfp8"], keep={"fp32", "e4m3fn"})

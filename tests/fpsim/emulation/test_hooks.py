@@ -98,7 +98,6 @@ def test_forward_hooks_compute_in_the_format_wherever_they_are(where: str, when:
 
 @pytest.mark.full
 def test_a_model_with_hooks_around_it_is_not_compiled_in_silence() -> None:
-    torch._dynamo.reset()
     q, x = quantize(Hooked(), "bf16"), randn(2, 4)
     handle = q.register_forward_hook(of_result)
     expected = q(x)

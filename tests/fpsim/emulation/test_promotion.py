@@ -198,7 +198,6 @@ def test_a_compiled_program_has_the_same_numbers(fmt: str) -> None:
 
     model = quantize(All(), fmt)
     expected = model(X)
-    torch._dynamo.reset()
     found = torch.compile(model, backend="aot_eager", fullgraph=True)(X)
     assert all(map(same, found, expected))
 

@@ -68,7 +68,6 @@ def test_inductor_writes_the_same_bits() -> None:
     ]
     x = patterns()[::7]
     noise = torch.randint(-(1 << 31), 1 << 31, x.shape, generator=torch.Generator().manual_seed(0)).int()
-    torch._dynamo.reset()
     program = torch.compile(lambda x, n: [traced(x, n, spec) for spec in specs], fullgraph=True, dynamic=False)
     for spec, found in zip(specs, program(x, noise), strict=True):
         assert torch.equal(bits_of(found), bits_of(by_the_reference(x, noise, spec))), spec
@@ -79,7 +78,6 @@ def test_a_compiled_model_rounds_up_as_often_as_the_variant_says(variant: str) -
     """1 + 3/8 of a spacing: with one random bit A never goes up, and the others one time in two."""
     policy = Policy(activation="e4m3fn", rounding="stochastic", random_bits=1, variant=variant)
     model = fpsim.quantize(torch.nn.Identity(), policy)
-    torch._dynamo.reset()
     n = 1 << 14
     x = torch.full((n,), 1 + 3 / 64)
 
@@ -101,7 +99,6 @@ def test_a_compiled_model_rounds_up_as_often_as_the_variant_says(variant: str) -
 def test_a_compiled_call_gives_the_bits_of_the_kernels_where_it_calls_them(variant: str, name: str) -> None:
     """The operator, whose key a compiled program draws from torch's stream."""
     x = torch.randn(500, generator=torch.Generator().manual_seed(0))
-    torch._dynamo.reset()
     compiled = torch.compile(
         lambda x: round_to(x, name, "stochastic", random_bits=2, variant=variant), fullgraph=True, backend="aot_eager"
     )

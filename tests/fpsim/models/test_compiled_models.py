@@ -7,7 +7,7 @@ import pickle
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,13 +25,6 @@ from fpsim import dequantize, quantize, record
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def gpt2() -> tuple[nn.Module, dict[str, Any]]:
@@ -376,7 +369,6 @@ def test_numbers_that_a_program_would_draw_once_break_the_graph(way: str) -> Non
         return [function(torch.ones(4)) for _ in range(3)]
 
     expected = calls(quantize(Draws(way), "bf16"))
-    torch._dynamo.reset()
     with pytest.warns(UserWarning, match="compiled program would"):
         found = calls(torch.compile(quantize(Draws(way), "bf16"), backend="aot_eager"))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -321,7 +321,6 @@ def test_a_program_takes_no_trained_tensor_for_a_constant() -> None:
         torch.compile(q, backend="aot_eager")(x).sum().backward()
     expected = x.bfloat16().float().sum(0).bfloat16().float()
     assert torch.equal(outside.grad, expected)
-    torch._dynamo.reset()
 
 
 def in_e5m2(x: Tensor) -> Tensor:

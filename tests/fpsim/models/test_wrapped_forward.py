@@ -272,7 +272,6 @@ def test_a_forward_that_was_replaced_is_emulated_no_more(net: Net, x: Tensor) ->
 @pytest.mark.parametrize("order", ["compiled before", "compiled after"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_part_compiled_in_place_is_emulated(order: str, backend: str, net: Net, x: Tensor) -> None:
-    torch._dynamo.reset()
     plain, expected = net(x), quantize(net, "e5m2")(x)
     model = net if order == "compiled before" else quantize(net, "e5m2")
     model.layer = torch.compile(model.layer, backend=backend)  # type: ignore[assignment]
@@ -295,7 +294,6 @@ def test_a_part_compiled_in_place_is_emulated(order: str, backend: str, net: Net
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("order", ["compiled before", "compiled after"])
 def test_a_module_compiled_in_place_is_emulated(order: str, net: Net, x: Tensor) -> None:
-    torch._dynamo.reset()
     plain, expected = net(x), quantize(net, "e5m2")(x)
     if order == "compiled before":
         net.compile(backend="eager")
@@ -311,7 +309,6 @@ def test_a_module_compiled_in_place_is_emulated(order: str, net: Net, x: Tensor)
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_model_is_quantised_and_dequantised(net: Net, x: Tensor) -> None:
-    torch._dynamo.reset()
     compiled = torch.compile(net, backend="eager")
     expected, plain = quantize(net, "e5m2")(x), net(x)
     quantize(compiled, "e5m2", inplace=True)

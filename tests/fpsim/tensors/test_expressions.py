@@ -107,7 +107,6 @@ def test_inductor_writes_the_same_bits() -> None:
         )
     ]  # fmt: skip
     x = patterns("inductor")
-    torch._dynamo.reset()
 
     @torch._dynamo.nonstrict_trace  # as the emulation itself is traced
     def each(x: Tensor) -> list[Tensor]:
@@ -127,7 +126,6 @@ def test_inductor_writes_the_same_bits() -> None:
 def test_inductor_keeps_the_casts_of_float16(size: int) -> None:
     """Inductor drops casts to a smaller dtype where it may compute in float32; what is left of a vector is a loop."""
     spec = rounding_spec("fp16")
-    torch._dynamo.reset()
 
     @torch._dynamo.nonstrict_trace
     def each(x: Tensor) -> list[Tensor]:
@@ -152,7 +150,6 @@ def test_inductor_keeps_the_casts_of_float16(size: int) -> None:
 def test_a_cast_of_the_program_itself_leaves_the_rounding_in_it() -> None:
     """Where inductor has seen another cast of the same number, it takes the number for what the cast gives back."""
     spec = rounding_spec("fp16")
-    torch._dynamo.reset()
     each = torch._dynamo.nonstrict_trace(lambda x: round_traced(x, spec))
     program = torch.compile(lambda x: (x.half(), each(x), x.half() + 1), fullgraph=True, dynamic=False)
     x = patterns("fp16")[:1003]

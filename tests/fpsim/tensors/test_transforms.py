@@ -113,4 +113,3 @@ def test_a_program_of_forward_mode_is_refused_and_the_function_runs_without_a_co
     assert torch.equal(compiled(f, X, V), WAYS["jvp"](f, X, V))
     with pytest.raises(torch._dynamo.exc.Unsupported, match="compiled in forward mode"):
         compiled(f, X, V, fullgraph=True)
-    torch._dynamo.reset()
