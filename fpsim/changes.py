@@ -32,7 +32,7 @@ CHANGES: dict[int, tuple[str, ...]] = {
         "gradients behind an autograd Function that returns None, which were zeros in blocks, Hadamard transforms, "
         "large tensors and under vmap",
         "checkpoints, views of weights and autograd Functions where autocast is switched off",
-        "weights that an autograd Function gives back, under torch.compile, and writes to the views that one gives",
+        "weights, and views of them, that an autograd Function gives back, and writes to the views that one gives",
         "weights without a format that an autograd Function saves, under torch.compile or as views",
         "gradients of outputs that were repeated, indexed or joined with themselves last",
         "tangents of forward mode through blocks and Hadamard transforms, which were zeros, and those that the jvp of "

@@ -77,6 +77,22 @@ def through_same(x: Tensor, w: Tensor) -> Tensor:
     return x @ FUNCTIONS["same"](w) + w[0]
 
 
+def through_same_of_a_view(x: Tensor, w: Tensor) -> Tensor:
+    return x @ FUNCTIONS["same"](w.T) + w[0]
+
+
+def through_view_of_rows(x: Tensor, w: Tensor) -> Tensor:
+    return x + F.linear(x, FUNCTIONS["reversal"](w[1:])).sum(-1, keepdim=True)
+
+
+def through_halves_of_a_view(x: Tensor, w: Tensor) -> Tensor:
+    return x @ FUNCTIONS["halves"](w.view_as(w))
+
+
+def through_turned(x: Tensor, w: Tensor) -> Tensor:
+    return x @ FUNCTIONS["turned"](w.unsqueeze(0))[0]
+
+
 def through_square(x: Tensor, w: Tensor) -> Tensor:
     return x @ square(w)
 
@@ -106,6 +122,7 @@ USES: dict[str, Use] = {
     use.__name__: use
     for use in (matmul, tied_head, linear, linear_with_bias, einsum, there_and_back, diagonal, in_double, normalised)
     + (over_its_largest, through_halves, through_view, through_same, through_square, rounded_straight_through)
+    + (through_same_of_a_view, through_view_of_rows, through_halves_of_a_view, through_turned)
     + (convolution, added, in_a_checkpoint, in_a_reentrant_checkpoint)
 }
 

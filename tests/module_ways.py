@@ -13,6 +13,7 @@ from module_functions import WIDTH
 from torch import Tensor, nn
 
 SHAPE = (2, 3, WIDTH)
+WRITTEN = "the model has written to"
 Trace = dict[str, Tensor | None]  # what steps gave, by name
 Call = Callable[[Tensor], Tensor]
 TARGET = torch.linspace(-1, 1, 2 * 3 * WIDTH).view(SHAPE)
@@ -24,8 +25,11 @@ def step(
     """One step of gradient descent on all parameters that have a gradient."""
     torch.manual_seed(number)
     x = x.clone().requires_grad_()
+    before = {name: p.detach().clone() for name, p in parameters.items() if not nn.parameter.is_lazy(p)}
     out = call(x)
     (out * target.to(out.dtype)).sum().backward()
+    written = {name: before[name] for name, p in parameters.items() if name in before and not equal(p, before[name])}
+    trace.update({f"step {number}: {name}, which {WRITTEN}": x for name, x in written.items()})
     trace[f"step {number}: output"] = out.detach().clone()
     trace[f"step {number}: gradient of the input"] = x.grad
     with torch.no_grad():

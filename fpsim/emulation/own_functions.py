@@ -182,8 +182,8 @@ def _result(
     known, site = _format_of_numbers(x), f"{code.site}.{i}" if i else code.site
     made = (made_of(x) if made_of is not None else None) or (_BORDER.name, given)
     if known is None or not (is_plain(x) or is_traced(x)):
-        if _argument_of(x, given) is not None:
-            return x  # a view of an argument, which is rounded where it is used
+        if _argument_of(x, given) is not None or emulation.aliases.of(x) is not None:
+            return x  # a view of an argument, or of a parameter's own memory, which is rounded where it is used
         x = emulation.round_result(x, _BORDER, given, [], None, code)  # type: ignore[arg-type]
     elif x.requires_grad:
         mark(x, known)

@@ -350,6 +350,32 @@ class ThroughAFunction(nn.Module):
         return x @ y.T + self.weight[0, 0]
 
 
+VIEWS_OF_WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "given back": lambda w: Same.apply(w[1:2]),
+    "transposed": lambda w: Same.apply(w.T).T[1:2],
+    "two views": lambda w: Viewed.apply(w[:])[0][1:2],
+    "two views of rows": lambda w: torch.cat(Viewed.apply(w[1:]))[:1],
+    "twice": lambda w: Same.apply(Same.apply(w[:2])[1:]),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS_OF_WEIGHTS)
+@pytest.mark.parametrize("policy", [POLICY, "bf16"], ids=["roles", "bf16"])
+def test_a_view_of_a_weight_that_a_function_gives_back_is_a_weight_and_leaves_it_as_it_is(
+    policy: Any, view: str
+) -> None:
+    class Row(ThroughAFunction):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ VIEWS_OF_WEIGHTS[view](self.weight)
+
+    model: Any = quantize(Row("row", True), policy)
+    before, x = model.weight.detach().clone(), torch.randn(3, 1)
+    out = model(x)
+    assert torch.equal(model.weight, before)
+    w = before[1:2].half() if policy is POLICY else before[1:2].bfloat16()
+    assert torch.equal(out.detach(), (x.bfloat16().float() @ w.float()).bfloat16().float())  # products of one term
+
+
 @parametrize(
     ("of", "is_viewed"),
     [(of, is_viewed) for of in ("parameter", "buffer", "row", "input") for is_viewed in (False, True)],
@@ -360,11 +386,14 @@ def test_what_a_function_gives_back_keeps_its_role_compiled(of: str, is_viewed: 
     found = []
     for is_compiled in (False, True):
         torch.manual_seed(0)
-        model: Any = quantize(ThroughAFunction(of, is_viewed), policy)
+        plain = ThroughAFunction(of, is_viewed)
+        model: Any = quantize(plain, policy)
         x = torch.randn(3, 6, requires_grad=True)
         y = (torch.compile(model, backend="aot_eager") if is_compiled else model)(x)
         y.square().sum().backward()
         found.append((y.detach(), x.grad, model.weight.grad))
+        assert torch.equal(model.weight, plain.weight)  # a view of its own memory is not rounded in place
+        assert torch.equal(model.table, plain.table)
     for eager, compiled in zip(*found, strict=True):
         assert (eager is None) is (compiled is None)
         assert eager is None or torch.equal(eager, compiled)
