@@ -122,8 +122,9 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
     with without_torch_function():
         for x, y, version in zip(args, given, versions, strict=True):
             if version is not None and writes_to(y) != version:
+                alias = emulation.aliases.of(x)
                 with torch.no_grad():
-                    x.data.copy_(y)
+                    (x if alias is None else alias.memory(x)).data.copy_(y)
                 note_write(emulation, x)
         code.copies = [
             (argument, version if x is None else writes_to(x), copy)
@@ -156,6 +157,11 @@ def _given(emulation: Emulation, x: Any) -> Any:
     if not isinstance(x, Tensor) or not is_roundable(x) or is_state(x):
         return x
     copy = emulation.operand(x, Rounds.ALL_BUT_WIDE)
+    alias = emulation.aliases.of(x)
+    if copy is x and alias is not None and alias.is_of_copy and is_plain(x):
+        copy = x.view_as(x)  # whose views in the forward, without a graph, are not those of the parameter's own memory
+        if (known := format_of(x)) is not None:
+            mark_like(copy, known)
     if copy is not x and (is_view_of_weight(x) or emulation.scope.stands_in(x)):
         mark_as_view_of_weight(copy)
         for name, value in vars(x).items():
