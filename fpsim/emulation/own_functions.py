@@ -158,7 +158,7 @@ def _given(emulation: Emulation, x: Any) -> Any:
         return x
     copy = emulation.operand(x, Rounds.ALL_BUT_WIDE)
     alias = emulation.aliases.of(x)
-    if copy is x and alias is not None and alias.is_of_copy and is_plain(x):
+    if copy is x and alias is not None and alias.is_of_copy and (is_plain(x) or is_traced(x)):
         copy = x.view_as(x)  # whose views in the forward, without a graph, are not those of the parameter's own memory
         if (known := format_of(x)) is not None:
             mark_like(copy, known)
