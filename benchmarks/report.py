@@ -375,7 +375,8 @@ def _of_blocks(spec: Any, shape: torch.Size, axis: int) -> float:
     """
     from sass import disassembled, instructions_per_element
 
-    from fpsim.tensors.shared_scales import block_axes, block_plan, launch_of
+    from fpsim.tensors.cuts import block_axes
+from fpsim.tensors.shared_scales import block_plan, launch_of
 
     axes = block_axes(shape, spec.fmt.tile, axis, None)
     work = launch_of(block_plan(spec), axes, spec.fmt)

@@ -18,6 +18,7 @@ import rooms
 import ada_loss
 import fpsim
 from ada_loss.rules.layer import LAYER_RULES
+from fpsim.formats.blocks import SCALE_RULES
 from ada_loss.rules.loss.catalogue import SYSTEMS
 
 ROOT = Path(__file__).parents[1]
@@ -63,6 +64,11 @@ def block_formats() -> str:
             for name, fmt in fpsim.BLOCKS.items()
         ),
     )
+
+
+def scale_rules() -> str:
+    """The rules by which scales follow from the largest magnitude of a block."""
+    return table(["rule", "scale"], ((f"`{name}`", formula) for name, formula in SCALE_RULES.items()))
 
 
 def code_books() -> str:
@@ -180,7 +186,7 @@ def requirements() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
-        float_formats, block_formats, code_books, recipes, updates, loss_rules, layer_rules, reference_fpsim,
+        float_formats, block_formats, scale_rules, code_books, recipes, updates, loss_rules, layer_rules, reference_fpsim,
         reference_ada_loss, command_line, requirements,
     )
 }  # fmt: skip

@@ -8,7 +8,7 @@ from fpsim.compiling import sources as _sources  # noqa: F401  # first: it reads
 from fpsim.changes import BITS, changes_since
 from fpsim.checks import warn_of_namesake
 from fpsim.emulation import emulate
-from fpsim.formats.blocks import BLOCKS, BlockFormat, Delayed, as_format
+from fpsim.formats.blocks import BLOCKS, BlockFormat, Choose, Delayed, as_format
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.codebooks import CODEBOOKS
 from fpsim.formats.fixed_point import FixedPoint
@@ -51,6 +51,7 @@ __all__ = [
     "UPDATES",
     "Accumulator",
     "BlockFormat",
+    "Choose",
     "Codebook",
     "Comparison",
     "Delayed",

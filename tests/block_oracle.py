@@ -44,6 +44,16 @@ def wanted_exponent(amax: Fraction, f: BlockFormat) -> int:
     elif f.scale_rule == "even":
         ulp = Fraction(2) ** (exponent - f.element.mantissa_bits)
         found = floor_log2((amax / ulp + Fraction(1, 2)).__floor__() * ulp) - emax
+    elif f.scale_rule == "floor_plus1":
+        found = exponent - emax + 1
+    elif f.scale_rule == "ceil_amax":
+        found = exponent - emax + (amax != Fraction(2) ** exponent)
+    elif f.scale_rule == "mid_max":  # brevitas: ceil(log2(amax) - log2(mid)), mid beside largest and 2**(emax + 1)
+        mid = (largest + Fraction(2) ** (emax + 1)) / 2
+        found = exponent - emax + (amax * Fraction(2) ** (emax - exponent) > mid)
+    elif str(f.scale_rule).startswith("uos"):
+        ulp = Fraction(2) ** (exponent - f.element.mantissa_bits)
+        found = floor_log2(amax + Fraction(str(f.scale_rule)[4:-1]) * ulp) - emax
     else:  # nearest: amax / 2**exponent above sqrt(2)
         found = exponent - emax + (amax * amax > 2 * Fraction(4) ** exponent)
     return found

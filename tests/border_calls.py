@@ -237,6 +237,7 @@ CALLS = [
             fpsim.BlockFormat, element=fpsim.as_format("e4m3fn"), block=32, scale=fpsim.as_format("e8m0fnu"), scale_rule="floor"
         ),
     ),
+    Call("Choose", _constructor(fpsim.Choose, candidates=("floor", "ceil"))),
     Call("Delayed", _constructor(fpsim.Delayed)),
     Call("Codebook", _constructor(fpsim.Codebook, values=(-1.0, 0.0, 1.0))),
     Call("Codebook.encode", _method(lambda: fpsim.as_format("nf4"), "encode", value=1.0)),

@@ -16,23 +16,25 @@ from ada_loss.layerwise import scale_kernels
 from ada_loss.rules import LAYER_RULES, LayerRule
 from fpsim import Accumulator, as_accumulator
 from fpsim.compiling.card import CudaKernel
-from fpsim.kernels import accumulate, block_amax, block_dense, block_teams, hadamard, moments, tally
+from fpsim.formats.blocks import Choose
+from fpsim.kernels import accumulate, block_amax, block_choice, block_dense, block_teams, hadamard, moments, tally
 from fpsim.kernels.blocks import WIDE_NUMBERS
 from fpsim.kernels.codebook_tables import table_address, table_at
 from fpsim.kernels.core import BINARY32, BINARY64, BOOK, NUMBERS
 from fpsim.kernels.round import Masks, cuda_loop
 from fpsim.kernels.statistics import SMALLEST_SCALE
 from fpsim.tensors.block_tally import limits_of
+from fpsim.tensors.cuts import block_axes
 from fpsim.tensors.gemm import summation_of
 from fpsim.tensors.hadamard import FIXED_SIGNS
 from fpsim.tensors.moments import binades, moments_of
 from fpsim.tensors.shared_scales import (
     amax_pattern,
     asked_of,
-    block_axes,
     block_plan,
     in_parts,
     launch_of,
+    rounded_with_scales,
     shared_numbers,
 )
 from fpsim.tensors.spec import BlockSpec, any_spec
@@ -301,6 +303,42 @@ def tallied_by(machine: Machine, x: torch.Tensor, after: torch.Tensor, spec: Blo
     return out
 
 
+# Formats whose blocks choose a scale, and along which axis: short and long blocks, rows, tiles, each error
+CHOOSING = [
+    ("nvfp4_4over6", -1),
+    ("nvfp4_4over6", 0),
+    ("e2m1fn per 32 mae(floor,ceil)", 1),
+    ("e4m3fn per 5 max(even,ceil,floor_plus1)", -1),
+    ("int4 per row mse(floor,uos(1))", -1),
+    ("e2m1fn per 4x8 e4m3fn fp32 mse(amax/6,amax/4)", -1),
+]
+
+
+def chosen_by(machine: Machine, x: torch.Tensor, spec: BlockSpec, axis: int) -> torch.Tensor:
+    """A tensor whose blocks are the nearest of the candidates of a format, which the CPU has rounded."""
+    axes, rule = block_axes(x.shape, spec.fmt.tile, axis, None), spec.fmt.scale_rule
+    assert isinstance(rule, Choose)
+    kernel = block_teams.cuda_choice(block_choice.ERRORS.index(rule.error), block_teams.is_small(axes))
+    grid, team = block_teams.grid_of(axes, launched(machine, kernel))
+    errors, chosen = torch.full((math.prod(axes.blocks),), 7.0).double(), torch.full((math.prod(axes.blocks),), 7)
+    results = [
+        rounded_with_scales(x, candidate, axis, None, None, None, False, None, spec.fmt)[0]
+        for candidate in spec.candidates
+    ]
+    kept = results[0].clone()
+    for number, other in enumerate(results[1:], 1):
+        tensors = Memory(x, has_numbers=True), Memory(kept, True, True), Memory(other, has_numbers=True)
+        known = Memory(errors, True, True), Memory(chosen, True)
+        machine(kernel, grid, *tensors, *axes, *known, number, int(rule.ties == "last"), team)
+    again = torch.full_like(x, 77.0)
+    for number, other in enumerate(results):
+        tensors = Memory(x, has_numbers=True), Memory(again, True, True), Memory(other, has_numbers=True)
+        known = Memory(errors, True, True), Memory(chosen, True)
+        machine(kernel, grid, *tensors, *axes, *known, number, block_choice.GIVEN, team)
+    assert torch.equal(again, kept)
+    return kept
+
+
 def block_spec(name: str, rounding: str = "nearest_even") -> BlockSpec:
     spec = any_spec(name, rounding)
     assert isinstance(spec, BlockSpec)
@@ -414,6 +452,7 @@ COMPILED: dict[str, Callable[[], CudaKernel]] = {
     "accumulate": lambda: accumulate.cuda_loop(summation_of(ACCUMULATORS[0]).code),
     "moments": lambda: moments.cuda_moments(4, True, False),
     "exponents": lambda: moments.cuda_exponents(4),
+    "choice": lambda: block_teams.cuda_choice(0),
     "tally": lambda: tally.cuda_tally(4),
     "lost": lambda: tally.cuda_lost(4),
 }

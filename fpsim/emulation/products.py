@@ -20,13 +20,14 @@ from fpsim.formats.blocks import BlockFormat, Delayed
 from fpsim.policies.products import PRODUCTS, Operand, ProductSpecs
 from fpsim.tensors.accumulators import Accumulator
 from fpsim.tensors.block_autograd import round_blocks_traced
+from fpsim.tensors.cuts import Cut
 from fpsim.tensors.expressions import round_traced
 from fpsim.tensors.gemm import accumulate, apply_accumulate_operator
 from fpsim.tensors.hadamard import Hadamard, apply_hadamard_operator, padded_to_groups, require_groups, transformed
 from fpsim.tensors.launch import rounded, to_float64
 from fpsim.tensors.noise import new_key_for, new_traceable_key
 from fpsim.tensors.own import rounded_by_function
-from fpsim.tensors.shared_scales import Cut, recorded_amax, rounded_blocks
+from fpsim.tensors.shared_scales import recorded_amax, rounded_blocks
 from fpsim.tensors.spec import FLOATING, BlockSpec, OwnFormat, RoundingSpec, Spec
 from fpsim.torch_internals import is_legacy_batched, is_traced, share_storage
 from fpsim.torch_modes import PlainFunction, is_plain

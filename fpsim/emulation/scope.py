@@ -15,7 +15,7 @@ from fpsim.emulation.marks import OF_A_WEIGHT
 from fpsim.policies.delayed import Histories
 from fpsim.policies.policy import Policy, RoleSpecs
 from fpsim.policies.products import Products
-from fpsim.tensors.shared_scales import Cut
+from fpsim.tensors.cuts import Cut
 from fpsim.tensors.spec import RoundingSpec, Spec
 
 __all__ = [

@@ -21,6 +21,7 @@ __all__ = [
     "NONFINITE",
     "SCALE_RULES",
     "BlockFormat",
+    "Choose",
     "Delayed",
     "Element",
     "Format",
@@ -33,15 +34,26 @@ Element = FloatFormat | FixedPoint | Codebook
 
 MX_BLOCK = 32  # elements of a block of OCP MX v1.0
 MOST_STEPS = 2**20  # of a history, which is kept for each operand
-POWER_RULES = ("floor", "ceil", "even", "nearest")
+MOST_CANDIDATES = 8  # each is a rounding of the whole tensor
+POWER_RULES = ("floor", "ceil", "even", "nearest", "floor_plus1", "ceil_amax", "mid_max")
 SCALE_RULES = {
     "floor": "2**(floor(log2(amax)) - emax): the largest element may saturate (OCP MX v1.0, 6.3)",
-    "ceil": "2**ceil(log2(amax / largest)): nothing saturates (arXiv 2506.08027)",
+    "ceil": "2**ceil(log2(amax / largest)): nothing saturates (arXiv 2506.08027; torchao's RCEIL)",
     "even": "as floor, of amax rounded to the element's significand",
     "nearest": "2**(round(log2(amax)) - emax)",
+    "floor_plus1": "2**(floor(log2(amax)) - emax + 1): nothing saturates (AWS Trainium's quantize_mx)",
+    "ceil_amax": "2**(ceil(log2(amax)) - emax): nothing saturates (torchao's CEIL)",
+    "mid_max": "as floor, or one more where amax is nearer to the next power of two than to the largest (brevitas)",
+    "uos(k)": "as floor, of amax plus k units in the last place of the element: 0.5 is even, also 0.375 and 1 "
+    "(AMD's Primus-Turbo)",
     "amax": "amax / largest, in the scale's format",
+    "amax/d": "amax / d, in the scale's format: the largest element lands on d (static 4 of arXiv 2512.02010), or "
+    "saturates where d is above the largest",
     "absmax": "amax / largest in float32, by which elements are divided (bitsandbytes, torchao)",
 }
+_SHIFTED = re.compile(r"uos\((\d+(?:\.\d+)?)\)")
+_CHOICE = re.compile(r"(mse|mae|max)\((\S+)\)")
+_LANDING = re.compile(r"amax/(\d+(?:\.\d+)?)")
 NONFINITE = {
     "nan": "the scale is NaN, and so is each element (OCP MX v1.0; microxcaling, torchao)",
     "saturate": "an infinity saturates, and NaN stays alone (NVIDIA TransformerEngine)",
@@ -78,6 +90,56 @@ class Delayed:
 
 
 @dataclass(frozen=True)
+class Choose:
+    """A scale rule that rounds each block by several rules, and keeps the result that is nearest to its numbers.
+
+    The choice is that of rounding to nearest where elements are rounded stochastically: a choice that saw the noise
+    would make it biased.
+
+    Args:
+        candidates: two to eight scale rules of a format: ("amax/6", "amax/4") in NVFP4 is 4 over 6 (arXiv 2512.02010),
+            ("floor", "ceil") in MXFP4 the nearer of two exponents.
+        error: of a block, its elements after and before: "mse" for the sum of squares, "mae" for the sum of
+            magnitudes, "max" for the largest magnitude.
+        ties: which of equally near candidates is kept: the "first" or the "last".
+        top: beneath a tensor's own scale, the block scale of the tensor's amax under the candidate that lands highest.
+            None: the largest power of two at which the scale of every candidate fits, 256 for 4 over 6 in e4m3fn;
+            448 lets the other one saturate.
+
+    >>> print(BlockFormat("e2m1fn", 32, scale_rule=Choose(("floor", "ceil"))))
+    e2m1fn per 32 mse(floor,ceil)
+    >>> as_format("e2m1fn per 16 e4m3fn fp32 mse(amax/6,amax/4)") == BLOCKS["nvfp4_4over6"]
+    True
+    """
+
+    candidates: tuple[str, ...]
+    error: str = "mse"
+    ties: str = "first"
+    top: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.candidates, list):
+            object.__setattr__(self, "candidates", tuple(self.candidates))
+        given = self.candidates
+        are_words = isinstance(given, tuple) and all(isinstance(rule, str) for rule in given)
+        if not are_words or not 2 <= len(given) <= MOST_CANDIDATES or len({*given}) < len(given):
+            raise ValueError(
+                f"candidates={shown(given)} is no choice. Expected: two to {MOST_CANDIDATES} different scale rules, "
+                f"such as ('amax/6', 'amax/4')."
+            )
+        for name, known in (("error", ("mse", "mae", "max")), ("ties", ("first", "last"))):
+            if not isinstance(value := getattr(self, name), str) or value not in known:
+                raise ValueError(refuse(f"Unknown {name} {shown(value)}", known, word=value))
+        if self.top is not None and not (is_finite_number(self.top) and self.top > 0):
+            raise ValueError(f"top={shown(self.top)} is no scale. Expected: a number above 0, or None.")
+
+    def __str__(self) -> str:
+        """The word of it in a format's name, or its `repr` where that does not say all."""
+        word = f"{self.error}({','.join(self.candidates)})"
+        return word if self == Choose(self.candidates, self.error) else repr(self)
+
+
+@dataclass(frozen=True)
 class BlockFormat:
     """A format whose numbers are `element * scale`, with one scale for the elements of a block.
 
@@ -89,10 +151,11 @@ class BlockFormat:
             "tensor" for all there are. A ragged last block is a shorter block.
         scale: the format of the scales: "e8m0fnu" for powers of two, "fp32", or any format without subnormal surprises,
             such as "e4m3fn".
-        scale_rule: how a scale follows from amax, the largest magnitude of its block. Powers of two: "floor",
-            "ceil", "even" or "nearest", see SCALE_RULES. Any other scale: "amax", or Delayed() for a tensor. Float32
-            alone: "absmax", the default of code books, under which elements are divided by the scale. Under "amax" they
-            are multiplied by largest / amax, which differs in the last bit.
+        scale_rule: how a scale follows from amax, the largest magnitude of its block, see SCALE_RULES. Powers of two:
+            "floor", "ceil", "even", "nearest", "floor_plus1", "ceil_amax", "mid_max", "uos(0.375)". Any other scale:
+            "amax", "amax/4" for another number than the largest, or Delayed() for a tensor. Float32 alone: "absmax",
+            the default of code books, under which elements are divided by the scale. Under "amax" they are multiplied
+            by largest / amax, which differs in the last bit. Choose(("floor", "ceil")) takes the best for each block.
         tensor_scale: whether a float32 for the whole tensor multiplies the scales, which brings the largest block's
             scale to the top of the scale's format (NVFP4).
         gain: elements are rounded at this multiple of their size, and divided by it afterwards: 3/4 in MXFP4 as in
@@ -121,7 +184,7 @@ class BlockFormat:
     element: Element
     block: int | tuple[int, int] | str
     scale: FloatFormat = CATALOGUE["e8m0fnu"]
-    scale_rule: str | Delayed = None  # type: ignore[assignment]  # filled in below
+    scale_rule: str | Delayed | Choose = None  # type: ignore[assignment]  # filled in below
     tensor_scale: bool = False
     gain: float = 1.0
     least_amax: float = 0.0
@@ -178,6 +241,26 @@ class BlockFormat:
         return isinstance(self.scale_rule, Delayed)
 
     @property
+    def candidates(self) -> tuple[BlockFormat, ...]:
+        """The formats among which each block takes the nearest: this one alone, but under Choose()."""
+        rule = self.scale_rule
+        return tuple(replace(self, scale_rule=c) for c in rule.candidates) if isinstance(rule, Choose) else (self,)
+
+    @property
+    def tensor_lands_on(self) -> float:
+        """The block's scale times the element that the tensor's amax becomes, beneath a scale for the whole tensor.
+
+        >>> as_format("nvfp4").tensor_lands_on, as_format("nvfp4_4over6").tensor_lands_on
+        (2688.0, 1536.0)
+        """
+        top = self.scale.largest
+        if isinstance(self.scale_rule, Choose):
+            lowest = min(f.lands_on for f in self.candidates)
+            fitting = 2.0 ** (math.frexp(top * lowest / self.lands_on)[1] - 1)
+            top = fitting if self.scale_rule.top is None else self.scale_rule.top
+        return top * self.lands_on
+
+    @property
     def tile(self) -> tuple[int, int]:
         """Rows and columns of a block; 0 stands for all there are."""
         if isinstance(self.block, tuple):
@@ -188,6 +271,34 @@ class BlockFormat:
     def largest(self) -> float:
         """The largest value of an element."""
         return self.element.largest
+
+    @property
+    def lands_on(self) -> float:
+        """The element that the largest magnitude of a block becomes, but for the rounding of its scale; at most.
+
+        >>> as_format("nvfp4").lands_on, as_format("e2m1fn per 16 e4m3fn fp32 amax/4").lands_on
+        (6.0, 4.0)
+        """
+        if isinstance(self.scale_rule, Choose):
+            return max(f.lands_on for f in self.candidates)
+        match = _LANDING.fullmatch(str(self.scale_rule))
+        return float(match[1]) if match else self.element.largest
+
+    @property
+    def rounds_up_from(self) -> int:
+        """The mantissa field of float32 from which an amax counts one power of two more; 2**23 for none.
+
+        >>> f"{1 + as_format('e2m1fn per 32 mid_max').rounds_up_from / 2**23:.6f}"  # 6 / 4 is 1.5
+        '1.750000'
+        """
+        top, rule = 1 << 23, str(self.scale_rule)
+        largest = int(math.frexp(self.element.largest)[0] * 2 * top) - top  # its own mantissa field
+        shifted = 0.5 if rule == "even" else float(match[1]) if (match := _SHIFTED.fullmatch(rule)) else 0.0
+        if shifted:
+            return top - round(math.ldexp(shifted, 23 - min(self.element.mantissa_bits, 22)))
+        near = 3474676  # no float32 is sqrt(2): the first one above it
+        fields = {"ceil": largest + 1, "nearest": near, "floor_plus1": 0, "ceil_amax": 1}
+        return {**fields, "mid_max": (largest + top) // 2 + 1}.get(rule, top)
 
     @property
     def bits_per_value(self) -> float:
@@ -226,22 +337,23 @@ def has_room_for_scales(element: Element) -> bool:
 
 
 def _require_rule(f: BlockFormat) -> None:
-    rules = _rules_of(f)
     if isinstance(f.scale_rule, Delayed):
         if f.block != "tensor" or f.scale != CATALOGUE["fp32"] or f.tensor_scale:
             raise ValueError(
                 f"Delayed scaling got block={shown(f.block)}, scale={f.scale}, tensor_scale={f.tensor_scale}. "
                 f"Expected: block='tensor', scale='fp32', and no second scale."
             )
-    elif not isinstance(f.scale_rule, str) or f.scale_rule not in rules:
-        hint = did_you_mean(f.scale_rule, SCALE_RULES)
-        if isinstance(f.scale_rule, str) and f.scale_rule in POWER_RULES:
-            hint = " Scales that are powers of two are those of scale='e8m0fnu'."
-        raise ValueError(
-            f"scale_rule={shown(f.scale_rule)} is invalid with scales in {f.scale}.{hint} "
-            + f"Expected: {', '.join(rules)}"
-            + ("." if f.has_power_scale else ", or Delayed() for a tensor with scale='fp32'.")
-        )
+    elif isinstance(f.scale_rule, Choose):
+        for rule in f.scale_rule.candidates:
+            _require_word(f, rule)
+        top = f.scale_rule.top
+        if f.block == "tensor" or (top is not None and not (f.tensor_scale and top <= f.scale.largest)):
+            raise ValueError(
+                f"{f.scale_rule!r} got block={shown(f.block)}, scale={f.scale}, tensor_scale={f.tensor_scale}. "
+                f"Expected: blocks, tiles or rows; and top=None, or beneath a tensor_scale at most {f.scale.largest:g}."
+            )
+    else:
+        _require_word(f, f.scale_rule)
     if not isinstance(f.tensor_scale, bool):
         raise ValueError(f"tensor_scale={shown(f.tensor_scale)} is invalid. Expected: True, False.")
     if f.tensor_scale and (f.has_power_scale or f.scale.largest > 1e30):
@@ -277,14 +389,35 @@ def _require_rule(f: BlockFormat) -> None:
         raise ValueError(f"{f.scale} does not hold 1. Scales are in a format such as e8m0fnu, e4m3fn or fp32.")
 
 
-def _rules_of(f: BlockFormat) -> tuple[str, ...]:
-    if f.has_power_scale:
-        return tuple(r for r in POWER_RULES if r != "even" or not isinstance(f.element, Codebook))
-    return ("amax", "absmax") if f.scale == CATALOGUE["fp32"] else ("amax",)
+def _require_word(f: BlockFormat, rule: object) -> None:
+    """Raise ValueError for what is no scale rule of this format, but for delayed scaling."""
+    is_book, is_power = isinstance(f.element, Codebook), f.has_power_scale
+    rules = [r for r in POWER_RULES if r != "even" or not is_book] if is_power else ["amax"]
+    rules += ["absmax"] if f.scale == CATALOGUE["fp32"] else []
+    word = rule if isinstance(rule, str) else ""
+    steps = float(match[1]) if (match := _SHIFTED.fullmatch(word)) else 0.0
+    lands_on = float(match[1]) if (match := _LANDING.fullmatch(word)) else 0.0
+    last_place = math.ldexp(1.0, -min(f.element.mantissa_bits, 22)) if is_power and not is_book else 0.0
+    is_shift = 0 < steps * last_place <= 1 and (steps * last_place * 2**23).is_integer()
+    if word in rules or is_shift or (not is_power and 0 < lands_on <= 2 * f.element.largest):
+        return
+    rules += [] if is_power and is_book else ["uos(k)"] if is_power else ["amax/d"]
+    hint = did_you_mean(rule, SCALE_RULES) if word else ""
+    if word in POWER_RULES or steps:
+        hint = " Scales that are powers of two are those of scale='e8m0fnu'."
+    if is_power and steps:
+        hint = f" {f.element} has no unit in the last place." if is_book else f" k is from 0 to {1 / last_place:g}."
+    if not is_power and lands_on:
+        hint = f" d is from 0 to {2 * f.element.largest:g}, twice the largest element."
+    raise ValueError(
+        f"scale_rule={shown(rule)} is invalid with scales in {f.scale}.{hint} Expected: {', '.join(rules)}"
+        + ("." if is_power else ", or Delayed() for a tensor with scale='fp32'.")
+    )
 
 
 _PER = re.compile(
-    r"(\S+) per (tensor|row|\d+|(\d+) ?x ?(\d+))((?: [a-z0-9]+)*?)( saturate)?(?: at (\d+(?:\.\d+)?(?:e-?\d+)?))?"
+    r"(\S+) per (tensor|row|\d+|(\d+) ?x ?(\d+))((?: [a-z0-9_]+(?:[/(]\S*)?)*?)( saturate)?"
+    r"(?: at (\d+(?:\.\d+)?(?:e-?\d+)?))?"
 )
 
 
@@ -315,18 +448,20 @@ def _from_words(name: str) -> BlockFormat | None:
         return None
     block = (int(match[3]), int(match[4])) if match[3] else int(match[2]) if match[2].isdigit() else match[2]
     scale: str | None = None
-    rule: str | Delayed | None = None
+    rule: str | Delayed | Choose | None = None
     has_two = False
     for word in match[5].split():
         if word == "delayed":
             rule, scale = Delayed(), "fp32"
-        elif word in SCALE_RULES:
+        elif match_of_choice := _CHOICE.fullmatch(word):
+            rule = Choose(tuple(match_of_choice[2].split(",")), match_of_choice[1])
+        elif word in SCALE_RULES or not word.isidentifier():
             rule = word
         elif word == "fp32" and scale is not None:
             has_two = True  # of the tensor, behind those of the blocks
         else:
             scale = word
-    scale = scale or ("fp32" if rule in ("amax", "absmax") else "e8m0fnu")
+    scale = scale or ("fp32" if str(rule).startswith(("amax", "absmax")) else "e8m0fnu")
     gain, nonfinite = float(match[7] or 1.0), "saturate" if match[6] else "nan"
     return BlockFormat(as_element(match[1]), block, as_float_format(scale), rule, has_two, gain, 0.0, nonfinite)  # type: ignore[arg-type]
 
@@ -392,7 +527,7 @@ def _parse(text: str) -> Format:
         return _from_repr(text)
     hint = did_you_mean(name, [*BLOCKS, *CATALOGUE, *ALIASES, *CODEBOOKS], 3)
     books, blocks = ", ".join(CODEBOOKS), ", ".join(BLOCKS)
-    hint = f"{hint} Block formats: {blocks}, or such as 'e4m3fn per tensor fp32'. Code books: {books}."
+    hint = f"{hint} Blocks: {blocks}, or such as 'e4m3fn per tensor fp32'. Code books: {books}."
     return as_float_format(text, hint)
 
 
@@ -416,7 +551,7 @@ def _evaluate(node: ast.expr) -> Any:
         return -_evaluate(node.operand)
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)
-    kinds = {kind.__name__: kind for kind in (FloatFormat, FixedPoint, Codebook, BlockFormat, Delayed)}
+    kinds = {kind.__name__: kind for kind in (FloatFormat, FixedPoint, Codebook, BlockFormat, Delayed, Choose)}
     if not isinstance(node.func, ast.Name) or node.func.id not in kinds:
         raise ValueError(f"a call of something else than {', '.join(kinds)}")
     named = {str(k.arg): _evaluate(k.value) for k in node.keywords}
@@ -431,6 +566,10 @@ BLOCKS: dict[str, BlockFormat] = {
     "mxfp4": BlockFormat(CATALOGUE["e2m1fn"], 32),
     "mxint8": BlockFormat(FixedPoint(8, 6), 32),
     "nvfp4": BlockFormat(CATALOGUE["e2m1fn"], 16, CATALOGUE["e4m3fn"], tensor_scale=True),  # arXiv 2509.25149
+    "nvfp4_4over6": BlockFormat(  # arXiv 2512.02010
+        CATALOGUE["e2m1fn"], 16, CATALOGUE["e4m3fn"], Choose(("amax/6", "amax/4")), tensor_scale=True
+    ),
+    "nvint4": BlockFormat(FixedPoint(4, 0), 16, CATALOGUE["e4m3fn"], tensor_scale=True),  # arXiv 2510.25602
     "msfp12": BlockFormat(FixedPoint(4, 2), 16),  # Rouhani et al., NeurIPS 2020: a sign, 3 bits, a shared exponent
     "msfp16": BlockFormat(FixedPoint(8, 6), 16),
 }

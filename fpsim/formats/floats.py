@@ -375,6 +375,8 @@ ALIASES: dict[str, str] = {
     "e6m9": "cb16",
     "fp8_e4m3": "e4m3fn",
     "fp8_e5m2": "e5m2",
+    "ue4m3": "e4m3fn",  # scales of blocks have no sign (PTX ISA), and the same values above it
+    "ue5m3": "e5m3fn",
 }
 
 _NAMES = {f: name for name, f in CATALOGUE.items()}
@@ -412,7 +414,7 @@ def _parse(text: str, hint: str | None = None) -> FloatFormat:
         known = CATALOGUE.get(ALIASES.get(candidate, candidate))
         if known is not None:
             return known
-    if match := _SYSTEMATIC.fullmatch(name):
+    if match := _SYSTEMATIC.fullmatch(ALIASES.get(name, name)):
         return FloatFormat(int(match[1]), int(match[2]), specials=match[3] or "ieee")
     if match := _REPR.fullmatch(text.strip()):
         return _from_repr(text, match[1])

@@ -18,7 +18,7 @@ from fpsim.insight.rows import Rows
 from fpsim.kernels.statistics import TALLY_COUNTS
 from fpsim.models.optimizers import quantized_optimizers
 from fpsim.models.quantize import listeners
-from fpsim.tensors.shared_scales import Cut
+from fpsim.tensors.cuts import Cut
 from fpsim.tensors.spec import Spec, any_spec, holds_numbers
 from fpsim.tensors.tally import Accumulator, Tally, row_of
 from fpsim.undoing import Block, Undo

@@ -38,8 +38,9 @@ from fpsim.models.installed import emulated_forwards
 from fpsim.models.optimizers import quantized_optimizer_of
 from fpsim.models.storing import states_in
 from fpsim.policies.policy import Policy
+from fpsim.tensors.cuts import Cut
 from fpsim.tensors.launch import rounded
-from fpsim.tensors.shared_scales import Cut, rounded_blocks
+from fpsim.tensors.shared_scales import rounded_blocks
 from fpsim.tensors.spec import BlockSpec, Spec, any_spec, holds_numbers
 from fpsim.tensors.tally import Accumulator, Tally, row_of, wanted_and_lost
 from fpsim.torch_internals import is_compiled_wrapper, version_of

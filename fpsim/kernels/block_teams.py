@@ -16,6 +16,7 @@ import numpy as np
 from fpsim.compiling.compile import CUDA_THREADS, cuda_module
 from fpsim.compiling.deferred import njit
 from fpsim.kernels.bits import leading_zeros
+from fpsim.kernels.block_choice import GIVEN, make_error
 from fpsim.kernels.block_loops import element_noise, place_of
 from fpsim.kernels.block_tally import end_of_range, has_scale, make_facts
 from fpsim.kernels.blocks import (
@@ -298,6 +299,70 @@ def tally_kernel(scale_shape: int, kind: int, small: bool) -> Callable[..., None
                 cuda.atomic.add(out, field, counts[field])
 
     return kernel
+
+
+def choice_kernel(error: int, small: bool) -> Callable[..., None]:
+    """The same, of blocks that were rounded with several scales. Arguments as those of `block_choice.cpu_along`.
+
+    `chosen` is int64.
+    """
+    global cuda
+    cuda = cuda_module()
+    from numba import float64
+
+    of_element, joined = make_error(error)
+    (begin, further), places = _make_walk(small), 2 * CUDA_THREADS
+
+    def kernel(x, kept, other, outer, rows, middle, columns, inner, r, c, errors, chosen, candidate, ties, team):
+        shared = cuda.shared.array(places, float64)
+        unit, member, leader, apart = place_in_team(inner, team)
+        start, walk = begin(unit, member, team, outer, rows, middle, columns, inner, r, c)
+        is_taken = False
+        if ties == GIVEN:
+            is_taken = walk[0] > 0 and chosen[unit] == candidate
+        else:
+            of_kept, of_other, at = 0.0, 0.0, start
+            while at[0] < walk[0]:
+                i = at[2]
+                if candidate == 1:
+                    of_kept = joined(of_kept, of_element(x[i], kept[i]))
+                of_other = joined(of_other, of_element(x[i], other[i]))
+                at = further(at, walk)
+            mine, half = leader + np.uint64(member) * apart, np.uint32(np.uint32(team) >> np.uint32(1))
+            second = np.uint64(CUDA_THREADS)
+            shared[mine], shared[mine + second] = of_kept, of_other
+            while half > np.uint32(0):
+                cuda.syncthreads()
+                if member < half:
+                    beside = mine + np.uint64(half) * apart
+                    shared[mine] = joined(shared[mine], shared[beside])
+                    shared[mine + second] = joined(shared[mine + second], shared[beside + second])
+                half = np.uint32(half >> np.uint32(1))
+            cuda.syncthreads()
+            before, after = shared[leader], shared[leader + second]
+            if candidate != 1 and walk[0] > 0:
+                before = errors[unit]
+            is_taken = after < before or (ties == 1 and after == before)
+            cuda.syncthreads()  # nobody writes the block's error before all have read it
+            if member == 0 and walk[0] > 0:
+                errors[unit] = after if is_taken else before
+                if is_taken or candidate == 1:
+                    chosen[unit] = candidate if is_taken else 0
+        at = start
+        while is_taken and at[0] < walk[0]:
+            kept[at[2]] = other[at[2]]
+            at = further(at, walk)
+
+    return kernel
+
+
+@cache
+def cuda_choice(error: int, small: bool = True) -> CudaKernel:
+    """The kernel with its launch, in the blocks of `grid_of`."""
+    from fpsim.compiling.card import FLOATS32, FLOATS64, INTEGER, INTEGERS, CudaKernel, for_card
+
+    signature = FLOATS32, FLOATS32, FLOATS32, *[INTEGER] * 7, FLOATS64, INTEGERS, INTEGER, INTEGER, INTEGER
+    return CudaKernel(lambda: for_card(choice_kernel(error, small)), signature, "block_choice", error, small)
 
 
 @cache

@@ -26,8 +26,6 @@ DIVIDED = 2  # largest / amax in float32, by which elements are multiplied
 NARROW = 3  # amax / largest in a format of its own, beneath a float32 for the tensor
 QUOTIENT = 4  # amax / largest in float32, by which elements are divided
 
-FLOOR, CEIL, EVEN, NEAREST = range(4)
-
 
 class BlockPlan(NamedTuple):
     """A block format and a rounding of its elements as what a kernel takes."""
@@ -43,17 +41,17 @@ class BlockPlan(NamedTuple):
 WIDE_NUMBERS = NUMBERS  # of the elements in 64 bits, for scales at which float32's own subnormals would be in the way
 SCALE_NUMBERS = 2 * NUMBERS  # of the scale's format
 (
-    SCALE_RULE,
     EMAX,  # the exponent of the largest element
-    LARGEST_MANTISSA,  # its float32 mantissa field
-    HALF_ULP,  # of an element's significand, in units of a float32's last place
+    UP_FROM,  # the mantissa field of an amax from which its exponent counts as one more: the rule of a power of two
     LEAST_EXPONENT,  # of a scale
     MOST_EXPONENT,
     LEAST_SHIFT,  # of log2 of what elements are multiplied by, in 32 bits
     MOST_SHIFT,
-    LARGEST,  # as float32 patterns, like all that follow
+    LANDS_ON,  # what an amax becomes as an element: a float32 pattern, like all that follow
     GAIN,
-    SCALE_LARGEST,
+    LANDS_HIGHEST_ON,  # of the candidates of a choice; 0 beneath an amax that lands on the largest element
+    EXPANSION,  # how much lower than that it lands
+    TENSOR_LANDS_ON,  # what the tensor's amax becomes beneath a scale of its own
     LEAST_AMAX,
     COUNTED,  # the largest magnitude that an amax counts: infinity, or every NaN
     INFINITE_SCALE,  # of a block whose amax is not finite
@@ -67,7 +65,6 @@ INFINITY = np.uint32(0x7F800000)
 SIGN = np.uint32(1 << 31)
 MANTISSA = np.uint32(0x007FFFFF)
 IMPLICIT = np.uint32(0x00800000)
-SQRT2_MANTISSA = np.uint32(3474675)  # floor(2**23 * (sqrt(2) - 1)): no float32 is sqrt(2)
 FLOAT32_LARGEST = np.float32(np.finfo(np.float32).max)
 MASK = np.uint32(0x7F7FFFFF)  # float32's largest number: plus and minus it are masks. No other number is above it
 NAN = np.uint32(0x7FC00000)
@@ -134,13 +131,7 @@ def normalised(magnitude):
 def wanted_exponent(amax, p):
     """log2 of the scale that the rule gives a block whose largest magnitude has the pattern `amax`, above 0."""
     field, mantissa = normalised(amax)
-    up = np.int32(0)
-    if p[SCALE_RULE] == CEIL:
-        up = np.int32(mantissa > np.uint32(p[LARGEST_MANTISSA]))
-    elif p[SCALE_RULE] == EVEN:
-        up = np.int32(np.uint32(mantissa + np.uint32(p[HALF_ULP])) >= IMPLICIT)
-    elif p[SCALE_RULE] == NEAREST:
-        up = np.int32(mantissa > SQRT2_MANTISSA)
+    up = np.int32(mantissa >= np.uint32(p[UP_FROM]))
     return np.int32(np.int32(field - np.int32(127)) - np.int32(np.int32(p[EMAX]) - up))
 
 
@@ -155,8 +146,14 @@ def exponent_of_scale(amax, p):
 
 @njit(inline="always")
 def wanted_scale(amax, whole, p):
-    """What is rounded to the scale of a block beneath a tensor's own, in the order of TransformerEngine."""
-    return np.float32(float32_of(amax) * np.float32(whole * np.float32(np.float32(1) / float32_of(p[LARGEST]))))
+    """What is rounded to the scale of a block beneath a tensor's own.
+
+    In the order of TransformerEngine; of fouroversix where the amax lands elsewhere than on the largest element.
+    """
+    if p[LANDS_HIGHEST_ON] != np.int64(0):
+        highest = np.float32(np.float32(float32_of(amax) / float32_of(p[LANDS_HIGHEST_ON])) * whole)
+        return np.float32(highest * float32_of(p[EXPANSION]))
+    return np.float32(float32_of(amax) * np.float32(whole * np.float32(np.float32(1) / float32_of(p[LANDS_ON]))))
 
 
 @njit(forceinline=True)
@@ -185,8 +182,7 @@ def make_tensor_scale(kind: int) -> Callable[..., Any]:
             return np.float32(1)
         if tensor_amax >= np.int64(INFINITY):  # 1 in TransformerEngine, compute_global_encode_scaling_factor_FP4
             return float32_of(NAN) if p[INFINITE_SCALE] > np.int64(INFINITY) else np.float32(1)
-        top = np.float32(float32_of(p[SCALE_LARGEST]) * float32_of(p[LARGEST]))
-        return min(np.float32(top / float32_of(tensor_amax)), FLOAT32_LARGEST)
+        return min(np.float32(float32_of(p[TENSOR_LANDS_ON]) / float32_of(tensor_amax)), FLOAT32_LARGEST)
 
     return tensor_scale  # type: ignore[no-any-return]
 
@@ -223,13 +219,13 @@ def make_block_scale(scale_shape: int, kind: int) -> Callable[..., Any]:
             numbers = at_scale(numbers, shift)
             by, back = float32_of(p[GAIN]), float32_of(power_of_two(exponent)) if is_finite else infinite
         elif kind == DIVIDED:
-            nonzero = a if a != u32(0) else u32(p[LARGEST])  # a block of zeros has a scale of 1
-            by = min(f32(float32_of(p[LARGEST]) / float32_of(nonzero)), FLOAT32_LARGEST)
+            nonzero = a if a != u32(0) else u32(p[LANDS_ON])  # a block of zeros has a scale of 1
+            by = min(f32(float32_of(p[LANDS_ON]) / float32_of(nonzero)), FLOAT32_LARGEST)
             by = by if is_finite else infinite  # 1 or NaN, as their inverse
             by = float32_of(shared) if shared >= i64(0) else by
             back = f32(f32(1) / by)
         elif kind == QUOTIENT:
-            back = f32(float32_of(max(a, u32(p[LEAST_AMAX]))) / float32_of(p[LARGEST]))
+            back = f32(float32_of(max(a, u32(p[LEAST_AMAX]))) / float32_of(p[LANDS_ON]))
             back = back if is_finite else infinite
             by = back if back != f32(0) else f32(1)
         else:

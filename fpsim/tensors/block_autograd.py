@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fpsim.formats.blocks import Format
 from fpsim.tensors.autograd import is_transformed, require_no_forward_mode
+from fpsim.tensors.cuts import block_axes
 from fpsim.tensors.noise import new_traceable_key
-from fpsim.tensors.shared_scales import block_axes, rounded_blocks
+from fpsim.tensors.shared_scales import rounded_blocks
 from fpsim.tensors.spec import BlockSpec, any_spec
 from fpsim.torch_internals import constant_under_compile, keep_none
 from fpsim.torch_modes import PlainFunction, is_plain

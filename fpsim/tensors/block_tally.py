@@ -9,14 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.formats.blocks import Element
+from fpsim.formats.blocks import BlockFormat, Choose, Element
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.fixed_point import FixedPoint
 from fpsim.kernels import block_tally, block_teams
 from fpsim.kernels.blocks import BlockPlan
-from fpsim.kernels.statistics import BLOCK_FIELDS, LARGEST_SCALE, SMALLEST_SCALE
+from fpsim.kernels.statistics import BLOCK_FIELDS, BLOCKS, LARGEST_SCALE, SMALLEST_SCALE, ZERO_BLOCKS
+from fpsim.tensors.cuts import BlockAxes, Cut, block_axes
 from fpsim.tensors.launch import parts_of, run_on_card, run_parts
-from fpsim.tensors.shared_scales import BlockAxes, Cut, amax_pattern, block_axes, block_plan, in_parts, shared_numbers
+from fpsim.tensors.shared_scales import amax_pattern, block_plan, choose, in_parts, shared_numbers, take
 from fpsim.tensors.spec import BlockSpec, address_of
 
 __all__ = ["blocks_between", "saturated_from"]
@@ -31,11 +32,32 @@ def blocks_between(before: Tensor, after: Tensor, spec: BlockSpec, cut: Cut) -> 
     cut: how it was rounded.
     Returns eight int64 on their device.
     """
-    plan, axes = block_plan(spec), block_axes(before.shape, spec.fmt.tile, cut.axis, cut.across)
     x, r = (t.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous() for t in (before, after))
     if x.numel() == 0:
         return _row(x.device)
-    shared = shared_numbers(x, spec.fmt, plan, cut.scale)[:2]
+    if not isinstance(spec.fmt.scale_rule, Choose):
+        return _of_one_rule(x, x, r, spec, cut)
+    choice = choose(x, spec, cut.axis, cut.across)
+    rows = []
+    for number, candidate in enumerate(spec.candidates):
+        own = torch.zeros_like(x)  # blocks of other candidates are zeros, of which nothing but their number is counted
+        take(choice, number, x, own)
+        rows.append(_of_one_rule(own, x, r, candidate, cut, spec.fmt))
+    total = joined(torch.stack(rows))
+    total[BLOCKS] = rows[0][BLOCKS]
+    total[ZERO_BLOCKS] -= (len(rows) - 1) * rows[0][BLOCKS]
+    return total
+
+
+def _of_one_rule(
+    x: Tensor, tensor: Tensor, r: Tensor, spec: BlockSpec, cut: Cut, of: BlockFormat | None = None
+) -> Tensor:
+    """`blocks_between` of contiguous float32 by one scale rule.
+
+    tensor: of whose amax the second scale is. of: as in `block_plan`.
+    """
+    plan, axes = block_plan(spec, of), block_axes(x.shape, spec.fmt.tile, cut.axis, cut.across)
+    shared = shared_numbers(tensor, spec.fmt, plan, cut.scale)[:2]
     shared = torch.cat([shared, shared.new_full((1,), -1)])
     if spec.fmt.block == "tensor":
         shared[2] = amax_pattern(x, plan)

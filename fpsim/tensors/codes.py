@@ -15,8 +15,9 @@ from fpsim.formats.blocks import BlockFormat, as_format
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.floats import FloatFormat
 from fpsim.kernels.core import BINARY32, BINARY64
+from fpsim.tensors.cuts import axis_pair
 from fpsim.tensors.ops import round_to
-from fpsim.tensors.shared_scales import axis_pair, block_scales
+from fpsim.tensors.shared_scales import block_scales
 from fpsim.tensors.spec import BlockSpec, any_spec, require_float32, require_floating, under_transform
 from fpsim.torch_modes import is_plain, is_sample
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from fpsim.formats.blocks import BlockFormat, Element, Format, as_format
 from fpsim.tensors.autograd import apply_operator, operator_words, round_differentiably, straight_through
 from fpsim.tensors.block_autograd import apply_block_operator, block_words, round_blocks_differentiably
+from fpsim.tensors.cuts import axis_pair, require_no_axis
 from fpsim.tensors.launch import kernel_for, launch, round_memory_, rounded
 from fpsim.tensors.noise import new_key_for
-from fpsim.tensors.shared_scales import axis_pair, require_no_axis, rounded_blocks
+from fpsim.tensors.shared_scales import rounded_blocks
 from fpsim.tensors.spec import (
     CONTAINERS,
     BlockSpec,

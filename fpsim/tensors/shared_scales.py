@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.checks import shown
-from fpsim.formats.blocks import BlockFormat, as_format
-from fpsim.kernels import block_amax, block_dense, block_loops, block_teams, blocks
+from fpsim.formats.blocks import BlockFormat, Choose
+from fpsim.kernels import block_amax, block_choice, block_dense, block_loops, block_teams, blocks
 from fpsim.kernels.codebook_tables import any_plan
 from fpsim.kernels.core import BINARY32, make_plan, scale_limits
 from fpsim.kernels.moments import partial_words
+from fpsim.tensors.cuts import BlockAxes, block_axes
 from fpsim.tensors.launch import (
     NO_KEY_ADDRESS,
     PARALLEL_FROM,
@@ -28,26 +28,26 @@ from fpsim.tensors.launch import (
     run_parts,
 )
 from fpsim.tensors.noise import new_key_for
-from fpsim.tensors.spec import BlockSpec, address_of, rounding_spec
+from fpsim.tensors.spec import BlockSpec, address_of, any_spec, rounding_spec
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
-__all__ = ["BlockAxes", "Cut", "block_scales", "recorded_amax", "rounded_blocks"]
-
-_RULES = {"floor": blocks.FLOOR, "ceil": blocks.CEIL, "even": blocks.EVEN, "nearest": blocks.NEAREST}
+__all__ = ["block_scales", "recorded_amax", "rounded_blocks"]
 
 
 @cache
-def block_plan(spec: BlockSpec) -> blocks.BlockPlan:
-    """The integers that a kernel takes, see the indices in kernels/blocks.py."""
+def block_plan(spec: BlockSpec, of: BlockFormat | None = None) -> blocks.BlockPlan:
+    """The integers that a kernel takes, see the indices in kernels/blocks.py.
+
+    of: the format with a choice of which this one is a candidate, if it is one.
+    """
     f, element = spec.fmt, spec.element
     words = element.fmt, element.rounding, element.overflow, element.random_bits
     plans = [any_plan(*words, width, element.variant) for width in (32, 64)]
     if plans[0].shape != plans[1].shape:  # a code book that is searched in one container
         plans = [any_plan(*words, width, element.variant, search=True) for width in (32, 64)]
     scale = make_plan(f.scale, "nearest_even", "saturate", None, 32)
-    largest = BINARY32.bits(f.element.largest)
     emax = math.frexp(f.element.largest)[1] - 1
     least_shift, most_shift = scale_limits(f.element, 32)
     # powers of two that a float32 can hold: the element's smallest value, and its largest, times the scale
@@ -58,21 +58,22 @@ def block_plan(spec: BlockSpec) -> blocks.BlockPlan:
         kind = blocks.QUOTIENT if f.scale_rule == "absmax" else kind
     else:
         kind = blocks.POWER if f.gain == 1 else blocks.GAINED
+    highest = 0.0 if f.scale_rule == "amax" and of is None else (of or f).lands_on
     numbers = (
         *plans[0].numbers,
         *plans[1].numbers,
         *scale.numbers,
-        _RULES.get(str(f.scale_rule), 0),
         emax,
-        largest & ((1 << 23) - 1),
-        1 << max(22 - f.element.mantissa_bits, 0),
+        f.rounds_up_from,
         least,
         most,
         least_shift,
         most_shift,
-        largest,
+        BINARY32.bits(f.lands_on),
         BINARY32.bits(f.gain),
-        BINARY32.bits(f.scale.largest),
+        BINARY32.bits(highest) if highest else 0,
+        BINARY32.bits(highest / f.lands_on),
+        BINARY32.bits(float(np.float32((of or f).tensor_lands_on))) if f.tensor_scale else 0,
         BINARY32.bits(f.least_amax),
         *_of_infinity(f, spec.overflow),
     )
@@ -90,92 +91,6 @@ def _of_infinity(f: BlockFormat, overflow: str) -> tuple[int, int, int, int]:
     if f.nonfinite == "nan":
         return every_nan, nan, blocks.NAN_EXPONENT, 0
     return infinity, BINARY32.bits(f.scale_of_infinity), math.frexp(f.scale_of_infinity)[1] - 1, 0
-
-
-class BlockAxes(NamedTuple):
-    """How a contiguous tensor is cut: (outer, R, middle, C, inner) in blocks of r by c along R and C."""
-
-    outer: int
-    rows: int
-    middle: int
-    columns: int
-    inner: int
-    r: int
-    c: int
-
-    @property
-    def blocks(self) -> tuple[int, int, int, int, int]:
-        """How many blocks there are along each."""
-        return self.outer, -(-self.rows // self.r), self.middle, -(-self.columns // self.c), self.inner
-
-
-def axis_pair(axis: int | tuple[int, int] | None) -> tuple[int, int | None]:
-    """Along which axis blocks run, and along which the rows of a tile. Raises ValueError for what is neither."""
-    if isinstance(axis, tuple):
-        if len(axis) != 2:
-            raise ValueError(f"axis={shown(axis)} is not a pair. Expected: one axis, or (across, axis) for tiles.")
-        return axis[1], axis[0]
-    return (-1 if axis is None else axis), None
-
-
-def require_no_axis(axis: object, fmt: object) -> None:
-    """Raise ValueError for an axis that was given with a format of single numbers."""
-    if axis is not None:
-        as_format(fmt)  # which raises for what is not a format at all
-        raise ValueError(f"axis={shown(axis)} was given with {shown(fmt)}, whose numbers share no scale. Omit axis.")
-
-
-class Cut(NamedTuple):
-    """How a tensor is cut into blocks, and the scale that it comes with: arguments of `rounded_blocks`."""
-
-    axis: int = -1
-    across: int | None = None
-    scale: Tensor | None = None
-
-
-def block_axes(shape: torch.Size, tile: tuple[int, int], axis: int, across: int | None) -> BlockAxes:
-    """How a tensor of this shape is cut, blocks running along `axis` and a tile's rows along `across`.
-
-    Raises ValueError for axes that the shape does not have.
-    """
-    rank = max(len(shape), 1)
-    axis = _axis(axis, shape, "axis")
-    r, c = tile
-    if c == 0 and r == 0:
-        return BlockAxes(1, 1, 1, math.prod(shape), 1, 1, max(math.prod(shape), 1))
-    c = c or max(shape[axis] if shape else 1, 1)
-    sizes = list(shape) or [1]
-    if r == 1:
-        return BlockAxes(math.prod(sizes[:axis]), 1, 1, sizes[axis], math.prod(sizes[axis + 1 :]), 1, c)
-    if rank < 2:
-        raise ValueError(
-            f"Tiles of {r} x {c} were given for a tensor of shape {tuple(shape)}. Expected: two axes or more, or a "
-            f"format whose blocks run along one."
-        )
-    across = (axis - 1 if axis else 1) if across is None else _axis(across, shape, "across")
-    if across == axis:
-        raise ValueError(
-            f"axis and across are both {axis}. The rows of a tile run along another axis than its columns."
-        )
-    first, second = sorted((axis, across))
-    sides = (r, c) if across < axis else (c, r)
-    return BlockAxes(
-        math.prod(sizes[:first]),
-        sizes[first],
-        math.prod(sizes[first + 1 : second]),
-        sizes[second],
-        math.prod(sizes[second + 1 :]),
-        *sides,
-    )
-
-
-def _axis(axis: int, shape: torch.Size, name: str) -> int:
-    rank = max(len(shape), 1)
-    if isinstance(axis, bool) or not isinstance(axis, int) or not -rank <= axis < rank:
-        raise ValueError(
-            f"{name}={shown(axis)} is not an axis of a tensor of shape {tuple(shape)}. Expected: {-rank} to {rank - 1}."
-        )
-    return axis % rank
 
 
 def amax_pattern(x: Tensor, plan: blocks.BlockPlan) -> Tensor:
@@ -240,7 +155,7 @@ def rounded_blocks(
     out: a contiguous float32 of the shape and device of `x` to write to, which shares no memory with it.
     Raises ValueError for axes that `x` does not have.
     """
-    return _run(x, spec, axis, across, key, scale, False, out)[0]
+    return rounded_with_scales(x, spec, axis, across, key, scale, False, out)[0]
 
 
 def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None = None) -> Tensor:
@@ -249,7 +164,7 @@ def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None 
     A tensor's own second scale is not among them. float32; `x`'s shape with each axis that blocks run along divided by
     their length, rounded up.
     """
-    scales = _run(x, spec, axis, across, None, None, True)[1]
+    scales = rounded_with_scales(x, spec, axis, across, None, None, True)[1]
     assert scales is not None
     if spec.fmt.block == "tensor" or not x.dim():
         return scales.flatten()[0]
@@ -272,7 +187,7 @@ def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale
     divides = plan.kind == blocks.DIVIDED
     if source.is_cuda:
         if asked := asked_of(f, plan):
-            return _amax_on_card(source, asked, f.element.largest)[:2]
+            return _amax_on_card(source, asked, f.lands_on)[:2]
         shared = torch.full((2,), -1, dtype=torch.int64, device=source.device)
         if scale is not None:
             shared[0] = scale.detach().reshape(()).view(torch.int32).long()
@@ -285,7 +200,7 @@ def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale
         if divides and number >= blocks.INFINITY:
             number = BINARY32.bits(f.scale_of_infinity)  # which is NaN or 1, as its inverse
         elif divides:
-            number = _multiplier_on_cpu(number, f.element.largest)
+            number = _multiplier_on_cpu(number, f.lands_on)
     of_tensor = _amax_on_cpu(source, plan)[0] if f.tensor_scale else -1
     # from numpy: a default device of torch's is not meant for it, and it takes a third of the time of torch.tensor
     return torch.from_numpy(np.array((number, of_tensor, has_specials)))
@@ -304,7 +219,7 @@ def in_parts(axes: BlockAxes, is_cuda: bool) -> BlockAxes:
     return axes._replace(c=min(1 << (8 if is_cuda else 12), axes.columns))
 
 
-def _run(
+def rounded_with_scales(
     x: Tensor,
     spec: BlockSpec,
     axis: int,
@@ -313,7 +228,9 @@ def _run(
     scale: Tensor | None,
     wants_scales: bool,
     out: Tensor | None = None,
+    of: BlockFormat | None = None,
 ) -> tuple[Tensor, Tensor | None]:
+    """`rounded_blocks`, and the scales if they are wanted. of: as in `block_plan`."""
     f = spec.fmt
     if f.is_delayed != (scale is not None):
         raise ValueError(
@@ -324,29 +241,164 @@ def _run(
         )
     if type(axis) is not int or (across is not None and type(across) is not int):
         block_axes(x.shape, f.tile, axis, across)  # which raises for what is not an axis, and may have no hash
-    plan, axes, work = _kept(spec, x.shape, axis, across, x.is_cuda)
-    source = x.detach()
+    chooses = isinstance(f.scale_rule, Choose)
+    plan, axes, work = _kept(spec.candidates[0] if chooses else spec, x.shape, axis, across, x.is_cuda, of)
+    source, scales = x.detach(), None
     if x.dtype is torch.float64:
         source = _narrowed(source, plan.kind == blocks.POWER)
     elif x.dtype is not torch.float32 or not x.is_contiguous():
         source = source.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
     out = torch.empty_like(source) if out is None else out
-    scales = None
     if source.numel():
-        shares = scale is not None or f.tensor_scale or f.block == "tensor" or x.is_cuda
-        shared = shared_numbers(source, f, plan, scale) if shares else _NOTHING_SHARED
-        if wants_scales:
-            scales = torch.empty(axes.blocks, device=x.device)
         if spec.element.rounding == "stochastic" and key is None:
             key = new_key_for(x)
-        if isinstance(work, Launch):
-            _run_on_card(work, plan, key, source, out, shared, scales)
+        if chooses:
+            scales = _round_by_choice(source, spec, axis, across, key, wants_scales, out)
         else:
-            assert work is not None
-            _run_on_cpu(work, key, source, out, shared, scales)
+            shares = scale is not None or f.tensor_scale or f.block == "tensor" or x.is_cuda
+            shared = shared_numbers(source, f, plan, scale) if shares else _NOTHING_SHARED
+            if wants_scales:
+                scales = torch.empty(axes.blocks, device=x.device)
+            if isinstance(work, Launch):
+                _run_on_card(work, plan, key, source, out, shared, scales)
+            else:
+                assert work is not None
+                _run_on_cpu(work, key, source, out, shared, scales)
     if x.dtype is torch.float64:
         return torch.where(out.abs() == _MASK, x.detach(), out.to(x.dtype)), scales
     return out if x.dtype is torch.float32 else out.to(x.dtype), scales
+
+
+class Choice(NamedTuple):
+    """Which candidate each block of a tensor takes. chosen: a number for each block; bytes, on a card int64."""
+
+    axes: BlockAxes
+    chosen: Tensor
+
+
+def choose(source: Tensor, spec: BlockSpec, axis: int, across: int | None, out: Tensor | None = None) -> Choice:
+    """The choice for a contiguous float32 with elements; by rounding to nearest where `spec` is stochastic.
+
+    out: what the tensor is rounded to so, if that is wanted.
+    """
+    if spec.element.rounding == "stochastic":
+        spec = any_spec(spec.fmt, "nearest_even", spec.element.overflow)  # type: ignore[assignment]
+    axes = block_axes(source.shape, spec.fmt.tile, axis, across)
+    dtype = torch.int64 if source.is_cuda else torch.uint8
+    choice = Choice(axes, torch.empty(math.prod(axes.blocks), dtype=dtype, device=source.device))
+    out = torch.empty_like(source) if out is None else out
+    _by_candidates(source, spec, choice, axis, across, None, out, is_given=False)
+    return choice
+
+
+def _round_by_choice(
+    source: Tensor, spec: BlockSpec, axis: int, across: int | None, key: Tensor | None, wants_scales: bool, out: Tensor
+) -> Tensor | None:
+    """A contiguous float32 with elements, rounded by the scale rule that is the best for each block; the scales."""
+    choice, scales = choose(source, spec, axis, across, out), None
+    if spec.element.rounding == "stochastic":
+        _by_candidates(source, spec, choice, axis, across, key, out, is_given=True)
+    for number, candidate in enumerate(spec.candidates if wants_scales else ()):
+        _, of_this = rounded_with_scales(source, candidate, axis, across, key, None, True, None, spec.fmt)
+        assert of_this is not None
+        scales = of_this if scales is None else torch.where((choice.chosen == number).view_as(scales), of_this, scales)
+    return scales
+
+
+def take(choice: Choice, number: int, source: Tensor, out: Tensor) -> None:
+    """Let the blocks of `out` that take candidate `number` be those of `source`; both contiguous float32."""
+    (outer, rows, middle, columns, inner, r, c), by_block = (
+        choice.axes,
+        (choice.chosen == number).view(choice.axes.blocks),
+    )
+    is_taken = by_block.repeat_interleave(r, 1)[:, :rows].repeat_interleave(c, 3)[:, :, :, :columns]
+    shape = outer, rows, middle, columns, inner
+    out.view(shape).copy_(torch.where(is_taken, source.view(shape), out.view(shape)))
+
+
+def _by_candidates(
+    source: Tensor,
+    spec: BlockSpec,
+    choice: Choice,
+    axis: int,
+    across: int | None,
+    key: Tensor | None,
+    out: Tensor,
+    is_given: bool,
+) -> None:
+    """Round to each candidate, and let the blocks of `out` be the nearest; those of the choice, where `is_given`."""
+    f, axes, chosen = spec.fmt, choice.axes, choice.chosen
+    assert isinstance(f.scale_rule, Choose)
+    error = block_choice.ERRORS.index(f.scale_rule.error)
+    ties = block_choice.GIVEN if is_given else int(f.scale_rule.ties == "last")
+    cut = source.shape, axis, across, source.is_cuda, f
+    works = [_kept(candidate, *cut)[2] for candidate in spec.candidates]
+    plan = block_plan(spec.candidates[0], f)
+    shares = f.tensor_scale or source.is_cuda
+    shared = shared_numbers(source, f, plan, None) if shares else _NOTHING_SHARED
+    if not source.is_cuda:
+        _by_candidates_on_cpu(works, axes, error, ties, key, source, out, shared, chosen)  # type: ignore[arg-type]
+        return
+    other, errors = torch.empty_like(source), torch.empty(chosen.numel(), dtype=torch.float64, device=source.device)
+    nearer = block_teams.cuda_choice(error, block_teams.is_small(axes))
+    grid, team = block_teams.grid_of(axes, nearer.threads)
+    for number, (candidate, work) in enumerate(zip(spec.candidates, works, strict=True)):
+        assert isinstance(work, Launch)
+        into = other if number else out
+        _run_on_card(work, block_plan(candidate, f), key, source, into, shared, None)
+        if number:
+            tensors = address_of(source), address_of(out), address_of(other)
+            words = *tensors, *axes, address_of(errors), address_of(chosen), number, ties, team
+            run_on_card(nearer, source, grid, words)
+
+
+_AT_ONCE = 1 << 16  # elements that go through all candidates before the next ones do, and stay in the cache
+
+
+def _by_candidates_on_cpu(
+    works: list[_Units],
+    axes: BlockAxes,
+    error: int,
+    ties: int,
+    key: Tensor | None,
+    source: Tensor,
+    out: Tensor,
+    shared: Tensor,
+    chosen: Tensor,
+) -> None:
+    """The same in parts that lie side by side in memory: of the other candidates no more than one is kept."""
+    blocks = axes.blocks
+    nearer = (block_choice.cpu_along if axes.inner == 1 else block_choice.cpu_across)(error).native
+    line = axes.middle * axes.columns * axes.inner  # elements of a row
+    # a group is a block in all lanes, or a whole row of tiles
+    in_group = blocks[2] * blocks[3] if axes.r > 1 else 1
+    groups = math.prod(blocks[:4]) // in_group
+    size = axes.r * line if axes.r > 1 else axes.c * axes.inner
+    units = works[0].total // groups
+    at_once = max(1, _AT_ONCE // size)
+
+    def begin(group: int) -> int:
+        """Where in memory its elements begin."""
+        if axes.r > 1:
+            return (group // blocks[1] * axes.rows + group % blocks[1] * axes.r) * line
+        return group // blocks[3] * axes.columns * axes.inner + group % blocks[3] * axes.c * axes.inner
+
+    def run(first: int, last: int) -> None:
+        other, errors = torch.empty(at_once * size), torch.empty(at_once * in_group * axes.inner, dtype=torch.float64)
+        rest = NO_KEY_ADDRESS if key is None else key.data_ptr(), shared.data_ptr(), 0
+        for i in range(first, last, at_once):
+            beside = other.data_ptr() - 4 * begin(i)  # as if it were all of a tensor
+            known = errors.data_ptr() - 8 * i * in_group * axes.inner
+            part = i * units, min(i + at_once, last) * units
+            for number, work in enumerate(works):
+                work.loop(address_of(source), beside if number else address_of(out), *work.addresses, *rest, *part)
+                if number:
+                    tensors = address_of(source), address_of(out), beside
+                    nearer(*tensors, work.addresses[0], known, address_of(chosen), number, ties, *part)
+
+    step = -(-groups // len(parts_of(source.numel())))
+    parts = [(i, min(i + step, groups)) for i in range(0, groups, step)]
+    run_parts(run, parts, source, out, chosen, shared)
 
 
 _MASK = torch.finfo(torch.float32).max
@@ -419,10 +471,15 @@ def launch_of(plan: blocks.BlockPlan, axes: BlockAxes, f: BlockFormat, threads: 
 
 @lru_cache(1 << 12, typed=True)  # True is not an axis
 def _kept(
-    spec: BlockSpec, shape: torch.Size, axis: int, across: int | None, is_cuda: bool
+    spec: BlockSpec,
+    shape: torch.Size,
+    axis: int,
+    across: int | None,
+    is_cuda: bool,
+    of: BlockFormat | None = None,
 ) -> tuple[blocks.BlockPlan, BlockAxes, _Units | Launch | None]:
     """How tensors of one shape are rounded: the format's integers, the cut, and the work."""
-    plan, axes = block_plan(spec), block_axes(shape, spec.fmt.tile, axis, across)
+    plan, axes = block_plan(spec, of), block_axes(shape, spec.fmt.tile, axis, across)
     if not math.prod(shape):
         return plan, axes, None
     if spec.fmt.block == "tensor":

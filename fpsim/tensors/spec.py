@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,11 @@ class BlockSpec:
     def __post_init__(self) -> None:
         words = self.element.text.removeprefix(str(self.element.fmt))
         object.__setattr__(self, "text", f"{self.fmt}{words}")
+
+    @cached_property
+    def candidates(self) -> tuple[BlockSpec, ...]:
+        """The specifications among whose results each block takes the nearest: but under Choose() this one alone."""
+        return tuple(replace(self, fmt=f) for f in self.fmt.candidates)
 
     @property
     def rounding(self) -> str:

@@ -39,9 +39,10 @@ from fpsim.kernels.statistics import (
 )
 from fpsim.kernels.tally import cuda_lost, cuda_tally, lost_loop, tally_loop
 from fpsim.tensors.block_tally import blocks_between, saturated_from
+from fpsim.tensors.cuts import Cut, axis_pair, require_no_axis
 from fpsim.tensors.launch import parts_of, rounded, run_on_card, run_parts, to_float64
 from fpsim.tensors.moments import amax_of
-from fpsim.tensors.shared_scales import Cut, axis_pair, require_no_axis, rounded_blocks
+from fpsim.tensors.shared_scales import rounded_blocks
 from fpsim.tensors.spec import (
     BlockSpec,
     Spec,

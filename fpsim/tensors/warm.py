@@ -10,9 +10,10 @@ from fpsim.checks import require_iterable, shown
 from fpsim.formats.blocks import Format
 from fpsim.kernels.block_dense import SIZES
 from fpsim.kernels.variants import require_variant
+from fpsim.tensors.cuts import Cut
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.moments import amax_of, binades, moments_of
-from fpsim.tensors.shared_scales import Cut, rounded_blocks
+from fpsim.tensors.shared_scales import rounded_blocks
 from fpsim.tensors.spec import BlockSpec, any_spec
 from fpsim.tensors.tally import Accumulator, lost_between
 

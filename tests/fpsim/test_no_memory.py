@@ -24,11 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fpsim
 from fpsim.tensors.accumulators import as_accumulator
 from fpsim.tensors.block_tally import blocks_between
+from fpsim.tensors.cuts import Cut
 from fpsim.tensors.gemm import accumulate
 from fpsim.tensors.hadamard import transformed
 from fpsim.tensors.launch import round_fitting_, rounded, to_float64
 from fpsim.tensors.moments import amax_of, binades, moments_of
-from fpsim.tensors.shared_scales import Cut, rounded_blocks
+from fpsim.tensors.shared_scales import rounded_blocks
 from fpsim.tensors.spec import BlockSpec, any_spec, rounding_spec
 from fpsim.tensors.tally import Accumulator, lost_between
 

@@ -16,7 +16,7 @@ from fpsim.insight.masks import fills, leak, masked_in, number_in
 from fpsim.insight.ranges import Ends, Glance, are_passed_on, expected_error, first_index, glance
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.explaining import explain_forward, explain_gradient, source_name, zero_divisors
-from fpsim.tensors.shared_scales import Cut
+from fpsim.tensors.cuts import Cut
 from fpsim.tensors.spec import OwnFormat, Spec
 from fpsim.tensors.tally import Accumulator
 from fpsim.torch_internals import version_of

@@ -17,6 +17,7 @@ from emulated_card import EmulatedCard, backwards, load
 from kernel_cases import (
     ACCUMULATORS,
     BLOCKS,
+    CHOOSING,
     DENSE,
     INFINITIES,
     KEY,
@@ -29,6 +30,7 @@ from kernel_cases import (
     Array,
     beside_numbers,
     block_spec,
+    chosen_by,
     counted_by,
     decisions_at,
     densely_rounded_by,
@@ -62,18 +64,12 @@ from fpsim.kernels.statistics import (
 )
 from fpsim.tensors import tally
 from fpsim.tensors.block_tally import blocks_between
+from fpsim.tensors.cuts import Cut
 from fpsim.tensors.gemm import accumulate
 from fpsim.tensors.hadamard import Hadamard, transformed
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.moments import binades, moments_of, on_device
-from fpsim.tensors.shared_scales import (
-    Cut,
-    amax_pattern,
-    block_plan,
-    block_scales,
-    rounded_blocks,
-    shared_numbers,
-)
+from fpsim.tensors.shared_scales import amax_pattern, block_plan, block_scales, rounded_blocks, shared_numbers
 from fpsim.tensors.spec import rounding_spec
 
 CARD = EmulatedCard()
@@ -266,6 +262,16 @@ def test_the_multiplier_of_a_tensor_is_float32s_quotient(name: str) -> None:
     for word in (0, 1, 2, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x3F800001, 0x43E00000, 0x7F800000, 0x7FC00000):
         x = torch.tensor([word], dtype=torch.int32).view(torch.float32)
         assert shared_by(CARD, x, spec)[:2].tolist() == shared_numbers(x, spec.fmt, block_plan(spec), None)[:2].tolist()
+
+
+@pytest.mark.parametrize(("name", "axis"), CHOOSING)
+def test_blocks_take_the_nearest_candidate_as_on_the_cpu(name: str, axis: int) -> None:
+    x = torch.randn(3, 34, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-30, 1.0, 1e20]).view(
+        3, 1, 1
+    )
+    x[1, 3:] = 0.0
+    spec = block_spec(name)
+    assert torch.equal(chosen_by(CARD, x, spec, axis), rounded_blocks(x, spec, axis))
 
 
 @pytest.mark.parametrize(("name", "axis"), TALLIED)

@@ -20,6 +20,7 @@ from numba.cuda import compile_ptx
 from fpsim import Accumulator
 from fpsim.compiling.compile import for_device
 from fpsim.kernels import accumulate, block_dense, block_teams, blocks, hadamard, moments, tally
+from fpsim.kernels.block_choice import ERRORS
 from fpsim.kernels.core import BOOK, NUMBERS, SEARCHED_BOOK
 from fpsim.kernels.round import cuda_kernel, cuda_loop
 from fpsim.tensors.gemm import summation_of
@@ -109,6 +110,14 @@ def test_the_kernels_that_tally_blocks_compile(kind: int) -> None:
     scale_shape = next((plan.scale_shape for plan in plans if plan.kind == kind), 1)
     text = ptx_of(block_teams.cuda_tally(scale_shape, kind), OLDEST if kind == blocks.QUOTIENT else CAPABILITY)
     assert len(re.findall(r"\b(?:atom|red)\.global\.(?:add|min|max)\.\S*64", text)) >= 6
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("error", range(len(ERRORS)), ids=ERRORS)
+def test_the_kernels_that_choose_among_candidates_compile(error: int, small: bool) -> None:
+    text = ptx_of(block_teams.cuda_choice(error, small), CAPABILITY if small else OLDEST)
+    assert "st.global.f64" in text
+    assert ("mul.rn.f64" in text or "fma.rn.f64" in text) is (ERRORS[error] == "mse")
 
 
 @pytest.mark.parametrize(("rule", "shape", "width"), [(0, BOOK, 32), (0, SEARCHED_BOOK, 64), (6, BOOK, 64)])

@@ -14,6 +14,7 @@ from format_cases import same as alike
 from kernel_cases import (
     ACCUMULATORS,
     BLOCKS,
+    CHOOSING,
     DENSE,
     INFINITIES,
     KEY,
@@ -27,6 +28,7 @@ from kernel_cases import (
     Memory,
     beside_numbers,
     block_spec,
+    chosen_by,
     counted_by,
     decisions_at,
     densely_rounded_by,
@@ -56,19 +58,13 @@ from fpsim.kernels.statistics import TALLY_AMAX, TALLY_NOISE, TALLY_SIGNAL
 from fpsim.kernels.threefry import NOISE_BLOCK
 from fpsim.tensors import tally
 from fpsim.tensors.block_tally import blocks_between
+from fpsim.tensors.cuts import Cut
 from fpsim.tensors.gemm import accumulate
 from fpsim.tensors.hadamard import Hadamard, transformed
 from fpsim.tensors.launch import kernel_for, masks_of, rounded
 from fpsim.tensors.moments import binades, moments_of, on_device
 from fpsim.tensors.reference import noise_of, rounded_in_float64
-from fpsim.tensors.shared_scales import (
-    Cut,
-    amax_pattern,
-    block_plan,
-    block_scales,
-    rounded_blocks,
-    shared_numbers,
-)
+from fpsim.tensors.shared_scales import amax_pattern, block_plan, block_scales, rounded_blocks, shared_numbers
 from fpsim.tensors.spec import rounding_spec
 
 GUARDS = 5
@@ -335,6 +331,16 @@ def test_what_blocks_share_is_found_as_on_the_cpu(name: str) -> None:
         *shared, amax = shared_by(Simulator(16), x, spec)
         assert shared == shared_numbers(x, spec.fmt, plan, None)[:2].tolist()
         assert amax == amax_pattern(x, plan)
+
+
+@pytest.mark.parametrize(("name", "axis"), CHOOSING)
+def test_blocks_take_the_nearest_candidate_as_on_the_cpu(name: str, axis: int) -> None:
+    x = torch.randn(3, 34, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-30, 1.0, 1e20]).view(
+        3, 1, 1
+    )
+    x[1, 3:] = 0.0
+    spec = block_spec(name)
+    assert torch.equal(chosen_by(Simulator(16), x, spec, axis), rounded_blocks(x, spec, axis))
 
 
 @pytest.mark.parametrize(("name", "axis"), TALLIED)

@@ -180,7 +180,7 @@ def test_unknown_names_are_refused_with_what_is_known(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("FloatFormat(5), (3)", r"Unknown format 'FloatFormat\(5\), \(3\)'\. Block formats: .* Known: fp32"),
+        ("FloatFormat(5), (3)", r"Unknown format 'FloatFormat\(5\), \(3\)'\. Blocks: .* Known: fp32"),
         (
             "FloatFormat(" + "-" * 1000 + "1, 3)",
             r"Unknown format 'FloatFormat\(---.*\.\.\.---.*1, 3\)': .* is not a field",

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 import fpsim
 from fpsim import BlockFormat, Operand, Policy, Products, quantize, round_to
 from fpsim.tensors.block_tally import blocks_between, joined
+from fpsim.tensors.cuts import Cut
 from fpsim.tensors.launch import PARALLEL_FROM
-from fpsim.tensors.shared_scales import Cut, rounded_blocks
+from fpsim.tensors.shared_scales import rounded_blocks
 from fpsim.tensors.spec import any_spec
 
 FORMATS = (

@@ -16,6 +16,7 @@ from gfloat.formats import all_block_formats
 from torch import Tensor, nn
 
 from fpsim import BLOCKS, BlockFormat, as_format, quantize, round_to, scales_of
+from fpsim.formats.blocks import POWER_RULES
 from fpsim.tensors import shared_scales
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.noise import new_key
@@ -36,12 +37,26 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
+RULES = (*POWER_RULES, "uos(0.375)", "uos(1)")
+
+
 def cases() -> Tensor:
     """(rows, 70): usual numbers, far scales, subnormals, and amaxes at and just below powers of two."""
     torch.manual_seed(1)
     rows = [torch.randn(4, 70), torch.randn(4, 70) * torch.exp2(torch.randint(-40, 40, (4, 70)).float())]
     rows += [torch.randn(2, 70) * 2.0**e for e in (-149, -140, -126, -100, -80, 100, 118, 126)]
-    for amax in (4.0, 3.9999998, 1.75 * 4, 1.7500001 * 4, 2**0.5, 1.4142135, 1.4142137, 1.96875, 2.0**-126):
+    for amax in (
+        4.0,
+        3.9999998,
+        4.0000005,
+        1.75 * 4,
+        1.7500001 * 4,
+        2**0.5,
+        1.4142135,
+        1.4142137,
+        1.96875,
+        2.0**-126,
+    ) + (1.8125, 1.8124999, 1.875, 1.8750001, 1.9921875):
         line = torch.rand(1, 70) * amax
         line[0, ::32] = amax
         rows.append(line * torch.where(torch.rand(1, 70) < 0.5, -1, 1))
@@ -50,7 +65,7 @@ def cases() -> Tensor:
 
 
 @pytest.mark.parametrize("axis", [1, 0])
-@pytest.mark.parametrize("rule", ["floor", "ceil", "even", "nearest"])
+@pytest.mark.parametrize("rule", RULES)
 @tiers.parametrize("name", OCP, keep={"mxfp8_e4m3", "mxfp4", "mxint8"})
 def test_each_block_has_its_scale_and_its_elements_to_the_bit(name: str, rule: str, axis: int) -> None:
     f, x = block(name, scale_rule=rule), cases()
@@ -62,7 +77,7 @@ def test_each_block_has_its_scale_and_its_elements_to_the_bit(name: str, rule: s
             assert line[start : start + 32] == [float(v) for v in round_block(row[start : start + 32], f)]
 
 
-@tiers.parametrize("rule", ["floor", "ceil", "even", "nearest"], keep={"floor", "ceil"})
+@tiers.parametrize("rule", RULES, keep={"floor", "ceil"})
 @tiers.parametrize("name", OCP, keep={"mxfp8_e4m3"})
 def test_operands_of_a_float64_model_are_rounded_once(name: str, rule: str) -> None:
     """Numbers so near to a tie, or to where the scale changes, that float32 has them there."""
@@ -319,7 +334,7 @@ def test_dtypes_that_do_not_hold_what_blocks_give_are_refused() -> None:
         round_to(np.ones(3, np.float16), "mxfp4")
 
 
-@pytest.mark.parametrize("rule", ["floor", "ceil", "even", "nearest"])
+@pytest.mark.parametrize("rule", RULES)
 @tiers.parametrize("name", OCP, keep={"mxfp8_e4m3", "mxfp4", "mxint8"})
 def test_a_bfloat16_tensor_holds_what_blocks_of_powers_of_two_give(name: str, rule: str) -> None:
     f, patterns = block(name, scale_rule=rule), torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)

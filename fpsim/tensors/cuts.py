@@ -1,0 +1,100 @@
+"""How a tensor is cut into blocks that share a scale."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fpsim.checks import shown
+from fpsim.formats.blocks import as_format
+
+__all__ = ["BlockAxes", "Cut", "axis_pair", "block_axes", "require_no_axis"]
+
+
+class BlockAxes(NamedTuple):
+    """How a contiguous tensor is cut: (outer, R, middle, C, inner) in blocks of r by c along R and C."""
+
+    outer: int
+    rows: int
+    middle: int
+    columns: int
+    inner: int
+    r: int
+    c: int
+
+    @property
+    def blocks(self) -> tuple[int, int, int, int, int]:
+        """How many blocks there are along each."""
+        return self.outer, -(-self.rows // self.r), self.middle, -(-self.columns // self.c), self.inner
+
+
+def axis_pair(axis: int | tuple[int, int] | None) -> tuple[int, int | None]:
+    """Along which axis blocks run, and along which the rows of a tile. Raises ValueError for what is neither."""
+    if isinstance(axis, tuple):
+        if len(axis) != 2:
+            raise ValueError(f"axis={shown(axis)} is not a pair. Expected: one axis, or (across, axis) for tiles.")
+        return axis[1], axis[0]
+    return (-1 if axis is None else axis), None
+
+
+def require_no_axis(axis: object, fmt: object) -> None:
+    """Raise ValueError for an axis that was given with a format of single numbers."""
+    if axis is not None:
+        as_format(fmt)  # which raises for what is not a format at all
+        raise ValueError(f"axis={shown(axis)} was given with {shown(fmt)}, whose numbers share no scale. Omit axis.")
+
+
+class Cut(NamedTuple):
+    """How a tensor is cut into blocks, and the scale that it comes with: arguments of `rounded_blocks`."""
+
+    axis: int = -1
+    across: int | None = None
+    scale: Tensor | None = None
+
+
+def block_axes(shape: torch.Size, tile: tuple[int, int], axis: int, across: int | None) -> BlockAxes:
+    """How a tensor of this shape is cut, blocks running along `axis` and a tile's rows along `across`.
+
+    Raises ValueError for axes that the shape does not have.
+    """
+    rank = max(len(shape), 1)
+    axis = _axis(axis, shape, "axis")
+    r, c = tile
+    if c == 0 and r == 0:
+        return BlockAxes(1, 1, 1, math.prod(shape), 1, 1, max(math.prod(shape), 1))
+    c = c or max(shape[axis] if shape else 1, 1)
+    sizes = list(shape) or [1]
+    if r == 1:
+        return BlockAxes(math.prod(sizes[:axis]), 1, 1, sizes[axis], math.prod(sizes[axis + 1 :]), 1, c)
+    if rank < 2:
+        raise ValueError(
+            f"Tiles of {r} x {c} were given for a tensor of shape {tuple(shape)}. Expected: two axes or more, or a "
+            f"format whose blocks run along one."
+        )
+    across = (axis - 1 if axis else 1) if across is None else _axis(across, shape, "across")
+    if across == axis:
+        raise ValueError(
+            f"axis and across are both {axis}. The rows of a tile run along another axis than its columns."
+        )
+    first, second = sorted((axis, across))
+    sides = (r, c) if across < axis else (c, r)
+    return BlockAxes(
+        math.prod(sizes[:first]),
+        sizes[first],
+        math.prod(sizes[first + 1 : second]),
+        sizes[second],
+        math.prod(sizes[second + 1 :]),
+        *sides,
+    )
+
+
+def _axis(axis: int, shape: torch.Size, name: str) -> int:
+    rank = max(len(shape), 1)
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -rank <= axis < rank:
+        raise ValueError(
+            f"{name}={shown(axis)} is not an axis of a tensor of shape {tuple(shape)}. Expected: {-rank} to {rank - 1}."
+        )
+    return axis % rank
