@@ -206,6 +206,15 @@ def blocks(report: Report, repeats: int) -> None:
                 _, _, ratio = paired(partial(out.copy_, x), ours, repeats)
                 title = f"{name} {mode}, blocks along axis {axis} of 4096 x 4096"
                 report.add("blocks", title, ratio, "x copy", goal if mode == "nearest_even" else None)
+    for name, choice in (("mxfp4", "e2m1fn per 32 mse(floor,ceil)"), ("nvfp4", "nvfp4_4over6")):
+        for mode in ("nearest_even", "stochastic"):
+            for axis in (1, 0):
+                one, best = (partial(fpsim.round_to, x, n, mode, out=out, axis=axis) for n in (name, choice))
+                _, _, ratio = paired(one, best, repeats)
+                title = f"{choice} {mode}, blocks along axis {axis} of 4096 x 4096"
+                report.add(
+                    "blocks", title, ratio, "x the format without a choice", 0.4 if mode == "nearest_even" else None
+                )
     from gfloat.block import compute_scale_amax, quantize_block
     from gfloat.formats import format_info_mxfp8_e4m3 as info
 
@@ -376,7 +385,7 @@ def _of_blocks(spec: Any, shape: torch.Size, axis: int) -> float:
     from sass import disassembled, instructions_per_element
 
     from fpsim.tensors.cuts import block_axes
-from fpsim.tensors.shared_scales import block_plan, launch_of
+    from fpsim.tensors.shared_scales import block_plan, launch_of
 
     axes = block_axes(shape, spec.fmt.tile, axis, None)
     work = launch_of(block_plan(spec), axes, spec.fmt)

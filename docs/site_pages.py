@@ -18,8 +18,8 @@ import rooms
 import ada_loss
 import fpsim
 from ada_loss.rules.layer import LAYER_RULES
-from fpsim.formats.blocks import SCALE_RULES
 from ada_loss.rules.loss.catalogue import SYSTEMS
+from fpsim.formats.blocks import SCALE_RULES
 
 ROOT = Path(__file__).parents[1]
 MARK = re.compile(r"<!-- (generated|README): ([^>]+) -->")
@@ -186,8 +186,8 @@ def requirements() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
-        float_formats, block_formats, scale_rules, code_books, recipes, updates, loss_rules, layer_rules, reference_fpsim,
-        reference_ada_loss, command_line, requirements,
+        float_formats, block_formats, scale_rules, code_books, recipes, updates, loss_rules, layer_rules,
+        reference_fpsim, reference_ada_loss, command_line, requirements,
     )
 }  # fmt: skip
 
