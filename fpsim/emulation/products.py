@@ -19,7 +19,7 @@ from fpsim.emulation.scope import Listeners, Observer, Scope
 from fpsim.formats.blocks import BlockFormat, Delayed
 from fpsim.policies.products import PRODUCTS, Operand, ProductSpecs
 from fpsim.tensors.accumulators import Accumulator
-from fpsim.tensors.block_autograd import round_blocks_traced
+from fpsim.tensors.block_autograd import passes, round_blocks_traced
 from fpsim.tensors.cuts import Cut
 from fpsim.tensors.expressions import round_traced
 from fpsim.tensors.gemm import accumulate, apply_accumulate_operator
@@ -149,6 +149,7 @@ class ProductCall:
         if is_error[0] != is_error[1]:
             kind = "dgrad" if _is_among(self.weights, w if is_error[0] else x) else "wgrad"
         product = _InBackward(form, f"{self.site}{part}", scope.products.specs, scope.listeners, x)
+        product.require_plain_gradients()
         product.kind, product.is_step, product.error_is_second = kind, True, is_error[1] and not is_error[0]
         product.log2_scale = scope.errors.scale_of_products()
         with torch.no_grad():
@@ -166,6 +167,7 @@ class ProductCall:
         scope = self.scope
         assert scope.products is not None
         product = _Product(form, self.site, scope.products.specs, scope.listeners, dy)
+        product.require_plain_gradients()
         product.is_step = scope.is_in_step
         if scope.errors is not None and (log2_scale := scope.errors.scale_of_products()) is not None:
             product.scales = dict.fromkeys(("dgrad", "wgrad"), lambda _dy, _may_round: log2_scale)
@@ -212,9 +214,23 @@ class _Product:
 
     scales: what tells the scale at which dy is rounded, by product; nothing for a scale of 1.
     is_step: whether gradients are kept, and so the amaxes of operands for the scales of later steps.
+    passing: where the x and the w of the forward product let their gradients pass; None for everywhere.
+    clips: whether that is asked.
     """
 
-    __slots__ = ("device", "dtype", "form", "is_step", "listeners", "scales", "site", "specs", "working")
+    __slots__ = (
+        "clips",
+        "device",
+        "dtype",
+        "form",
+        "is_step",
+        "listeners",
+        "passing",
+        "scales",
+        "site",
+        "specs",
+        "working",
+    )
 
     def __init__(self, form: Form, site: str, specs: ProductSpecs, listeners: Any, x: Tensor) -> None:
         self.site, self.specs, self.listeners = site, specs, listeners
@@ -226,6 +242,8 @@ class _Product:
         casts = self.working is torch.float32 and torch.is_autocast_enabled(self.device)
         self.dtype = torch.get_autocast_dtype(self.device) if casts else x.dtype  # of y
         self.scales: dict[str, ScaleOf] = {}
+        self.passing: list[Tensor | None] = [None, None]
+        self.clips = False
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         return self.forward_with(x, w, bias)[0]
@@ -237,7 +255,9 @@ class _Product:
             x, w = x.detach(), w.detach()
             if x.dtype is not self.working or w.dtype is not self.working:
                 x, w = x.to(self.working), w.to(self.working)
-            xq, wq = self._operands("fprop", self.form.arrange(x), w, kept=kept)
+            x = self.form.arrange(x)
+            self._require_whole_groups(x)
+            xq, wq = self._operands("fprop", x, w, kept=kept)
             y = self.form.forward(xq, wq, None if bias is None else bias.to(self.working)).to(self.dtype)
             return y, xq, wq
 
@@ -250,6 +270,7 @@ class _Product:
             operand.rounding == "stochastic"
             or operand.is_delayed
             or operand.is_own
+            or operand.ste == "clip"
             or (first is not None and first.hadamard is not None)
         ):
             return None
@@ -282,7 +303,7 @@ class _Product:
                 if self.takes_used[1] and not has_used:
                     wide = self._as_in_fprop(wide, 1, form.fprop[1])
                 dyq, wq = self._operands("dgrad", arranged, wide, log2_scales[0])
-                data = form.data_gradient(dyq, wq).to(w.dtype)
+                data = self._of_original(form.data_gradient(dyq, wq), 0).to(w.dtype)
                 shared = dyq if self._share_dy() else None
             if x is not None:
                 x = x.detach()
@@ -291,8 +312,59 @@ class _Product:
                 else:
                     other = form.arrange(x.to(self.working))
                 dyq, xq = self._operands("wgrad", arranged, other, log2_scales[1], shared)
-                weight = form.weight_gradient(dyq, xq).to(x.dtype)
+                weight = self._of_original(form.weight_gradient(dyq, xq), 1).to(x.dtype)
             return data, weight, form.bias_gradient(dy) if needs_bias else None
+
+    @property
+    def changes_gradients(self) -> bool:
+        """Whether a gradient is clipped, or that of a transformed operand."""
+        is_transformed = any(self.takes_used) and any(
+            o is not None and o.hadamard is not None for o in self.specs.fprop
+        )
+        return is_transformed or any(o is not None and o.ste == "clip" for o in self.specs.fprop)
+
+    def require_plain_gradients(self) -> None:
+        """Raise NotImplementedError where the model's own code computes gradients that would be changed."""
+        if self.changes_gradients:
+            raise NotImplementedError(
+                f"A product at {self.site}, in the backward pass of the model's own code, gives a gradient that "
+                f"ste='clip' or a transform of fprop would change, and of which operand is not known there. Expected: "
+                f"torch's own layers and products; or leave these modules out: Policy(overrides={{name: None}})."
+            )
+
+    def _require_whole_groups(self, x: Tensor) -> None:
+        """Raise ValueError where gradients of what is transformed could not be transformed back."""
+        operand = self.specs.fprop[0]
+        if operand is None or operand.hadamard is None or not self.changes_gradients:
+            return
+        where = f"fprop of the product at {self.site}, whose gradients are transformed back"
+        require_groups(operand.hadamard, x.shape[self.form.fprop[0].axis] // self.form.groups, where)
+
+    def _of_original(self, gradient: Tensor, i: int) -> Tensor:
+        """The gradient of x (0) or w (1) as it comes, from that of what the forward product made of it.
+
+        It is zero where that saturated, if the operand clips, and transformed back.
+        """
+        operand, passes = self.specs.fprop[i], self.passing[i]
+        transform = None if operand is None else operand.hadamard
+        is_transformed = transform is not None and self.takes_used[1 - i]
+        if passes is None and not is_transformed:
+            return gradient
+        shape = gradient.shape
+        arranged = self.form.arrange(gradient) if i == 0 else gradient
+        if passes is not None:
+            if transform is not None and not is_transformed:
+                arranged = self._turned(arranged, transform, i, False)
+            arranged = torch.where(passes.view_as(arranged), arranged, 0.0)
+        if transform is not None:
+            arranged = self._turned(arranged, transform, i, True)
+        return arranged.reshape(shape)
+
+    def _turned(self, x: Tensor, transform: Hadamard, i: int, is_inverse: bool) -> Tensor:
+        """The transform of an operand of the forward product, which draws no signs, or its inverse."""
+        axis = self.form.fprop[i].axis % x.dim()
+        apply = apply_hadamard_operator if is_traced(x) else transformed
+        return apply(x, transform, axis, None, is_inverse)
 
     def _own_dtype(self) -> AbstractContextManager[Any]:
         """A block in which torch's autocast changes nothing."""
@@ -358,19 +430,9 @@ class _Product:
     def _as_in_fprop(self, x: Tensor, i: int, side: Side) -> Tensor:
         """What the forward product made of its operand x (0) or w (1), made again: no amax is kept, nobody is told."""
         operand = self.specs.fprop[i]
-        spec = None if operand is None else operand.spec()
-        if spec is None or operand is None:
-            return x
-        if isinstance(spec.fmt, OwnFormat):
-            return rounded_by_function(x, spec.fmt, side.axis, self.site)
-        if not isinstance(spec, BlockSpec):
-            return round_traced(x, spec) if is_traced(x) else rounded(x, spec)
-        if is_traced(x):
-            return round_blocks_traced(x, spec, side.axis, side.across)
-        is_step, self.is_step = self.is_step, False
-        scale = self._scale_of_history(x, spec, f"fprop.{PRODUCTS['fprop'][i]}") if operand.is_delayed else None
-        self.is_step = is_step
-        return rounded_blocks(x, spec, side.axis, side.across, scale=scale)
+        if operand is not None and operand.hadamard is not None:
+            x = self._turned(x, operand.hadamard, i, False)
+        return self._quantised(x, operand, side, f"fprop.{PRODUCTS['fprop'][i]}", is_again=True)
 
     def _quantised(
         self,
@@ -380,23 +442,30 @@ class _Product:
         role: str,
         log2_scale: Tensor | None = None,
         known: Tensor | None = None,
+        is_again: bool = False,
     ) -> Tensor:
         if operand is None or (spec := operand.spec()) is None:
             return x
+        place = PRODUCTS["fprop"].index(role[-1]) if self.clips and operand.ste == "clip" and not is_again else None
+        observer = None if is_again or is_traced(x) else self.listeners.watching(self.site, role)
         if isinstance(spec.fmt, OwnFormat):
-            result = rounded_by_function(x, spec.fmt, side.axis, self.site) if known is None else known
-            if not is_traced(x) and (observer := self.listeners.watching(self.site, role)) is not None:
+            result, passing = rounded_by_function(x, spec.fmt, side.axis, self.site, operand.ste == "clip")
+            if place is not None:
+                self.passing[place] = passing
+            if observer is not None:
                 _show(observer, self.site, role, x, result, spec, None)
             return result
+        if place is not None:
+            self.passing[place] = passes(x, spec, side.axis, side.across)
         if is_traced(x):
             if known is not None:
                 return known
             if isinstance(spec, BlockSpec):
                 return round_blocks_traced(x, spec, side.axis, side.across)
             return round_traced(x, spec)
-        observer = self.listeners.watching(self.site, role)
         if isinstance(spec, BlockSpec):
-            cut = Cut(side.axis, side.across, self._scale_of_history(x, spec, role) if operand.is_delayed else None)
+            scale = self._scale_of_history(x, spec, role, is_again) if operand.is_delayed else None
+            cut = Cut(side.axis, side.across, scale)
             result = rounded_blocks(x, spec, side.axis, side.across, scale=cut.scale) if known is None else known
             if observer is not None:
                 observer(self.site, role, x, result, spec, cut)
@@ -406,11 +475,11 @@ class _Product:
             _show(observer, self.site, role, x, result, spec, log2_scale)
         return result
 
-    def _scale_of_history(self, x: Tensor, spec: BlockSpec, role: str) -> Tensor:
-        """The scale that earlier steps give an operand; its amax is kept for later ones."""
+    def _scale_of_history(self, x: Tensor, spec: BlockSpec, role: str, is_again: bool) -> Tensor:
+        """The scale that earlier steps give an operand; its amax is kept for later ones, but for what is made again."""
         assert isinstance(spec.fmt.scale_rule, Delayed)
         history = self.listeners.histories.of(self.site, role, spec.fmt.scale_rule, spec.fmt.largest, x.device)
-        if self.is_step:
+        if self.is_step and not is_again:
             history.record(recorded_amax(x, spec))
         return history.scale()
 
@@ -480,17 +549,20 @@ class _Node(PlainFunction):
         _, needs_x, needs_w, _ = ctx.needs_input_grad
         ctx.product, ctx.bias_dtype = product, bias is not None and bias.dtype
         ctx.set_materialize_grads(False)
+        product.clips = True
         y, *used = product.forward_with(x, w, bias)
         ctx.dtypes = x.dtype, w.dtype
         x, w = (b if takes else a for a, b, takes in zip((x, w), used, product.takes_used, strict=True))
-        ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
+        passing, product.passing = product.passing, [None, None]  # what autograd saves, a checkpoint makes again
+        ctx.save_for_backward(x if needs_w else None, w if needs_x else None, *passing)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if dy is None:
             return None, None, None, None
-        product, (x, w) = ctx.product, ctx.saved_tensors
+        product, (x, w, *passing) = ctx.product, ctx.saved_tensors
+        product.passing = passing
         if is_legacy_batched(dy) or not (is_plain(dy) or is_traced(dy)):
             raise NotImplementedError(
                 f"The gradient that reached the product at {product.site} is a batch of gradients, of "

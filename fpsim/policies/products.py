@@ -29,6 +29,7 @@ PRODUCTS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}  # 
 SOURCES = ("original", "fprop")  # of an operand of the backward pass
 _NO_WORDS = (None, None, None, "A")  # rounding, overflow, random bits and variant of an operand that has no format
 BACKWARDS = ("original", "dequantized", "float32")
+STES = ("pass", "clip")  # straight-through estimators
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ class Operand:
             "fprop", the numbers that the forward product used, which are then rounded to `fmt`, if there is one, along
             the axis of this product (double quantisation).
         name: of a function of your own, where it is shown; unless given, the function's.
+        ste: of an operand of the forward product, what its gradient does at elements that saturated (beyond the largest
+            value by half an ulp): "pass", or "clip", which makes it zero, as torch's fake quantisation does. A function
+            of your own then returns a pair: the numbers, and a bool tensor, True where the gradient passes.
 
     Raises:
         ValueError: as `round_to` does, and for a source that is not known, or that nothing would use.
@@ -71,9 +75,11 @@ class Operand:
     variant: str = "A"
     source: str = "original"
     name: str | None = None
+    ste: str = "pass"
 
     def __post_init__(self) -> None:
         require_word("source", self.source, SOURCES)
+        require_word("ste", self.ste, STES)
         if callable(self.fmt) and not isinstance(self.fmt, type):
             self._take_function(self.fmt)
         elif self.name is not None and not self.is_own:
@@ -92,6 +98,11 @@ class Operand:
         if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
             raise TypeError(
                 f"hadamard is {shown(self.hadamard)}. Expected: a fpsim.Hadamard, such as Hadamard(16), or None."
+            )
+        if self.ste == "clip" and (self.fmt is None or self.is_delayed):
+            raise ValueError(
+                f"ste='clip' was given with fmt={shown(self.fmt)}, which does not say here where it saturates. "
+                f"Expected: ste='pass', or a format whose scale is that of the tensor at hand."
             )
         self.spec()
 
@@ -116,7 +127,8 @@ class Operand:
         words = ["as" if self.fmt is None else str(self.fmt) if self.is_own else str(self.spec())]
         if self.source == "fprop":
             words.append("in fprop" if self.fmt is None else "of what fprop used")
-        return " ".join([*words, *([f"after {self.hadamard}"] if self.hadamard else [])])
+        words += [f"after {self.hadamard}"] if self.hadamard else []
+        return " ".join([*words, *(["clipping its gradient"] if self.ste == "clip" else [])])
 
     @property
     def is_delayed(self) -> bool:
@@ -327,6 +339,9 @@ def _take_backward(products: Products) -> None:
 def _require_sources(products: Products) -> None:
     """Raise ValueError for a source that is not there, or whose numbers are those of another product."""
     specs = {product: getattr(products, product) for product in PRODUCTS}
+    for product, pair in specs.items():
+        if product != "fprop" and any(o is not None and o.ste == "clip" for o in pair):
+            raise ValueError(f"{product} has ste='clip'. Expected: it at x or w of fprop, whose gradient it clips.")
     for product, (first, second) in specs.items():
         name = PRODUCTS[product][1]
         wrong = [n for n, o in zip(PRODUCTS[product], (first, second), strict=True) if o and o.source == "fprop"]
@@ -343,10 +358,10 @@ def _require_sources(products: Products) -> None:
                 f"{product}: {name} has source='fprop', and fprop leaves {name} as it comes: nothing would change. "
                 f"Expected: an operand for {name} in fprop; or source='original'."
             )
-        if of.hadamard is not None:
+        if of.hadamard is not None and of.hadamard.signs == "random":
             raise ValueError(
-                f"{product}: {name} has source='fprop', where {name} is transformed, {of}: this product sums over "
-                f"another axis, and cannot use what it gave. Expected: source='original', or no transform in fprop."
+                f"{product}: {name} has source='fprop', where {name} is transformed with random signs, {of}: its "
+                f"gradient is transformed back, and those signs are not kept. Expected: signs that are fixed, or none."
             )
 
 

@@ -11,12 +11,12 @@ from fpsim.formats.blocks import Format
 from fpsim.tensors.autograd import is_transformed, require_no_forward_mode
 from fpsim.tensors.cuts import block_axes
 from fpsim.tensors.noise import new_traceable_key
-from fpsim.tensors.shared_scales import rounded_blocks
-from fpsim.tensors.spec import BlockSpec, any_spec
+from fpsim.tensors.shared_scales import block_scales, rounded_blocks
+from fpsim.tensors.spec import BlockSpec, Spec, any_spec, saturated_from
 from fpsim.torch_internals import constant_under_compile, keep_none
 from fpsim.torch_modes import PlainFunction, is_plain
 
-__all__ = ["apply_block_operator", "block_words", "round_blocks_differentiably", "round_blocks_traced"]
+__all__ = ["apply_block_operator", "block_words", "passes", "round_blocks_differentiably", "round_blocks_traced"]
 
 BlockWords = tuple[str, str, str, int, str]  # format, rounding, overflow, random bits, variant
 
@@ -104,6 +104,40 @@ def apply_block_operator(
     if key is None and words[1] == "stochastic":
         key = new_traceable_key(x)
     return torch.ops.fpsim.round_blocks(x, *words[:-1], axis, across, key, words[-1])  # type: ignore[no-any-return]
+
+
+def passes(x: Tensor, spec: Spec, axis: int, across: int | None) -> Tensor:
+    """Where an element does not saturate by half an ulp and more beyond the largest value: bool, shaped as `x`."""
+    if not isinstance(spec, BlockSpec):
+        return ~(x.detach().abs() >= saturated_from(spec.fmt))
+    return torch.ops.fpsim.block_passes(x, *_words_of(spec), axis, across)  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("fpsim::block_passes", mutates_args=())
+def _block_passes(
+    x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, variant: str, axis: int, across: int | None
+) -> Tensor:
+    spec, source = _spec(fmt, rounding, overflow, random_bits, variant), x.detach().to(torch.float32)
+    if not x.numel():
+        return torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    scales = block_scales(source, spec, axis, across)
+    if spec.fmt.block != "tensor" and x.dim():
+        (r, c), along = spec.fmt.tile, axis % x.dim()
+        scales = scales.repeat_interleave(c or x.shape[along], along).narrow(along, 0, x.shape[along])
+        if r != 1:
+            other = ((along - 1) if along else 1) if across is None else across % x.dim()
+            scales = scales.repeat_interleave(r, other).narrow(other, 0, x.shape[other])
+    limit = scales.double() * saturated_from(spec.fmt.element) / spec.fmt.gain
+    if spec.fmt.tensor_scale:
+        limit *= source.abs().amax() / spec.fmt.tensor_lands_on
+    return ~((source.abs() >= limit) & (limit > 0))  # with a scale of 0 all is zero, and nothing saturates
+
+
+@_block_passes.register_fake
+def _(
+    x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, variant: str, axis: int, across: int | None
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.bool)
 
 
 def round_blocks_differentiably(x: Tensor, spec: BlockSpec, axis: int, across: int | None) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.formats.blocks import BlockFormat, Choose, Element
+from fpsim.formats.blocks import BlockFormat, Choose
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.fixed_point import FixedPoint
 from fpsim.kernels import block_tally, block_teams
@@ -18,9 +18,9 @@ from fpsim.kernels.statistics import BLOCK_FIELDS, BLOCKS, LARGEST_SCALE, SMALLE
 from fpsim.tensors.cuts import BlockAxes, Cut, block_axes
 from fpsim.tensors.launch import parts_of, run_on_card, run_parts
 from fpsim.tensors.shared_scales import amax_pattern, block_plan, choose, in_parts, shared_numbers, take
-from fpsim.tensors.spec import BlockSpec, address_of
+from fpsim.tensors.spec import BlockSpec, address_of, saturated_from
 
-__all__ = ["blocks_between", "saturated_from"]
+__all__ = ["blocks_between"]
 
 _LARGEST = torch.iinfo(torch.int64).max
 
@@ -113,10 +113,3 @@ def limits_of(spec: BlockSpec) -> tuple[float, float, float]:
     if not isinstance(element, FixedPoint | Codebook):
         normal = element.smallest_normal - math.ldexp(0.5, element.min_ulp_exponent)
     return normal, saturated_from(element), saturated_from(spec.fmt.scale)
-
-
-def saturated_from(fmt: Element) -> float:
-    """The magnitude from which saturation is counted: the largest value and half of the spacing there."""
-    if isinstance(fmt, Codebook):
-        return fmt.saturated_from
-    return fmt.largest + math.ldexp(0.5, math.frexp(fmt.largest)[1] - 1 - fmt.mantissa_bits)

@@ -128,10 +128,12 @@ def _require_key(key: Any) -> None:
         raise TypeError(f"key is {given}. Expected: an int64 tensor of no dimension, or None.")
 
 
-def apply_hadamard_operator(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None) -> Tensor:
+def apply_hadamard_operator(
+    x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, is_inverse: bool = False
+) -> Tensor:
     """The transform by the operator. `axis` counts from 0."""
     require_no_forward_mode("A Hadamard transform")
-    return torch.ops.fpsim.hadamard(x, transform.size, transform.signs or "none", axis, False, key)  # type: ignore[no-any-return]
+    return torch.ops.fpsim.hadamard(x, transform.size, transform.signs or "none", axis, is_inverse, key)  # type: ignore[no-any-return]
 
 
 def require_groups(transform: Hadamard, length: int, where: str) -> None:

@@ -25,37 +25,54 @@ def own_spec(fmt: OwnFormat) -> RoundingSpec:
     return RoundingSpec(fmt, "own", "inf")
 
 
-def rounded_by_function(x: Tensor, fmt: OwnFormat, axis: int, site: str) -> Tensor:
-    """What the function makes of an operand.
+def rounded_by_function(
+    x: Tensor, fmt: OwnFormat, axis: int, site: str, clips: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """What the function makes of an operand; and where its gradient passes, if it clips.
 
     x: a float32, or float64 of a float64 model, of which the function is given a float32.
     axis: the one that the product sums over, 0 or more.
     site: of the product, for errors.
+    clips: whether the function gives a pair.
 
     Raises TypeError for a result of another type, shape, dtype or device, ValueError for NaN that the function made of
     numbers.
     """
     if is_traced(x):
-        return torch.ops.fpsim.own_operand(x, _key_of(fmt), axis, site)  # type: ignore[no-any-return]
+        rounded, passes = torch.ops.fpsim.own_operand(x, _key_of(fmt), axis, site, clips)
+        return rounded, passes if clips else None
     with torch.no_grad(), without_torch_function():
         kept = x.detach().to(torch.float32)
         given = kept.clone(memory_format=torch.contiguous_format)  # it may write to it
         out: Any = fmt.function(given, axis % max(x.dim(), 1))
         where = f"The operand function {fmt.label} at {site}"
+        passes = None
+        if clips:
+            is_pair = isinstance(out, tuple | list) and len(out) == 2
+            out, passes = out if is_pair else (out, None)
+            if not isinstance(passes, Tensor) or (passes.shape, passes.dtype) != (x.shape, torch.bool):
+                got = [type(out).__name__] if not is_pair else [_said(each) for each in (out, passes)]
+                raise TypeError(
+                    f"{where} returned {' and '.join(got)}. Expected: with ste='clip' a pair, the numbers and a bool "
+                    f"tensor of the shape {tuple(x.shape)}, True where the gradient passes."
+                )
         if not isinstance(out, Tensor) or (out.shape, out.dtype, out.device) != (x.shape, torch.float32, x.device):
-            got = type(out).__name__
-            if isinstance(out, Tensor):
-                got = f"a {str(out.dtype).removeprefix('torch.')} of shape {tuple(out.shape)} on {out.device}"
             raise TypeError(
-                f"{where} returned {got}. Expected: a float32 tensor of the shape {tuple(x.shape)} that it was given, "
-                f"on {x.device}."
+                f"{where} returned {_said(out)}. Expected: a float32 tensor of the shape {tuple(x.shape)} that it was "
+                f"given, on {x.device}."
             )
         if bool(out.isnan().any()) and bool(kept.isfinite().all()):
             raise ValueError(
                 f"{where} made NaN of numbers. Expected: NaN where the operand has one, or an infinity beside it. Look "
                 f"at blocks of zeros: 0 / 0."
             )
-        return out.detach().to(x.dtype)
+        return out.detach().to(x.dtype), passes
+
+
+def _said(out: object) -> str:
+    if not isinstance(out, Tensor):
+        return type(out).__name__
+    return f"a {str(out.dtype).removeprefix('torch.')} of shape {tuple(out.shape)} on {out.device}"
 
 
 # The operator that torch.compile sees: the function itself runs as it is written, in the middle of the program.
@@ -73,10 +90,12 @@ def _key_of(fmt: OwnFormat) -> str:
 
 
 @torch.library.custom_op("fpsim::own_operand", mutates_args=())
-def _own_operand(x: Tensor, key: str, axis: int, site: str) -> Tensor:
-    return rounded_by_function(x, _by_key[key], axis, site).contiguous()
+def _own_operand(x: Tensor, key: str, axis: int, site: str, clips: bool) -> tuple[Tensor, Tensor]:
+    rounded, passes = rounded_by_function(x, _by_key[key], axis, site, clips)
+    return rounded.contiguous(), torch.empty(0, dtype=torch.bool, device=x.device) if passes is None else passes.clone()
 
 
 @_own_operand.register_fake
-def _(x: Tensor, key: str, axis: int, site: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _(x: Tensor, key: str, axis: int, site: str, clips: bool) -> tuple[Tensor, Tensor]:
+    rounded = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return rounded, rounded.new_empty(x.shape if clips else (0,), dtype=torch.bool)

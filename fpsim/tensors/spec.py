@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
@@ -374,3 +375,10 @@ def cannot_hold_blocks(dtype: torch.dtype, fmt: object) -> ContainerError:
     """The error for a tensor of a dtype that does not hold them."""
     name = str(dtype).removeprefix("torch.")
     return ContainerError(f"x has dtype {name}. Blocks of {fmt} are rounded in float32: round x.float().")
+
+
+def saturated_from(fmt: Element) -> float:
+    """The magnitude from which saturation is counted: the largest value and half of the spacing there."""
+    if isinstance(fmt, Codebook):
+        return fmt.saturated_from
+    return fmt.largest + math.ldexp(0.5, math.frexp(fmt.largest)[1] - 1 - fmt.mantissa_bits)

@@ -38,7 +38,7 @@ from fpsim.kernels.statistics import (
     TALLY_SUMS,
 )
 from fpsim.kernels.tally import cuda_lost, cuda_tally, lost_loop, tally_loop
-from fpsim.tensors.block_tally import blocks_between, saturated_from
+from fpsim.tensors.block_tally import blocks_between
 from fpsim.tensors.cuts import Cut, axis_pair, require_no_axis
 from fpsim.tensors.launch import parts_of, rounded, run_on_card, run_parts, to_float64
 from fpsim.tensors.moments import amax_of
@@ -52,6 +52,7 @@ from fpsim.tensors.spec import (
     require_floating,
     require_ndarray,
     require_numbers,
+    saturated_from,
     under_transform,
 )
 from fpsim.torch_modes import layers_behind

@@ -5,6 +5,7 @@ Stochastic operands are compared as rounded to nearest: the noise of another lib
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from readme_blocks import examples
 from torch import Tensor, nn
 
-from fpsim import Policy, quantize
+from fpsim import Hadamard, Policy, Products, hadamard, quantize
 
 PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
 TOKENS, INPUTS, OUTPUTS = 128, 256, 128
@@ -86,6 +87,22 @@ def four_over_six(x: Tensor) -> Callable[[Tensor], Tensor]:
     return quantised
 
 
+def quest_mxfp4(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Quartet, quantizers/mxfp4_triton.py, mxfp4_forward_kernel where `quest`; and its clip_mask."""
+    variance = (blocks * blocks).sum(1, keepdim=True) / 32 - (blocks.sum(1, keepdim=True) / 32) ** 2
+    exponents = (2.92247856 / 6.0 * variance.sqrt() + 1e-8).log2().floor().exp2()
+    scaled = blocks / exponents
+    steps = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    return values[torch.bucketize(scaled.abs(), steps)] * scaled.sign() * exponents, scaled.abs() < 6
+
+
+def three_quarters(blocks: Tensor) -> Tensor:
+    """The same without quest, to nearest: numbers are scaled by 2 ** (floor(log2(amax)) - 2) / (3 / 4)."""
+    exponents = torch.exp2(blocks.abs().amax(1, keepdim=True).log2().floor() - 2) / 0.75
+    return e2m1(blocks / exponents) * exponents
+
+
 def act_quant(blocks: Tensor) -> Tensor:
     """DeepSeek-V3, inference/kernel.py, act_quant_kernel: s = max(abs(x)) / 448, and x / s in float8_e4m3fn."""
     s = blocks.abs().amax(1, keepdim=True) / 448.0
@@ -131,7 +148,48 @@ def test_a_policy_computes_what_its_source_does(name: str, seed: int) -> None:
         assert torch.allclose(got, wanted, rtol=0, atol=2e-6 * float(wanted.abs().max()))  # type: ignore[arg-type]
 
 
+def test_quartet_takes_the_steps_of_its_source() -> None:
+    """Three steps of descent; transforms of the backward pass without signs, for those that are drawn are others."""
+    policy = of_the_page()["quartet"]
+    assert policy.products is not None
+    fprop, dgrad, wgrad = policy.products.with_rounding("nearest_even").specs[:3]
+    plain = [tuple(replace(o, hadamard=Hadamard(32)) for o in pair if o is not None) for pair in (dgrad, wgrad)]
+    operands = Products(fprop=fprop, dgrad=plain[0], wgrad=plain[1])  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(4)
+    q = quantize(nn.Linear(INPUTS, OUTPUTS, bias=False), Policy(products=operands))
+    with torch.no_grad():
+        q.weight.copy_(torch.randn(OUTPUTS, INPUTS, generator=generator) * 0.1)
+    w, matrix = q.weight.detach().clone(), hadamard(torch.eye(32), Hadamard(32), axis=1)
+
+    def turned(x: Tensor) -> Tensor:
+        return (x.reshape(-1, 32) @ matrix).view(x.shape)
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        """Of the rows of two matrices, transformed and quantised along them."""
+        a, b = (along(32)(three_quarters)(turned(t.contiguous()), 1) for t in (a, b))
+        return a @ b.T
+
+    for _ in range(3):
+        x, dy = (torch.randn(TOKENS, n, generator=generator) for n in (INPUTS, OUTPUTS))
+        (xq, x_mask), (wq, w_mask) = (quest_mxfp4(turned(t).view(-1, 32)) for t in (x, w))
+        xq, x_mask, wq, w_mask = xq.view(x.shape), x_mask.view(x.shape), wq.view(w.shape), w_mask.view(w.shape)
+        dx, dw = (turned(product(a, b) * mask) for a, b, mask in ((dy, wq.T, x_mask), (dy.T, xq.T, w_mask)))
+        leaf = x.clone().requires_grad_()
+        y = q(leaf)
+        y.backward(dy)
+        assert leaf.grad is not None
+        assert 0.001 < float((~x_mask).float().mean()) < 0.2
+        for got, wanted in ((y.detach(), xq @ wq.T), (leaf.grad, dx), (q.weight.grad, dw)):
+            # a deviation whose last bit differs may have another power of two: one row of a product then
+            differ = (got - wanted).abs() > 4e-6 * float(wanted.abs().max())  # type: ignore[operator]
+            assert differ.float().mean() <= 1 / TOKENS
+        with torch.no_grad():
+            w -= 0.01 * dw
+            q.weight.copy_(w)
+        q.weight.grad = None
+
+
 def test_the_page_names_each_policy_and_none_takes_more_than_six_lines() -> None:
     (block,) = (code for code, _ in examples(PAGE) if "tetrajet = " in code)
-    assert {*of_the_page()} == {*SOURCES, "mxfp4_qat", "bitnet"}
-    assert all(len(part.splitlines()) <= 6 for part in block.split("\n\n"))
+    assert {*of_the_page()} == {*SOURCES, "quartet", "mxfp4_qat", "bitnet"}
+    assert all(len(part.splitlines()) <= 6 for part in re.split("\n\n+", block))
