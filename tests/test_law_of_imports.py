@@ -155,7 +155,7 @@ FLOORS = (
     ),
     (
         "ada_loss.lab.cells",
-        "__init__ cell_updates identity lock stored_text telemetry",
+        "__init__ cell_updates identity lock own_operands stored_text telemetry",
         "cell_formats live missing",
         "ledger names",
         "cells",

@@ -9,6 +9,7 @@ from typing import Any
 
 import fpsim
 from ada_loss.lab.cells.cell_updates import UPDATE, canonical_update, split, update_label
+from ada_loss.lab.cells.own_operands import as_operand, is_path, operand_word
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Stage, as_schedule
 from ada_loss.lab.training.methods import fits_few_bits
 from ada_loss.lab.training.native import canonical_native, is_native, native_label, require_native
@@ -169,6 +170,9 @@ def _accumulator(value: Any) -> Any:
 def _operands(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_operands(v) for v in value]
+    value = operand_word(value)
+    if is_path(value):
+        return value
     return _words(value) if isinstance(value, str | fpsim.Codebook | fpsim.BlockFormat) else value
 
 
@@ -178,7 +182,8 @@ def _policy(fields: Mapping[str, Any]) -> Policy:
     if not isinstance(products, Mapping):
         return Policy(**fields)
     make = Products.by_operand if {"x", "w", "dy"} & set(products) else Products
-    return Policy(**{**fields, "products": make(**products)})
+    operands = {k: v if k in ("accumulator", "backward") else as_operand(v) for k, v in products.items()}
+    return Policy(**{**fields, "products": make(**operands)})
 
 
 def needs_no_scaling(fmt: Any) -> bool:

@@ -26,6 +26,7 @@ from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_local, path_
 from ada_loss.lab.cells.ledger import CannotWrite, Ledger, OtherBits, RowChanged
 from ada_loss.lab.cells.lock import lock_path, require_lockable
 from ada_loss.lab.cells.names import keep_names
+from ada_loss.lab.cells.own_operands import ImportedOperand, operand_functions
 from ada_loss.lab.cells.telemetry import telemetry_digest, telemetry_path
 from ada_loss.lab.directions import keep_directions, stated
 from ada_loss.lab.environment import environment
@@ -166,8 +167,9 @@ def resume(
 
     Args:
         out: the folder of the sweep.
-        trust: whether a task that is not of this library is imported and run because the ledger names it. Without, it
-            is refused unless you have run it into this folder: whoever wrote the file would choose what runs here.
+        trust: whether a task or an operand that is not of this library is imported and run because the ledger names it.
+            Without, it is refused unless you have run it into this folder: whoever wrote the file would choose what
+            runs here.
 
     Raises:
         ValueError: for a ledger whose cells cannot be read, or have the numbers of another version, for a task that is
@@ -185,14 +187,27 @@ def resume(
                 f"The task {name!r} is a function of a notebook or a script. A ledger knows it by name only. "
                 f"Call sweep(...) again with the same arguments."
             )
-        if not is_of_library(name) and not trust and not is_trusted(folder, name):
-            raise ValueError(
-                f"The ledger names the task {name!r}, which is code from outside of this library, and resuming would "
-                f"run it; you have not run it into this folder yourself. If you know it and trust {folder}, give "
-                f"trust=True (--trust), or call sweep(...) again, which names the task itself."
-            )
+        if not is_of_library(name):
+            _require_trust("task", name, folder, trust)
         find_task(path_of(name))
+    for name in _functions_of(cells):
+        _require_trust("operand", name, folder, trust)
     return run_cells(cells, folder, execution, track=track, show_progress=show_progress)
+
+
+def _require_trust(kind: str, name: str, folder: Path, trust: bool) -> None:
+    """Raise ValueError where the ledger alone names code that would run."""
+    if not trust and not is_trusted(folder, name):
+        raise ValueError(
+            f"The ledger names the {kind} {name!r}, which is code from outside of this library, and resuming would "
+            f"run it; you have not run it into this folder yourself. If you know it and trust {folder}, give "
+            f"trust=True (--trust), or call sweep(...) again, which names the {kind} itself."
+        )
+
+
+def _functions_of(cells: Sequence[Cell]) -> list[str]:
+    """The import paths of operands of these cells."""
+    return [*dict.fromkeys(path for cell in cells for path in operand_functions(cell.config["format"]))]
 
 
 def _execution(arguments: Mapping[str, Any]) -> Execution:
@@ -220,6 +235,9 @@ def run_cells(
     Raises SweepStopped where the folder is in use or cannot be written, or where the engine takes no more work.
     """
     refuse_in_a_starting_worker()
+    functions = _functions_of(cells)
+    for path in functions:
+        ImportedOperand(path).function  # noqa: B018  # what cannot be imported is an error before any work
     lock = FileLock(lock_path(out), timeout=1)  # `is_driven` holds it for a moment
     try:
         require_lockable(out)
@@ -236,7 +254,8 @@ def run_cells(
     try:
         with Ledger(out / "ledger.sqlite", bits=None if execution.keep_old else fpsim.BITS) as ledger:
             keep_directions(out, goals)
-            remember(out, (name for cell in cells if not is_of_library(name := cell.config["task"])))
+            own = (name for cell in cells if not is_of_library(name := cell.config["task"]))
+            remember(out, (*own, *functions))
             keep_names(out, {label(cell.config["format"]): cell.name for cell in cells if cell.name})
             todo = prepare(ledger, out, cells, execution.retry_failed)
             notifier = Notifier(trackers, out)

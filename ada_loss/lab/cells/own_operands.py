@@ -1,0 +1,101 @@
+"""Operands of a cell's products that are functions of the user's: "module:function", imported where they are called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from fpsim import Operand
+from fpsim.checks import did_you_mean, shown
+
+__all__ = ["ImportedOperand", "as_operand", "is_path", "operand_functions", "operand_word"]
+
+EXPECTED = "Expected: a function of a module on Python's path, as 'module:function'."
+
+
+@dataclass(frozen=True)
+class ImportedOperand:
+    """A function of a tensor and an axis by its import path. No policy imports it: who reads a ledger runs nothing.
+
+    Called, it raises ValueError for a path that leads to no function.
+    """
+
+    path: str
+
+    def __call__(self, x: Tensor, axis: int) -> Any:
+        return self.function(x, axis)
+
+    @property
+    def function(self) -> Callable[[Tensor, int], Any]:
+        """The function itself, imported."""
+        module, _, name = self.path.partition(":")
+        try:
+            found = getattr(import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            there = vars(sys.modules[module]) if module in sys.modules else {}
+            hint = did_you_mean(name, [word for word, value in there.items() if callable(value)])
+            raise ValueError(f"The operand {shown(self.path)} cannot be imported: {error}.{hint} {EXPECTED}") from None
+        if not callable(found):
+            raise ValueError(f"The operand {shown(self.path)} is a {type(found).__name__}. {EXPECTED}")
+        return found  # type: ignore[no-any-return]
+
+
+def is_path(value: object) -> bool:
+    """Whether a value is written as the import path of a function.
+
+    >>> is_path("mine:rounded"), is_path("recipe:"), is_path("e5m2 per tensor")
+    (True, False, False)
+    """
+    module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
+    return bool(colon) and all(word.isidentifier() for word in (*module.split("."), name))
+
+
+def operand_word(value: Any) -> Any:
+    """An operand as it stands in a configuration: the path of a function; anything else as it is.
+
+    Raises ValueError for a function that cannot be imported by its name.
+    """
+    if not callable(value) or isinstance(value, type | Operand):
+        return value
+    path = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+    module = sys.modules.get(path.partition(":")[0])
+    if path.startswith("__main__:") or not is_path(path) or getattr(module, path.partition(":")[2], None) is not value:
+        raise ValueError(
+            f"The operand {shown(value)} is a function that a worker cannot import: a lambda, one of a notebook or a "
+            f"script, or one inside of another. {EXPECTED}"
+        )
+    return path
+
+
+def as_operand(value: Any) -> Any:
+    """An operand of a configuration as `Products` takes it."""
+    if isinstance(value, list | tuple):
+        return tuple(map(as_operand, value))
+    word = operand_word(value)
+    return Operand(ImportedOperand(word), name=word) if is_path(word) else value
+
+
+def operand_functions(fmt: Any) -> Iterator[str]:
+    """The import paths of operands anywhere in a format of a cell."""
+    if isinstance(fmt, Mapping):
+        for key, value in fmt.items():
+            if key == "products" and isinstance(value, Mapping):
+                yield from _paths([*value.values()])
+            else:
+                yield from operand_functions(value)
+    elif isinstance(fmt, list | tuple):
+        for value in fmt:
+            yield from operand_functions(value)
+
+
+def _paths(value: Any) -> Iterator[str]:
+    for each in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(each, list | tuple):
+            yield from _paths(each)
+        elif is_path(each):
+            yield each
