@@ -12,6 +12,7 @@ its own code when it is imported.
 from __future__ import annotations
 
 import argparse
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -168,22 +169,38 @@ def of_fouroversix() -> Iterator[Row]:
         yield by_tensors("fouroversix", f"quantize_to_fp4 {rule}", ours, theirs)
 
 
-def of_mmasim() -> Iterator[Row]:
-    from mmasim.nv_ptx.sim import WGMMA
+# Operation of MMA-Sim: its class and its words, the format of the operands, and the terms that it adds at once
+CORES = {
+    "volta_fp16": ("MMA", "Volta", "m8n8k4.f32.f16.f16.f32", "fp16", 4),
+    "turing_fp16": ("MMA", "Turing", "m16n8k8.f32.f16.f16.f32", "fp16", 8),
+    "ampere_fp16": ("MMA", "Ampere", "m16n8k16.f32.f16.f16.f32", "fp16", 16),
+    "ampere_bf16": ("MMA", "Ampere", "m16n8k16.f32.bf16.bf16.f32", "bf16", 16),
+    "ampere_tf32": ("MMA", "Ampere", "m16n8k8.f32.tf32.tf32.f32", "tf32", 8),
+    "ada_fp8": ("MMA", "Ada Lovelace", "m16n8k32.f32.e4m3.e4m3.f32", "e4m3fn", 32),
+    "hopper_fp16": ("WGMMA", "Hopper", "m64n8k16.f32.f16.f16", "fp16", 16),
+    "hopper_bf16": ("WGMMA", "Hopper", "m64n8k16.f32.bf16.bf16", "bf16", 16),
+    "hopper_fp8": ("WGMMA", "Hopper", "m64n8k32.f32.e4m3.e5m2", "e4m3fn e5m2", 32),
+    "blackwell_bf16": ("TCGen05MMA", "Blackwell", "m64n8k16.kind::f16.f32.bf16.bf16", "bf16", 16),
+    "blackwell_fp8": ("TCGen05MMA", "Blackwell", "m64n8k32.kind::f8f6f4.f32.e4m3.e4m3", "e4m3fn", 32),
+}
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "tf32": "float32", "e4m3fn": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
-    for element in ("e4m3", "e5m2"):
-        op, ours = WGMMA("Hopper", f"m64n8k32.f32.{element}.{element}"), {"e4m3": "e4m3fn", "e5m2": "e5m2"}[element]
-        rows = []
-        for seed in range(6):
+
+def of_mmasim() -> Iterator[Row]:
+    from mmasim.nv_ptx import sim
+
+    for ours, (kind, arch, words, formats, k) in CORES.items():
+        operation, pair, rows = getattr(sim, kind)(arch, words), (formats.split() * 2)[:2], []
+        m = int(re.match(r"m(\d+)", words)[1])  # type: ignore[index]
+        for seed in range(4):
             generator = torch.Generator().manual_seed(seed)
-            a, b = (fpsim.round_to(torch.randn(s, generator=generator) * 4, ours) for s in ((64, 96), (96, 8)))
-            dtype, c = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[element], torch.zeros(64, 8)
-            for k in range(0, 96, 32):
-                c = op(a[:, k : k + 32].to(dtype), b[k : k + 32].to(dtype), c)
-            found = fpsim.matmul(a, b, "hopper_fp8")
-            rows.append(
-                counted("mmasim", f"WGMMA Hopper f32.{element}.{element}", f"matmul {ours} hopper_fp8", c, found)
-            )
+            a, b = (torch.randn(s, generator=generator) for s in ((m, 4 * k), (4 * k, 8)))
+            a *= torch.exp2(torch.randint(-3, 4, a.shape, generator=generator).float() * (seed % 2))
+            a, b = (fpsim.round_to(x, fmt) for x, fmt in zip((a, b), pair, strict=True))
+            dtypes, c = [getattr(torch, DTYPES[fmt]) for fmt in pair], torch.zeros(m, 8)
+            for i in range(0, 4 * k, k):
+                c = operation(a[:, i : i + k].to(dtypes[0]), b[i : i + k].to(dtypes[1]), c)
+            rows.append(counted("mmasim", f"{kind} {arch} {words}", f"matmul {ours}", c, fpsim.matmul(a, b, ours)))
         yield rows[0]._replace(compared=sum(r.compared for r in rows), differ=sum(r.differ for r in rows))
 
 

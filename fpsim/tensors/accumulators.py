@@ -236,6 +236,27 @@ ACCUMULATORS: dict[str, Accumulator] = {
     "hopper_fp8_chunk128": Accumulator(
         "e8m13", "toward_zero", chunk=128, outer="fp32", outer_rounding="nearest_even", group=32, group_bits=14
     ),
+    **{
+        # Xie et al., arXiv 2511.10909 (MMA-Sim): as many products as there are bytes of an operand in a step, aligned
+        # with the accumulator, cut off below `group_bits`; the sum is cut off to float32, and on Ada to e8m13.
+        name: Accumulator(fmt, "toward_zero", group=group, group_bits=bits)
+        for name, fmt, group, bits in (
+            ("volta_fp16", "fp32", 4, 24),
+            ("ampere_fp16", "fp32", 8, 25),
+            ("ampere_tf32", "fp32", 4, 25),
+            ("ada_fp8", "e8m13", 16, 14),
+            ("hopper_bf16", "fp32", 16, 26),
+            ("blackwell_fp8", "fp32", 32, 26),
+        )
+    },
+}
+# Tensor cores that add up alike
+ALIASES = {
+    "turing_fp16": "ampere_fp16",
+    "ampere_bf16": "ampere_fp16",
+    "ada_fp16": "ampere_fp16",
+    "hopper_fp16": "hopper_bf16",
+    "blackwell_bf16": "hopper_bf16",
 }
 
 _CHUNKED = re.compile(r"(.+)_chunk(\d+)")
@@ -247,9 +268,9 @@ def as_accumulator(accumulator: str | Accumulator | FloatFormat) -> Accumulator:
 
     Args:
         accumulator: a name of ACCUMULATORS ("fp32", "fp16", "cb16_chunk64", "wang2018", "hopper_fp8",
-            "hopper_fp8_chunk128"), any format's name, which adds up in that format, the same with `_chunkN`, the `repr`
-            of an accumulator, a FloatFormat, or an Accumulator. "fp32" is torch's own product; `Accumulator("fp32")`
-            adds up in float32 term by term.
+            "hopper_fp8_chunk128", "ampere_fp16" and other tensor cores), any format's name, which adds up in that
+            format, the same with `_chunkN`, the `repr` of an accumulator, a FloatFormat, or an Accumulator. "fp32" is
+            torch's own product; `Accumulator("fp32")` adds up in float32 term by term.
 
     Raises:
         ValueError: for an unknown name.
@@ -277,7 +298,7 @@ def _parse(text: str) -> Accumulator:
     if match := _REPR.fullmatch(text.strip()):
         return _from_repr(text, match[1])
     name = text.strip().lower()
-    if name in ACCUMULATORS:
+    if (name := ALIASES.get(name, name)) in ACCUMULATORS:
         return ACCUMULATORS[name]
     chunked = _CHUNKED.fullmatch(name)
     try:
