@@ -11,7 +11,7 @@ from fpsim.formats.blocks import Format
 from fpsim.tensors.autograd import is_transformed, require_no_forward_mode
 from fpsim.tensors.cuts import block_axes
 from fpsim.tensors.noise import new_traceable_key
-from fpsim.tensors.shared_scales import block_scales, rounded_blocks
+from fpsim.tensors.shared_scales import block_scales, recorded_amax, rounded_blocks
 from fpsim.tensors.spec import BlockSpec, Spec, any_spec, saturated_from
 from fpsim.torch_internals import constant_under_compile, keep_none
 from fpsim.torch_modes import PlainFunction, is_plain
@@ -128,9 +128,15 @@ def _block_passes(
             other = ((along - 1) if along else 1) if across is None else across % x.dim()
             scales = scales.repeat_interleave(r, other).narrow(other, 0, x.shape[other])
     limit = scales.double() * saturated_from(spec.fmt.element) / spec.fmt.gain
-    if spec.fmt.tensor_scale:
-        limit *= source.abs().amax() / spec.fmt.tensor_lands_on
-    return ~((source.abs() >= limit) & (limit > 0))  # with a scale of 0 all is zero, and nothing saturates
+    if spec.fmt.tensor_scale:  # as the kernels have it: kernels.blocks.make_tensor_scale
+        amax = recorded_amax(source, spec)
+        whole = (torch.tensor(spec.fmt.tensor_lands_on, device=x.device) / amax).clamp(max=_MASK)
+        limit /= torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), whole, 1.0))
+    magnitude = source.abs()
+    return ~((magnitude >= limit) & (limit > 0) & (magnitude != _MASK))  # under a scale of 0 all is zero
+
+
+_MASK = torch.finfo(torch.float32).max
 
 
 @_block_passes.register_fake

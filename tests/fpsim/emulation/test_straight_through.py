@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,21 @@ from tiers import parametrize
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fpsim import Hadamard, Operand, Policy, Products, hadamard, quantize, round_to, scales_of
+from fpsim import (
+    BlockFormat,
+    Hadamard,
+    Operand,
+    Policy,
+    Products,
+    as_format,
+    hadamard,
+    quantize,
+    round_to,
+    scales_of,
+    tally,
+)
+from fpsim.tensors.block_autograd import passes
+from fpsim.tensors.spec import any_spec
 
 # Each format, its largest element and half of the spacing there; 0 elements share a scale in a format of single numbers
 FORMATS: dict[str, tuple[float, int]] = {
@@ -143,6 +158,31 @@ def back(x: Tensor, transform: Hadamard, axis: int) -> Tensor:
     matrix = hadamard(torch.eye(transform.size), transform, axis=1)
     turned = x.movedim(axis, -1)
     return (turned.reshape(-1, transform.size) @ matrix.T).view(turned.shape).movedim(-1, axis)
+
+
+TALLIED = ["nvfp4", "nvfp4_4over6", "e2m1fn per 16 e4m3fn fp32 amax/9", "mxfp4", "e4m3fn per row fp32"]
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e-37, 1e-38])
+@pytest.mark.parametrize("fmt", TALLIED)
+def test_as_many_gradients_are_clipped_as_a_tally_counts_saturations(fmt: str, size: float) -> None:
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(5)) * size
+    assert int((~passes(x, any_spec(fmt), -1, None)).sum()) == tally(x, fmt).overflow
+
+
+@pytest.mark.parametrize("fmt", TALLIED)
+@pytest.mark.parametrize("value", [torch.finfo(torch.float32).max, torch.nan], ids=["mask", "NaN"])
+def test_what_is_no_number_changes_no_gradient_but_in_its_row(fmt: str, value: float) -> None:
+    x, f = torch.randn(16, 64, generator=torch.Generator().manual_seed(5)), as_format(fmt)
+    assert isinstance(f, BlockFormat)
+    spec = any_spec(replace(f, nonfinite="saturate"))
+    before = passes(x, spec, -1, None)
+    x[-1, -1] = value
+    after = passes(x, spec, -1, None)
+    assert torch.equal(after[:-1], before[:-1])
+    assert after[-1, -1]
+    x[-1, -1] = torch.inf
+    assert tally(x, spec.fmt).overflow == int((~passes(x, spec, -1, None)).sum()) - 1  # it was infinite before
 
 
 def test_a_function_says_where_its_gradient_passes() -> None:
