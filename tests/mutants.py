@@ -56,6 +56,7 @@ GOAL = 0.9
 # Mutants that change nothing that could be observed, looked at by hand: "file: before -> after", and why.
 EQUIVALENT: Mapping[str, str] = {
     "fpsim/formats/codebooks.py: 0.0 -> (1.0)": "the step between the values of a scale that has one value",
+    "fpsim/insight/rows.py: True -> (False)": "zip's strict, of rows that are all as long as the heads",
 }
 
 SWAPS: Mapping[type[ast.AST], type[ast.AST]] = {
@@ -186,6 +187,7 @@ class Recorder:
         import coverage
 
         worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+        self._failed = data / f"failed.{worker}"
         packages = [str(ROOT / package) for package in ("fpsim", "ada_loss")]
         self._coverage = coverage.Coverage(data_file=str(data / f"coverage.{worker}"), source=packages, messages=False)
         self._coverage.start()
@@ -196,6 +198,11 @@ class Recorder:
         result = yield
         self._coverage.switch_context("")
         return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with self._failed.open("a") as out:
+                out.write(f"{report.nodeid}\n")
 
     def pytest_sessionfinish(self) -> None:
         self._coverage.stop()
@@ -251,21 +258,28 @@ def drawn(each: int, seed: int) -> list[Mutation]:
     return found
 
 
-def run_tests(checkout: Path, tests: Sequence[str], tier: str, cache_folder: Path) -> str | None:
+def failed_without_a_change(folder: Path) -> list[str]:
+    """The tests that failed when they were recorded: under coverage, or on this machine. They find no mutant."""
+    return sorted({test for file in folder.glob("failed.*") for test in file.read_text().splitlines()})
+
+
+def run_tests(checkout: Path, tests: Sequence[str], tier: str, folder: Path) -> str | None:
     """What failed first of these tests; None if all passed, or if the time was up."""
     listed = checkout / "tests-to-run"
     listed.write_text("\n".join(tests))
+    left_out = [f"--deselect={test}" for test in failed_without_a_change(folder)]
     environment = {
         **os.environ,
         "PYTHONPATH": str(checkout),
-        "NUMBA_CACHE_DIR": str(cache_folder),
+        # one cache for all: machine code is kept under a name that covers the sources that are compiled in
+        "NUMBA_CACHE_DIR": str(folder / "loops"),
         "PYTEST_ADDOPTS": "",
     }
     selection = {"default": "not full and not slow", "full": "full and not slow"}[tier]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--tb=line"]
     try:
         done = subprocess.run(
-            [*command, "-m", selection, f"@{listed}"],
+            [*command, *left_out, "-m", selection, f"@{listed}"],
             cwd=checkout,
             env=environment,
             timeout=LIMIT,
@@ -311,8 +325,7 @@ def judged(mutation: Mutation, executing: Sequence[str], folder: Path) -> dict[s
         path.write_bytes(mutation.applied_to(path.read_bytes()))
         outcome: dict[str, Any] = {"name": mutation.name, "line": mutation.line, "found by": None}
         for tier, tests in tests_against(mutation, executing).items():
-            # one cache for all: machine code is kept under a name that covers the sources that are compiled in
-            if tests and (first := run_tests(checkout, tests, tier, folder / "loops")):
+            if tests and (first := run_tests(checkout, tests, tier, folder)):
                 outcome |= {"found by": tier, "first": first}
                 break
         return outcome | {"seconds": round(time.monotonic() - began, 1)}

@@ -14,6 +14,7 @@ import pytest
 import tiers
 import torch
 from accumulator_oracle import Summing
+from inductor import needs_inductor
 from test_variants import KEY, decided, words_op
 
 import fpsim
@@ -59,6 +60,7 @@ def test_a_traced_rounding_gives_the_reference_s_bits_for_each_noise(name: str, 
         assert torch.equal(bits_of(traced(x, noise, spec)), bits_of(by_the_reference(x, noise, spec))), variant
 
 
+@needs_inductor
 def test_inductor_writes_the_same_bits() -> None:
     fuse_in_inductor(torch.ops.fpsim.round_patterns.default, _in_inductor)
     specs = [

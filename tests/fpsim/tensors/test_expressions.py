@@ -7,6 +7,7 @@ import math
 import pytest
 import tiers
 import torch
+from inductor import needs_inductor
 from torch import Tensor, nn
 
 import fpsim
@@ -122,6 +123,7 @@ def test_inductor_writes_the_same_bits() -> None:
         assert torch.equal(got.nan_to_num(77.0), expected.nan_to_num(77.0)), spec
 
 
+@needs_inductor
 @pytest.mark.parametrize("size", [1, 7, 16, 1000], ids=str)
 def test_inductor_keeps_the_casts_of_float16(size: int) -> None:
     """Inductor drops casts to a smaller dtype where it may compute in float32; what is left of a vector is a loop."""
@@ -147,6 +149,7 @@ def test_inductor_keeps_the_casts_of_float16(size: int) -> None:
         assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))  # payloads of NaN too
 
 
+@needs_inductor
 def test_a_cast_of_the_program_itself_leaves_the_rounding_in_it() -> None:
     """Where inductor has seen another cast of the same number, it takes the number for what the cast gives back."""
     spec = rounding_spec("fp16")
@@ -157,6 +160,7 @@ def test_a_cast_of_the_program_itself_leaves_the_rounding_in_it() -> None:
         assert torch.equal(found.float().nan_to_num(77.0), x.half().float().nan_to_num(77.0))
 
 
+@needs_inductor
 def test_the_gradient_of_a_cast_is_that_of_a_rounding() -> None:
     torch.manual_seed(0)
     model = fpsim.quantize(nn.Sequential(nn.Linear(9, 17), nn.GELU(), nn.Linear(17, 3)), "fp16")

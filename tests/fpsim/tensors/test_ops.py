@@ -21,6 +21,7 @@ import pytest
 import tiers
 import torch
 from format_cases import ML_DTYPES
+from inductor import needs_inductor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
@@ -62,6 +63,7 @@ def test_it_compiles_as_one_graph_and_gives_the_same() -> None:
     assert torch.equal(x.grad, y.grad)
 
 
+@needs_inductor
 @pytest.mark.filterwarnings("ignore")
 def test_the_default_compiler_makes_code_that_gives_the_same() -> None:
     compiled = torch.compile(lambda x: round_to(x.exp() * 3, "e4m3fn") + 1, fullgraph=True)
