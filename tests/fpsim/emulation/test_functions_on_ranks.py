@@ -1,4 +1,4 @@
-"""A model's own autograd Functions under DistributedDataParallel. As a script, one of the ranks."""
+"""Own autograd Functions, and clipped gradients, under DistributedDataParallel. As a script, one of the ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from module_functions import Product
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fpsim import quantize, round_to
+from fpsim import Operand, Policy, Products, quantize, round_to
 
+FORMATS = ("native", "bf16", "e4m3fn", "clips")
 PASSES = 2  # the second one has DDP's rebuilt buckets
 
 
@@ -56,6 +57,11 @@ class Net(nn.Module):
 
 
 def made(fmt: str) -> nn.Module:
+    if fmt == "clips":  # layers of torch's, whose operands are those of the forward product
+        torch.manual_seed(0)
+        operand = Operand("e2m1fn per 8 mse(floor,ceil)", ste="clip")
+        products = Products(fprop=(operand, operand), backward="dequantized")
+        return quantize(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), Policy(products=products))
     return Net().bfloat16() if fmt == "native" else quantize(Net(), fmt)
 
 
@@ -70,7 +76,7 @@ def gradients(model: nn.Module, rank: int, times: int = 1) -> list[Tensor]:
 
 def as_rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    found = {fmt: gradients(DistributedDataParallel(made(fmt)), rank, PASSES) for fmt in ("native", "bf16", "e4m3fn")}
+    found = {fmt: gradients(DistributedDataParallel(made(fmt)), rank, PASSES) for fmt in FORMATS}
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
