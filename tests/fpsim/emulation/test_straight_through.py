@@ -97,7 +97,7 @@ def alike(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@parametrize("way", [*WAYS], keep={"linear", "convolution"})
+@parametrize("way", [*WAYS], keep={"linear"})
 def test_a_gradient_is_zero_where_its_operand_saturated(way: str, fmt: str) -> None:
     model, x, dy = case(way)
     product, _, _, of_x, of_w = WAYS[way]
@@ -163,7 +163,7 @@ def back(x: Tensor, transform: Hadamard, axis: int) -> Tensor:
 TALLIED = ["nvfp4", "nvfp4_4over6", "e2m1fn per 16 e4m3fn fp32 amax/9", "mxfp4", "e4m3fn per row fp32"]
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-30, 1e-37, 1e-38])
+@parametrize("size", [1.0, 1e-30, 1e-37, 1e-38], keep={1.0, 1e-37})
 @pytest.mark.parametrize("fmt", TALLIED)
 def test_as_many_gradients_are_clipped_as_a_tally_counts_saturations(fmt: str, size: float) -> None:
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(5)) * size

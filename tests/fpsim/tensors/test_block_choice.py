@@ -89,7 +89,7 @@ def in_blocks(x: Tensor, f: BlockFormat, axis: int) -> Tensor:
 
 @parametrize("axis", [1, 0], keep={1})
 @pytest.mark.parametrize("name", CHOICES)
-@pytest.mark.parametrize("size", [1.0, 1e-25])
+@parametrize("size", [1.0, 1e-25], keep={1e-25})
 def test_each_block_is_the_nearest_of_its_candidates(size: float, name: str, axis: int) -> None:
     f = as_format(name)
     assert isinstance(f, BlockFormat)
