@@ -9,6 +9,7 @@ import pytest
 import tiers
 import torch
 import torch.nn.functional as F
+from module_functions import Product
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,18 +32,6 @@ class StraightThrough(torch.autograd.Function):
 
 
 ste: Callable[..., Tensor] = StraightThrough.apply
-
-
-class OwnProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        x, w = ctx.saved_tensors
-        return dy @ w, dy.t() @ x
 
 
 class One(nn.Module):
@@ -142,7 +131,7 @@ def test_every_way_to_run_a_product_uses_the_same_copies(way: str, fmt: str) -> 
         wide = [round_to(t.float(), fmt, axis=None if fmt == "e5m2" else 1) for t in (x, w)]
         expected = [t.bfloat16() for t in (wide[0] @ wide[1].T, dy.float() @ wide[1], dy.float().T @ wide[0])]
     if way == "own_function":
-        model.product = OwnProduct.apply
+        model.product = Product.apply
     quantised: Any = quantize(model, policy)
     run = {
         "compiled": torch.compile(quantised, backend="aot_eager"),

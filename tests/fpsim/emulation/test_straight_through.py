@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from module_functions import Product
 from tiers import parametrize
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -199,18 +200,6 @@ def test_a_function_says_where_its_gradient_passes() -> None:
         assert torch.allclose(q(x), F.linear(x.clamp(-1, 1), model.w.clamp(-1, 1)))
 
 
-class OwnProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        x, w = ctx.saved_tensors
-        return dy @ w, dy.t() @ x
-
-
 CLIPS = Operand("mxfp4", ste="clip")
 
 
@@ -235,7 +224,7 @@ def test_what_cannot_be_clipped_or_transformed_back_is_refused(make: Any, error:
 
 def test_what_a_model_refuses() -> None:
     x = torch.randn(4, 48, requires_grad=True)
-    own = quantize(One(torch.randn(8, 48), OwnProduct.apply), Policy(products=Products(fprop=(CLIPS, CLIPS))))
+    own = quantize(One(torch.randn(8, 48), Product.apply), Policy(products=Products(fprop=(CLIPS, CLIPS))))
     with pytest.raises(NotImplementedError, match=r"in the backward pass of the model's own code, gives a gradient"):
         own(x).sum().backward()
     turned = Operand("mxfp4", hadamard=Hadamard(32))
