@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
+from ada_loss.lab.tasks import imported
 from fpsim import Operand
-from fpsim.checks import did_you_mean, shown
+from fpsim.checks import shown
 
 __all__ = ["ImportedOperand", "as_operand", "is_path", "operand_functions", "operand_word"]
 
@@ -33,13 +33,7 @@ class ImportedOperand:
     @property
     def function(self) -> Callable[[Tensor, int], Any]:
         """The function itself, imported."""
-        module, _, name = self.path.partition(":")
-        try:
-            found = getattr(import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            there = vars(sys.modules[module]) if module in sys.modules else {}
-            hint = did_you_mean(name, [word for word, value in there.items() if callable(value)])
-            raise ValueError(f"The operand {shown(self.path)} cannot be imported: {error}.{hint} {EXPECTED}") from None
+        found = imported("operand", self.path)
         if not callable(found):
             raise ValueError(f"The operand {shown(self.path)} is a {type(found).__name__}. {EXPECTED}")
         return found  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from ada_loss.lab.tasks.chars import chars
 from ada_loss.lab.tasks.detection import detection
@@ -33,6 +34,7 @@ __all__ = [
     "fashion",
     "find_task",
     "folder_of",
+    "imported",
     "is_of_library",
     "mnist5k",
     "patches",
@@ -80,20 +82,29 @@ def find_task(name: str) -> Callable[[int], Task]:
         raise ValueError(
             f"The task {shown(name)} is not an import path. Expected: 'module:function', of a module on Python's path."
         )
-    try:
-        make_task = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        there = vars(sys.modules[module]) if module in sys.modules else {}
-        hint = did_you_mean(function, [word for word, value in there.items() if callable(value)])
-        raise ValueError(
-            f"The task {shown(name)} cannot be imported: {error}.{hint} "
-            f"Expected: 'module:function', of a module on Python's path."
-        ) from None
+    make_task = imported("task", name)
     if not callable(make_task):
         raise ValueError(
             f"The task {shown(name)} is a {type(make_task).__name__}. It must be a function from a seed to a Task."
         )
     return make_task  # type: ignore[no-any-return]
+
+
+def imported(kind: str, path: str) -> Any:
+    """What an import path "module:name" leads to. kind: what it is, for the error.
+
+    Raises ValueError for a path that leads nowhere.
+    """
+    module, _, name = path.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        there = vars(sys.modules[module]) if module in sys.modules else {}
+        hint = did_you_mean(name, [word for word, value in there.items() if callable(value)])
+        raise ValueError(
+            f"The {kind} {shown(path)} cannot be imported: {error}.{hint} "
+            f"Expected: 'module:function', of a module on Python's path."
+        ) from None
 
 
 def is_of_library(name: str) -> bool:
