@@ -116,11 +116,11 @@ SCALES_OF_LOSSES = [0, 6, -9]
 
 
 class Tallied(NamedTuple):
-    """Counts of elements, the histogram of their exponents, and amax, signal and noise."""
+    """Counts of elements, the histogram of their exponents, and amax, signal, noise, dead_zone and along."""
 
     counts: torch.Tensor
     exponents: torch.Tensor
-    sums: tuple[float, float, float]
+    sums: tuple[float, ...]
 
 
 def tallied_elements(machine: Machine, x: torch.Tensor, after: torch.Tensor, limits: tuple[float, ...]) -> Tallied:
@@ -129,12 +129,11 @@ def tallied_elements(machine: Machine, x: torch.Tensor, after: torch.Tensor, lim
     kernel = tally.cuda_tally(x.element_size())
     launched(machine, kernel)
     blocks = moments.partial_words(x.numel(), x.element_size())[0]
-    sums = torch.full((blocks, 2), torch.nan, dtype=torch.float64)
+    sums = torch.full((blocks, tally.CARD_SUMS), torch.nan, dtype=torch.float64)
     patterns = map(BINARY64.bits, limits)
     words = Memory(x), Memory(after), x.numel(), *patterns, Array(counts), Array(exponents), Array(amax)
     machine(kernel, blocks, *words, Memory(sums, True, True))
-    signal, noise = sums.sum(0).tolist()
-    return Tallied(counts, exponents, (float(amax.view(torch.float64)), signal, noise))
+    return Tallied(counts, exponents, (float(amax.view(torch.float64)), *sums.sum(0).tolist()))
 
 
 def lost_by(machine: Machine, x: torch.Tensor, after: torch.Tensor, largest: float, log2_scale: int) -> torch.Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fpsim.checks import require_mapping, require_whole, require_word, shown
@@ -41,12 +43,16 @@ SHOWN = (
     "overflow",
     "nonfinite",
     "sqnr_db",
+    "scale_bias",
+    "dead_zone_share",
     "amax",
+    "log2_scale_spread",
     "row_bias",
     "kurtosis",
 )
-LIKE_A_TALLY = ("amax", "sqnr_db", "log2_scale_spread", "row_bias", "kurtosis")
+LIKE_A_TALLY = ("amax", "sqnr_db", "scale_bias", "log2_scale_spread", "row_bias", "kurtosis")
 SUMS = ("counts", "sums", "exponents", "shape")  # the tensors of an Accumulator
+SUMS_BEFORE = 4  # of TALLY_SUMS, before the parts of an error were known
 
 
 def is_of_role(name: str, role: str) -> bool:
@@ -77,6 +83,8 @@ def _loaded(
             if name == "shape" and name not in saved:
                 continue  # of a version that did not know them
             mine, its = getattr(accumulator, name), saved[name]
+            if name == "sums" and its.shape == (SUMS_BEFORE,):  # of a version that did not know the last ones
+                its = torch.cat([its, its.new_full((len(mine) - SUMS_BEFORE,), math.nan)])
             if (mine.shape, mine.dtype) != (its.shape, its.dtype):
                 raise ValueError(
                     f"The state has {name} of shape {tuple(its.shape)} and {its.dtype} at {shown(saved['site'])}. "
@@ -171,7 +179,8 @@ class Recording:
         count, nonzero, blocks, zero_blocks: counts of numbers, and of blocks that share a scale.
         underflow: share of the non-zero numbers that became zero. subnormal, overflow, nonfinite, exact: share of all
         numbers. scale_underflow, scale_overflow: share of all blocks. Each has its count beside it: underflow_count.
-        amax, sqnr_db, log2_scale_spread: as in a `Tally`. row_bias, kurtosis: too, of gradients of activations.
+        amax, sqnr_db, scale_bias, log2_scale_spread: as in a `Tally`. row_bias, kurtosis: too, of gradients of
+        activations. scale_share, dead_zone_share, grid_share: the `error_shares` of a `Tally`.
         """
         rows = Rows()
         for (site, role, spec), sums in self._sums.items():
@@ -185,6 +194,7 @@ class Recording:
                     row[name] = value / max(getattr(t, whole), 1)
                 row[name if whole is None else f"{name}_count"] = value
             row.update({name: getattr(t, name) for name in LIKE_A_TALLY})
+            row.update({f"{name}_share": share for name, share in t.error_shares._asdict().items()})
             rows.append(row)
         return rows
 
@@ -218,7 +228,9 @@ class Recording:
         return plot_sites(rows, value, f"{value}, role {role}")
 
     def __str__(self) -> str:
-        table = str(Rows({name: row[name] for name in SHOWN} for row in self.rows()))
+        rows = self.rows()
+        shown_names = [name for name in SHOWN if name != "log2_scale_spread" or any(row["blocks"] for row in rows)]
+        table = str(Rows({name: row[name] for name in shown_names} for row in rows))
         return "\n\n".join([table, *(f"lost updates:\n{lost}" for lost in self.updates)])
 
     __repr__ = __str__

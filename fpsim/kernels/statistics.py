@@ -60,8 +60,8 @@ TALLY_COUNTS = (
 )
 TALLY_COUNT, TALLY_NONZERO, TALLY_UNDERFLOW, TALLY_SUBNORMAL, TALLY_OVERFLOW, TALLY_NONFINITE, TALLY_EXACT = range(7)
 ELEMENT_COUNTS = 7  # those of TALLY_COUNTS that count elements
-TALLY_SUMS = ("signal", "noise", "amax", "log2_scale_spread")
-TALLY_SIGNAL, TALLY_NOISE, TALLY_AMAX, TALLY_SPREAD = range(4)
+TALLY_SUMS = ("signal", "noise", "amax", "log2_scale_spread", "dead_zone", "along")
+TALLY_SIGNAL, TALLY_NOISE, TALLY_AMAX, TALLY_SPREAD, TALLY_DEAD_ZONE, TALLY_ALONG = range(6)
 EXPONENT_FIELDS = 2048  # of a float64
 EXPONENT_BIAS = 1023
 

@@ -21,9 +21,11 @@ from fpsim.kernels.statistics import (
     LOST_COUNTS,
     LOST_TO_OVERFLOW,
     LOST_TO_ZERO,
+    TALLY_ALONG,
     TALLY_AMAX,
     TALLY_COUNT,
     TALLY_COUNTS,
+    TALLY_DEAD_ZONE,
     TALLY_EXACT,
     TALLY_NOISE,
     TALLY_NONFINITE,
@@ -41,16 +43,18 @@ if TYPE_CHECKING:
 
 cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
-LEAST_SQUARE = math.ldexp(1.0, -1022)  # up to it a processor may flush a square to zero, and so we all do
+LEAST_PRODUCT = math.ldexp(1.0, -1022)  # up to it a processor may flush a product to zero, and so we all do
+
+CARD_SUMS = 4  # signal, noise, dead_zone and along: those of TALLY_SUMS that threads add up
 
 _MAGNITUDE = np.uint64((1 << 63) - 1)
 _INFINITY = np.uint64(BINARY64.bits(math.inf))
 
 
 @njit(forceinline=True)
-def square(x):
-    squared = x * x
-    return squared if squared > LEAST_SQUARE else 0.0
+def product(x, y):
+    multiplied = x * y
+    return multiplied if abs(multiplied) > LEAST_PRODUCT else 0.0
 
 
 @cache
@@ -85,7 +89,7 @@ def tally_loop(size: int) -> Loop:
         amax = np.uint64(float64_bits(s[TALLY_AMAX]))
         # in registers: what is added to in memory waits for its last store
         nonfinite, nonzero, underflow, subnormal, overflow, exact = 0, 0, 0, 0, 0, 0
-        signal, noise = s[TALLY_SIGNAL], s[TALLY_NOISE]
+        signal, noise, dead_zone, along = s[TALLY_SIGNAL], s[TALLY_NOISE], s[TALLY_DEAD_ZONE], s[TALLY_ALONG]
         for i in range(n):
             before, after = wide(x[i]), wide(r[i])
             magnitude, rounded = np.uint64(before & _MAGNITUDE), np.uint64(after & _MAGNITUDE)
@@ -102,8 +106,11 @@ def tally_loop(size: int) -> Loop:
             exact += int(before == after or np.uint64(magnitude | rounded) == zero)
             if rounded < _INFINITY:
                 value = float64_of_bits(before)
-                signal += square(value)
-                noise += square(float64_of_bits(after) - value)
+                change, squared = float64_of_bits(after) - value, product(value, value)
+                signal += squared
+                noise += product(change, change)
+                dead_zone += squared if rounded == zero else 0.0
+                along += product(value, change)
         c[TALLY_COUNT] += n
         c[TALLY_NONFINITE] += nonfinite
         c[TALLY_NONZERO] += nonzero
@@ -112,6 +119,7 @@ def tally_loop(size: int) -> Loop:
         c[TALLY_OVERFLOW] += overflow
         c[TALLY_EXACT] += exact
         s[TALLY_SIGNAL], s[TALLY_NOISE], s[TALLY_AMAX] = signal, noise, float64_of_bits(amax)
+        s[TALLY_DEAD_ZONE], s[TALLY_ALONG] = dead_zone, along
 
     return loop
 
@@ -120,8 +128,8 @@ def tally_kernel(size: int) -> Callable[..., None]:
     """The body of the CUDA kernel that does the same, as a Python function, for PTX and the simulator alike.
 
     smallest_normal, saturated_from, largest: float64's patterns. counts, exponents: int64 arrays that are added to.
-    amax: the pattern of a float64 in an int64 array. sums: signal and noise of each block of threads, float64, whose
-    sum is the caller's: in an order that does not change.
+    amax: the pattern of a float64 in an int64 array. sums: signal, noise, dead_zone and along of each block of threads,
+    float64, whose sum is the caller's: in an order that does not change.
     """
     global cuda
     cuda = cuda_module()
@@ -130,7 +138,7 @@ def tally_kernel(size: int) -> Callable[..., None]:
     wide, value_of, zero = _make_wide(size), make_value(64), np.uint64(0)
 
     def kernel(x, r, n, smallest_normal, saturated_from, largest, counts, exponents, amax, sums):
-        parts = cuda.shared.array((2, CUDA_THREADS), float64)
+        parts = cuda.shared.array((CARD_SUMS, CUDA_THREADS), float64)
         found = cuda.shared.array(ELEMENT_COUNTS, int64)
         bins = cuda.shared.array(EXPONENT_FIELDS, uint32)
         t, block, threads = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockDim.x
@@ -140,7 +148,7 @@ def tally_kernel(size: int) -> Callable[..., None]:
             found[field] = 0
         cuda.syncthreads()
         normal, saturated, top = np.uint64(smallest_normal), np.uint64(saturated_from), np.uint64(largest)
-        highest, signal, noise = np.uint64(0), 0.0, 0.0
+        highest, signal, noise, dead_zone, along = np.uint64(0), 0.0, 0.0, 0.0, 0.0
         count, nonfinite, nonzero, underflow, subnormal, overflow, exact = 0, 0, 0, 0, 0, 0, 0
         for i in range(cuda.grid(1), n, cuda.gridsize(1)):
             before, after = np.uint64(wide(x[i])), np.uint64(wide(r[i]))
@@ -159,9 +167,12 @@ def tally_kernel(size: int) -> Callable[..., None]:
             exact += int(before == after or np.uint64(magnitude | rounded) == zero)
             if rounded < _INFINITY:
                 value = value_of(before)
-                signal += square(value)
-                noise += square(value_of(after) - value)
-        parts[0, t], parts[1, t] = signal, noise
+                change, squared = value_of(after) - value, product(value, value)
+                signal += squared
+                noise += product(change, change)
+                dead_zone += squared if rounded == zero else 0.0
+                along += product(value, change)
+        parts[0, t], parts[1, t], parts[2, t], parts[3, t] = signal, noise, dead_zone, along
         cuda.atomic.add(found, TALLY_COUNT, count)
         cuda.atomic.add(found, TALLY_NONFINITE, nonfinite)
         cuda.atomic.add(found, TALLY_NONZERO, nonzero)
@@ -174,8 +185,8 @@ def tally_kernel(size: int) -> Callable[..., None]:
         cuda.syncthreads()
         while half > 0:
             if t < half:
-                parts[0, t] += parts[0, t + half]
-                parts[1, t] += parts[1, t + half]
+                for field in range(CARD_SUMS):
+                    parts[field, t] += parts[field, t + half]
             cuda.syncthreads()
             half //= 2
         for field in range(t, EXPONENT_FIELDS, threads):
@@ -183,8 +194,8 @@ def tally_kernel(size: int) -> Callable[..., None]:
                 cuda.atomic.add(exponents, field, int64(bins[field]))
         for field in range(t, ELEMENT_COUNTS, threads):
             cuda.atomic.add(counts, field, found[field])
-        for field in range(t, 2, threads):
-            sums[2 * block + field] = parts[field, 0]
+        for field in range(t, CARD_SUMS, threads):
+            sums[CARD_SUMS * block + field] = parts[field, 0]
 
     return kernel
 

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +28,10 @@ from fpsim.kernels.statistics import (
     LARGEST_SCALE,
     LOST_COUNTS,
     SMALLEST_SCALE,
+    TALLY_ALONG,
     TALLY_AMAX,
     TALLY_COUNTS,
+    TALLY_DEAD_ZONE,
     TALLY_NOISE,
     TALLY_OVERFLOW,
     TALLY_SIGNAL,
@@ -37,7 +39,7 @@ from fpsim.kernels.statistics import (
     TALLY_SUBNORMAL,
     TALLY_SUMS,
 )
-from fpsim.kernels.tally import cuda_lost, cuda_tally, lost_loop, tally_loop
+from fpsim.kernels.tally import CARD_SUMS, cuda_lost, cuda_tally, lost_loop, tally_loop
 from fpsim.tensors.block_tally import blocks_between
 from fpsim.tensors.cuts import Cut, axis_pair, require_no_axis
 from fpsim.tensors.launch import parts_of, rounded, run_on_card, run_parts, to_float64
@@ -74,6 +76,25 @@ SMALL = 2.0**SMALL_EXPONENT  # a tensor below it is multiplied to normal numbers
 CHUNK = 2**16  # elements of an update that are counted at once on a CPU: what is computed of them stays in its cache
 
 
+class ErrorShares(NamedTuple):
+    """What a rounding's noise, the sum of squared errors, is made of: three shares whose sum is 1.
+
+    The error of a number x that becomes r is `r - x = b x + (r - (1 + b) x)`, b the bias of the scale. The sum of
+    squares of the first part, and of the second over numbers that become zero and over the others, is the noise: the
+    first is orthogonal to the second. (The three names are those of arXiv 2605.20402, which measures the first against
+    a scale that is no power of two. Here it is what the numbers themselves show, of a format without scales too.)
+
+    Args:
+        scale: all numbers came out too small or too large, as where the largest of each block saturate.
+        dead_zone: numbers became zero.
+        grid: the others moved to the nearest number of the format, or to a neighbour.
+    """
+
+    scale: float
+    dead_zone: float
+    grid: float
+
+
 @dataclass(frozen=True)
 class Tally:
     """What rounding to `fmt` did to some numbers.
@@ -94,6 +115,8 @@ class Tally:
         signal: the sum of squares of the values, over elements finite before and after; a square up to 2**-1022 counts
             0.
         noise: the sum of squares of their changes, over the same elements.
+        dead_zone: the sum of squares of those that become zero.
+        along: the sum of products of a value and its change, over the same elements as `signal`.
         exponents: {floor(log2|x|): elements}.
         blocks: how many of them.
         zero_blocks: those whose elements are zero, or masks. They count in none of what follows; nor do those whose
@@ -126,6 +149,8 @@ class Tally:
     scale_underflow: int = 0
     scale_overflow: int = 0
     log2_scale_spread: float = 0.0
+    dead_zone: float = 0.0
+    along: float = 0.0
     row_bias: float | None = None
     kurtosis: float | None = None
 
@@ -145,6 +170,29 @@ class Tally:
         if self.signal == 0:
             return math.nan
         return 10 * math.log10(self.signal / self.noise) if self.noise else math.inf
+
+    @property
+    def scale_bias(self) -> float:
+        """By which share all magnitudes came out too large (below 0: too small): `along / signal`; 0 without signal.
+
+        It is the b that makes `(1 + b) x` nearest to the rounded numbers. A product of two operands has the sum of
+        their biases, and layers multiply it; what is left of the error is orthogonal to the numbers.
+        """
+        return self.along / self.signal if self.signal else 0.0
+
+    @property
+    def error_shares(self) -> ErrorShares:
+        """The noise in three parts: by the bias of the scale, in the dead zone, and on the grid. All 0 without noise.
+
+        >>> t = tally(torch.tensor([7.5, 1.1, 0.2, 4.0]), "e2m1fn per 4 e8m0")  # to 6, 1, 0, 4
+        >>> f"{t.scale_bias:.3f}", [round(share, 3) for share in t.error_shares]
+        ('-0.155', [0.769, 0.012, 0.219])
+        """
+        if not self.noise:
+            return ErrorShares(0.0, 0.0, 0.0)
+        scale = self.along * self.scale_bias / self.noise
+        dead_zone = self.dead_zone * (1 + self.scale_bias) ** 2 / self.noise
+        return ErrorShares(scale, dead_zone, max(1 - scale - dead_zone, 0.0))
 
 
 class Accumulator:
@@ -197,14 +245,16 @@ class Accumulator:
         from fpsim.compiling.card import array_words
 
         n, size, blocks = x.numel(), x.element_size(), partial_words(x.numel(), x.element_size())[0]
-        sums = torch.zeros((blocks, 2), dtype=torch.float64, device=x.device)
+        sums = torch.zeros((blocks, CARD_SUMS), dtype=torch.float64, device=x.device)
         amax = torch.zeros(1, dtype=torch.int64, device=x.device)
         arrays = (array_words(address_of(t), tuple(t.shape), 8) for t in (self.counts, self.exponents, amax))
         words = (word for array in arrays for word in array)
         limits = map(BINARY64.bits, self.limits)
         arguments = address_of(x), address_of(r), n, *limits, *words, address_of(sums)
         run_on_card(cuda_tally(size), x, blocks, arguments)
-        self.sums[TALLY_SIGNAL : TALLY_NOISE + 1] += sums.sum(0)  # a list of places would be copied to the card
+        total = sums.sum(0)
+        self.sums[TALLY_SIGNAL : TALLY_NOISE + 1] += total[:2]  # a list of places would be copied to the card
+        self.sums[TALLY_DEAD_ZONE : TALLY_ALONG + 1] += total[2:]
         self.sums[TALLY_AMAX] = torch.maximum(self.sums[TALLY_AMAX], amax.view(torch.float64)[0])
 
     def result(self) -> Tally:

@@ -17,12 +17,14 @@ from ada_loss.lab.cells.telemetry import Curves, curves_of
 from ada_loss.lab.results.heat import heat_png
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.training.run import is_of_role
+from fpsim.tensors.tally import ErrorShares
 
-__all__ = ["cell_page", "gradient_rows", "lost_by_site", "parameter_rows"]
+__all__ = ["cell_page", "error_rows", "gradient_rows", "lost_by_site", "parameter_rows"]
 
 ALL = "100.0 %"
 POINTS = 120
 MOST_SITES = 40
+MOST_ERRORS = 20  # tensors whose error is shown: those of the lowest SQNR
 MOST_NAMES = 8  # curves of a cell that the page keeps
 
 
@@ -40,12 +42,13 @@ def cell_page(
     heat: dict[str, Any] | None = None
     gradients: list[tuple[str, ...]] = []
     parameters: list[tuple[str, ...]] = []
+    errors: list[tuple[str, ...]] = []
     damage = ""
     if row is not None and with_curves:
         try:
             arrays = results.telemetry(cell["id"])
             curves, heat, gradients = _shown(curves_of(arrays)), _heat(arrays), gradient_rows(arrays)
-            parameters = parameter_rows(arrays)
+            parameters, errors = parameter_rows(arrays), error_rows(arrays)
         except Exception as error:  # arrays of another kind than a training gives
             damage = str(error)
     return {
@@ -62,6 +65,7 @@ def cell_page(
         "heat": heat,
         "gradients": gradients,
         "parameters": parameters,
+        "errors": errors,
         "still": [name for name, _, at_first in parameters if at_first == ALL],
         "damage": damage,
     }
@@ -124,6 +128,23 @@ def gradient_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
             words = f"{site} {role if role != 'error' else ''}".rstrip()
             rows.append((words, f"{100 * lost / nonzero:.1f} %", f"{row_bias:.3f}", f"{kurtosis:.0f}"))
     return rows[::-1]  # gradients are recorded from the output to the input
+
+
+def error_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
+    """What the error of each rounded tensor is made of, the largest first, as `fpsim.Tally.error_shares` has it.
+
+    Its site and role, format, SQNR, the shares of scale, dead zone and grid, and the bias of the scale. Empty without a
+    recording, or with one of a version that did not know the shares; tensors without an error are left out.
+    """
+    shares = [f"{part}_share" for part in ErrorShares._fields]
+    names = [f"sites.{name}" for name in ("site", "role", "format", "sqnr_db", *shares, "scale_bias")]
+    if not arrays.keys() >= set(names):
+        return []
+    rows = [row for row in zip(*(arrays[name] for name in names), strict=True) if np.isfinite(row[3:]).all()]
+    return [
+        (f"{site} {role}", str(fmt), f"{sqnr_db:.1f} dB", *map(_percent, parts), f"{100 * bias:+.2f} %")
+        for site, role, fmt, sqnr_db, *parts, bias in sorted(rows, key=lambda row: row[3])[:MOST_ERRORS]
+    ]
 
 
 def parameter_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:

@@ -58,7 +58,9 @@ from fpsim.kernels.statistics import (
     LOG_MEAN_SQUARE,
     MEAN,
     MEAN_SQUARE,
+    TALLY_ALONG,
     TALLY_AMAX,
+    TALLY_DEAD_ZONE,
     TALLY_NOISE,
     TALLY_SIGNAL,
 )
@@ -171,8 +173,10 @@ def test_elements_are_tallied_as_on_the_cpu(name: str, dtype: torch.dtype) -> No
         assert torch.equal(found.counts, expected.counts)
         assert torch.equal(found.exponents, expected.exponents)
         assert found.sums[0] == expected.sums[TALLY_AMAX]
-        sums = [float(expected.sums[field]) for field in (TALLY_SIGNAL, TALLY_NOISE)]
-        assert found.sums[1:] == pytest.approx(sums, rel=1e-11, abs=0, nan_ok=True)
+        sums = [float(expected.sums[field]) for field in (TALLY_SIGNAL, TALLY_NOISE, TALLY_DEAD_ZONE, TALLY_ALONG)]
+        assert found.sums[1:-1] == pytest.approx(sums[:-1], rel=1e-11, abs=0, nan_ok=True)
+        along = 1e-11 * math.sqrt(sums[0] * sums[1])  # the sum of numbers of both signs
+        assert found.sums[-1] == pytest.approx(sums[-1], abs=along, nan_ok=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

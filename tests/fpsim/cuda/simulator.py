@@ -54,7 +54,7 @@ from fpsim.kernels import hadamard, moments, round
 from fpsim.kernels import tally as tally_kernels
 from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.round import NO_MASKS, Masks, cuda_loop
-from fpsim.kernels.statistics import TALLY_AMAX, TALLY_NOISE, TALLY_SIGNAL
+from fpsim.kernels.statistics import TALLY_ALONG, TALLY_AMAX, TALLY_DEAD_ZONE, TALLY_NOISE, TALLY_SIGNAL
 from fpsim.kernels.threefry import NOISE_BLOCK
 from fpsim.tensors import tally
 from fpsim.tensors.block_tally import blocks_between
@@ -438,8 +438,10 @@ def test_elements_are_tallied_as_on_the_cpu(dtype: torch.dtype) -> None:
     assert torch.equal(found.counts, expected.counts)
     assert torch.equal(found.exponents, expected.exponents)
     assert found.sums[0] == expected.sums[TALLY_AMAX]
-    sums = [float(expected.sums[field]) for field in (TALLY_SIGNAL, TALLY_NOISE)]
-    assert found.sums[1:] == pytest.approx(sums, rel=1e-13, abs=0)
+    sums = [float(expected.sums[field]) for field in (TALLY_SIGNAL, TALLY_NOISE, TALLY_DEAD_ZONE, TALLY_ALONG)]
+    assert found.sums[1:-1] == pytest.approx(sums[:-1], rel=1e-13, abs=0)
+    along = 1e-13 * math.sqrt(sums[0] * sums[1])  # the sum of numbers of both signs
+    assert found.sums[-1] == pytest.approx(sums[-1], abs=along)
 
 
 @pytest.mark.usefixtures("few_threads")

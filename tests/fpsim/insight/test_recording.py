@@ -183,12 +183,36 @@ def test_a_recording_goes_on_from_a_file_of_tensors_numbers_and_strings(tmp_path
     assert second.tallies() == whole.tallies()
 
 
+def test_a_state_of_a_version_without_the_parts_of_an_error_is_loaded_without_them() -> None:
+    torch.manual_seed(0)
+    model = fpsim.quantize(nn.Linear(3, 2), "fp16")
+    with fpsim.record(model) as recording:
+        model(torch.randn(4, 3)).sum().backward()
+    state = recording.state_dict()
+    for saved in state["sums"]:
+        saved["sums"] = saved["sums"][:4]
+    loaded = fpsim.Recording()
+    loaded.load_state_dict(state)
+    parts = {"scale_bias", "scale_share", "dead_zone_share", "grid_share"}
+    for row, before in zip(loaded.rows(), recording.rows(), strict=True):
+        assert {k: v for k, v in row.items() if k not in parts} == {k: v for k, v in before.items() if k not in parts}
+        assert all(math.isnan(row[name]) for name in parts) or row["sqnr_db"] == math.inf
+
+
+def test_a_recording_of_shared_scales_prints_their_spread() -> None:
+    model = fpsim.quantize(nn.Linear(64, 2), fpsim.Policy(products=fpsim.Products.all("mxfp8_e4m3")))
+    with fpsim.record(model) as recording:
+        model(torch.randn(4, 64))
+    assert "log2_scale_spread" in str(recording).splitlines()[0]
+
+
 def test_a_recording_prints_as_a_table_of_shares() -> None:
     model = fpsim.quantize(nn.Linear(3, 1, bias=False), "fp16")
     with fpsim.record(model) as recording:
         (model(torch.ones(2, 3)) * 1e-8).sum().backward()
     lines = str(recording).splitlines()
-    head = "site role format rounding calls count underflow overflow nonfinite sqnr_db amax row_bias kurtosis"
+    head = "site role format rounding calls count underflow overflow nonfinite sqnr_db scale_bias dead_zone_share amax"
+    head += " row_bias kurtosis"
     assert lines[0].split() == head.split()
     cells = next(line for line in lines if " error " in line).split()
     assert cells[:7] == [":linear", "error", "fp16", "nearest_even", "1", "2", "1"]  # both of two underflow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ def counted_by_hand(x: torch.Tensor, rounded: torch.Tensor, fmt: fpsim.FloatForm
     exponents: Counter[int] = Counter()
     squares: list[float] = []
     changes: list[float] = []
+    dead: list[float] = []
+    along: list[float] = []
     for v, r in zip(x.double().tolist(), rounded.double().tolist(), strict=True):
         found["count"] += 1
         if not math.isfinite(v):
@@ -44,8 +47,11 @@ def counted_by_hand(x: torch.Tensor, rounded: torch.Tensor, fmt: fpsim.FloatForm
         if math.isfinite(r):
             squares.append(v * v)
             changes.append((r - v) ** 2)
+            dead.append(v * v if r == 0 else 0.0)
+            along.append(v * (r - v))
     amax = max(abs(v) for v in x.double().tolist() if math.isfinite(v))
     sums = {"amax": amax, "signal": math.fsum(squares), "noise": math.fsum(changes)}
+    sums |= {"dead_zone": math.fsum(dead), "along": math.fsum(along), "along_magnitudes": math.fsum(map(abs, along))}
     return {**found, **sums, "exponents": dict(exponents)}
 
 
@@ -62,6 +68,8 @@ def test_a_tally_counts_what_a_loop_in_python_counts(name: str, dtype: torch.dty
     # 5,000 positive float64 terms added in order: relative error at most 5,000 * 2**-53 = 6e-13
     assert tally.signal == pytest.approx(expected["signal"], rel=6e-13)
     assert tally.noise == pytest.approx(expected["noise"], rel=6e-13)
+    assert tally.dead_zone == pytest.approx(expected["dead_zone"], rel=6e-13)
+    assert tally.along == pytest.approx(expected["along"], abs=6e-13 * expected["along_magnitudes"])  # of both signs
 
 
 def test_the_counts_of_a_small_example_are_those_of_a_reader() -> None:
@@ -93,6 +101,58 @@ def test_sqnr_is_the_ratio_of_energies_in_decibels() -> None:
     assert fpsim.tally(x, "fp16").sqnr_db == pytest.approx(expected, rel=4e-16)  # one rounding of a float64
     assert fpsim.tally(torch.ones(3), "fp16").sqnr_db == math.inf
     assert math.isnan(fpsim.tally(torch.zeros(3), "fp16").sqnr_db)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "rounding"),
+    [
+        ("fp16", "nearest_even"),
+        ("e4m3fn", "stochastic"),
+        ("e2m1fn", "toward_zero"),
+        ("mxfp4", "nearest_even"),
+        ("nvfp4", "stochastic"),
+    ],
+)
+def test_the_parts_of_an_error_are_those_of_exact_fractions(fmt: str, rounding: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(16, 64, generator=generator) * torch.exp2(torch.randint(-9, 3, (16, 64), generator=generator))
+    torch.manual_seed(1)
+    r = fpsim.round_to(x, fmt, rounding)
+    torch.manual_seed(1)
+    tally = fpsim.tally(x, fmt, rounding=rounding)
+    pairs = [(Fraction(v), Fraction(w)) for v, w in zip(x.flatten().tolist(), r.flatten().tolist(), strict=True)]
+    bias = sum(v * (w - v) for v, w in pairs) / sum(v * v for v, _ in pairs)
+    parts = [
+        sum((bias * v) ** 2 for v, _ in pairs),
+        sum((w - (1 + bias) * v) ** 2 for v, w in pairs if w == 0),
+        sum((w - (1 + bias) * v) ** 2 for v, w in pairs if w != 0),
+    ]
+    noise = sum((w - v) ** 2 for v, w in pairs)
+    assert sum(parts) == noise > 0  # exactly: the first part is orthogonal to the others
+    assert tally.scale_bias == pytest.approx(float(bias), rel=1e-9, abs=1e-12)
+    assert [*tally.error_shares] == pytest.approx([float(part / noise) for part in parts], abs=1e-11)
+
+
+def test_a_scale_that_lets_the_largest_saturate_is_seen_as_its_bias() -> None:
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    floor, ceil, stochastic = (
+        fpsim.tally(x, f"e2m1fn per 32 {rule}", rounding=rounding)
+        for rule, rounding in (("floor", "nearest_even"), ("ceil", "nearest_even"), ("ceil", "stochastic"))
+    )
+    assert floor.scale_bias < -0.01
+    assert floor.error_shares.scale > 3 * ceil.error_shares.scale
+    assert abs(stochastic.scale_bias) < 2e-3  # unbiased where nothing saturates
+    assert ceil.underflow_fraction > floor.underflow_fraction
+    assert ceil.error_shares.dead_zone > floor.error_shares.dead_zone
+
+
+def test_the_parts_of_no_error_are_none() -> None:
+    for x in (torch.ones(3), torch.zeros(3), torch.empty(0), torch.full((2,), math.nan)):
+        tally = fpsim.tally(x, "fp16")
+        assert (tally.scale_bias, [*tally.error_shares]) == (0, [0, 0, 0])
+    tally = fpsim.tally(torch.tensor([1e-9]), "fp16")
+    assert tally.scale_bias == -1  # all is gone
+    assert tally.error_shares.scale == pytest.approx(1)
 
 
 def test_empty_scalar_strided_half_and_numpy_inputs_are_counted() -> None:

@@ -23,7 +23,7 @@ from matplotlib.image import imread
 import fpsim
 from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.results import Results
-from ada_loss.lab.results.cell_pages import _heat, _shown, gradient_rows, lost_by_site
+from ada_loss.lab.results.cell_pages import _heat, _shown, error_rows, gradient_rows, lost_by_site
 from ada_loss.lab.results.drawings import difference_panels
 from ada_loss.lab.results.heat import heat_png
 from ada_loss.lab.results.overview import overview
@@ -468,6 +468,24 @@ def test_a_cell_tells_of_each_gradient_what_is_lost_its_bias_and_its_kurtosis(re
     assert f"<td>{found[0][1]}</td><td>{found[0][2]}</td><td>{found[0][3]}</td>" in page
     del arrays["sites.row_bias"]  # of a version that did not know it
     assert gradient_rows(arrays) == []
+
+
+def test_a_cell_tells_what_the_error_of_each_tensor_is_made_of(results: Results) -> None:
+    row = next(row for row in results.rows() if row["format"] == "e5m2")
+    arrays = dict(results.telemetry(row["id"]))
+    found = error_rows(arrays)
+    assert [float(words[2].split()[0]) for words in found] == sorted(float(words[2].split()[0]) for words in found)
+    for words in found:
+        site, _, role = words[0].rpartition(" ")
+        at = np.flatnonzero((arrays["sites.site"] == site) & (arrays["sites.role"] == role))[0]
+        parts = [arrays[f"sites.{name}_share"][at] for name in ("scale", "dead_zone", "grid")]
+        assert sum(parts) == pytest.approx(1)
+        assert [float(text.rstrip(" %")) for text in words[3:6]] == pytest.approx([100 * p for p in parts], abs=0.051)
+        assert float(words[6].rstrip(" %")) == pytest.approx(100 * arrays["sites.scale_bias"][at], abs=0.0051)
+    page = results.report().read_text(encoding="utf-8")
+    assert f"<td>{found[0][2]}</td><td>{found[0][3]}</td><td>{found[0][4]}</td><td>{found[0][5]}</td>" in page
+    del arrays["sites.grid_share"]  # of a version that did not know it
+    assert error_rows(arrays) == []
 
 
 def test_a_pixel_of_a_heat_map_is_transparent_where_nothing_arrives() -> None:
