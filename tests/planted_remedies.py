@@ -99,6 +99,8 @@ class AtSites(TorchFunctionMode):
                 out = args[0].to(self.dtype) if name in CASTS else func(*args, **kwargs)
         else:
             out = func(*map(self._narrowed, args), **{k: self._narrowed(a) for k, a in kwargs.items()})
+            if name in CASTS and isinstance(out, Tensor) and self.before.get(site) in self.low:
+                out = out.to(self.before[site])  # its dtype may be that of a result which is float32 here alone
         results = [x for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, Tensor)]
         if results and results[0].is_floating_point():
             counts[name] = ordinal + count

@@ -40,7 +40,7 @@ import fpsim
 
 @cause("division by zero", "", "update", EVERY, ("half",))
 def eps_of_adam_is_lost(planted: Planted) -> None:
-    planted.scale = 1e-2
+    planted.scale = 0.1  # squares are lost, and no gradient
 
     def late(p: Planted) -> None:
         p.optimizer = torch.optim.Adam(p.model.parameters(), 1e-3, foreach=p.name != "conv")

@@ -124,11 +124,11 @@ def _share_of_zeros(numbers: Glance | None) -> float:
     return 0.0 if numbers is None or not numbers.count else 1 - numbers.nonzero / numbers.count
 
 
-def lost_gradient(seen: Keeping, reference: Keeping, wide: dict[str, Glance], far: Collection[str]) -> Event | None:
+def lost_gradient(seen: Keeping, reference: Keeping, wide: dict[str, Glance], short: Collection[str]) -> Event | None:
     """The first gradient, in the order of the backward pass, that is lost where float32 has it.
 
-    wide: the gradients of parameters in the reference that no cast has rounded, by name. far: the names of parameters
-    whose gradient is far from the reference's.
+    wide: the gradients of parameters in the reference that no cast has rounded, by name. short: the names of parameters
+    whose gradient is shorter than the reference's.
     """
     share: dict[int, float] = {}
     found: tuple[Operation, Glance, Glance] | None = None
@@ -148,7 +148,7 @@ def lost_gradient(seen: Keeping, reference: Keeping, wide: dict[str, Glance], fa
         if operation.name == "parameter" and not gradient.nonzero:
             unfed.append(operation.site)
         around = max((share.get(id(c), 0.0) for c in _readers(operation)), default=0.0)
-        if found is None and around < LOST and (around < HALF or _matters(operation, far)):
+        if found is None and around < LOST and (around < HALF or _matters(operation, short)):
             found = operation, gradient, true
     return None if found is None else _lost_event(*found, share, unfed)
 
@@ -157,7 +157,7 @@ def _same(operation: Operation, reference: Keeping) -> Operation | None:
     return reference.by_key.get(_key(operation))
 
 
-def _matters(operation: Operation, far: Collection[str]) -> bool:
+def _matters(operation: Operation, short: Collection[str]) -> bool:
     """Whether a parameter loses its gradient with this one.
 
     What a recurrent network carries back over many steps is small where it is right, too, beside what arrives from the
@@ -171,7 +171,7 @@ def _matters(operation: Operation, far: Collection[str]) -> bool:
         behind.update((id(p), p) for p in further)
         waiting += further
     parameters = [o.site for o in behind.values() if o.name == "parameter"]
-    return not parameters or any(name in far for name in parameters)
+    return not parameters or any(name in short for name in parameters)
 
 
 def _true_gradient(
@@ -266,8 +266,11 @@ def _gradient_ends(operation: Operation, at: Operation) -> Ends:
     return max(ends, key=lambda e: (e.smallest, -e.largest)) if ends else Ends.of_dtype(torch.float32)
 
 
-def error_event(seen: Keeping, reference: Keeping) -> tuple[Event | None, float]:
-    """The first result of which nothing is left, or wrong sum; or where the error grows; and the largest error."""
+def error_event(seen: Keeping, reference: Keeping, far: Collection[str]) -> tuple[Event | None, float]:
+    """The first result of which nothing is left, or wrong sum; or where the error grows; and the largest error.
+
+    far: the names of parameters whose gradient is far from the reference's.
+    """
     errors, worst = Errors(), 0.0
     grown: Callable[[], Event] | None = None
     begins = None
@@ -292,12 +295,12 @@ def error_event(seen: Keeping, reference: Keeping) -> tuple[Event | None, float]
             begins = min(error, operation.notes["own"])  # what is wrong from the start on has not grown
         is_grown = error >= max(LARGE, GROWN * entering, GROWTH * operation.notes["own"])
         is_gone = nothing_is_left(error, entering) or (_lost_operand(operation) and is_grown)
-        if is_gone and ("lost" in operation.notes or _is_missed(operation, seen, reference)):
+        if is_gone and ("lost" in operation.notes or _is_missed(operation, seen, reference, far)):
             is_difference = not _lost_operand(operation) and _is_difference(operation, true)
             event = _grown_event if is_difference else _gone_event
             return event(operation, mine, true, error, entering), error
         is_first = begins is not None and (is_start or error >= GROWN * begins)  # the start, beyond what is its own
-        if is_grown and is_first and grown is None and _is_missed(operation, seen, reference):
+        if is_grown and is_first and grown is None and _is_missed(operation, seen, reference, far):
             grown = partial(_grown_event, operation, mine, true, error, entering)
     if grown is None:
         wrong = (o for o in reversed(seen.operations) if "swamped_gradient" in o.notes)
@@ -305,8 +308,8 @@ def error_event(seen: Keeping, reference: Keeping) -> tuple[Event | None, float]
     return grown(), worst
 
 
-def _is_missed(operation: Operation, seen: Keeping, reference: Keeping) -> bool:
-    """Whether what is left of a lost result is wrong, too, where it meets other numbers.
+def _is_missed(operation: Operation, seen: Keeping, reference: Keeping, far: Collection[str]) -> bool:
+    """Whether what is left of a lost result is wrong, too, where it meets other numbers, or in a weight's gradient.
 
     What a gate of a millionth lets through is 0 in half, and is added to what it is a millionth of: nothing misses it.
     Nor is a sum missed that crosses zero on its way.
@@ -318,6 +321,8 @@ def _is_missed(operation: Operation, seen: Keeping, reference: Keeping) -> bool:
         for reader in readers:
             if reader.notes["result"].count == 1:  # a loss may be near, whatever it is made of
                 return True
+            if any(p.name == "parameter" and p.site in far for p in reader.parents):
+                return True  # a bias may hide in the result what the weight's gradient is made of
             mine, true = (run.results.get(_key(reader)) for run in (seen, reference))
             if mine is None or true is None or mine.shape != true.shape:
                 return True

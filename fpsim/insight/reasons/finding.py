@@ -19,8 +19,8 @@ from fpsim.insight.reasons.against import Keeping, around, error_event, may_be_l
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.gradient_sums import WideReads, gradient_sum_event, read_often, reads_event
 from fpsim.insight.reasons.remedies import remedies, update_remedies, widened_reads
-from fpsim.insight.reasons.timeline import way_to
-from fpsim.insight.reasons.trials import Change, Outcome, Reference, Remedy, Trials, descendants
+from fpsim.insight.reasons.timeline import descendants, way_to
+from fpsim.insight.reasons.trials import Change, Outcome, Reference, Remedy, Trials
 from fpsim.insight.reasons.updates import Averages, Updates
 from fpsim.insight.reasons.widening import LOW
 from fpsim.insight.stepping import require_unrecorded
@@ -189,7 +189,9 @@ class _Checks:
             return []
         self.reference.tell(self.result)
         if not hard and events[0].stage == "backward" and self.reference.is_wanted:
-            before, _ = error_event(seen, self.reference.seen)  # a scale of the past may be too small here, and was too
+            before, _ = error_event(
+                seen, self.reference.seen, self.reference.far(self.was)
+            )  # a scale of the past may be too small here, and was too
             if before is not None and before.role.startswith("fprop"):  # large for what went forward
                 return [before, *_own_causes(events)]
         return _own_causes(events)
@@ -201,7 +203,7 @@ class _Checks:
         if lost is None:
             return []
         self.result.float32 = self.reference.loss
-        earlier, _ = error_event(self.seen, self.reference.seen)
+        earlier, _ = error_event(self.seen, self.reference.seen, self.reference.far(self.was))
         if earlier is None or earlier.kind in ("error grows", "swamping"):
             return [lost] if earlier is None else [lost, earlier]
         return [earlier, lost]  # a lost result takes its gradients with it
@@ -225,7 +227,7 @@ class _Checks:
         if not self.reference.is_wanted:
             checked.append("The model computes in float32 or more: there is nothing to compare it with.")
             return []
-        error, worst = error_event(self.seen, self.reference.seen)
+        error, worst = error_event(self.seen, self.reference.seen, self.reference.far(self.was))
         self.result.float32 = self.reference.loss
         checked.append(f"Against float32: the largest relative error of a result is {worst:.3g}.")
         return [] if error is None else [error]

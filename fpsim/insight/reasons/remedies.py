@@ -26,8 +26,8 @@ from fpsim.insight.reasons.edits import (
 )
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.swamping import additions_behind
-from fpsim.insight.reasons.timeline import Timeline
-from fpsim.insight.reasons.trials import EPS, NEARER, Attempts, Change, Outcome, Reference, Remedy, Trials, descendants
+from fpsim.insight.reasons.timeline import Timeline, descendants
+from fpsim.insight.reasons.trials import EPS, NEARER, Attempts, Change, Outcome, Reference, Remedy, Trials
 from fpsim.insight.reasons.updates import Updates
 from fpsim.insight.reasons.widening import Widening
 from fpsim.policies.policy import Policy, policy_of_modules

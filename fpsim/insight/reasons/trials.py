@@ -28,7 +28,7 @@ from fpsim.insight.reasons.against import (
     shortened,
 )
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.reasons.timeline import Timeline, entrances
+from fpsim.insight.reasons.timeline import Timeline, descendants, entrances
 from fpsim.insight.reasons.widening import LOW, Widening
 from fpsim.insight.stepping import Kept, traced
 from fpsim.models.installed import emulated_forwards
@@ -38,7 +38,7 @@ from fpsim.tensors.noise import keep_random_numbers, noise_state, replayed_noise
 from fpsim.torch_modes import hook_steps, push_mode, take_off, unhook_call, unhook_steps, without_torch_function
 from fpsim.undoing import Undo, undone
 
-__all__ = ["EPS", "NEARER", "Attempts", "Change", "Outcome", "Reference", "Remedy", "Trials", "descendants"]
+__all__ = ["EPS", "NEARER", "Attempts", "Change", "Outcome", "Reference", "Remedy", "Trials"]
 
 
 @dataclass(frozen=True)
@@ -408,11 +408,15 @@ class Reference:
             return same is not None and bool(same.notes["result"].kinds)
         return any(o.notes.get("had_bad_gradient") for o in around(same))
 
+    def far(self, outcome: Outcome) -> set[str]:
+        """The names of parameters whose gradient is FAR from this one's."""
+        errors = relative_errors(outcome.gradients, self.outcome.gradients, 1.0)
+        return {name for name, error in errors.items() if error >= FAR}
+
     def lost(self, seen: Keeping, outcome: Outcome) -> Event | None:
         """The first gradient that a run has lost, and float32 has."""
-        reference = self.seen  # which runs it
-        wide = {name: glance(g) for name, g in self._wide.items()}
-        return lost_gradient(seen, reference, wide, shortened(outcome.gradients, self.outcome.gradients))
+        numbers = self.seen, {name: glance(g) for name, g in self._wide.items()}  # which is known when `seen` has run
+        return lost_gradient(seen, *numbers, shortened(outcome.gradients, self.outcome.gradients))
 
     @property
     def loss(self) -> float | None:
@@ -572,29 +576,18 @@ class Attempts:
         outcome = self._run(change, seen)
         if outcome is None or not outcome.is_finite or not self._is_nearer(outcome, change.loss_scale, seen):
             return None
-        if any((e.place, e.kind) not in self._known for e in seen.events) or _moves_only(change):
-            return None
-        if any((e.place, e.role) not in self._saturations for e in seen.saturations):
+        breaks = any((e.place, e.kind) not in self._known for e in seen.events)
+        if breaks or _moves_only(change) or any((e.place, e.role) not in self._saturations for e in seen.saturations):
             return None
         if self.event.kind == "gradient lost" and (not self._is_held(seen) or self.reference.lost(seen, outcome)):
             return None
-        if is_compared and (left := error_event(seen, self.reference.seen)[0]) is not None:
-            if left.kind == self.event.kind and left.place in (self.event.place, *(o.site for o in self.event.stretch)):
-                return None
+        if is_compared:
+            left, _ = error_event(seen, self.reference.seen, self.reference.far(outcome))
+            places = self.event.place, *(o.site for o in self.event.stretch)
+            return outcome if left is None or left.kind != self.event.kind or left.place not in places else None
         return outcome
 
 
 def _moves_only(change: Change) -> bool:
     """Whether an overflow is only moved: to where a float32 result is read in its former dtype."""
     return isinstance(change.edit, Widening) and change.edit.overflows
-
-
-def descendants(start: Operation) -> set[int]:
-    """The ids of an operation and of all that read its result, near or far."""
-    ids, waiting = set(), [start]
-    while waiting:
-        at = waiting.pop()
-        if id(at) not in ids:
-            ids.add(id(at))
-            waiting += at.children
-    return ids
