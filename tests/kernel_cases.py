@@ -163,6 +163,8 @@ BLOCKS = [
     ("e4m3fn per 128x1 fp32", "nearest_even", (370, 268), -1, 32),
     ("nf4 per 32", "nearest_even", (20, 134, 37), 1, 8),
     ("dynamic8 per 32 fp32", "stochastic", (20, 134, 37), -1, 8),
+    ("nvfp4_row", "nearest_even", (20, 134, 37), -1, 8),
+    ("e2m1fn per 16 e4m3fn fp32 per 64", "stochastic", (20, 4958), -1, 8),
 ]
 # Blocks one behind the other, or one scale for all: the same without an axis, and which size is compiled in
 DENSE = [
@@ -222,7 +224,7 @@ def infinities() -> Iterator[torch.Tensor]:
 
 def of_tensor(spec: BlockSpec) -> bool:
     """Whether an infinity makes a scale of the whole tensor NaN."""
-    return spec.fmt.tensor_scale or spec.fmt.block == "tensor"
+    return spec.fmt.tensor_scale is True or spec.fmt.block == "tensor"
 
 
 def beside_numbers(spec: BlockSpec) -> torch.Tensor:
@@ -246,11 +248,10 @@ def rounded_by(
     has_key: the key is in memory, and not a number among the arguments. small: places are computed in 32 bits.
     """
     plan, axes = block_plan(spec), block_axes(x.shape, spec.fmt.tile, axis, None)
-    largest = int(amax_pattern(x, plan)) if spec.fmt.tensor_scale else -1
     y, scales = torch.full_like(x, 77.0), torch.zeros(math.prod(axes.blocks))
     kernel = block_teams.cuda_rounding(plan.rule, plan.shape, plan.scale_shape, plan.kind, small)
     grid, team = block_teams.grid_of(axes, launched(machine, kernel))
-    shared, key = Memory(torch.tensor([-1, largest])), Memory(torch.tensor([KEY]))
+    shared, key = Memory(shared_numbers(x, spec.fmt, plan, None)), Memory(torch.tensor([KEY]))
     key_words = (key, 1, 0) if has_key else (None, 0, KEY)
     places = (0, WIDE_NUMBERS) if plan.shape >= BOOK else ()
     tables = [table_at(table_address(plan.parameters[i : i + NUMBERS])) for i in places]
@@ -292,7 +293,8 @@ def tallied_by(machine: Machine, x: torch.Tensor, after: torch.Tensor, spec: Blo
     """What happened to blocks between `x` and `after`."""
     plan, axes = block_plan(spec), block_axes(x.shape, spec.fmt.tile, axis, None)
     whole = amax_pattern(x, plan) if spec.fmt.block == "tensor" else torch.tensor(-1)
-    shared = torch.cat([shared_numbers(x, spec.fmt, plan, None)[:2], whole.reshape(1)])
+    shared = shared_numbers(x, spec.fmt, plan, None)
+    shared = torch.cat([shared[:2], whole.reshape(1), shared[3:]])
     axes = in_parts(axes, True) if spec.fmt.block == "tensor" else axes
     out = torch.tensor([0] * SMALLEST_SCALE + [2**63 - 1, 0])
     kernel = block_teams.cuda_tally(plan.scale_shape, plan.kind, block_teams.is_small(axes))

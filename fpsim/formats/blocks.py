@@ -157,7 +157,9 @@ class BlockFormat:
             the default of code books, under which elements are divided by the scale. Under "amax" they are multiplied
             by largest / amax, which differs in the last bit. Choose(("floor", "ceil")) takes the best for each block.
         tensor_scale: whether a float32 for the whole tensor multiplies the scales, which brings the largest block's
-            scale to the top of the scale's format (NVFP4).
+            scale to the top of the scale's format (NVFP4). "row": one for all along the axis, as for each token; a
+            number, a multiple of `block`: one for so many elements (128 in arXiv 2510.27527). Both of blocks along one
+            axis.
         gain: elements are rounded at this multiple of their size, and divided by it afterwards: 3/4 in MXFP4 as in
             arXiv 2502.20586, so that nothing saturates under the rule "floor".
         least_amax: under "absmax", what a smaller amax counts as: 1e-12 in torchao. With 0, a block of zeros has a
@@ -185,7 +187,7 @@ class BlockFormat:
     block: int | tuple[int, int] | str
     scale: FloatFormat = CATALOGUE["e8m0fnu"]
     scale_rule: str | Delayed | Choose = None  # type: ignore[assignment]  # filled in below
-    tensor_scale: bool = False
+    tensor_scale: bool | int | str = False
     gain: float = 1.0
     least_amax: float = 0.0
     nonfinite: str = "nan"
@@ -354,12 +356,11 @@ def _require_rule(f: BlockFormat) -> None:
             )
     else:
         _require_word(f, f.scale_rule)
-    if not isinstance(f.tensor_scale, bool):
-        raise ValueError(f"tensor_scale={shown(f.tensor_scale)} is invalid. Expected: True, False.")
+    _require_second_scale(f)
     if f.tensor_scale and (f.has_power_scale or f.scale.largest > 1e30):
         raise ValueError(
-            f"tensor_scale=True was given with scales in {f.scale}, whose range needs no second scale. "
-            f"Expected: a narrow format such as scale='e4m3fn', or tensor_scale=False."
+            f"tensor_scale={shown(f.tensor_scale)} was given with scales in {f.scale}, whose range needs no second "
+            f"scale. Expected: a narrow format such as scale='e4m3fn', or tensor_scale=False."
         )
     if not is_finite_number(f.gain) or not 0 < f.gain <= 1 or (f.gain != 1 and not f.has_power_scale):
         raise ValueError(
@@ -387,6 +388,18 @@ def _require_rule(f: BlockFormat) -> None:
         )
     if f.scale.min_exponent > 0 or f.scale.largest < 1:
         raise ValueError(f"{f.scale} does not hold 1. Scales are in a format such as e8m0fnu, e4m3fn or fp32.")
+
+
+def _require_second_scale(f: BlockFormat) -> None:
+    n, block = f.tensor_scale, f.block
+    if isinstance(n, bool):
+        return
+    is_number = isinstance(n, int) and isinstance(block, int) and block < n < 2**31 and n % block == 0
+    if not isinstance(block, int) or not ((isinstance(n, str) and n == "row") or is_number):
+        raise ValueError(
+            f"tensor_scale={shown(n)} is invalid with block={shown(block)}. Expected: True, False; of blocks of a "
+            f"number of elements also 'row', or a multiple of that number."
+        )
 
 
 def _require_word(f: BlockFormat, rule: object) -> None:
@@ -422,13 +435,14 @@ _PER = re.compile(
 
 
 def _systematic_name(f: BlockFormat) -> str | None:
-    """'<element> per <block> [scale [fp32]] [rule] [saturate] [at gain]', where that says all: int4 per row fp32."""
+    """'<element> per <block> [scale [fp32 [per <block>]]] [rule] [saturate] [at gain]', where that says all."""
     size = "x".join(map(str, f.block)) if isinstance(f.block, tuple) else f.block
     words = [str(f.element).replace("symmetric ", ""), "per", str(size)]
     if isinstance(f.element, FixedPoint):
         words[0] = f"int{f.element.word_length}"
     if not f.has_power_scale:
         words += [str(f.scale), *(["fp32"] if f.tensor_scale else [])]
+        words += [] if isinstance(f.tensor_scale, bool) else ["per", str(f.tensor_scale)]
     if f.scale_rule != f._default_rule:
         words.append("delayed" if f.is_delayed else str(f.scale_rule))
     if f.nonfinite != "nan":
@@ -449,8 +463,12 @@ def _from_words(name: str) -> BlockFormat | None:
     block = (int(match[3]), int(match[4])) if match[3] else int(match[2]) if match[2].isdigit() else match[2]
     scale: str | None = None
     rule: str | Delayed | Choose | None = None
-    has_two = False
-    for word in match[5].split():
+    has_two: bool | int | str = False
+    words = match[5].split()
+    if words[1:3] == ["fp32", "per"]:
+        has_two = int(words[3]) if words[3:] and words[3].isdigit() else " ".join(words[3:4])
+        del words[1:4]
+    for word in words:
         if word == "delayed":
             rule, scale = Delayed(), "fp32"
         elif match_of_choice := _CHOICE.fullmatch(word):
@@ -487,10 +505,11 @@ def as_format(fmt: Any) -> Format:
     Args:
         fmt: a name of the catalogues ("fp16", "e4m3fn", "mxfp4", "nvfp4"), an alias ("half"), eXmY, eXmYfn or eXmYfnuz
             for any other with the standard bias, "int8" and the like, a code book's ("nf4", "dynamic8", "hif8"),
-            "<element> per <block> [scale [fp32]] [rule] [saturate] [at gain]" for elements that share a scale ("e4m3fn
-            per tensor fp32", "int4 per 32", "e4m3fn per 128x128 ceil", "e2m1fn per 16x16 e4m3fn fp32", "e2m1fn per 32
-            at 0.75", "dynamic8 per 256 fp32"), the `repr` of a format, or a format; a floating dtype of torch, NumPy or
-            ml_dtypes (torch.float8_e4m3fn), gfloat's FormatInfo.
+            "<element> per <block> [scale [fp32 [per <block>]]] [rule] [saturate] [at gain]" for elements that share a
+            scale ("e4m3fn per tensor fp32", "int4 per 32", "e4m3fn per 128x128 ceil", "e2m1fn per 16x16 e4m3fn fp32",
+            "e2m1fn per 16 e4m3fn fp32 per row", "e2m1fn per 32 at 0.75", "dynamic8 per 256 fp32"), the `repr` of a
+            format, or a format; a floating dtype of torch, NumPy or ml_dtypes (torch.float8_e4m3fn), gfloat's
+            FormatInfo.
 
     Raises:
         ValueError: for an unknown name.
@@ -568,6 +587,9 @@ BLOCKS: dict[str, BlockFormat] = {
     "nvfp4": BlockFormat(CATALOGUE["e2m1fn"], 16, CATALOGUE["e4m3fn"], tensor_scale=True),  # arXiv 2509.25149
     "nvfp4_4over6": BlockFormat(  # arXiv 2512.02010
         CATALOGUE["e2m1fn"], 16, CATALOGUE["e4m3fn"], Choose(("amax/6", "amax/4")), tensor_scale=True
+    ),
+    "nvfp4_row": BlockFormat(  # a second scale for each token: NVIDIA TransformerEngine
+        CATALOGUE["e2m1fn"], 16, CATALOGUE["e4m3fn"], tensor_scale="row"
     ),
     "nvint4": BlockFormat(FixedPoint(4, 0), 16, CATALOGUE["e4m3fn"], tensor_scale=True),  # arXiv 2510.25602
     "msfp12": BlockFormat(FixedPoint(4, 2), 16),  # Rouhani et al., NeurIPS 2020: a sign, 3 bits, a shared exponent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import compress
 from typing import Any, NamedTuple, overload
 
@@ -186,8 +187,9 @@ def _bits(x: Tensor, storage: Storage | None) -> tuple[int, int]:
     fmt = storage.spec.fmt
     if not isinstance(fmt, BlockFormat):
         return int(fmt.bits) * x.numel(), 0
-    whole = FLOAT32 if fmt.tensor_scale else 0
-    return int(fmt.element.bits) * x.numel(), _blocks(x, fmt) * fmt.scale.bits + whole
+    n = fmt.tensor_scale
+    seconds = int(n) if isinstance(n, bool) else _blocks(x, replace(fmt, block=n, tensor_scale=False))
+    return int(fmt.element.bits) * x.numel(), _blocks(x, fmt) * fmt.scale.bits + FLOAT32 * seconds
 
 
 def _blocks(x: Tensor, fmt: BlockFormat) -> int:

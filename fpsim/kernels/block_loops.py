@@ -28,6 +28,7 @@ from fpsim.kernels.blocks import (
     make_apply_far,
     make_block_scale,
     make_tensor_scale,
+    second_place,
     special_element,
 )
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
@@ -175,10 +176,10 @@ def _run_along(rule: int, shape: int, kind: int) -> Callable[..., Any]:
 def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
     """Round blocks whose elements lie side by side: `inner` is 1.
 
-    Addresses: src, dst; parameters (of a BlockPlan); key (two uint32); shared (three int64: a pattern to take instead
-    of every block's own number, or -1; the pattern of the tensor's amax; where the first is given, whether there may be
-    masks or infinities: 0, 1, or -1 for not known); scales (float32, one for a block; 0 for nowhere). Blocks `first` to
-    `last` are rounded, counted by outer, R, middle and C.
+    Addresses: src, dst; parameters (of a BlockPlan); key (two uint32); shared (int64: a pattern to take instead of
+    every block's own number, or below 0; the pattern of the tensor's amax; where the first is given, whether there may
+    be masks or infinities: 0, 1, or -1 for not known; then as `second_place` has it); scales (float32, one for a block;
+    0 for nowhere). Blocks `first` to `last` are rounded, counted by outer, R, middle and C.
 
     The length of a block is not a constant: LLVM unrolls a loop over 32 elements before it can vectorise it, which took
     twice the time. Numbers are computed for BATCH blocks side by side: a quarter less time with blocks of 16.
@@ -191,10 +192,11 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
 
     @compiled_loop(rule, shape, scale_shape, kind, error_model="numpy")
     def loop(src, dst, dims, parameters, key, shared, scales, first, last):
-        d, common = carray(pointer(dims), (7,), i64), carray(pointer(shared), (3,), i64)
+        d = carray(pointer(dims), (7,), i64)
         outer, rows, middle, columns, r, c = d[0], d[1], d[2], d[3], d[5], d[6]
         p, keys = carray(pointer(parameters), (PARAMETERS,), i64), carray(pointer(key), (2,), u32)
         n, step = outer * rows * middle * columns, middle * columns
+        common = carray(pointer(shared), (3 + n,), i64)
         x, y = carray(pointer(src), (n,), u32), carray(pointer(dst), (n,), u32)
         row_blocks, column_blocks = -(-rows // r), -(-columns // c)
         found = carray(pointer(scales), (outer * row_blocks * middle * column_blocks,), np.float32)
@@ -202,12 +204,16 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
         amaxes, largests, overflows, smallests = new_words(), new_words(), new_words(), new_words()
         origins, exponents, by, back = new_integers(), new_integers(), new_floats(), new_floats()
         elements, is_known = numbers_from(p), common[0] >= 0 and common[2] >= 0
+        at_once = i64(-1) - common[0]  # blocks that share a second scale; 0 or less where it is the tensor's
         unit = first
         while unit < last:  # neighbours along C, whose numbers are computed side by side
             row, column = unit // column_blocks, unit % column_blocks
             rest, i = row // middle, row // middle % row_blocks
             line = ((rest // row_blocks * rows + i * r) * middle + row % middle) * columns
             height, count = min(r, rows - i * r), min(BATCH, column_blocks - column, last - unit)
+            if at_once > 0:
+                count = min(count, at_once - column % at_once)
+                whole = tensor_scale(common[second_place(common[0], unit, column_blocks)], p)
             for b in range(count):
                 begin, length, amax = line + (column + b) * c, min(c, columns - (column + b) * c), u32(0)
                 for j in range(0 if is_known else height):

@@ -37,6 +37,7 @@ from fpsim.kernels.blocks import (
     counted_magnitude,
     make_block_scale,
     make_tensor_scale,
+    second_place,
     wanted_exponent,
     wanted_scale,
 )
@@ -112,8 +113,8 @@ def end_of_range(before, after, normal, saturated):
 def cpu_loop(scale_shape: int, kind: int) -> Loop:
     """Tally the blocks `first` to `last`, counted by outer, R, middle, C and inner, into the BLOCK_FIELDS at `row`.
 
-    Addresses: src, dst (float32, before and after); dims (of BlockAxes); parameters (of a BlockPlan); shared (three
-    int64: those of block_loops, and the pattern of the tensor's amax where all blocks share one scale, which is then
+    Addresses: src, dst (float32, before and after); dims (of BlockAxes); parameters (of a BlockPlan); shared (int64:
+    as in block_loops, but the third is the pattern of the tensor's amax where all blocks share one scale, which is then
     that of block 0); limits (three float64, see make_facts).
     """
     facts, tensor_scale = make_facts(scale_shape, kind), make_tensor_scale(kind)
@@ -121,13 +122,13 @@ def cpu_loop(scale_shape: int, kind: int) -> Loop:
 
     @compiled_loop(scale_shape, kind, error_model="numpy")
     def loop(src, dst, dims, parameters, shared, limits, row, first, last):
-        d, common = carray(pointer(dims), (7,), i64), carray(pointer(shared), (3,), i64)
+        d = carray(pointer(dims), (7,), i64)
         outer, rows, middle, columns, inner, r, c = d[0], d[1], d[2], d[3], d[4], d[5], d[6]
         p, f = carray(pointer(parameters), (PARAMETERS,), i64), carray(pointer(limits), (3,), np.float64)
         n = outer * rows * middle * columns * inner
+        common, column_blocks = carray(pointer(shared), (3 + n,), i64), (columns + c - 1) // c
         x, y = carray(pointer(src), (n,), u32), carray(pointer(dst), (n,), u32)
         out = carray(pointer(row), (BLOCK_FIELDS,), i64)
-        whole = tensor_scale(common[1], p)
         for unit in range(first, last):
             base, height, length, step = place_of(unit, outer, rows, middle, columns, inner, r, c)
             amax = u32(max(common[2], i64(0)))
@@ -137,8 +138,10 @@ def cpu_loop(scale_shape: int, kind: int) -> Loop:
             is_counted = common[0] < 0 or unit == 0
             out[BLOCKS] += int(is_counted)
             out[ZERO_BLOCKS] += int(is_counted and amax == u32(0))
-            if not has_scale(amax, common[1], p):
+            of_second = common[second_place(common[0], unit, column_blocks)]
+            if not has_scale(amax, of_second, p):
                 continue
+            whole = tensor_scale(of_second, p)
             is_under, is_over, scale, normal, saturated = facts(amax, common[0], whole, p, f[0], f[1], f[2])
             out[SCALE_UNDERFLOW] += int(is_under and is_counted)
             out[SCALE_OVERFLOW] += int(is_over and is_counted)

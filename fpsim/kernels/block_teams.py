@@ -31,6 +31,7 @@ from fpsim.kernels.blocks import (
     make_apply_far,
     make_block_scale,
     make_tensor_scale,
+    second_place,
     special_element,
 )
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
@@ -195,7 +196,7 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int, small: b
     """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
     `x` and `y` are flat memory of uint32; the dimensions are those of BlockAxes; `p` is a tuple of a BlockPlan's
-    integers; `given` two int64, as `shared` of the CPU's loops; `scales` a float32 for each block, if `has_scales`. The
+    integers; `given` int64, as `shared` of the CPU's loops; `scales` a float32 for each block, if `has_scales`. The
     key is an int64 in memory if `has_key`, else `word`. team: as `grid_of` has it. small: of what `is_small` tells.
     """
     global cuda
@@ -215,7 +216,9 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int, small: b
         amax, has_specials = u32(0), True
         if given[0] < 0:
             amax, has_specials = amax_of_team(x, at, walk, shared, member, leader, apart, team, u32(p[COUNTED]))
-        whole = tensor_scale(given[1], p)
+        whole = tensor_scale(
+            given[second_place(given[0], unit, (columns + c - 1) // c)] if walk[0] > 0 else given[1], p
+        )
         scale = block_scale(amax, given[0], whole, p)
         if has_scales and member == 0 and walk[0] > 0:
             scales[unit] = scale.back
@@ -240,7 +243,7 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int, small: b
 def tally_kernel(scale_shape: int, kind: int, small: bool) -> Callable[..., None]:
     """The same, of what a rounding from `x` to `y` did: one row of BLOCK_FIELDS for all, in the int64 array `out`.
 
-    Arguments as those of `block_tally.cpu_loop`: `given` is three int64. A block of threads counts in shared memory.
+    Arguments as those of `block_tally.cpu_loop`: `given` is its `shared`. A block of threads counts in shared memory.
     """
     global cuda
     cuda = cuda_module()
@@ -269,8 +272,9 @@ def tally_kernel(scale_shape: int, kind: int, small: bool) -> Callable[..., None
                 cuda.atomic.add(counts, BLOCKS, 1)
                 if amax == u32(0):
                     cuda.atomic.add(counts, ZERO_BLOCKS, 1)
-            if has_scale(amax, given[1], p):
-                whole = tensor_scale(given[1], p)
+            of_second = given[second_place(given[0], unit, (columns + c - 1) // c)]
+            if has_scale(amax, of_second, p):
+                whole = tensor_scale(of_second, p)
                 is_under, is_over, scale, low, high = facts(amax, given[0], whole, p, normal, saturated, of_scale)
                 if counted and is_under:
                     cuda.atomic.add(counts, SCALE_UNDERFLOW, 1)

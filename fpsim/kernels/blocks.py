@@ -187,6 +187,21 @@ def make_tensor_scale(kind: int) -> Callable[..., Any]:
     return tensor_scale  # type: ignore[no-any-return]
 
 
+@njit(inline="always")
+def second_place(first, unit, columns):
+    """Where in the `shared` of a loop the amax is from which the second scale of a block follows.
+
+    first: the first number of it: -1 where the second scale is the tensor's, of the amax that comes next; -1 - n where
+        n blocks share one, of the amaxes from the fourth on, row by row.
+    unit: the block, counted by rows of `columns`.
+    """
+    n = np.int64(-1) - first
+    if n <= np.int64(0):
+        return np.int64(1)
+    in_row = (columns + n - np.int64(1)) // n
+    return np.int64(3) + unit // columns * in_row + unit % columns // n
+
+
 class BlockScale(NamedTuple):
     """What is computed once for a block: four of the elements' Numbers at its scale, and the scale."""
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from fpsim.formats.blocks import Format
+from fpsim.kernels.blocks import COUNTED
 from fpsim.tensors.autograd import is_transformed, require_no_forward_mode
-from fpsim.tensors.cuts import block_axes
+from fpsim.tensors.cuts import block_axes, second_amaxes
 from fpsim.tensors.noise import new_traceable_key
-from fpsim.tensors.shared_scales import block_scales, recorded_amax, rounded_blocks
+from fpsim.tensors.shared_scales import block_plan, block_scales, recorded_amax, rounded_blocks
 from fpsim.tensors.spec import BlockSpec, Spec, any_spec, saturated_from
 from fpsim.torch_internals import constant_under_compile, keep_none
 from fpsim.torch_modes import PlainFunction, is_plain
@@ -129,7 +130,7 @@ def _block_passes(
             scales = scales.repeat_interleave(r, other).narrow(other, 0, x.shape[other])
     limit = scales.double() * saturated_from(spec.fmt.element) / spec.fmt.gain
     if spec.fmt.tensor_scale:  # as the kernels have it: kernels.blocks.make_tensor_scale
-        amax = recorded_amax(source, spec)
+        amax = _amaxes(source, spec, axis)
         whole = (torch.tensor(spec.fmt.tensor_lands_on, device=x.device) / amax).clamp(max=_MASK)
         limit /= torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), whole, 1.0))
     magnitude = source.abs()
@@ -137,6 +138,18 @@ def _block_passes(
 
 
 _MASK = torch.finfo(torch.float32).max
+
+
+def _amaxes(x: Tensor, spec: BlockSpec, axis: int) -> Tensor:
+    """Of which amax the second scale of each number follows, float32: of no dimension where it is the tensor's."""
+    f = spec.fmt
+    if isinstance(f.tensor_scale, bool):
+        return recorded_amax(x, spec)
+    moved = x.movedim(axis, -1).contiguous() if x.dim() else x
+    amaxes = second_amaxes(moved, f, block_plan(spec).parameters[COUNTED])
+    length = moved.shape[-1] if f.tensor_scale == "row" and x.dim() else int(f.tensor_scale)
+    each = amaxes.repeat_interleave(length, -1)[:, : moved.shape[-1] if x.dim() else 1].view(torch.float32)
+    return each.reshape(moved.shape).movedim(-1, axis) if x.dim() else each.reshape(())
 
 
 @_block_passes.register_fake

@@ -15,7 +15,7 @@ from fpsim.formats.fixed_point import FixedPoint
 from fpsim.kernels import block_tally, block_teams
 from fpsim.kernels.blocks import BlockPlan
 from fpsim.kernels.statistics import BLOCK_FIELDS, BLOCKS, LARGEST_SCALE, SMALLEST_SCALE, ZERO_BLOCKS
-from fpsim.tensors.cuts import BlockAxes, Cut, block_axes
+from fpsim.tensors.cuts import BlockAxes, Cut, block_axes, runs_elsewhere
 from fpsim.tensors.launch import parts_of, run_on_card, run_parts
 from fpsim.tensors.shared_scales import amax_pattern, block_plan, choose, in_parts, shared_numbers, take
 from fpsim.tensors.spec import BlockSpec, address_of, saturated_from
@@ -35,6 +35,8 @@ def blocks_between(before: Tensor, after: Tensor, spec: BlockSpec, cut: Cut) -> 
     x, r = (t.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous() for t in (before, after))
     if x.numel() == 0:
         return _row(x.device)
+    if runs_elsewhere(spec.fmt, x, cut.axis):
+        return blocks_between(x.movedim(cut.axis, -1), r.movedim(cut.axis, -1), spec, Cut(-1))
     if not isinstance(spec.fmt.scale_rule, Choose):
         return _of_one_rule(x, x, r, spec, cut)
     choice = choose(x, spec, cut.axis, cut.across)
@@ -57,8 +59,9 @@ def _of_one_rule(
     tensor: of whose amax the second scale is. of: as in `block_plan`.
     """
     plan, axes = block_plan(spec, of), block_axes(x.shape, spec.fmt.tile, cut.axis, cut.across)
-    shared = shared_numbers(tensor, spec.fmt, plan, cut.scale)[:2]
-    shared = torch.cat([shared, shared.new_full((1,), -1)])
+    shared = shared_numbers(tensor, spec.fmt, plan, cut.scale)
+    if isinstance(spec.fmt.tensor_scale, bool):
+        shared = torch.cat([shared[:2], shared.new_full((1,), -1)])
     if spec.fmt.block == "tensor":
         shared[2] = amax_pattern(x, plan)
         axes = in_parts(axes, x.is_cuda)

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from fpsim.checks import shown
-from fpsim.formats.blocks import as_format
+from fpsim.formats.blocks import BlockFormat, as_format
+from fpsim.kernels import blocks
 
-__all__ = ["BlockAxes", "Cut", "axis_pair", "block_axes", "require_no_axis"]
+__all__ = ["BlockAxes", "Cut", "axis_pair", "block_axes", "require_no_axis", "runs_elsewhere", "second_amaxes"]
+
+MAGNITUDE, MASK = int(blocks.MAGNITUDE), int(blocks.MASK)
 
 
 class BlockAxes(NamedTuple):
@@ -89,6 +92,24 @@ def block_axes(shape: torch.Size, tile: tuple[int, int], axis: int, across: int 
         math.prod(sizes[second + 1 :]),
         *sides,
     )
+
+
+def runs_elsewhere(f: BlockFormat, x: Tensor, axis: int) -> bool:
+    """Whether a tensor is moved before it is cut: blocks of a second scale lie side by side in memory."""
+    return not isinstance(f.tensor_scale, bool) and x.dim() > 1 and axis % x.dim() != x.dim() - 1
+
+
+def second_amaxes(x: Tensor, f: BlockFormat, counted: int) -> Tensor:
+    """The patterns of the amaxes from which second scales follow, int32, (rows, second scales in a row).
+
+    x: a contiguous float32 with elements, in blocks along the last axis. counted: as in kernels' `counted_magnitude`.
+    """
+    patterns = x.view(torch.int32).view(-1, x.shape[-1] if x.dim() else 1) & MAGNITUDE
+    patterns = torch.where((patterns == MASK) | (patterns > counted), 0, patterns)
+    if isinstance(f.tensor_scale, str):
+        return patterns.amax(-1, keepdim=True)
+    length = int(f.tensor_scale)
+    return torch.nn.functional.pad(patterns, (0, -patterns.shape[-1] % length)).unflatten(-1, (-1, length)).amax(-1)
 
 
 def _axis(axis: int, shape: torch.Size, name: str) -> int:

@@ -16,7 +16,7 @@ from fpsim.kernels import block_amax, block_choice, block_dense, block_loops, bl
 from fpsim.kernels.codebook_tables import any_plan
 from fpsim.kernels.core import BINARY32, make_plan, scale_limits
 from fpsim.kernels.moments import partial_words
-from fpsim.tensors.cuts import BlockAxes, block_axes
+from fpsim.tensors.cuts import BlockAxes, block_axes, runs_elsewhere, second_amaxes
 from fpsim.tensors.launch import (
     NO_KEY_ADDRESS,
     PARALLEL_FROM,
@@ -164,6 +164,8 @@ def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None 
     A tensor's own second scale is not among them. float32; `x`'s shape with each axis that blocks run along divided by
     their length, rounded up.
     """
+    if runs_elsewhere(spec.fmt, x, axis):
+        return block_scales(x.movedim(axis, -1), spec).movedim(-1, axis)
     scales = rounded_with_scales(x, spec, axis, across, None, None, True)[1]
     assert scales is not None
     if spec.fmt.block == "tensor" or not x.dim():
@@ -179,12 +181,18 @@ def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None 
 def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale: Tensor | None) -> Tensor:
     """Two int64: what stands in for every block's own amax, and the pattern of the tensor's; -1 for neither.
 
-    On the CPU a third: whether there are masks or infinities where the first is given, -1 where nobody looked.
+    On the CPU a third: whether there are masks or infinities where the first is given, -1 where nobody looked. Of a
+    format with second scales for parts of a tensor, what kernels.blocks.second_place takes.
 
     source: a contiguous float32.
     scale: of delayed scaling.
     """
     divides = plan.kind == blocks.DIVIDED
+    if not isinstance(f.tensor_scale, bool):
+        amaxes = second_amaxes(source, f, plan.parameters[blocks.COUNTED])
+        length = source.shape[-1] if f.tensor_scale == "row" and source.dim() else f.tensor_scale
+        head = torch.tensor([-1 - -(-int(length) // f.tile[1]), -1, -1], device=source.device)
+        return torch.cat([head, amaxes.flatten()])
     if source.is_cuda:
         if asked := asked_of(f, plan):
             return _amax_on_card(source, asked, f.lands_on)[:2]
@@ -241,6 +249,10 @@ def rounded_with_scales(
         )
     if type(axis) is not int or (across is not None and type(across) is not int):
         block_axes(x.shape, f.tile, axis, across)  # which raises for what is not an axis, and may have no hash
+    if runs_elsewhere(f, x, axis):
+        moved, scales = rounded_with_scales(x.movedim(axis, -1), spec, -1, None, key, scale, wants_scales, None, of)
+        moved = moved.movedim(-1, axis)
+        return moved.contiguous() if out is None else out.copy_(moved), scales
     chooses = isinstance(f.scale_rule, Choose)
     plan, axes, work = _kept(spec.candidates[0] if chooses else spec, x.shape, axis, across, x.is_cuda, of)
     source, scales = x.detach(), None
@@ -461,7 +473,7 @@ def launch_of(plan: blocks.BlockPlan, axes: BlockAxes, f: BlockFormat, threads: 
     words = plan.rule, plan.shape, plan.scale_shape, plan.kind
     # rows have a length for each tensor, and would have a kernel for each length
     size = {"tensor": block_dense.ONE_SCALE, "row": None}.get(str(f.block), block_dense.dense_size(axes))
-    if size is None:
+    if size is None or not isinstance(f.tensor_scale, bool):
         kernel = block_teams.cuda_rounding(*words, block_teams.is_small(axes))
         grid, team = block_teams.grid_of(axes, threads or kernel.threads)
         return Launch(kernel, grid, axes, (team,), False)
