@@ -151,6 +151,8 @@ def of_torchao() -> Iterator[Row]:
         return in_our_order(theirs, x)
 
     yield by_tensors("torchao", "nvfp4_quantize", "nvfp4", nvfp4)
+    of_rows = "nvfp4_quantize row by row"
+    yield by_tensors("torchao", of_rows, "nvfp4_row", lambda x: torch.cat([nvfp4(row) for row in x.split(1)]))
 
 
 def of_fouroversix() -> Iterator[Row]:
