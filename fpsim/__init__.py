@@ -36,6 +36,7 @@ from fpsim.tensors.gemm import matmul
 from fpsim.tensors.hadamard import Hadamard, hadamard
 from fpsim.tensors.noise import manual_seed, noise_of_torch
 from fpsim.tensors.ops import Rounder, round_to, round_to_
+from fpsim.tensors.reductions import all_reduce
 from fpsim.tensors.tally import Tally, tally
 from fpsim.tensors.warm import warm_up
 
@@ -72,6 +73,7 @@ __all__ = [
     "Update",
     "Watch",
     "Why",
+    "all_reduce",
     "as_accumulator",
     "as_format",
     "as_policy",

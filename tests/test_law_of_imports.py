@@ -53,7 +53,7 @@ FLOORS = (
         "fpsim.tensors",
         "__init__ accumulators cuts noise reference spec",
         "launch own",
-        "autograd moments shared_scales",
+        "autograd moments reductions shared_scales",
         "block_autograd block_tally expressions gemm hadamard verify",
         "ops tally",
         "codes golden warm",

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from fpsim.emulation.forms import Batched, Convolution, ConvolutionSettings, Form, Linear
 
-__all__ = ["Multiply", "in_matrices"]
+__all__ = ["Multiplies", "Multiply", "in_matrices"]
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (n, i, k) by (n, k, j), and what is added: (n, i, j)
+Multiplies = tuple[Multiply, ...]  # of fprop, dgrad and wgrad
 
 
-def in_matrices(form: Form, multiply: Multiply) -> Form:
-    """The same product, all of whose sums `multiply` makes.
+def in_matrices(form: Form, multiply: Multiplies) -> Form:
+    """The same product, whose sums `multiply` makes.
 
     Raises NotImplementedError for a form that is not known as a product of matrices.
     """
@@ -35,73 +36,75 @@ def in_matrices(form: Form, multiply: Multiply) -> Form:
 
 
 class _Linear(Linear):
-    def __init__(self, form: Linear, multiply: Multiply) -> None:
+    def __init__(self, form: Linear, multiply: Multiplies) -> None:
         self.leading, self._multiply = form.leading, multiply
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         added = None if bias is None else bias.expand(1, x.shape[0], w.shape[0])
-        return self._multiply(x[None], w.t()[None], added).reshape(*self.leading, w.shape[0])
+        return self._multiply[0](x[None], w.t()[None], added).reshape(*self.leading, w.shape[0])
 
     def data_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
-        return self._multiply(dy[None], w[None], None).view(*self.leading, w.shape[1])
+        return self._multiply[1](dy[None], w[None], None).view(*self.leading, w.shape[1])
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        return self._multiply(dy.t()[None], x[None], None)[0]
+        return self._multiply[2](dy.t()[None], x[None], None)[0]
 
 
 class _Batched(Batched):
-    def __init__(self, form: Batched, multiply: Multiply) -> None:
+    def __init__(self, form: Batched, multiply: Multiplies) -> None:
         self.shapes, self._multiply = form.shapes, multiply
 
-    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+    def _product(self, multiply: Multiply, a: Tensor, b: Tensor) -> Tensor:
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         flat = [x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (a, b)]
-        return self._multiply(flat[0], flat[1], None).view(*batch, a.shape[-2], b.shape[-1])
+        return multiply(flat[0], flat[1], None).view(*batch, a.shape[-2], b.shape[-1])
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        return self._product(x, w)
+        return self._product(self._multiply[0], x, w)
 
     def data_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
-        return self._product(dy, w.mT).sum_to_size(self.shapes[0])
+        return self._product(self._multiply[1], dy, w.mT).sum_to_size(self.shapes[0])
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        return self._product(x.mT, dy).sum_to_size(self.shapes[1])
+        return self._product(self._multiply[2], x.mT, dy).sum_to_size(self.shapes[1])
 
 
 class _Convolution(Convolution):
     """Each output is a sum over channels and, for each of them, over the kernel's positions in order."""
 
-    def __init__(self, form: Convolution, multiply: Multiply) -> None:
+    def __init__(self, form: Convolution, multiply: Multiplies) -> None:
         self.shapes, self.settings, self.groups = form.shapes, form.settings, form.groups
         self.fprop, self.dgrad, self.wgrad = form.fprop, form.dgrad, form.wgrad
         self._multiply = multiply
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         if self.settings.transposed:
-            return self._transposed(x, w, _transposed_size(x.shape, w.shape, self.settings), bias)
-        return self._plain(x, w, bias)
+            return self._transposed(self._multiply[0], x, w, _transposed_size(x.shape, w.shape, self.settings), bias)
+        return self._plain(self._multiply[0], x, w, bias)
 
     def data_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
-        return self._plain(dy, w, None) if self.settings.transposed else self._transposed(dy, w, self.shapes[0], None)
+        if self.settings.transposed:
+            return self._plain(self._multiply[1], dy, w, None)
+        return self._transposed(self._multiply[1], dy, w, self.shapes[0], None)
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
         outer, inner = (x, dy) if self.settings.transposed else (dy, x)
         groups, w = self.settings.groups, self.shapes[1]
         rows = outer.unflatten(1, (groups, -1)).movedim(0, 2).flatten(2)  # (groups, out, batch and positions)
         patches = _patches(inner, w[2:], self.settings, outer.shape[2:])
-        return self._multiply(rows, patches, None).reshape(w)
+        return self._multiply[2](rows, patches, None).reshape(w)
 
-    def _plain(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    def _plain(self, multiply: Multiply, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         s = self.settings
         out = [
             (size + 2 * p - d * (k - 1) - 1) // step + 1
             for size, p, d, k, step in zip(x.shape[2:], s.padding, s.dilation, w.shape[2:], s.stride, strict=True)
         ]
         columns = w.unflatten(0, (s.groups, -1)).flatten(2).mT  # (groups, in and positions of the kernel, out)
-        y = self._multiply(_patches(x, w.shape[2:], s, out), columns, _rows_of(bias, s.groups, x.shape[0], out))
+        y = multiply(_patches(x, w.shape[2:], s, out), columns, _rows_of(bias, s.groups, x.shape[0], out))
         return _from_rows(y, x.shape[0], out)
 
-    def _transposed(self, x: Tensor, w: Tensor, size: Sequence[int], bias: Tensor | None) -> Tensor:
+    def _transposed(self, multiply: Multiply, x: Tensor, w: Tensor, size: Sequence[int], bias: Tensor | None) -> Tensor:
         """A convolution of x with zeros between its elements, by the kernel turned around."""
         s, n = self.settings, len(w.shape) - 2
         spread = x.new_zeros(*x.shape[:2], *((length - 1) * step + 1 for length, step in zip(x.shape[2:], s.stride)))
@@ -117,7 +120,7 @@ class _Convolution(Convolution):
         one = [1] * n
         plain = ConvolutionSettings(one, [0] * n, s.dilation, False, [0] * n, s.groups)
         out = list(size[2:])
-        y = self._multiply(
+        y = multiply(
             _patches(spread, w.shape[2:], plain, out), turned.flatten(2).mT, _rows_of(bias, s.groups, x.shape[0], out)
         )
         return _from_rows(y, x.shape[0], out)

@@ -234,11 +234,13 @@ class _Product:
 
     def __init__(self, form: Form, site: str, specs: ProductSpecs, listeners: Any, x: Tensor) -> None:
         self.site, self.specs, self.listeners = site, specs, listeners
-        accumulator = specs.accumulator
-        self.form = form if accumulator is None else in_matrices(form, partial(_multiply, site, listeners, accumulator))
+        accumulators = specs.accumulators
+        if accumulators is not None:
+            form = in_matrices(form, tuple(partial(_multiply, site, listeners, a) for a in accumulators))
+        self.form = form
         self.device, self.is_step = x.device.type, torch.is_grad_enabled()
         # in which products are added up, or handed to the accumulator
-        self.working = torch.float64 if x.dtype is torch.float64 and accumulator is None else torch.float32
+        self.working = torch.float64 if x.dtype is torch.float64 and accumulators is None else torch.float32
         casts = self.working is torch.float32 and torch.is_autocast_enabled(self.device)
         self.dtype = torch.get_autocast_dtype(self.device) if casts else x.dtype  # of y
         self.scales: dict[str, ScaleOf] = {}

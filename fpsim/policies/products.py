@@ -8,7 +8,7 @@ copy is kept, and in quantisation-aware training, the backward pass uses what th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor
 from fpsim.checks import known_arguments, require_whole, require_word, shown
 from fpsim.formats.blocks import BlockFormat, Element, Format, as_format
 from fpsim.formats.floats import FloatFormat
-from fpsim.tensors.accumulators import Accumulator, as_accumulator
+from fpsim.tensors.accumulators import ACCUMULATORS, Accumulator, as_accumulator
 from fpsim.tensors.hadamard import Hadamard
 from fpsim.tensors.own import own_format, own_spec
 from fpsim.tensors.spec import OwnFormat, RoundingSpec, Spec, any_spec, rounding_spec
@@ -162,7 +162,7 @@ class ProductSpecs(NamedTuple):
     dgrad: tuple[Operand | None, Operand | None]
     wgrad: tuple[Operand | None, Operand | None]
     output: RoundingSpec | None
-    accumulator: Accumulator | None
+    accumulators: tuple[Accumulator, Accumulator, Accumulator] | None  # of the three; None where all are torch's
 
 
 @known_arguments()
@@ -179,7 +179,9 @@ class Products:
         output: the format of y, where the policy has none for activations; a format of single numbers. Its gradient
             passes.
         accumulator: what the sums of all three are made in: an `Accumulator` or its name, such as "fp16" or
-            "hopper_fp8"; None leaves them to torch, in float32. The bias is added there too.
+            "hopper_fp8"; None leaves them to torch, in float32. The bias is added there too. Where they differ, three
+            in the order of the products: a layer whose terms lie on four ranks in fprop has
+            `(Accumulator("fp32", order="torch", splits=4, split_format="bf16"), None, None)`.
         backward: what w is in dgrad, and x in wgrad, in the place of operands for them, with dy as it is given there:
             "original" takes those of `dgrad` and `wgrad`; "dequantized" what the forward product used, as it is, as in
             quantisation-aware training; "float32" the tensor as it comes. With `Products.all`, dy comes as it is too:
@@ -206,7 +208,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
     dgrad: tuple[OperandLike, OperandLike] = (None, None)
     wgrad: tuple[OperandLike, OperandLike] = (None, None)
     output: OperandLike = None
-    accumulator: Accumulator | FloatFormat | str | None = None
+    accumulator: Accumulator | FloatFormat | str | tuple[Accumulator | FloatFormat | str | None, ...] | None = None
     attention: bool = False
     backward: str = "original"
 
@@ -222,7 +224,9 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
                     f"output={shown(self.output)} is a function. Expected: a format of single numbers, or its name."
                 )
             object.__setattr__(self, "output", output)
-        if self.accumulator is not None:
+        if isinstance(self.accumulator, tuple | list):
+            object.__setattr__(self, "accumulator", _three(self.accumulator))
+        elif self.accumulator is not None:
             object.__setattr__(self, "accumulator", as_accumulator(self.accumulator))
         if not isinstance(self.attention, bool):
             raise TypeError(f"attention={shown(self.attention)} is invalid. Expected: True, False.")
@@ -271,14 +275,14 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
     @cached_property
     def specs(self) -> ProductSpecs:
         """What is done to each operand."""
-        output, accumulator = self.output, self.accumulator
+        output, given = self.output, self.accumulator
         assert output is None or isinstance(output, Operand)
-        assert accumulator is None or isinstance(accumulator, Accumulator)
-        if accumulator is not None and accumulator.order == "torch":
-            accumulator = None
+        each = given if isinstance(given, tuple) else (given,) * 3
+        one, two, three = (ACCUMULATORS["fp32"] if a is None else as_accumulator(a) for a in each)
+        accumulators = None if one.is_torch and two.is_torch and three.is_torch else (one, two, three)
         fprop, dgrad, wgrad = (getattr(self, product) for product in PRODUCTS)
         rounding = None if output is None else rounding_spec(output.fmt, *output.words)  # type: ignore[arg-type]
-        return ProductSpecs(fprop, dgrad, wgrad, rounding, accumulator)
+        return ProductSpecs(fprop, dgrad, wgrad, rounding, accumulators)
 
     @property
     def is_delayed(self) -> bool:
@@ -315,8 +319,23 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         if self.output is not None:
             texts.append(f"output={self.output}")
         if self.accumulator is not None:
-            texts.append(f"accumulator={self.accumulator}")
+            each = self.accumulator if isinstance(self.accumulator, tuple) else (self.accumulator,)
+            words_of_each = ", ".join(str(a or "fp32") for a in each)
+            texts.append(f"accumulator={words_of_each if len(each) == 1 else f'({words_of_each})'}")
         return ", ".join([*texts, *(["attention too"] if self.attention else [])])
+
+
+def _three(
+    given: Sequence[Accumulator | FloatFormat | str | None],
+) -> tuple[Accumulator | None, ...] | Accumulator | None:
+    """The accumulators of the three products; the one where all are equal."""
+    if len(given) != len(PRODUCTS):
+        raise ValueError(
+            f"accumulator={shown(given)} has {len(given)}. Expected: one for all products, or three in the order of "
+            f"{', '.join(PRODUCTS)}, None for torch's own."
+        )
+    each = tuple(None if a is None else as_accumulator(a) for a in given)
+    return each[0] if len({*each}) == 1 else each
 
 
 def _take_backward(products: Products) -> None:

@@ -15,7 +15,9 @@ from fpsim.kernels.variants import MOST_BITS, require_variant
 __all__ = ["ACCUMULATORS", "Accumulator", "as_accumulator"]
 
 ORDERS = ("ascending", "torch")
+SPLIT_ORDERS = ("ring", "tree", "linear")  # of tensors.reductions
 LARGEST_GROUP = 1024  # products: as many rows of an operand lie in the cache at once
+MOST_SPLITS = 1024
 EXACT_BITS = 53  # of a float64, in which sums are made
 
 
@@ -44,6 +46,11 @@ class Accumulator:
         group_bits: see group; a number at the largest exponent keeps as many.
         order: "ascending", term by term; "torch" leaves the product to torch, in float32 and its order.
         variant: of stochastic rounding with random_bits, wherever it is asked for, as in `round_to`.
+        splits: the terms are split in so many parts, as over the ranks of tensor parallelism: each is added up as
+            above, rounded to `split_format`, and the parts are summed in that format. Parts are as long as
+            `torch.chunk` makes them. None means that there is one.
+        split_format: see splits; None means "fp32".
+        split_order: in which parts are summed, "ring", "tree" or "linear", as in `all_reduce`.
 
     Raises:
         ValueError: for fields that do not go together, among them an accumulator that cannot hold one product.
@@ -52,6 +59,8 @@ class Accumulator:
     True
     >>> Accumulator("fp16", rounding="stochastic", product="e5m7")
     Accumulator('fp16', rounding='stochastic', product='e5m7')
+    >>> Accumulator("fp32", order="torch", splits=4, split_format="bf16")  # four ranks, whose sums are sent in bf16
+    Accumulator('fp32', order='torch', splits=4, split_format='bf16')
     """
 
     format: str | FloatFormat
@@ -67,9 +76,12 @@ class Accumulator:
     group_bits: int | None = None
     order: str = "ascending"
     variant: str = "A"
+    splits: int | None = None
+    split_format: str | FloatFormat | None = None
+    split_order: str = "ring"
 
     def __post_init__(self) -> None:
-        for name in ("format", "product", "outer"):
+        for name in ("format", "product", "outer", "split_format"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, _format_with_zero(value, name))
@@ -87,6 +99,7 @@ class Accumulator:
         _require_room_for_products(self)
         _require_order(self)
         _require_random_bits(self)
+        _require_splits(self)
 
     def __repr__(self) -> str:
         words = [repr(str(self.format))]
@@ -103,6 +116,16 @@ class Accumulator:
     def roundings(self) -> tuple[str, str | None, str]:
         """Of the accumulator, of products (None where they stay exact) and of the outer accumulator."""
         return self.rounding, self.product_rounding if self.product else None, self.outer_rounding or self.rounding
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether a product is torch's own."""
+        return self.order == "torch" and self.splits is None
+
+    @property
+    def result_format(self) -> FloatFormat:
+        """The format of which every result is a value."""
+        return as_float_format(self.split_format or self.outer or self.format)
 
     @property
     def is_stochastic(self) -> bool:
@@ -197,13 +220,30 @@ def _require_order(a: Accumulator) -> None:
     if not isinstance(a.order, str) or a.order not in ORDERS:
         raise ValueError(refuse(f"Unknown order {shown(a.order)}", ORDERS, word=a.order))
     if a.order == "torch":
-        for field in (f for f in fields(a) if f.name != "order"):
+        for field in (f for f in fields(a) if f.name != "order" and not f.name.startswith("split")):
             value, wanted = getattr(a, field.name), CATALOGUE["fp32"] if field.name == "format" else field.default
             if value != wanted:
                 raise ValueError(
                     f"order='torch' was given with {field.name}={value!s}. torch adds up in float32 and in an order of "
                     f"its own. Use Accumulator('fp32', order='torch'), or omit order."
                 )
+
+
+def _require_splits(a: Accumulator) -> None:
+    if not isinstance(a.split_order, str) or a.split_order not in SPLIT_ORDERS:
+        raise ValueError(refuse(f"Unknown split_order {shown(a.split_order)}", SPLIT_ORDERS, word=a.split_order))
+    if a.splits is None:
+        if a.split_format is not None or a.split_order != "ring":
+            raise ValueError(
+                f"split_format={a.split_format!s}, split_order={shown(a.split_order)} were given without splits: there "
+                f"is one part. Give splits=4 or another number of ranks, or omit both."
+            )
+    elif not is_whole(a.splits, 2) or a.splits > MOST_SPLITS:
+        raise ValueError(
+            f"splits={shown(a.splits)} is not a number of parts. Expected: an integer from 2 to {MOST_SPLITS}, or None."
+        )
+    elif a.split_format is None:
+        object.__setattr__(a, "split_format", CATALOGUE["fp32"])
 
 
 def _require_random_bits(a: Accumulator) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -17,9 +18,10 @@ from fpsim.kernels.core import Plan, make_plan
 from fpsim.kernels.sums import EXACT
 from fpsim.tensors.accumulators import Accumulator, as_accumulator
 from fpsim.tensors.autograd import require_no_forward_mode
-from fpsim.tensors.launch import NO_KEY_ADDRESS, key_arguments, run_on_card, run_parts
+from fpsim.tensors.launch import NO_KEY_ADDRESS, key_arguments, rounded, run_on_card, run_parts
 from fpsim.tensors.noise import new_key_for, new_traceable_key
-from fpsim.tensors.spec import address_of, require_floating
+from fpsim.tensors.reductions import reduced
+from fpsim.tensors.spec import RoundingSpec, address_of, require_floating, rounding_spec
 from fpsim.torch_internals import constant_under_compile, keep_none
 from fpsim.torch_modes import PlainFunction, layers_behind
 
@@ -81,6 +83,8 @@ def accumulate(
     Returns (batch, rows, columns) float32, contiguous.
     """
     a, b, bias = a.detach(), b.detach(), None if bias is None else bias.detach()
+    if accumulator.splits is not None:
+        return _in_splits(a, b, accumulator, bias, key)
     if accumulator.order == "torch":
         product = torch.bmm(a, b)
         return product if bias is None else product.add_(bias)
@@ -100,6 +104,27 @@ def accumulate(
     run = _run_on_card if out.is_cuda else _run_on_cpu
     run(summation, sizes, key, a, b, out if bias is None else bias, out)
     return out
+
+
+def _in_splits(a: Tensor, b: Tensor, accumulator: Accumulator, bias: Tensor | None, key: Tensor | None) -> Tensor:
+    """The same, of parts of the terms, each of which a rank adds up."""
+    inner, spec = replace(accumulator, splits=None, split_format=None, split_order="ring"), _split_spec(accumulator)
+    if inner.is_stochastic and key is None:
+        key = new_key_for(a)
+    ranks = accumulator.splits or 1
+    pairs = [*zip(a.chunk(ranks, 2), b.chunk(ranks, 1), strict=True)]
+    parts = [
+        rounded(accumulate(*pair, inner, None, None if key is None else key + rank), spec)
+        for rank, pair in enumerate(pairs)
+    ]
+    parts += [torch.zeros_like(parts[0])] * (ranks - len(parts))  # ranks that have no term
+    total = reduced(parts, spec, accumulator.split_order)
+    return total if bias is None else rounded(total.double() + bias.double(), spec).float()
+
+
+@cache
+def _split_spec(accumulator: Accumulator) -> RoundingSpec:
+    return rounding_spec(accumulator.result_format)
 
 
 def _run_on_cpu(summation: Summation, sizes: Sizes, key: Tensor | None, *tensors: Tensor) -> None:
@@ -191,22 +216,22 @@ def _apply(a: Tensor, b: Tensor, bias: Tensor | None, accumulator: str, is_stoch
 
 def apply_accumulate_operator(a: Tensor, b: Tensor, bias: Tensor | None, accumulator: Accumulator) -> Tensor:
     """`accumulate` by the operator, which tracers see."""
-    words, order, is_stochastic = _words_of(accumulator)
-    if order == "torch":
+    words, is_torch, is_stochastic = _words_of(accumulator)
+    if is_torch:
         return accumulate(a, b, accumulator, bias)
     key = new_traceable_key(a) if is_stochastic else None
     return torch.ops.fpsim.accumulate(a, b, bias, words, key)  # type: ignore[no-any-return]
 
 
 @constant_under_compile
-def _operator_words(accumulator: str | Accumulator | FloatFormat) -> tuple[str, str, bool]:
-    """The operator's text of an accumulator, its order and whether it draws noise: constants of a compiled graph."""
+def _operator_words(accumulator: str | Accumulator | FloatFormat) -> tuple[str, bool, bool]:
+    """The operator's text of an accumulator, whether it is torch's and draws noise: constants of a compiled graph."""
     return _words_of(as_accumulator(accumulator))
 
 
 @cache
-def _words_of(accumulator: Accumulator) -> tuple[str, str, bool]:
-    return repr(accumulator), accumulator.order, accumulator.is_stochastic
+def _words_of(accumulator: Accumulator) -> tuple[str, bool, bool]:
+    return repr(accumulator), accumulator.is_torch, accumulator.is_stochastic
 
 
 def matmul(
@@ -222,7 +247,7 @@ def matmul(
     over axes that were broadcast, are torch's. Stochastic noise follows `manual_seed`: an element and a rounding have
     the same on every device and with any number of threads.
 
-    Every value is one of the accumulator's (the outer's) format.
+    Every value is one of the accumulator's (the outer's, the splits') format.
 
     Args:
         a, b: float32 of the same device, in the shapes of torch.matmul: vectors, matrices, batches that broadcast; any
@@ -243,7 +268,7 @@ def matmul(
     >>> matmul(ones, ones, "fp16"), matmul(ones, ones, "cb16_chunk64")
     (tensor(2048.), tensor(4096.))
     """
-    text, order, is_stochastic = _operator_words(accumulator)
+    text, is_torch, is_stochastic = _operator_words(accumulator)
     _require_matrices(a, b)
     left, right = a.unsqueeze(0) if a.ndim == 1 else a, b.unsqueeze(-1) if b.ndim == 1 else b
     batch = _batch_shape(left, right)
@@ -251,7 +276,7 @@ def matmul(
     shape = (*batch, *kept_rows, *kept_columns)
     if bias is not None:
         bias = _broadcast_bias(bias, shape, a.device)
-    if order == "torch":
+    if is_torch:
         return torch.matmul(a, b) if bias is None else torch.matmul(a, b) + bias
     _refuse_forward_mode(a, b, bias)
     m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]

@@ -17,7 +17,6 @@ from ada_loss.lab.cells.telemetry import Curves, curves_of
 from ada_loss.lab.results.heat import heat_png
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.training.run import is_of_role
-from fpsim.tensors.tally import ErrorShares
 
 __all__ = ["cell_page", "error_rows", "gradient_rows", "lost_by_site", "parameter_rows"]
 
@@ -136,7 +135,7 @@ def error_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
     Its site and role, format, SQNR, the shares of scale, dead zone and grid, and the bias of the scale. Empty without a
     recording, or with one of a version that did not know the shares; tensors without an error are left out.
     """
-    shares = [f"{part}_share" for part in ErrorShares._fields]
+    shares = [f"{part}_share" for part in ("scale", "dead_zone", "grid")]
     names = [f"sites.{name}" for name in ("site", "role", "format", "sqnr_db", *shares, "scale_bias")]
     if not arrays.keys() >= set(names):
         return []

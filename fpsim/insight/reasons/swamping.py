@@ -271,7 +271,7 @@ def swamped_in(accumulator: Accumulator, a: Tensor, b: Tensor, added: Tensor | N
 
     Recipes have accumulators of 14 bits: what is no hundredth of the result is nothing beside their operands.
     """
-    ends = Ends.of_spec(rounding_spec(accumulator.outer or accumulator.format, accumulator.rounding))
+    ends = Ends.of_spec(rounding_spec(accumulator.result_format, accumulator.rounding))
     total, most = torch.matmul(a.double(), b.double()), torch.matmul(a.double().abs(), b.double().abs())
     if added is not None:
         total, most = total + added.double(), most + added.double().abs()

@@ -1,0 +1,255 @@
+"""Sums over ranks beside real ones: gloo's all_reduce, and processes that send float32 and round at each hop."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tiers import parametrize
+from torch import Tensor, nn
+
+import fpsim
+from fpsim import Accumulator, Policy, Products, all_reduce, matmul, round_to
+
+BF16 = ("fp32", torch.float32), ("bf16", torch.bfloat16)
+SIZES = (1, 7, 1000, 4097, 200_003)
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+
+
+def part_of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + size)
+    x = torch.randn(size, generator=generator) * torch.exp2(torch.randint(-8, 8, (size,), generator=generator))
+    return x.to(dtype)
+
+
+def given() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(12, 256, generator=generator), torch.randn(33, 256, generator=generator)
+
+
+def as_e4m3(x: Tensor) -> Tensor:
+    saturated = x.numpy().clip(-448, 448)  # where ml_dtypes gives NaN
+    return torch.from_numpy(saturated.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+
+
+def by_gloo(rank: int, ranks: int, sizes: tuple[int, ...], folder: str) -> None:
+    """A sum of each size; and a linear layer whose terms lie on the ranks, and whose parts are summed in bfloat16."""
+    x, w = given()
+    sent = (x.chunk(ranks, 1)[rank] @ w.chunk(ranks, 1)[rank].T).bfloat16()
+    dist.all_reduce(sent)
+    if rank == 0:
+        torch.save(sent.float(), f"{folder}/layer.pt")
+    for fmt, dtype in BF16:
+        for size in sizes:
+            x = part_of(rank, size, dtype)
+            dist.all_reduce(x)
+            if rank == 0:
+                torch.save(x, f"{folder}/{fmt}-{size}.pt")
+
+
+def by_hops(rank: int, ranks: int, sizes: tuple[int, ...], folder: str) -> None:
+    """A ring of processes that gloo has no dtype for: what arrives is added to what is here, and rounded."""
+    for size in sizes:
+        x = as_e4m3(part_of(rank, size, torch.float32))
+        chunk = 2 * -(-size // (2 * ranks))
+        pieces = list(x.split(chunk)) + [x.new_zeros(0)] * (ranks - len(x.split(chunk)))
+        for hop in range(1, ranks):  # chunk c is at rank c - 1 - hop after so many hops
+            sent, wanted = pieces[(rank + hop) % ranks], pieces[(rank + 1 + hop) % ranks]
+            arrived = torch.empty_like(wanted)
+            request = dist.isend(sent, (rank - 1) % ranks)
+            dist.recv(arrived, (rank + 1) % ranks)
+            request.wait()
+            pieces[(rank + 1 + hop) % ranks] = as_e4m3(arrived + wanted)
+        torch.save(pieces[rank], f"{folder}/{size}-{rank}.pt")
+
+
+def _begin(rank: int, ranks: int, port: int, work: Callable[..., None], rest: tuple[Any, ...]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    work(rank, ranks, *rest)
+    dist.destroy_process_group()
+
+
+def run(ranks: int, work: Callable[..., None], *rest: Any) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_begin, args=(ranks, port, work, rest), nprocs=ranks)  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture(scope="module")
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """So many ranks, and the folder of what their sums are."""
+    folder = tmp_path_factory.mktemp("ranks")
+    run(request.param, by_gloo, sizes_of(request.param), str(folder))
+    return request.param, folder
+
+
+def sizes_of(ranks: int) -> tuple[int, ...]:
+    return (*SIZES, 1_600_001) if ranks < 4 else SIZES  # float32 in more segments than two of a rank
+
+
+OF_RANKS = parametrize("real", [3, 2, 4, 8], keep={3}, indirect=True)
+
+
+@OF_RANKS
+def test_a_ring_has_the_bits_of_gloo(real: tuple[int, Path]) -> None:
+    ranks, folder = real
+    for fmt, dtype in BF16:
+        for size in sizes_of(ranks):
+            parts = [part_of(rank, size, dtype) for rank in range(ranks)]
+            assert torch.equal(all_reduce(parts, fmt), torch.load(folder / f"{fmt}-{size}.pt")), (fmt, size)
+    if ranks > 2:
+        assert not torch.equal(all_reduce(parts, fmt), all_reduce(parts, fmt, "linear"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_ring_in_a_format_that_gloo_lacks_rounds_at_each_hop(ranks: int, tmp_path: Path) -> None:
+    run(ranks, by_hops, SIZES, str(tmp_path))
+    for size in SIZES:
+        parts = [part_of(rank, size, torch.float32) for rank in range(ranks)]
+        found = all_reduce(parts, "e4m3fn", rounding="nearest_even")
+        order = [(c + 0) % ranks for c in range(ranks)]
+        assert torch.equal(found, torch.cat([torch.load(tmp_path / f"{size}-{rank}.pt") for rank in order]))
+
+
+def test_trees_and_lines_add_in_the_order_of_their_names() -> None:
+    parts = [round_to(part_of(rank, 500, torch.float32), "bf16") for rank in range(5)]
+    bf16 = [part.bfloat16() for part in parts]
+    line = bf16[0]
+    for part in bf16[1:]:
+        line = line + part
+    assert torch.equal(all_reduce(parts, "bf16", "linear"), line.float())
+    tree = ((bf16[0] + bf16[1]) + (bf16[2] + bf16[3])) + bf16[4]
+    assert torch.equal(all_reduce(parts, "bf16", "tree"), tree.float())
+    assert torch.equal(all_reduce(bf16, "bf16", "tree"), tree)  # of the dtype that came
+    assert torch.equal(all_reduce(parts[:1], "e4m3fn"), round_to(parts[0], "e4m3fn"))
+
+
+def test_stochastic_sums_over_ranks_are_unbiased() -> None:
+    torch.manual_seed(0)
+    parts = [torch.full((20_000,), 1.0), torch.full((20_000,), 2.0**-10), torch.full((20_000,), 2.0**-11)]
+    mean = float(all_reduce(parts, "bf16", rounding="stochastic").mean())
+    assert abs(mean - 1.00146484375) < 5 * 2.0**-7 * 0.5 / 20_000**0.5
+    assert float(all_reduce(parts, "bf16").mean()) == 1
+
+
+@parametrize("ranks", [4, 3], keep={4})
+@pytest.mark.parametrize("order", ["ring", "tree", "linear"])
+def test_a_product_in_splits_is_the_sum_of_its_parts(order: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    a, b, bias = torch.randn(6, 50), torch.randn(50, 9), torch.randn(9)
+    for inner in (Accumulator("fp32", order="torch"), Accumulator("fp16", chunk=8)):
+        words = {f: getattr(inner, f) for f in ("format", "chunk", "order")}
+        split = Accumulator(**words, splits=ranks, split_format="bf16", split_order=order)
+        parts = [matmul(x, y, inner) for x, y in zip(a.chunk(ranks, 1), b.chunk(ranks, 0), strict=True)]
+        total = all_reduce(parts, "bf16", order)
+        assert torch.equal(matmul(a, b, split), total)
+        assert torch.equal(matmul(a, b, split, bias), round_to(total + bias, "bf16"))
+        assert fpsim.as_accumulator(repr(split)) == split
+    few = Accumulator("fp32", order="torch", splits=64, split_format="bf16", split_order="linear")
+    assert torch.isfinite(matmul(a, b, few)).all()  # more ranks than terms
+
+
+@OF_RANKS
+def test_a_layer_whose_terms_lie_on_ranks_has_the_bits_of_real_ranks(real: tuple[int, Path]) -> None:
+    """DTensor's RowwiseParallel sums the forward product over ranks; its gradients are not summed."""
+    ranks, folder = real
+    layer, (x, w) = nn.Linear(256, 33, bias=False), given()
+    with torch.no_grad():
+        layer.weight.copy_(w)
+    rowwise = Accumulator("fp32", order="torch", splits=ranks, split_format="bf16")
+    model = fpsim.quantize(layer, Policy(products=Products(accumulator=(rowwise, None, None))))
+    y, expected = model(x.requires_grad_()), torch.load(folder / "layer.pt")
+    assert torch.allclose(y, expected, rtol=2.0**-7, atol=2.0**-5)  # a rank's own sums are torch's: a bit may differ
+    assert (y == expected).float().mean() > 0.95
+    y.sum().backward()
+    dy = torch.ones(12, 33)
+    for found, wanted in ((x.grad, dy @ w), (model.weight.grad, dy.T @ x.detach())):
+        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution", "matmul"])
+def test_each_product_has_an_accumulator_of_its_own(kind: str) -> None:
+    torch.manual_seed(2)
+    narrow = Accumulator("bf16")
+    layers: dict[str, tuple[nn.Module, Tensor]] = {
+        "linear": (nn.Linear(24, 8), torch.randn(5, 24)),
+        "convolution": (nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 6, 6)),
+        "matmul": (_Matmul(), torch.randn(5, 24)),
+    }
+    layer, x = layers[kind]
+    found = {}
+    alone = {p: tuple(narrow if p == q else None for q in PRODUCTS) for p in PRODUCTS}
+    for name, of in {"fp32": None, "bf16": narrow, **alone}.items():
+        model = fpsim.quantize(layer, Policy(products=Products(accumulator=of)))
+        leaf = x.clone().requires_grad_()
+        y = model(leaf)
+        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
+        found[name] = [y.detach(), leaf.grad, next(model.parameters()).grad]
+    for i, product in enumerate(PRODUCTS):
+        assert torch.equal(found[product][i], found["bf16"][i])  # type: ignore[arg-type]
+        for j in {0, 1, 2} - {i}:
+            assert torch.allclose(found[product][j], found["fp32"][j], rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
+        assert not torch.equal(found["bf16"][i], found["fp32"][i])  # type: ignore[arg-type]
+
+
+class _Matmul(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(24, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w
+
+
+def test_a_compiled_product_in_splits_equals_eager() -> None:
+    torch.manual_seed(3)
+    rowwise = Accumulator("fp32", order="torch", splits=3, split_format="e5m2", split_order="tree")
+    model = fpsim.quantize(nn.Linear(30, 4), Policy(products=Products(accumulator=rowwise)))
+    x = torch.randn(7, 30)
+    assert torch.equal(torch.compile(model, backend="aot_eager")(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"split_format": "bf16"}, "without splits"),
+        ({"split_order": "tree"}, "without splits"),
+        ({"splits": 1}, "not a number of parts"),
+        ({"splits": 2, "split_order": "star"}, "Unknown split_order"),
+        ({"splits": 2, "split_format": "e8m0fnu"}, "cannot accumulate"),
+    ],
+)
+def test_splits_that_do_not_go_together_are_refused(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Accumulator("fp32", **words)
+
+
+def test_wrong_ranks_are_refused() -> None:
+    x = torch.ones(3)
+    for tensors, error, message in (
+        ([], ValueError, "at least one"),
+        ([x, torch.ones(4)], ValueError, r"tensors\[1\] has shape \(4,\)"),
+        ([x, x.bfloat16()], ValueError, "bfloat16"),
+        ([x, torch.ones(3, dtype=torch.int64)], TypeError, r"tensors\[1\]"),
+    ):
+        with pytest.raises(error, match=message):
+            all_reduce(tensors)
+    with pytest.raises(ValueError, match="Unknown order"):
+        all_reduce([x], "bf16", "star")
+    with pytest.raises(ValueError, match="rounding"):
+        all_reduce([x], "bf16", rounding="up")
+    with pytest.raises(ValueError, match=r"accumulator=.* has 2"):
+        Products(accumulator=("bf16", None))
