@@ -249,7 +249,7 @@ def rounded_with_scales(
         )
     if type(axis) is not int or (across is not None and type(across) is not int):
         block_axes(x.shape, f.tile, axis, across)  # which raises for what is not an axis, and may have no hash
-    if runs_elsewhere(f, x, axis):
+    if type(f.tensor_scale) is not bool and runs_elsewhere(f, x, axis):
         moved, scales = rounded_with_scales(x.movedim(axis, -1), spec, -1, None, key, scale, wants_scales, None, of)
         moved = moved.movedim(-1, axis)
         return moved.contiguous() if out is None else out.copy_(moved), scales

@@ -316,7 +316,7 @@ def test_every_form_is_also_a_product_of_matrices(name: str) -> None:
     form, of_x, of_w, _ = _forms()[name]
     torch.manual_seed(0)
     x, w = torch.randn(of_x, dtype=torch.float64), torch.randn(of_w, dtype=torch.float64)
-    matrices, columns = in_matrices(form, _multiply), form.forward(form.arrange(x), w, None)
+    matrices, columns = in_matrices(form, (_multiply,) * 3), form.forward(form.arrange(x), w, None)
     channels = None if name == "batched" else columns.shape[-1 if name == "linear" else 1]
     bias = None if channels is None else torch.randn(channels, dtype=torch.float64)
     y = form.forward(form.arrange(x), w, bias)
@@ -331,7 +331,7 @@ def test_every_form_is_also_a_product_of_matrices(name: str) -> None:
 def test_a_form_without_matrices_is_refused() -> None:
     x = torch.empty(2, 3)
     with pytest.raises(NotImplementedError, match="not known as a product of matrices"):
-        in_matrices(ByVjp(x, x, torch.mul, (Linear.fprop, Linear.dgrad, Linear.wgrad)), _multiply)
+        in_matrices(ByVjp(x, x, torch.mul, (Linear.fprop, Linear.dgrad, Linear.wgrad)), (_multiply,) * 3)
 
 
 # Formats of single numbers, and operands that differ
