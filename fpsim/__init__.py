@@ -25,6 +25,7 @@ from fpsim.insight.why import Why, why
 from fpsim.models.frozen import frozen
 from fpsim.models.optimizers import QuantizedOptimizer, quantize_optimizer
 from fpsim.models.quantize import dequantize, quantize, round_parameters_, set_policy
+from fpsim.models.ranks import Ranks
 from fpsim.models.scaling_state import load_scaling_state, scaling_state, set_scaling_group
 from fpsim.policies.policy import ROLES, FormatLike, Policy
 from fpsim.policies.products import Operand, Products
@@ -66,6 +67,7 @@ __all__ = [
     "Policy",
     "Products",
     "QuantizedOptimizer",
+    "Ranks",
     "Recording",
     "Rounder",
     "Sensitivity",

@@ -32,7 +32,7 @@ A_FORMAT, A_WORD = ("format", "recipe", "share no scale"), ("unknown",)
 # What an error calls an argument, where that is not its name.
 WORDS = {
     **dict.fromkeys("fmt a b weight activation error weight_grad forward backward formats policy".split(), A_FORMAT),
-    **dict.fromkeys("element scale product outer format master states".split(), A_FORMAT),
+    **dict.fromkeys("element scale product outer split_format format master states".split(), A_FORMAT),
     **dict.fromkeys("backward_rounding roundings".split(), ("rounding",)),
     **dict.fromkeys("rows columns metric".split(), ("column", "number of the metric")),
     "init_scale": ("scale",),

@@ -82,7 +82,7 @@ FLOORS = (
     ),
     (
         "fpsim.models",
-        "__init__ computed_weights copying storing",
+        "__init__ computed_weights copying ranks storing",
         "compiled_forwards parameter_store",
         "forwards",
         "installed",

@@ -36,6 +36,20 @@ def given() -> tuple[Tensor, Tensor]:
     return torch.randn(12, 256, generator=generator), torch.randn(33, 256, generator=generator)
 
 
+def small_model() -> nn.Module:
+    torch.manual_seed(5)
+    layers = nn.Linear(64, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Dropout(0.2), nn.Linear(300, 900), nn.Linear(900, 7)
+    return nn.Sequential(*layers)  # more than a MiB: two buckets
+
+
+def a_rank(model: nn.Module, rank: int, ranks: int) -> None:
+    """The passes of a rank, with a batch and dropout of its own."""
+    generator = torch.Generator().manual_seed(7)
+    x, y = torch.randn(8 * ranks, 64, generator=generator), torch.randint(0, 7, (8 * ranks,), generator=generator)
+    torch.manual_seed(rank)
+    nn.functional.cross_entropy(model(x.chunk(ranks)[rank]), y.chunk(ranks)[rank]).backward()
+
+
 def as_e4m3(x: Tensor) -> Tensor:
     saturated = x.numpy().clip(-448, 448)  # where ml_dtypes gives NaN
     return torch.from_numpy(saturated.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
@@ -48,6 +62,23 @@ def by_gloo(rank: int, ranks: int, sizes: tuple[int, ...], folder: str) -> None:
     dist.all_reduce(sent)
     if rank == 0:
         torch.save(sent.float(), f"{folder}/layer.pt")
+
+    def in_bf16(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, and not their text
+        """DDP's bf16_compress_hook, which asks for NCCL."""
+        sent = bucket.buffer().to(torch.bfloat16).div_(ranks)
+        future = dist.all_reduce(sent, async_op=True).get_future()
+        return future.then(lambda f: f.value()[0].float())
+
+    for hook in (None, in_bf16):
+        model = nn.parallel.DistributedDataParallel(small_model())
+        if hook is not None:
+            model.register_comm_hook(None, hook)
+        for _ in range(2):  # buckets are made anew after the first step
+            model.zero_grad()
+            a_rank(model, rank, ranks)
+        if rank == 0:
+            torch.save([p.grad for p in model.parameters()], f"{folder}/ddp-{'bf16' if hook else 'fp32'}.pt")
+            torch.save([*model.module.buffers()], f"{folder}/buffers.pt")
     for fmt, dtype in BF16:
         for size in sizes:
             x = part_of(rank, size, dtype)
@@ -160,6 +191,70 @@ def test_a_product_in_splits_is_the_sum_of_its_parts(order: str, ranks: int) -> 
         assert fpsim.as_accumulator(repr(split)) == split
     few = Accumulator("fp32", order="torch", splits=64, split_format="bf16", split_order="linear")
     assert torch.isfinite(matmul(a, b, few)).all()  # more ranks than terms
+
+
+@OF_RANKS
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+def test_gradients_of_ranks_have_the_bits_of_ddp(fmt: str, real: tuple[int, Path]) -> None:
+    ranks, folder = real
+    model = small_model()
+    emulated = fpsim.Ranks(model, fmt)
+    for _ in range(2):
+        model.zero_grad()
+        for rank in range(ranks):
+            with emulated.rank() as number:
+                a_rank(model, number, ranks)
+            assert number == rank
+        assert emulated.reduce() == ranks
+    expected = torch.load(folder / f"ddp-{fmt}.pt")
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(p.grad, grad)  # type: ignore[arg-type]
+    for mine, real_one in zip(model.buffers(), torch.load(folder / "buffers.pt"), strict=True):
+        assert torch.equal(mine, real_one)
+
+
+def test_a_rank_that_fails_did_not_run_and_nothing_is_lost() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), torch.randn(4, 3)
+    model(x).square().sum().backward()
+    before, mean = model[0].weight.grad.clone(), model[1].running_mean.clone()  # type: ignore[union-attr,operator]
+    ranks = fpsim.Ranks(model, averages=False)
+
+    def fail() -> None:
+        with ranks.rank():
+            model(x).square().sum().backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert torch.equal(model[0].weight.grad, before)  # type: ignore[arg-type]
+    assert torch.equal(model[1].running_mean, mean)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="No rank ran"):
+        ranks.reduce()
+    for _ in range(2):
+        with ranks.rank():
+            model(x).square().sum().backward()
+    assert ranks.reduce() == 2
+    assert torch.allclose(model[0].weight.grad, 3 * before, atol=1e-5)  # added to what was there
+    for bad in ([[nn.Parameter(x)]], [[model[0].weight, model[0].weight]]):
+        with pytest.raises(TypeError, match="no parameter of the model, or is there twice"):
+            fpsim.Ranks(model, buckets=bad)  # type: ignore[arg-type]
+    some = fpsim.Ranks(model, buckets=[[model[0].weight]])  # type: ignore[list-item]
+    with some.rank():
+        model(x).sum().backward()
+    with pytest.raises(TypeError, match="in no bucket"):
+        some.reduce()
+
+
+def test_a_parameter_that_no_rank_uses_has_no_gradient_and_one_that_some_use_has() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1), "c": nn.Linear(2, 1)})
+    ranks, x = fpsim.Ranks(model), torch.ones(1, 2)
+    for names in ("a", "ab"):
+        with ranks.rank():
+            sum(model[name](x).sum() for name in names).backward()  # type: ignore[union-attr]
+    ranks.reduce()
+    assert torch.equal(model["a"].weight.grad, torch.ones(1, 2))  # type: ignore[arg-type]
+    assert torch.equal(model["b"].weight.grad, torch.full((1, 2), 0.5))  # type: ignore[arg-type]
+    assert model["c"].weight.grad is None
 
 
 @OF_RANKS

@@ -1,0 +1,165 @@
+"""Data parallelism in one process: each rank's gradients apart, then summed as a collective sums them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.border import require_module
+from fpsim.checks import is_finite_number, require_flag, shown
+from fpsim.formats.blocks import as_format
+from fpsim.tensors.reductions import all_reduce
+
+__all__ = ["Ranks"]
+
+MIB = 1 << 20  # of DDP's first bucket
+
+
+class Ranks:
+    """Gradients of several ranks that one process computes one after the other, summed as real ranks sum them.
+
+    Each rank has its own batch and draws its own dropout. Buffers are those of rank 0 when a rank begins and when all
+    have ended, as DDP broadcasts them; batch statistics are those of a rank's own batch. Gradients lie in buckets, each
+    one flat tensor, of which `all_reduce` makes the sum: DDP over gloo gives these bits from its second step on.
+
+    Args:
+        model: whose parameters' `.grad` are reduced. They may hold gradients of before, to which the sum is added.
+        fmt, order, rounding: as in `fpsim.all_reduce`. In "bf16" it is DDP's `bf16_compress_hook`.
+        averages: whether each rank's gradient is divided by the number of ranks before it is sent: as DDP does, in
+            float32, or as its hooks do, behind the cast to another format.
+        buckets: lists of parameters, in the order in which they lie in a flat tensor. None is as DDP has them from its
+            second step on: in the order in which rank 0's gradients are there, 1 MiB in the first one, and
+            `bucket_cap_mb` in others.
+        bucket_cap_mb: of None, in MiB.
+
+    Raises:
+        TypeError: for what is no module, and buckets that do not have each of its parameters that has a gradient once.
+        RuntimeError: where a rank gives no gradient, or one is reduced before any rank ran.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> ranks = Ranks(model, "bf16")
+    >>> for x in torch.tensor([[[1.0, 256.0]], [[0.0, 2.0]]]):
+    ...     with ranks.rank():
+    ...         model(x).sum().backward()
+    >>> ranks.reduce()  # (1 + 0) / 2, and (256 + 2) / 2
+    2
+    >>> model.weight.grad
+    tensor([[  0.5000, 129.0000]])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fmt: Any = "fp32",
+        order: str = "ring",
+        rounding: str = "nearest_even",
+        averages: bool = True,
+        buckets: Sequence[Sequence[nn.Parameter]] | None = None,
+        bucket_cap_mb: float = 25,
+    ) -> None:
+        require_module(model)
+        require_flag("averages", averages)
+        if not is_finite_number(bucket_cap_mb) or bucket_cap_mb <= 0:
+            raise ValueError(f"bucket_cap_mb={shown(bucket_cap_mb)} is no size. Expected: a number above 0, in MiB.")
+        self._cap = bucket_cap_mb * MIB
+        all_reduce([torch.zeros(1)], fmt, order, rounding)  # which raises for what it does not take
+        self._model, self._words, self._averages = model, (fmt, order, rounding), averages
+        self._is_float32 = as_format(fmt) == as_format("fp32")
+        self._buckets = None if buckets is None else _checked(buckets, model)
+        self._gradients: list[dict[nn.Parameter, Tensor | None]] = []
+        self._arrived: list[nn.Parameter] = []  # parameters in the order in which rank 0's gradients were there
+
+    @contextmanager
+    def rank(self) -> Iterator[int]:
+        """The forward and backward passes of one rank; gives its number. After an exception it did not run."""
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        before = [(p, p.grad) for p in parameters]
+        buffers = [(b, b.clone()) for b in self._model.buffers()]
+        for p in parameters:
+            p.grad = None
+        is_done, arrived = False, dict[nn.Parameter, None]()
+        hooks = [p.register_post_accumulate_grad_hook(lambda p: arrived.setdefault(p)) for p in parameters]
+        try:
+            yield len(self._gradients)
+            is_done = True
+        finally:
+            for hook in hooks:
+                hook.remove()
+            gradients = {p: p.grad for p in parameters}
+            for p, grad in before:
+                p.grad = grad
+            if self._gradients or not is_done:
+                _put_back(buffers)
+            if is_done:
+                self._arrived = self._arrived if self._gradients else [*arrived]
+                self._gradients.append(gradients)
+
+    def reduce(self) -> int:
+        """Add to each `.grad` what the ranks' gradients come to, and forget them. Gives how many ranks there were."""
+        ranks, self._gradients = self._gradients, []
+        if not ranks:
+            raise RuntimeError("No rank ran. Expected: with ranks.rank(): loss.backward(), once for each rank.")
+        used = [p for p in self._model.parameters() if any(of.get(p) is not None for of in ranks)]
+        buckets = self._as_ddp(used) if self._buckets is None else self._buckets
+        if missing := {id(p) for p in used} - {id(p) for bucket in buckets for p in bucket}:
+            raise TypeError(f"{len(missing)} parameters with a gradient are in no bucket. Expected: each in one.")
+        for bucket in buckets:
+            self._reduce([p for p in bucket if any(of.get(p) is not None for of in ranks)], ranks)
+        return len(ranks)
+
+    def _as_ddp(self, used: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """A bucket ends with the parameter that fills it."""
+        buckets: list[list[nn.Parameter]] = [[]]
+        size, limit = 0, float(MIB)
+        for p in dict.fromkeys([*self._arrived, *used]):
+            buckets[-1].append(p)
+            size += p.numel() * p.element_size()
+            if size >= limit:
+                size, limit = 0, self._cap
+                buckets.append([])
+        return buckets
+
+    def _reduce(self, bucket: list[nn.Parameter], ranks: list[dict[nn.Parameter, Tensor | None]]) -> None:
+        if not bucket:
+            return
+        flat = []
+        for of in ranks:  # a parameter that a rank did not use has a gradient of zeros there, as in DDP
+            parts = [torch.zeros_like(p) if (g := of.get(p)) is None else g for p in bucket]
+            if any(g.is_sparse for g in parts):
+                raise TypeError("A gradient is sparse. Expected: dense ones, as of nn.Embedding(sparse=False).")
+            one = torch.cat([g.reshape(-1) for g in parts])
+            flat.append(self._averaged(one, len(ranks)) if self._averages else one)
+        total = all_reduce(flat, *self._words)
+        for p, part in zip(bucket, total.split([p.numel() for p in bucket]), strict=True):
+            grad = part.view_as(p)
+            p.grad = grad.clone() if p.grad is None else p.grad + grad
+
+    def _averaged(self, gradients: Tensor, ranks: int) -> Tensor:
+        if self._is_float32:
+            return gradients * (1.0 / ranks)  # DDP multiplies, and its hooks divide: a last bit of three ranks
+        return all_reduce([gradients], *self._words) / ranks
+
+
+def _checked(buckets: Any, model: nn.Module) -> list[list[nn.Parameter]]:
+    is_list = isinstance(buckets, list | tuple) and all(isinstance(bucket, list | tuple) for bucket in buckets)
+    if not is_list:
+        raise TypeError(f"buckets={shown(buckets)}. Expected: lists of parameters of the model, or None.")
+    known = {id(p) for p in model.parameters()}
+    for p in (p for bucket in buckets for p in bucket):
+        if id(p) not in known:
+            raise TypeError(
+                f"buckets has {shown(p)}, which is no parameter of the model, or is there twice. Expected: each of its "
+                f"parameters in one bucket."
+            )
+        known.discard(id(p))
+    return [[*bucket] for bucket in buckets]
+
+
+def _put_back(buffers: list[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
