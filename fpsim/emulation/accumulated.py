@@ -18,21 +18,26 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (n, i, k) by (n,
 Multiplies = tuple[Multiply, ...]  # of fprop, dgrad and wgrad
 
 
-def in_matrices(form: Form, multiply: Multiplies) -> Form:
-    """The same product, whose sums `multiply` makes.
+def in_matrices(form: Form, multiply: Sequence[Multiply | None]) -> Form:
+    """The same product, whose sums `multiply` makes: of fprop, dgrad and wgrad; None leaves them to torch.
 
     Raises NotImplementedError for a form that is not known as a product of matrices.
     """
-    if isinstance(form, Linear):
-        return _Linear(form, multiply)
-    if isinstance(form, Batched):
-        return _Batched(form, multiply)
-    if isinstance(form, Convolution):
-        return _Convolution(form, multiply)
+    for kind, made in ((Linear, _Linear), (Batched, _Batched), (Convolution, _Convolution)):
+        if isinstance(form, kind):
+            matrices = made(form, tuple(own or _torchs for own in multiply))  # type: ignore[arg-type]
+            for name, own in zip(("forward", "data_gradient", "weight_gradient"), multiply, strict=True):
+                if own is None:
+                    setattr(matrices, name, getattr(form, name))
+            return matrices
     raise NotImplementedError(
         "This product is not known as a product of matrices, and cannot be added up in an accumulator of its own. "
         "Expected: linear layers, matrix products and convolutions; Products(accumulator=None)."
     )
+
+
+def _torchs(*_: Any) -> Tensor:
+    raise AssertionError("this product is torch's own")
 
 
 class _Linear(Linear):
@@ -139,7 +144,7 @@ def _patches(x: Tensor, kernel: Sequence[int], s: ConvolutionSettings, out: Sequ
         x = x.unfold(2 + i, s.dilation[i] * (kernel[i] - 1) + 1, s.stride[i])[..., :: s.dilation[i]]
         x = x.narrow(2 + i, 0, out[i])  # of a gradient, whose input's last elements nobody saw
     x = x.unflatten(1, (s.groups, -1)).movedim(2, n + 2)  # (batch, groups, positions, channels, kernel)
-    return x.transpose(0, 1).reshape(s.groups, x.shape[0] * math.prod(out), -1)
+    return x.transpose(0, 1).reshape(s.groups, x.shape[0] * math.prod(out), x.shape[n + 2] * math.prod(kernel))
 
 
 def _rows_of(bias: Tensor | None, groups: int, batch: int, out: Sequence[int]) -> Tensor | None:

@@ -236,7 +236,8 @@ class _Product:
         self.site, self.specs, self.listeners = site, specs, listeners
         accumulators = specs.accumulators
         if accumulators is not None:
-            form = in_matrices(form, tuple(partial(_multiply, site, listeners, a) for a in accumulators))
+            own = [None if a.is_torch else partial(_multiply, site, listeners, a) for a in accumulators]
+            form = in_matrices(form, own)
         self.form = form
         self.device, self.is_step = x.device.type, torch.is_grad_enabled()
         # in which products are added up, or handed to the accumulator

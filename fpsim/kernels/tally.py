@@ -49,6 +49,7 @@ CARD_SUMS = 4  # signal, noise, dead_zone and along: those of TALLY_SUMS that th
 
 _MAGNITUDE = np.uint64((1 << 63) - 1)
 _INFINITY = np.uint64(BINARY64.bits(math.inf))
+_MASK = np.uint64(BINARY64.bits(float(np.finfo(np.float32).max)))  # beside which no square counts
 
 
 @njit(forceinline=True)
@@ -104,7 +105,7 @@ def tally_loop(size: int) -> Loop:
             subnormal += int(zero < rounded < normal)
             overflow += int(rounded >= _INFINITY or (rounded == top and magnitude >= saturated))
             exact += int(before == after or np.uint64(magnitude | rounded) == zero)
-            if rounded < _INFINITY:
+            if rounded < _INFINITY and magnitude != _MASK:
                 value = float64_of_bits(before)
                 change, squared = float64_of_bits(after) - value, product(value, value)
                 signal += squared
@@ -165,7 +166,7 @@ def tally_kernel(size: int) -> Callable[..., None]:
             subnormal += int(zero < rounded < normal)
             overflow += int(rounded >= _INFINITY or (rounded == top and magnitude >= saturated))
             exact += int(before == after or np.uint64(magnitude | rounded) == zero)
-            if rounded < _INFINITY:
+            if rounded < _INFINITY and magnitude != _MASK:
                 value = value_of(before)
                 change, squared = value_of(after) - value, product(value, value)
                 signal += squared

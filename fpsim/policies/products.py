@@ -180,8 +180,8 @@ class Products:
             passes.
         accumulator: what the sums of all three are made in: an `Accumulator` or its name, such as "fp16" or
             "hopper_fp8"; None leaves them to torch, in float32. The bias is added there too. Where they differ, three
-            in the order of the products: a layer whose terms lie on four ranks in fprop has
-            `(Accumulator("fp32", order="torch", splits=4, split_format="bf16"), None, None)`.
+            in the order of the products (all in float32 then, of a float64 model too): a layer whose terms lie on four
+            ranks in fprop has `(Accumulator("fp32", order="torch", splits=4, split_format="bf16"), None, None)`.
         backward: what w is in dgrad, and x in wgrad, in the place of operands for them, with dy as it is given there:
             "original" takes those of `dgrad` and `wgrad`; "dequantized" what the forward product used, as it is, as in
             quantisation-aware training; "float32" the tensor as it comes. With `Products.all`, dy comes as it is too:

@@ -147,8 +147,9 @@ def _amaxes(x: Tensor, spec: BlockSpec, axis: int) -> Tensor:
         return recorded_amax(x, spec)
     moved = x.movedim(axis, -1).contiguous() if x.dim() else x
     amaxes = second_amaxes(moved, f, block_plan(spec).parameters[COUNTED])
-    length = moved.shape[-1] if f.tensor_scale == "row" and x.dim() else int(f.tensor_scale)
-    each = amaxes.repeat_interleave(length, -1)[:, : moved.shape[-1] if x.dim() else 1].view(torch.float32)
+    columns = moved.shape[-1] if x.dim() else 1
+    length = columns if f.tensor_scale == "row" else int(f.tensor_scale)
+    each = amaxes.repeat_interleave(length, -1)[:, :columns].contiguous().view(torch.float32)
     return each.reshape(moved.shape).movedim(-1, axis) if x.dim() else each.reshape(())
 
 

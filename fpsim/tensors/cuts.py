@@ -96,7 +96,10 @@ def block_axes(shape: torch.Size, tile: tuple[int, int], axis: int, across: int 
 
 def runs_elsewhere(f: BlockFormat, x: Tensor, axis: int) -> bool:
     """Whether a tensor is moved before it is cut: blocks of a second scale lie side by side in memory."""
-    return not isinstance(f.tensor_scale, bool) and x.dim() > 1 and axis % x.dim() != x.dim() - 1
+    rank = x.dim()
+    if isinstance(f.tensor_scale, bool) or type(axis) is not int or not -rank <= axis < rank:
+        return False  # what is no axis is refused where the tensor is cut
+    return axis % rank != rank - 1
 
 
 def second_amaxes(x: Tensor, f: BlockFormat, counted: int) -> Tensor:

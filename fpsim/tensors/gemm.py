@@ -124,7 +124,8 @@ def _in_splits(a: Tensor, b: Tensor, accumulator: Accumulator, bias: Tensor | No
 
 @cache
 def _split_spec(accumulator: Accumulator) -> RoundingSpec:
-    return rounding_spec(accumulator.result_format)
+    is_same = accumulator.result_format == as_float_format(accumulator.format)  # as an outer accumulator has it
+    return rounding_spec(accumulator.result_format, overflow=accumulator.overflow if is_same else None)
 
 
 def _run_on_cpu(summation: Summation, sizes: Sizes, key: Tensor | None, *tensors: Tensor) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from fpsim.checks import refuse, require_word, shown
 from fpsim.formats.floats import as_float_format
 from fpsim.tensors.launch import rounded
-from fpsim.tensors.spec import RoundingSpec, require_floating, rounding_spec
+from fpsim.tensors.spec import RoundingSpec, require_floating, rounding_spec, under_transform
+from fpsim.torch_modes import layers_behind
 
 __all__ = ["REDUCTIONS", "all_reduce", "reduced"]
 
@@ -85,7 +86,8 @@ def all_reduce(
         rounding: "nearest_even" or "stochastic".
 
     Returns:
-        The sum, of the dtype that came. DDP and FSDP divide each rank's gradient by the number of ranks before.
+        The sum, of the dtype that came; no gradient passes. DDP and FSDP divide each rank's gradient by the number of
+        ranks before.
 
     Raises:
         ValueError: for no tensors, unequal ones, or an unknown order.
@@ -103,10 +105,13 @@ def all_reduce(
         raise ValueError(f"tensors={shown(tensors)}. Expected: a list of the tensors of all ranks, at least one.")
     for rank, x in enumerate(tensors):
         require_floating(x, f"tensors[{rank}]")
+        if any(True for _ in layers_behind(x)):
+            raise under_transform("all_reduce")
         if (x.shape, x.dtype, x.device) != (tensors[0].shape, tensors[0].dtype, tensors[0].device):
             raise ValueError(
                 f"tensors[{rank}] has shape {tuple(x.shape)}, {x.dtype} on {x.device}, and tensors[0] "
                 f"{tuple(tensors[0].shape)}, {tensors[0].dtype} on {tensors[0].device}. Expected: equal ones."
             )
-    parts = [rounded(x.detach().float().contiguous(), spec) for x in tensors]
+    wide = (x.detach().contiguous() if x.dtype is torch.float64 else x.detach().float() for x in tensors)
+    parts = [rounded(x, spec).float() for x in wide]
     return reduced(parts, spec, order).to(tensors[0].dtype)

@@ -190,7 +190,7 @@ def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale
     divides = plan.kind == blocks.DIVIDED
     if not isinstance(f.tensor_scale, bool):
         amaxes = second_amaxes(source, f, plan.parameters[blocks.COUNTED])
-        length = source.shape[-1] if f.tensor_scale == "row" and source.dim() else f.tensor_scale
+        length = (source.shape[-1] if source.dim() else 1) if f.tensor_scale == "row" else f.tensor_scale
         head = torch.tensor([-1 - -(-int(length) // f.tile[1]), -1, -1], device=source.device)
         return torch.cat([head, amaxes.flatten()])
     if source.is_cuda:

@@ -112,8 +112,8 @@ class Tally:
         nonfinite: elements that were inf or NaN before.
         exact: finite elements that stay as they were.
         amax: the largest finite magnitude.
-        signal: the sum of squares of the values, over elements finite before and after; a square up to 2**-1022 counts
-            0.
+        signal: the sum of squares of the values, over elements finite before and after that are no masks (float32's
+            largest number); a square up to 2**-1022 counts 0.
         noise: the sum of squares of their changes, over the same elements.
         dead_zone: the sum of squares of those that become zero.
         along: the sum of products of a value and its change, over the same elements as `signal`.
@@ -125,7 +125,8 @@ class Tally:
             where that is nearer, which makes zeros of all elements.
         scale_overflow: those whose scale would be beyond the largest of its format, by half an ulp unless that is a
             power of two: elements saturate.
-        log2_scale_spread: log2 of the largest over the smallest scale above 0, in the tensor where it is widest.
+        log2_scale_spread: log2 of the largest over the smallest scale above 0, in the tensor where it is widest; second
+            scales are not counted.
         row_bias: the magnitudes of the sums of each row's errors, over those of all elements: near 0 where errors of a
             row cancel, 1/2 where all small elements of a cross entropy's gradient become zero. Rows lie along the
             features: the last dimension, and the channels of a convolution.
@@ -191,7 +192,8 @@ class Tally:
         if not self.noise:
             return ErrorShares(0.0, 0.0, 0.0)
         scale = self.along * self.scale_bias / self.noise
-        dead_zone = self.dead_zone * (1 + self.scale_bias) ** 2 / self.noise
+        left = 1 + self.scale_bias
+        dead_zone = self.dead_zone * left * left / self.noise
         return ErrorShares(scale, dead_zone, max(1 - scale - dead_zone, 0.0))
 
 

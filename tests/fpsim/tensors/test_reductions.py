@@ -155,6 +155,26 @@ def test_a_ring_in_a_format_that_gloo_lacks_rounds_at_each_hop(ranks: int, tmp_p
         assert torch.equal(found, torch.cat([torch.load(tmp_path / f"{size}-{rank}.pt") for rank in order]))
 
 
+def test_a_float64_is_rounded_once_before_it_is_sent() -> None:
+    x = torch.tensor(
+        [1 + 2.0**-8 + 2.0**-40], dtype=torch.float64
+    )  # above a tie of bfloat16 by less than a float32 has
+    assert torch.equal(all_reduce([x], "bf16"), torch.tensor([1 + 2.0**-7], dtype=torch.float64))
+    with pytest.raises(NotImplementedError, match="all_reduce"):
+        torch.func.vmap(lambda z: all_reduce([z, z], "bf16"))(x[None])
+
+
+def test_parts_that_saturate_do_so_when_they_are_summed() -> None:
+    a, words = torch.full((1, 4), 200.0), {"splits": 2, "split_format": "fp16"}
+    assert matmul(a, a.T, Accumulator("fp16", overflow="saturate", **words)) == 65504
+    assert matmul(a, a.T, Accumulator("fp16", **words)) == torch.inf
+
+
+def test_a_convolution_of_no_images_has_an_accumulator_too() -> None:
+    model = fpsim.quantize(nn.Conv2d(6, 8, 3), Policy(products=Products(accumulator="fp16")))
+    assert model(torch.randn(0, 6, 9, 9)).shape == (0, 8, 7, 7)
+
+
 def test_trees_and_lines_add_in_the_order_of_their_names() -> None:
     parts = [round_to(part_of(rank, 500, torch.float32), "bf16") for rank in range(5)]
     bf16 = [part.bfloat16() for part in parts]
@@ -296,7 +316,7 @@ def test_each_product_has_an_accumulator_of_its_own(kind: str) -> None:
     for i, product in enumerate(PRODUCTS):
         assert torch.equal(found[product][i], found["bf16"][i])  # type: ignore[arg-type]
         for j in {0, 1, 2} - {i}:
-            assert torch.allclose(found[product][j], found["fp32"][j], rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
+            assert torch.equal(found[product][j], found["fp32"][j])  # type: ignore[arg-type]
         assert not torch.equal(found["bf16"][i], found["fp32"][i])  # type: ignore[arg-type]
 
 

@@ -131,3 +131,16 @@ def test_names_and_reprs_of_second_scales_are_read() -> None:
     assert str(as_format("e2m1fn per 16 e4m3fn fp32 per row")) == ROW
     with pytest.raises(ValueError, match="needs no second scale"):
         BlockFormat("e2m1fn", 32, tensor_scale="row")
+
+
+@pytest.mark.parametrize("fmt", [ROW, OF_64])
+def test_numbers_without_an_axis_and_axes_that_are_none(fmt: str) -> None:
+    one = torch.tensor(1.3)
+    assert torch.equal(round_to(one, fmt), round_to(one, "nvfp4"))
+    assert torch.equal(scales_of(one, fmt), scales_of(one, "nvfp4"))
+    assert passes(one, any_spec(fmt), -1, None)
+    assert torch.equal(torch.func.vmap(lambda z: round_to(z, fmt))(torch.ones(3)), torch.ones(3))
+    for axis in (2, 5, -3):
+        for f in (round_to, tally, scales_of):
+            with pytest.raises(ValueError, match=f"axis={axis} is not an axis"):
+                f(numbers(), fmt, axis=axis)  # type: ignore[operator]

@@ -146,12 +146,25 @@ def test_a_scale_that_lets_the_largest_saturate_is_seen_as_its_bias() -> None:
     assert ceil.error_shares.dead_zone > floor.error_shares.dead_zone
 
 
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4_row", "e4m3fn"])
+def test_masks_are_no_part_of_an_error(fmt: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 64)
+    masked = torch.where(torch.rand(64, 64) < 0.3, -torch.finfo(torch.float32).max, x)
+    found, zeros = fpsim.tally(masked, fmt), fpsim.tally(torch.where(masked < -1e38, 0.0, masked), fmt)
+    assert (found.signal, found.noise) == pytest.approx((zeros.signal, zeros.noise))
+    assert found.scale_bias == pytest.approx(zeros.scale_bias)
+    assert [*found.error_shares] == pytest.approx([*zeros.error_shares])
+
+
 def test_the_parts_of_no_error_are_none() -> None:
     for x in (torch.ones(3), torch.zeros(3), torch.empty(0), torch.full((2,), math.nan)):
         tally = fpsim.tally(x, "fp16")
         assert (tally.scale_bias, [*tally.error_shares]) == (0, [0, 0, 0])
     tally = fpsim.tally(torch.tensor([1e-9]), "fp16")
     assert tally.scale_bias == -1  # all is gone
+    far = fpsim.tally(torch.full((4,), 2e-154, dtype=torch.float64), fpsim.FixedPoint(8, -4), rounding="up")
+    assert far.error_shares.scale == pytest.approx(1)  # a bias whose square no float64 holds
     assert tally.error_shares.scale == pytest.approx(1)
 
 
