@@ -274,6 +274,7 @@ SISTERS = {
             ),
         },
         "fpsim/tensors/test_expressions.py": {
+            "inductor_has_the_bits_of_the_kernels_on_other_processors": "inductor_keeps_the_casts_of_float16",
             "inductor_writes_the_same_bits": (
                 "fpsim/kernels/test_variants_in_use.py::test_inductor_writes_the_same_bits"
             ),

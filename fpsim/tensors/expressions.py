@@ -101,6 +101,17 @@ class Patterns:
             r = m.where(magnitude == c(masks[0]), u, r)
         return m.where(u == c(_signed(BINARY32.bits(-torch.inf))), u, r) if masks[1] else r
 
+    def _differ(self, a: Any, b: Any) -> Any:
+        """Whether patterns differ, without !=.
+
+        For AVX2 torch 2.13's inductor takes !=, <=, >= and logical_not of int32 for what they negate: <, > and == alone
+        are right (`test_inductor_has_the_bits_of_the_kernels_on_other_processors`).
+        """
+        return self.m.logical_or(a < b, a > b)
+
+    def _not(self, mask: Any) -> Any:
+        return self.m.where(mask, self.constant(0), self.constant(1)) > self.constant(0)
+
     def _drawn(self, noise: Any, rule: int, used: int) -> Any:
         m, c = self.m, self.constant
         bits = noise & c(used)
@@ -109,7 +120,7 @@ class Patterns:
         last, half = -used, -used >> 1
         if rule == STOCHASTIC_B:
             return bits | c(half)
-        odd = (bits & c(_signed(last))) != c(0)
+        odd = self._differ(bits & c(_signed(last)), c(0))
         if rule == STOCHASTIC_C_TO_ODD:
             return m.where(odd, bits | c(last - 1), bits)
         of_odd, of_even = (half, half - 1) if rule == STOCHASTIC_C_TIES_TO_ODD else (half - 1, half)
@@ -122,9 +133,9 @@ class Patterns:
             return m.minimum(r, m.where(negative, c(n.lowest), c(n.largest)))
         beyond = c(n.overflow)
         if rule not in (NEAREST_EVEN, NEAREST_AWAY) and not draws_noise(rule) and n.overflow != n.largest:
-            away = a >= c(_INFINITY)
+            away = a > c(_INFINITY - 1)
             if rule in (UP, DOWN):
-                away = m.logical_or(away, negative if rule == DOWN else m.logical_not(negative))
+                away = m.logical_or(away, negative if rule == DOWN else self._not(negative))
             beyond = m.where(away, c(n.overflow), c(n.largest))
         return m.where(r > c(n.largest), beyond, r)
 
@@ -145,7 +156,7 @@ class Patterns:
         if draws_noise(rule):
             added = m.bitwise_right_shift(noise, c(n.ulp_shift + 1)) & c(ulp - 1)
         else:
-            odd = c(1) == c(1) if n.odd else (a & c(ulp)) != c(0)
+            odd = c(1) == c(1) if n.odd else self._differ(a & c(ulp), c(0))
             added = self._addend(c(ulp), odd, negative, rule)
         return (a + added) & c(-ulp)
 
@@ -163,11 +174,11 @@ class Patterns:
         if rule == NEAREST_EVEN:
             up = a > c(smallest - _IMPLICIT)
         elif rule == NEAREST_AWAY:
-            up = a >= c(smallest - _IMPLICIT)
+            up = a > c(smallest - _IMPLICIT - 1)
         elif rule in (UP, DOWN, TO_ODD):
-            up = a != c(0)
+            up = self._differ(a, c(0))
             if rule != TO_ODD:
-                up = m.logical_and(up, negative if rule == DOWN else m.logical_not(negative))
+                up = m.logical_and(up, negative if rule == DOWN else self._not(negative))
         else:
             return c(0)
         return m.where(up, c(smallest), c(0))
@@ -179,7 +190,7 @@ class Patterns:
         discarded = m.maximum(discarded, c(31 - n.ulp_shift))
         # one bit above the significand and a zero above that: whatever is smaller still is treated as these
         ulp = m.bitwise_left_shift(c(1), m.minimum(discarded, c(25)))
-        odd = (significand & ulp) != c(0)
+        odd = self._differ(significand & ulp, c(0))
         if rule in CARRYING:
             kept = (significand + self._addend(ulp, odd, negative, rule)) & (c(0) - ulp)
             return m.where(kept == c(0), c(0), a + (kept - significand))
@@ -189,12 +200,13 @@ class Patterns:
             right = m.minimum(m.maximum(discarded - c(32), c(0)), c(31))
             fraction = m.bitwise_right_shift(m.bitwise_left_shift(significand, left), right)
             if rule != STOCHASTIC:  # what was cut off decides about ties
-                cut = m.bitwise_left_shift(m.bitwise_right_shift(significand, right), right) != significand
-                fraction = fraction | m.where(m.logical_and(cut, a != c(0)), c(1), c(0))
+                left_over = m.bitwise_left_shift(m.bitwise_right_shift(significand, right), right)
+                cut = m.logical_and(self._differ(left_over, significand), self._differ(a, c(0)))
+                fraction = fraction | m.where(cut, c(1), c(0))
             up = (noise ^ c(_SIGN)) > (fraction ^ c(~_SIGN))  # unsigned: noise > ~fraction
         else:
-            up = m.logical_and(self._addend(ulp, odd, negative, rule) != c(0), low != c(0))
-            up = m.logical_and(up, a != c(0))
+            up = m.logical_and(self._differ(self._addend(ulp, odd, negative, rule), c(0)), self._differ(low, c(0)))
+            up = m.logical_and(up, self._differ(a, c(0)))
         below_smallest = ulp > c(_IMPLICIT)
         base, step = m.where(below_smallest, c(0), a - low), m.where(below_smallest, c(n.smallest), ulp)
         return m.where(up, base + step, base)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import tiers
@@ -173,3 +177,39 @@ def test_the_gradient_of_a_cast_is_that_of_a_rounding() -> None:
     for other in gradients[1:]:
         for found, wanted in zip(other, gradients[0], strict=True):
             assert torch.equal(found, wanted)
+
+
+OTHER_VECTORS = """
+import torch
+from fpsim.tensors.expressions import round_traced
+from fpsim.tensors.launch import rounded
+from fpsim.tensors.spec import rounding_spec
+
+specs = [rounding_spec(f, r) for f in ("bf16", "e4m3fn", "e5m7", "e4m3fnuz") for r in RULES]
+specs += [rounding_spec(f, "nearest_even") for f in ("cb16", "int8", "e2m1fn", "dlfloat16")]
+ties = torch.arange(4096) / 2048
+x = torch.cat([torch.randn(4096), ties + 1, -ties, torch.tensor([65520.0, 464])])
+
+
+@torch._dynamo.nonstrict_trace
+def each(x):
+    return [round_traced(x, spec) for spec in specs]
+
+
+for spec, found in zip(specs, torch.compile(lambda x: each(x), fullgraph=True)(x)):
+    print(spec, int((found != rounded(x, spec)).sum()))
+"""
+
+
+@needs_inductor
+@pytest.mark.full
+def test_inductor_has_the_bits_of_the_kernels_on_other_processors(tmp_path: Path) -> None:
+    """With AVX2 alone, as most have it: inductor writes other code for it, and has a cache of its own here."""
+    rules = "nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd"
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    code = OTHER_VECTORS.replace("RULES", repr(rules))
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4 * len(rules) + 4
+    assert not [line for line in lines if not line.endswith(" 0")]
