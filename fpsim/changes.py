@@ -40,6 +40,7 @@ CHANGES: dict[int, tuple[str, ...]] = {
         "blocks that hold an infinity, NaN or the largest number of float32, and operands of float64 models in blocks",
         "adaptive scaling where a parameter multiplies (layer scales, norms written by hand) in rules that predict",
         "writes to a part of x.data, and without a graph to a part of an input, a weight or a buffer, under torch.func",
+        "what inductor compiles for processors with AVX2 and without AVX-512",
     ),
 }
 BITS = max(CHANGES)  # 1 was everything before they were counted
