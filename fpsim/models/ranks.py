@@ -20,25 +20,24 @@ MIB = 1 << 20  # of DDP's first bucket
 
 
 class Ranks:
-    """Gradients of several ranks that one process computes one after the other, summed as real ranks sum them.
+    """Gradients of several ranks, computed one after the other in one process and summed as a collective sums them.
 
-    Each rank has its own batch and draws its own dropout. Buffers are those of rank 0 when a rank begins and when all
-    have ended, as DDP broadcasts them; batch statistics are those of a rank's own batch. Gradients lie in buckets, each
-    one flat tensor, of which `all_reduce` makes the sum: DDP over gloo gives these bits from its second step on.
+    Each rank has its own batch, dropout and batch statistics. DDP broadcasts buffers from rank 0: so every rank begins
+    with the same ones, and those of rank 0 are kept. Gradients lie in buckets, each a flat tensor that `all_reduce`
+    sums. The result has the bits of DDP over gloo from its second step on.
 
     Args:
-        model: whose parameters' `.grad` are reduced. They may hold gradients of before, to which the sum is added.
+        model: the module whose parameters' `.grad` are reduced. The sum is added to gradients that are there already.
         fmt, order, rounding: as in `fpsim.all_reduce`. In "bf16" it is DDP's `bf16_compress_hook`.
-        averages: whether each rank's gradient is divided by the number of ranks before it is sent: as DDP does, in
-            float32, or as its hooks do, behind the cast to another format.
-        buckets: lists of parameters, in the order in which they lie in a flat tensor. None is as DDP has them from its
-            second step on: in the order in which rank 0's gradients are there, 1 MiB in the first one, and
-            `bucket_cap_mb` in others.
-        bucket_cap_mb: of None, in MiB.
+        averages: whether each rank's gradient is divided by the number of ranks before it is sent: in float32, as DDP
+            does, or after the cast to another format, as its hooks do.
+        buckets: lists of parameters, each in the order of its flat tensor. None takes DDP's buckets of its second step:
+            in the order in which the gradients of rank 0 arrive, 1 MiB in the first, `bucket_cap_mb` in the others.
+        bucket_cap_mb: the size of a bucket if `buckets` is None, in MiB.
 
     Raises:
-        TypeError: for what is no module, and buckets that do not have each of its parameters that has a gradient once.
-        RuntimeError: where a rank gives no gradient, or one is reduced before any rank ran.
+        TypeError: if `model` is no module, or a bucket holds no parameter of it, or one twice.
+        ValueError: for an unknown format or order.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> ranks = Ranks(model, "bf16")
@@ -75,7 +74,7 @@ class Ranks:
 
     @contextmanager
     def rank(self) -> Iterator[int]:
-        """The forward and backward passes of one rank; gives its number. After an exception it did not run."""
+        """Run the forward and backward passes of one rank; yields its number. A rank that raises is not counted."""
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         before = [(p, p.grad) for p in parameters]
         buffers = [(b, b.clone()) for b in self._model.buffers()]
@@ -99,8 +98,11 @@ class Ranks:
                 self._gradients.append(gradients)
 
     def reduce(self) -> int:
-        """Add to each `.grad` what the ranks' gradients come to, and forget them. Gives how many ranks there were."""
-        ranks, self._gradients = self._gradients, []
+        """Add the sum over the ranks to each `.grad`, and forget the ranks. Returns how many there were.
+
+        Raises RuntimeError if no rank ran, TypeError if a parameter with a gradient is in no bucket; the ranks stay.
+        """
+        ranks = self._gradients
         if not ranks:
             raise RuntimeError("No rank ran. Expected: with ranks.rank(): loss.backward(), once for each rank.")
         used = [p for p in self._model.parameters() if any(of.get(p) is not None for of in ranks)]
@@ -109,6 +111,7 @@ class Ranks:
             raise TypeError(f"{len(missing)} parameters with a gradient are in no bucket. Expected: each in one.")
         for bucket in buckets:
             self._reduce([p for p in bucket if any(of.get(p) is not None for of in ranks)], ranks)
+        self._gradients = []
         return len(ranks)
 
     def _as_ddp(self, used: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -189,10 +189,9 @@ class _Checks:
             return []
         self.reference.tell(self.result)
         if not hard and events[0].stage == "backward" and self.reference.is_wanted:
-            before, _ = error_event(
-                seen, self.reference.seen, self.reference.far(self.was)
-            )  # a scale of the past may be too small here, and was too
-            if before is not None and before.role.startswith("fprop"):  # large for what went forward
+            # a scale of the past that is too small here was too large for the forward pass
+            before, _ = error_event(seen, self.reference.seen, self.reference.far(self.was))
+            if before is not None and before.role.startswith("fprop"):
                 return [before, *_own_causes(events)]
         return _own_causes(events)
 
