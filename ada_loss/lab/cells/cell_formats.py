@@ -162,6 +162,10 @@ def _canonical(field: str, value: Any) -> Any:
 
 
 def _accumulator(value: Any) -> Any:
+    if isinstance(value, list | tuple):  # of the three products
+        return [None if v is None else _accumulator(v) for v in value]
+    if isinstance(value, fpsim.Accumulator):
+        return str(value)
     with suppress(ValueError):  # such as "hopper_fp8", which is no format
         return _words(value)
     return value

@@ -612,6 +612,13 @@ def test_a_cell_of_stochastic_gradients_rounds_all_else_to_the_nearest() -> None
             {"fprop": ["e4m3fn", None], "accumulator": "hopper_fp8"},
         ),
         ({"x": "bf16", "accumulator": "cb16_chunk64"}, {"x": "bf16", "accumulator": "cb16_chunk64"}),
+        (
+            {"w": "mxfp4", "accumulator": (fpsim.Accumulator("fp16", splits=2, split_format="bf16"), None, "half")},
+            {
+                "w": "mxfp4",
+                "accumulator": ["Accumulator('fp16', splits=2, split_format='bf16')", None, "fp16"],
+            },
+        ),
     ],
     ids=str,
 )
