@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +213,16 @@ def test_a_product_in_splits_is_the_sum_of_its_parts(order: str, ranks: int) -> 
     assert torch.isfinite(matmul(a, b, few)).all()  # more ranks than terms
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As many as a rank has: with more, a BLAS adds up in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @OF_RANKS
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 def test_gradients_of_ranks_have_the_bits_of_ddp(fmt: str, real: tuple[int, Path]) -> None:
