@@ -97,16 +97,23 @@ class Operation:
             at = at.parents[0]
         return at
 
-    def all_behind(self) -> set[int]:
-        """The ids of this operation and of all that it follows from."""
-        known: set[int] = set()
-        waiting = [self]
-        while waiting:
-            operation = waiting.pop()
-            if id(operation) not in known:
-                known.add(id(operation))
-                waiting += operation.parents
-        return known
+    def all_behind(self) -> dict[int, Operation]:
+        """This operation and all that it follows from, by their ids."""
+        return _reached(self, "parents")
+
+    def all_ahead(self) -> dict[int, Operation]:
+        """This operation and all that read its result, near or far, by their ids."""
+        return _reached(self, "children")
+
+
+def _reached(start: Operation, way: str) -> dict[int, Operation]:
+    known, waiting = dict[int, Operation](), [start]
+    while waiting:
+        at = waiting.pop()
+        if id(at) not in known:
+            known[id(at)] = at
+            waiting += getattr(at, way)
+    return known
 
 
 class Visitor(Protocol):

@@ -165,12 +165,7 @@ def _matters(operation: Operation, short: Collection[str]) -> bool:
     """
     if operation.name == "parameter":
         return True
-    behind, waiting = {id(operation): operation}, [operation]
-    while waiting:
-        further = [p for p in waiting.pop().parents if id(p) not in behind]
-        behind.update((id(p), p) for p in further)
-        waiting += further
-    parameters = [o.site for o in behind.values() if o.name == "parameter"]
+    parameters = [o.site for o in operation.all_behind().values() if o.name == "parameter"]
     return not parameters or any(name in short for name in parameters)
 
 

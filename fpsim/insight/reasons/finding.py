@@ -19,7 +19,7 @@ from fpsim.insight.reasons.against import Keeping, around, error_event, may_be_l
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.gradient_sums import WideReads, gradient_sum_event, read_often, reads_event
 from fpsim.insight.reasons.remedies import remedies, update_remedies, widened_reads
-from fpsim.insight.reasons.timeline import descendants, way_to
+from fpsim.insight.reasons.timeline import way_to
 from fpsim.insight.reasons.trials import Change, Outcome, Reference, Remedy, Trials
 from fpsim.insight.reasons.updates import Averages, Updates
 from fpsim.insight.reasons.widening import LOW
@@ -378,7 +378,7 @@ def _own_causes(events: list[Event]) -> list[Event]:
     first, *others = events
     if first.operation is None:
         return events
-    reached = descendants(first.operation)
+    reached = first.operation.all_ahead()
     later = [e for e in others if e.stage == first.stage and id(e.operation) not in reached]
     return [first, *later]
 
@@ -411,7 +411,7 @@ def _accumulated(model: nn.Module, gradients: dict[str, Glance], seen: Keeping, 
 def _chain(cause: Event, seen: Keeping) -> list[str]:
     at = cause.operation
     assert at is not None
-    reached = descendants(at)
+    reached = at.all_ahead()
     loss = next((o for o in reversed(seen.losses()) if id(o) in reached), None)
     return [o.site for o in way_to(loss, at) if o.computes]
 

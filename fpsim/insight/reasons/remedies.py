@@ -26,7 +26,7 @@ from fpsim.insight.reasons.edits import (
 )
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.swamping import additions_behind
-from fpsim.insight.reasons.timeline import Timeline, descendants
+from fpsim.insight.reasons.timeline import Timeline
 from fpsim.insight.reasons.trials import EPS, NEARER, Attempts, Change, Outcome, Reference, Remedy, Trials
 from fpsim.insight.reasons.updates import Updates
 from fpsim.insight.reasons.widening import Widening
@@ -173,7 +173,7 @@ def _float32(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
         return None
     if attempts.wide is None or (attempts.wide is torch.float64 and attempts.trials.emulated):
         return None  # a policy leaves operations in float32 at most
-    reached = descendants(start)
+    reached = start.all_ahead()
     following = [o for o in seen.operations if id(o) in reached]
     nearest, waiting = {id(start): start}, [start]
     for o in waiting:

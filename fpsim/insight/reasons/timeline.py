@@ -21,7 +21,7 @@ from fpsim.tensors.spec import OwnFormat, Spec
 from fpsim.tensors.tally import Accumulator
 from fpsim.torch_internals import version_of
 
-__all__ = ["Rounded", "Timeline", "descendants", "entrances", "is_backward", "numbers_row", "overflow_of", "way_to"]
+__all__ = ["Rounded", "Timeline", "entrances", "is_backward", "numbers_row", "overflow_of", "way_to"]
 
 SATURATES = 2.0  # times the largest number of a format, from which on a saturated one is told of
 
@@ -378,14 +378,3 @@ def numbers_row(operation: Operation) -> dict[str, Any]:
         masks = numbers.minus if numbers is not None and name == "result" and is_mask else 0
         row[f"{words}nonfinite"] = None if numbers is None else (numbers.nonfinite - masks) / max(numbers.count, 1)
     return row
-
-
-def descendants(start: Operation) -> set[int]:
-    """The ids of an operation and of all that read its result, near or far."""
-    ids, waiting = set(), [start]
-    while waiting:
-        at = waiting.pop()
-        if id(at) not in ids:
-            ids.add(id(at))
-            waiting += at.children
-    return ids

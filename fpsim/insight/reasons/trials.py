@@ -28,7 +28,7 @@ from fpsim.insight.reasons.against import (
     shortened,
 )
 from fpsim.insight.reasons.event import Event
-from fpsim.insight.reasons.timeline import Timeline, descendants, entrances
+from fpsim.insight.reasons.timeline import Timeline, entrances
 from fpsim.insight.reasons.widening import LOW, Widening
 from fpsim.insight.stepping import Kept, traced
 from fpsim.models.installed import emulated_forwards
@@ -464,7 +464,7 @@ class Attempts:
         self.unfed: list[str] = []
         # What reads a result that is float32 now rounds it itself: a saturation that was not there is not a cure.
         self._saturations = {(e.place, e.role) for e in seen.saturations} - {(event.place, event.role)}
-        following = set() if event.operation is None else descendants(event.operation)
+        following = {} if event.operation is None else event.operation.all_ahead()
         # What does not follow from the event, such as an infinity that comes to nothing, stays where it was.
         others = [e for e in seen.events if e.operation is not None and id(e.operation) not in following]
         self._known = {(e.place, e.kind) for e in others} - {(event.place, event.kind)}

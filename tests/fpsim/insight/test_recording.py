@@ -183,11 +183,16 @@ def test_a_recording_goes_on_from_a_file_of_tensors_numbers_and_strings(tmp_path
     assert second.tallies() == whole.tallies()
 
 
-def test_a_state_of_a_version_without_the_parts_of_an_error_is_loaded_without_them() -> None:
+def of_a_layer() -> fpsim.Recording:
     torch.manual_seed(0)
     model = fpsim.quantize(nn.Linear(3, 2), "fp16")
     with fpsim.record(model) as recording:
         model(torch.randn(4, 3)).sum().backward()
+    return recording
+
+
+def test_a_state_of_a_version_without_the_parts_of_an_error_is_loaded_without_them() -> None:
+    recording = of_a_layer()
     state = recording.state_dict()
     for saved in state["sums"]:
         saved["sums"] = saved["sums"][:4]
@@ -284,10 +289,7 @@ def test_what_is_not_finite_is_left_out_and_extreme_magnitudes_do_not_vanish() -
 
 
 def test_a_state_of_a_version_without_the_bias_is_loaded_without_it() -> None:
-    torch.manual_seed(0)
-    model = fpsim.quantize(nn.Linear(3, 2), "fp16")
-    with fpsim.record(model) as recording:
-        model(torch.randn(4, 3)).sum().backward()
+    recording = of_a_layer()
     state = recording.state_dict()
     for saved in state["sums"]:
         del saved["shape"]
