@@ -27,8 +27,9 @@ from fpsim.models.optimizers import QuantizedOptimizer, quantize_optimizer
 from fpsim.models.quantize import dequantize, quantize, round_parameters_, set_policy
 from fpsim.models.ranks import Ranks
 from fpsim.models.scaling_state import load_scaling_state, scaling_state, set_scaling_group
+from fpsim.policies.operand import Operand
 from fpsim.policies.policy import ROLES, FormatLike, Policy
-from fpsim.policies.products import Operand, Products
+from fpsim.policies.products import Products
 from fpsim.policies.recipes import RECIPE_PREFIX, as_policy, recipe, recipes
 from fpsim.policies.update import UPDATES, Update
 from fpsim.tensors.accumulators import Accumulator, as_accumulator

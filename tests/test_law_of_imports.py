@@ -60,7 +60,8 @@ FLOORS = (
     ),
     (
         "fpsim.policies",
-        "__init__ delayed products",
+        "__init__ delayed operand",
+        "products",
         "policy",
         "recipes update",
     ),

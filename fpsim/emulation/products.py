@@ -17,7 +17,8 @@ from fpsim.emulation.forms import Form, Side
 from fpsim.emulation.marks import is_roundable, is_view_of_weight, mark_as_view_of_weight
 from fpsim.emulation.scope import Listeners, Observer, Scope
 from fpsim.formats.blocks import BlockFormat, Delayed
-from fpsim.policies.products import PRODUCTS, Operand, ProductSpecs
+from fpsim.policies.operand import Operand
+from fpsim.policies.products import PRODUCTS, ProductSpecs
 from fpsim.tensors.accumulators import Accumulator
 from fpsim.tensors.block_autograd import passes, round_blocks_traced
 from fpsim.tensors.cuts import Cut
@@ -219,18 +220,8 @@ class _Product:
     """
 
     __slots__ = (
-        "clips",
-        "device",
-        "dtype",
-        "form",
-        "is_step",
-        "listeners",
-        "passing",
-        "scales",
-        "site",
-        "specs",
-        "working",
-    )
+        "clips", "device", "dtype", "form", "is_step", "listeners", "passing", "scales", "site", "specs", "working",
+    )  # fmt: skip
 
     def __init__(self, form: Form, site: str, specs: ProductSpecs, listeners: Any, x: Tensor) -> None:
         self.site, self.specs, self.listeners = site, specs, listeners

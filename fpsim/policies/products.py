@@ -8,151 +8,22 @@ copy is kept, and in quantisation-aware training, the backward pass uses what th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from fpsim.checks import known_arguments, require_whole, require_word, shown
-from fpsim.formats.blocks import BlockFormat, Element, Format, as_format
+from fpsim.formats.blocks import Element
 from fpsim.formats.floats import FloatFormat
+from fpsim.policies.operand import Operand, OperandLike, as_operand
 from fpsim.tensors.accumulators import ACCUMULATORS, Accumulator, as_accumulator
-from fpsim.tensors.hadamard import Hadamard
-from fpsim.tensors.own import own_format, own_spec
-from fpsim.tensors.spec import OwnFormat, RoundingSpec, Spec, any_spec, rounding_spec
+from fpsim.tensors.spec import RoundingSpec, rounding_spec
 
-__all__ = ["PRODUCTS", "Operand", "OperandLike", "ProductSpecs", "Products"]
+__all__ = ["PRODUCTS", "ProductSpecs", "Products"]
 
 PRODUCTS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}  # each with its operands
-SOURCES = ("original", "fprop")  # of an operand of the backward pass
-_NO_WORDS = (None, None, None, "A")  # rounding, overflow, random bits and variant of an operand that has no format
 BACKWARDS = ("original", "dequantized", "float32")
-STES = ("pass", "clip")  # straight-through estimators
-
-
-@dataclass(frozen=True)
-class Operand:
-    """How one operand of a product is quantised.
-
-    Args:
-        fmt: a format of single numbers or of blocks, or its name; None, for what comes from the forward product, leaves
-            it as it was there. Or a function of your own, `f(x, axis)`: it is given a float32 of the operand's shape,
-            without gradients, and the axis that the product sums over, and returns a float32 of that shape.
-        rounding: as in `round_to`; None is nearest-even, but for gradients of few bits under a scaling: see `Policy`.
-        overflow, random_bits, variant: as in `round_to`.
-        hadamard: how it is transformed before, along the axis that the product sums over; the other operand of the
-            product alike. An axis whose length the size does not divide is padded with zeros, which adds nothing to the
-            product.
-        source: what an operand of the backward pass is made of, w of dgrad or x of wgrad: the "original" tensor, or
-            "fprop", the numbers that the forward product used, which are then rounded to `fmt`, if there is one, along
-            the axis of this product (double quantisation).
-        name: of a function of your own, where it is shown; unless given, the function's.
-        ste: of an operand of the forward product, what its gradient does at elements that saturated (beyond the largest
-            value by half an ulp): "pass", or "clip", which makes it zero, as torch's fake quantisation does. A function
-            of your own then returns a pair: the numbers, and a bool tensor, True where the gradient passes.
-
-    Raises:
-        ValueError: as `round_to` does, and for a source that is not known, or that nothing would use.
-        TypeError: as `round_to` does, and for what is not a `Hadamard`.
-
-    >>> print(Operand("e5m2", "stochastic", random_bits=8))
-    e5m2 stochastic 8 random bits
-    >>> print(Operand("nvfp4", hadamard=Hadamard(16, "fixed")))
-    nvfp4 nearest_even after Hadamard 16 fixed signs
-    >>> print(Operand(None, source="fprop"))
-    as in fprop
-    >>> print(Operand(lambda x, axis: x.sign() * x.abs().mean(axis, keepdim=True), name="sign"))
-    sign
-    """
-
-    fmt: Format | Callable[[Tensor, int], Tensor] | None
-    rounding: str | None = None
-    overflow: str | None = None
-    random_bits: int | None = None
-    hadamard: Hadamard | None = None
-    variant: str = "A"
-    source: str = "original"
-    name: str | None = None
-    ste: str = "pass"
-
-    def __post_init__(self) -> None:
-        require_word("source", self.source, SOURCES)
-        require_word("ste", self.ste, STES)
-        if callable(self.fmt) and not isinstance(self.fmt, type):
-            self._take_function(self.fmt)
-        elif self.name is not None and not self.is_own:
-            raise ValueError(
-                f"name={shown(self.name)} was given with fmt={shown(self.fmt)}, which has a name. Expected: none."
-            )
-        elif self.fmt is None:
-            if self.source == "original" or (self.rounding, self.overflow, self.random_bits, self.variant) != _NO_WORDS:
-                raise ValueError(
-                    f"An Operand without a format has rounding={self.rounding!r}, source={self.source!r}. Expected: a "
-                    f"format; or Operand(None, source='fprop'), which rounds nothing again. None alone leaves an "
-                    f"operand as it comes."
-                )
-        elif not self.is_own:
-            object.__setattr__(self, "fmt", as_format(self.fmt))
-        if self.hadamard is not None and not isinstance(self.hadamard, Hadamard):
-            raise TypeError(
-                f"hadamard is {shown(self.hadamard)}. Expected: a fpsim.Hadamard, such as Hadamard(16), or None."
-            )
-        if self.ste == "clip" and (self.fmt is None or self.is_delayed):
-            raise ValueError(
-                f"ste='clip' was given with fmt={shown(self.fmt)}, which does not say here where it saturates. "
-                f"Expected: ste='pass', or a format whose scale is that of the tensor at hand."
-            )
-        self.spec()
-
-    def _take_function(self, function: Any) -> None:
-        name = getattr(function, "__name__", type(function).__name__) if self.name is None else self.name
-        if not isinstance(name, str) or not name.isprintable() or not name:
-            raise TypeError(f"name={shown(name)} is not a name. Expected: a word to show for the function.")
-        if (self.rounding, self.overflow, self.random_bits, self.variant) != _NO_WORDS:
-            raise ValueError(
-                f"The operand {name} is a function, which rounds by itself, and has rounding={self.rounding!r}, "
-                f"overflow={self.overflow!r}, random_bits={self.random_bits!r}. Expected: none of them."
-            )
-        object.__setattr__(self, "fmt", own_format(function, name))
-        object.__setattr__(self, "name", name)
-
-    @property
-    def is_own(self) -> bool:
-        """Whether a function of the user's rounds it."""
-        return isinstance(self.fmt, OwnFormat)
-
-    def __str__(self) -> str:
-        words = ["as" if self.fmt is None else str(self.fmt) if self.is_own else str(self.spec())]
-        if self.source == "fprop":
-            words.append("in fprop" if self.fmt is None else "of what fprop used")
-        words += [f"after {self.hadamard}"] if self.hadamard else []
-        return " ".join([*words, *(["clipping its gradient"] if self.ste == "clip" else [])])
-
-    @property
-    def is_delayed(self) -> bool:
-        """Whether its scale follows from earlier steps."""
-        return isinstance(self.fmt, BlockFormat) and self.fmt.is_delayed
-
-    @property
-    def words(self) -> tuple[str, str | None, int | None, str]:
-        """Rounding, overflow, random bits and variant."""
-        rounding = "nearest_even" if self.rounding is None else self.rounding
-        return rounding, self.overflow, self.random_bits, self.variant
-
-    @cached_property
-    def _spec(self) -> Spec | None:  # looked up in every product: hashing a block format takes as long as a small one
-        if self.fmt is None:
-            return None
-        return own_spec(self.fmt) if isinstance(self.fmt, OwnFormat) else any_spec(self.fmt, *self.words)  # type: ignore[arg-type]
-
-    def spec(self) -> Spec | None:
-        """The checked rounding; None where nothing is rounded again."""
-        return self._spec
-
-
-OperandLike = Operand | Format | str | Callable[[Tensor, int], Tensor] | None
 
 
 class ProductSpecs(NamedTuple):
@@ -218,7 +89,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         _take_backward(self)
         _require_sources(self)
         if self.output is not None:
-            output = _operand("output", self.output)
+            output = as_operand("output", self.output)
             if output.is_own:
                 raise TypeError(
                     f"output={shown(self.output)} is a function. Expected: a format of single numbers, or its name."
@@ -405,20 +276,11 @@ def _stochastic(dy: Operand | None, most_bits: int) -> Operand | None:
     return replace(dy, rounding="stochastic") if dy is not None and _is_of_few_bits(dy, most_bits) else dy
 
 
-def _operand(name: str, value: object) -> Operand:
-    if isinstance(value, Operand):
-        return value
-    try:
-        return Operand(value)  # type: ignore[arg-type]
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"{name}={shown(value)} is not an operand. {error}") from None
-
-
 def _pair(product: str, names: tuple[str, str], value: object) -> tuple[Operand | None, Operand | None]:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(
             f"{product}={shown(value)} is not a pair of operands. Expected: ({', '.join(names)}), each a format, an "
             f"Operand, or None to leave it as it comes; Products.all(fmt) for all operands in one format."
         )
-    a, b = (None if v is None else _operand(f"{product}: {n}", v) for n, v in zip(names, value, strict=True))
+    a, b = (None if v is None else as_operand(f"{product}: {n}", v) for n, v in zip(names, value, strict=True))
     return a, b

@@ -12,8 +12,9 @@ from fpsim.border import require_module
 from fpsim.checks import did_you_mean, nearest, shown
 from fpsim.formats.blocks import Delayed, as_format
 from fpsim.formats.floats import CATALOGUE
+from fpsim.policies.operand import Operand
 from fpsim.policies.policy import FormatLike, Policy, policy_of_format
-from fpsim.policies.products import Operand, Products
+from fpsim.policies.products import Products
 from fpsim.tensors.hadamard import Hadamard
 
 __all__ = ["RECIPE_PREFIX", "RecipeRow", "as_policy", "recipe", "recipes"]
