@@ -27,6 +27,7 @@ from fpsim.models.optimizers import QuantizedOptimizer, quantize_optimizer
 from fpsim.models.quantize import dequantize, quantize, round_parameters_, set_policy
 from fpsim.models.ranks import Ranks
 from fpsim.models.scaling_state import load_scaling_state, scaling_state, set_scaling_group
+from fpsim.policies.attention import Attention
 from fpsim.policies.operand import Operand
 from fpsim.policies.policy import ROLES, FormatLike, Policy
 from fpsim.policies.products import Products
@@ -53,6 +54,7 @@ __all__ = [
     "ROLES",
     "UPDATES",
     "Accumulator",
+    "Attention",
     "BlockFormat",
     "Choose",
     "Codebook",

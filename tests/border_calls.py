@@ -257,6 +257,13 @@ CALLS = [
     Call("Policy.with_rounding", _method(_policy, "with_rounding", rounding="stochastic")),
     Call("Policy.with_stochastic_gradients", _method(_policy, "with_stochastic_gradients", most_bits=6)),
     Call("Policy.for_modules", lambda: (_policy().for_modules, {"model": model()})),
+    Call("Attention", _constructor(fpsim.Attention, q="fp16", block_kv=4)),
+    Call("Attention.with_rounding", _method(lambda: fpsim.Attention(q="fp16"), "with_rounding", rounding="up")),
+    Call(
+        "Attention.with_stochastic_gradients",
+        _method(lambda: fpsim.Attention(q="fp16"), "with_stochastic_gradients", most_bits=6),
+    ),
+    Call("Attention.point", _method(lambda: fpsim.Attention(q="fp16"), "point", name="q")),
     Call("Products", _constructor(fpsim.Products, fprop=("fp16", "fp16"))),
     Call("Products.all", _constructor(fpsim.Products.all, fmt="fp16")),
     Call("Products.by_operand", _constructor(fpsim.Products.by_operand, x="fp16")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -62,6 +63,7 @@ from fpsim.emulation.conversions import (
     set_data,
 )
 from fpsim.emulation.flex import flex_attention
+from fpsim.emulation.lineage import attended_among, follow_attention, note_views_of_weights, weights_among
 from fpsim.emulation.marks import (
     WIDE,
     format_of,
@@ -77,11 +79,11 @@ from fpsim.emulation.marks import (
     unmark,
 )
 from fpsim.emulation.operands import Rounds, leaves_float32
-from fpsim.emulation.product_calls import CALLS, compute_products
-from fpsim.emulation.products import ProductCall, note_views_of_weights, weights_among
+from fpsim.emulation.product_calls import OF_ATTENTION, compute_products, has_products
+from fpsim.emulation.products import ProductCall
 from fpsim.emulation.promotion import integers_in_format, scalars_in_format, scalars_of_call, step_in_format
 from fpsim.emulation.roundings import Roundings
-from fpsim.emulation.scope import NO_SPECS, Scope
+from fpsim.emulation.scope import NO_SPECS, Attended, Scope
 from fpsim.emulation.short_way import by_short_way
 from fpsim.emulation.steps import Step
 from fpsim.tensors.spec import FLOATING, ContainerError, rounding_spec
@@ -169,9 +171,11 @@ class Emulation(Roundings, TorchFunctionMode):
             or (has_process_group() and is_called_by_sharding())
         ):
             return self._pass(func, call, args, kwargs)
-        if rounds_nothing and call.name not in CALLS and action not in (Action.REFUSE, Action.DECOMPOSE):
+        has_products_in = has_products(scope, call.name)
+        if rounds_nothing and not has_products_in and action not in (Action.REFUSE, Action.DECOMPOSE):
             out = self._pass(func, call, args, kwargs)
             note_views_of_weights(scope, call, out, args, kwargs)
+            follow_attention(scope, func, call, out, args, kwargs)
             return out
         if action is Action.REFUSE:
             raise NotImplementedError(
@@ -190,10 +194,11 @@ class Emulation(Roundings, TorchFunctionMode):
         run = self.compute if call.only_computes and not self.has_wide and "out" not in kwargs else self._emulated
         hooks = hooks_of_saved_tensors()
         try:
-            if hooks is None:
-                return run(func, call, args, kwargs, asked)
-            with packed_afterwards(hooks):
-                return run(func, call, args, kwargs, asked)
+            with nullcontext() if hooks is None else packed_afterwards(hooks):
+                out = run(func, call, args, kwargs, asked)
+            if not has_products_in:
+                follow_attention(scope, func, call, out, args, kwargs)
+            return out
         except ContainerError as error:  # of a TypeError, an operator makes "unsupported operand"
             raise RuntimeError(str(error)) from None
 
@@ -213,8 +218,11 @@ class Emulation(Roundings, TorchFunctionMode):
         first = args[0] if args else None
         if call.drops is not None and isinstance(first, Tensor) and call.drops_nothing(args, kwargs):
             out = call(func, args, kwargs)
-            if out is not first and (known := format_of(first)) is not None:  # in a program it is a copy
-                mark_like(out, known)
+            if out is not first:  # in a program it is a copy
+                if (known := format_of(first)) is not None:
+                    mark_like(out, known)
+                if (found := self.scope.listeners.attended.get(first)) is not None:
+                    self.scope.listeners.attended[out] = found
             return out
         if call.is_of_each and len(moved := [*tensors_in(args)]) > 1:
             return self._each_moved(func, call, moved, args, kwargs)
@@ -340,9 +348,10 @@ class Emulation(Roundings, TorchFunctionMode):
             was_marked = format_of(first)
         product = None
         is_left = is_wide and (rounds is Rounds.NOTHING or not isinstance(target, Tensor))
-        if self.scope.products is not None and call.name in CALLS and not is_left:
+        if has_products(self.scope, call.name) and (not is_left or call.name in OF_ATTENTION):
             originals, prepared = ((*a, *k.values()) for a, k in ((args, kwargs), (new_args, new_kwargs)))
             product = ProductCall(self.scope, call.name, operands, weights_among(self.scope, originals, prepared))
+            product.attended = attended_among(self.scope, originals, prepared)
             out = compute_products(product, partial(call, func), new_args, new_kwargs, target)
         else:
             masks = None if is_wide or not call.scales else masks_to_scale(self.scope.specs.activation, operands)
@@ -359,6 +368,8 @@ class Emulation(Roundings, TorchFunctionMode):
             return self._moved(out, call, operands, floats, first, was_marked, rounds)
         rounds_all = self.round_result if isinstance(out, Tensor) else self.round_results
         result = rounds_all(out, call, operands, floats, target, product)
+        if product is not None and product.gives_scores:
+            self.scope.listeners.attended[result] = Attended(None, None)
         if isinstance(first, Tensor):
             self.know_again(base_of(first), known_base, call)
         return result

@@ -17,11 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fpsim.emulation.arguments import roundable_in
+from fpsim.emulation.attended import attended, dropout, softmax, weighted
 from fpsim.emulation.einsum import Contraction, contraction, simplified
 from fpsim.emulation.forms import Batched, ByVjp, Convolution, ConvolutionSettings, Linear, Side
 from fpsim.emulation.products import ProductCall
+from fpsim.emulation.scope import Attended, Scope
 
-__all__ = ["CALLS", "compute_products"]
+__all__ = ["CALLS", "OF_ATTENTION", "compute_products", "has_products"]
+
+
+def has_products(scope: Scope, name: str) -> bool:
+    """Whether an operation may have products to quantise here, or is a step of an attention with points."""
+    products = scope.products
+    return products is not None and (name in CALLS or (name in OF_ATTENTION and products.points is not None))
 
 
 def compute_products(
@@ -53,7 +61,7 @@ def compute_products(
 
 
 def _computed(call: ProductCall, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    compute = CALLS[call.operation]
+    compute = CALLS.get(call.operation) or OF_ATTENTION[call.operation]
     try:
         return compute(call, *args, **kwargs)
     except TypeError:
@@ -73,7 +81,44 @@ def _computed(call: ProductCall, function: Callable[..., Any], args: tuple[Any, 
 
 def _product(call: ProductCall, a: Tensor, b: Tensor, **rest: Any) -> Tensor:
     """a @ b. Where one of them is a weight it is the product's w, on whichever side; else b is."""
+    assert call.scope.products is not None
+    if call.scope.products.points is not None and not (call.errors or call.is_weight(a) or call.is_weight(b)):
+        return _product_of_attention(call, a, b, **rest)
     return _matmul_of(call, a, b, call.is_weight(a) and not call.is_weight(b), **rest)
+
+
+def _product_of_attention(call: ProductCall, a: Tensor, b: Tensor, **rest: Any) -> Tensor:
+    """q k^T, or p v where one of the two was computed from q k^T."""
+    left, right = call.attended.get(id(a)), call.attended.get(id(b))
+    if left is None and right is None:
+        assert call.scope.products is not None
+        assert call.scope.products.points is not None
+        call.gives_scores = True
+        return _matmul_of(call, a, b, False, specs=call.scope.products.points.qk, **rest)
+    if a.dim() == 1:
+        row = _moved(call, a, lambda x: x.unsqueeze(0))
+        return _product_of_attention(call, row, b, **rest).squeeze(-2 if b.dim() > 1 else 0)
+    if b.dim() == 1:
+        column = _moved(call, b, lambda x: x.unsqueeze(1))
+        return _product_of_attention(call, a, column, **rest).squeeze(-1)
+    if left is None:  # (v p)^T = p^T v^T
+        assert right is not None
+        call.attended[id(columns := b.mT)] = right.moved(lambda x: x.mT, not right.is_turned)
+        turned = [columns, a.mT]
+        return _product_of_attention(call, *turned, **rest).mT
+    return weighted(call, a, b, left, **rest)
+
+
+def _note_moved(call: ProductCall, x: Tensor, made: Tensor, move: Callable[[Tensor], Tensor]) -> None:
+    """Know of what an operand was moved to, what is known of the operand."""
+    if (found := call.attended.get(id(x))) is not None:
+        call.attended[id(made)] = found.moved(move)
+
+
+def _moved(call: ProductCall, x: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
+    made = move(x)
+    _note_moved(call, x, made, move)
+    return made
 
 
 def _matmul_of(call: ProductCall, a: Tensor, b: Tensor, w_is_left: bool, **rest: Any) -> Tensor:
@@ -151,6 +196,9 @@ def _tensordot(call: ProductCall, a: Tensor, b: Tensor, dims: Any = 2) -> Any:
 def _of(call: ProductCall, *pairs: tuple[Tensor, Tensor]) -> ProductCall:
     """The call, which knows that what a weight or an error was reshaped to is one."""
     call.weights.update({id(made): made for original, made in pairs if call.is_weight(original)})
+    for original, made in pairs:
+        if (found := call.attended.get(id(original))) is not None and id(made) not in call.attended:
+            call.attended[id(made)] = found if made.shape == original.shape else Attended(None, None)
     if call.errors:
         call.errors.update({id(made): made for original, made in pairs if id(original) in call.errors})
     return call
@@ -369,6 +417,8 @@ def _einsum_of_two(call: ProductCall, c: Contraction, a: Tensor, b: Tensor, part
     if not c.inner or not call.takes(a, b):
         return torch.einsum(c.equation, a, b)
     rows, columns = c.operands(a, b)
+    _note_moved(call, a, rows, lambda x: c.operands(x, b)[0])
+    _note_moved(call, b, columns, lambda x: c.operands(a, x)[1])
     y = _product(_of(call, (a, rows), (b, columns)), rows, columns, operands=(c.equation, a, b), part=part)
     return c.result(y, a, b)
 
@@ -389,12 +439,13 @@ def _attention(
 ) -> Any:
     """Its two products, and between them, in float32, what torch documents of scaled_dot_product_attention."""
     assert call.scope.products is not None
+    points = call.scope.products.points
     if not call.scope.products.attention or not (call.takes(query, key) and call.takes(key, value)):
         return NotImplemented
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    keys = key.mT
-    scores = _matmul_of(call, query, keys, False, operands=(query, keys), operation="matmul", part=".qk")
+    keys, of_qk = key.mT, {} if points is None else {"specs": points.qk}
+    scores = _matmul_of(call, query, keys, False, operands=(query, keys), operation="matmul", part=".qk", **of_qk)
     scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -402,9 +453,13 @@ def _attention(
         is_kept = attn_mask.dtype is torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if is_kept else scores + attn_mask
     hides_all = scores.detach().isneginf().all(-1, keepdim=True)  # such a row gives zeros, as in torch
-    weights = torch.softmax(scores.masked_fill(hides_all, 0.0), -1).masked_fill(hides_all, 0.0)
+    scores, named = scores.masked_fill(hides_all, 0.0), {"operation": "matmul", "part": ".pv"}
+    if points is not None:
+        weights, found = attended(call, scores, hides_all, dropout_p)
+        return weighted(call, weights, value, found, operands=(weights, value), **named)
+    weights = torch.softmax(scores, -1).masked_fill(hides_all, 0.0)
     weights = F.dropout(weights, dropout_p) if dropout_p else weights
-    return _matmul_of(call, weights, value, False, operands=(weights, value), operation="matmul", part=".pv")
+    return _matmul_of(call, weights, value, False, operands=(weights, value), **named)
 
 
 def _several(call: ProductCall, *args: Any) -> Any:
@@ -464,3 +519,4 @@ CALLS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("matrix_power", "linalg_matrix_power"), _power),
     **dict.fromkeys(_OF_QUANTISED_NUMBERS, _of_quantised_numbers),
 }
+OF_ATTENTION: dict[str, Callable[..., Any]] = {"softmax": softmax, **dict.fromkeys(("dropout", "dropout_"), dropout)}

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from fpsim.emulation.accumulated import in_matrices
-from fpsim.emulation.arguments import tensors_in, typed_in
-from fpsim.emulation.calls import LOOK_UPS, Action, Call
 from fpsim.emulation.forms import Form, Side
-from fpsim.emulation.marks import is_roundable, is_view_of_weight, mark_as_view_of_weight
-from fpsim.emulation.scope import Listeners, Observer, Scope
+from fpsim.emulation.marks import is_roundable
+from fpsim.emulation.scope import Attended, Listeners, Observer, Scope
 from fpsim.formats.blocks import BlockFormat, Delayed
-from fpsim.policies.operand import Operand
-from fpsim.policies.products import PRODUCTS, ProductSpecs
+from fpsim.policies.operand import Operand, ProductSpecs
+from fpsim.policies.products import PRODUCTS
 from fpsim.tensors.accumulators import Accumulator
 from fpsim.tensors.block_autograd import passes, round_blocks_traced
 from fpsim.tensors.cuts import Cut
@@ -33,7 +31,7 @@ from fpsim.tensors.spec import FLOATING, BlockSpec, OwnFormat, RoundingSpec, Spe
 from fpsim.torch_internals import is_legacy_batched, is_traced, share_storage
 from fpsim.torch_modes import PlainFunction, is_plain
 
-__all__ = ["ProductCall", "note_views_of_weights", "weights_among"]
+__all__ = ["Product", "ProductCall"]
 
 ScaleOf = Callable[[Tensor, bool], Tensor | None]
 
@@ -49,14 +47,19 @@ class ProductCall:
     output: how the result is rounded where no role does; None where no operand was quantised.
     errors: those tensors among the operands, by id, that depend on the incoming gradient, where the call is in the
         backward pass of the model's own code; else None.
+    attended: what is known of those among the operands, by id, that come from q k^T of an attention with points.
+    gives_scores: whether the call is such a q k^T.
     """
 
-    __slots__ = ("asks", "errors", "operands", "operation", "output", "scope", "site", "weights")
+    __slots__ = (
+        "asks", "attended", "errors", "gives_scores", "operands", "operation", "output", "scope", "site", "weights",
+    )  # fmt: skip
 
     def __init__(self, scope: Scope, operation: str, operands: tuple[Any, ...], weights: dict[int, Tensor]) -> None:
         self.scope, self.operation, self.operands, self.weights = scope, operation, operands, weights
         self.site = scope.site(operation)
-        self.asks = False
+        self.asks = self.gives_scores = False
+        self.attended: dict[int, Attended] = {}
         self.errors: dict[int, Tensor] | None = None if scope.errors is None else scope.errors.among(operands)
         self.output: RoundingSpec | None = None
 
@@ -71,7 +74,7 @@ class ProductCall:
         Raises NotImplementedError for tensors that are complex, or whose memory cannot be read here.
         """
         assert self.scope.products is not None
-        is_wanted = has_weight or self.scope.products.attention or self.is_weight(x) or self.is_weight(w)
+        is_wanted = has_weight or bool(self.scope.products.attention) or self.is_weight(x) or self.is_weight(w)
         if self.errors and self.scope.errors.has_weights:  # the product of an error and a saved activation
             is_wanted = is_wanted or (id(x) in self.errors) != (id(w) in self.errors)
         is_usual = x.dtype is w.dtype and is_roundable(x) and is_roundable(w)
@@ -104,7 +107,8 @@ class ProductCall:
 
     def compute(
         self, form: Form, x: Tensor, w: Tensor, bias: Tensor | None = None, operands: tuple[Any, ...] | None = None,
-        operation: str | None = None, part: str = "",
+        operation: str | None = None, part: str = "", specs: ProductSpecs | None = None,
+        make: Callable[..., Product] | None = None,
     ) -> Tensor:  # fmt: skip
         """y of one product.
 
@@ -112,17 +116,19 @@ class ProductCall:
         x, w, bias: as the form has them.
         operands, operation: of this product, where the call has several.
         part: the name of this product, where the call has several.
+        specs, make: of a product of an attention: its operands, and what computes it in the place of `Product`.
         """
         scope = self.scope
         assert scope.products is not None
         if self.errors:
             return self._in_backward(form, x, w, bias, part)
-        self.output = scope.products.specs.output
-        product = _Product(form, f"{self.site}{part}", scope.products.specs, scope.listeners, x)
+        specs = scope.products.specs if specs is None else specs
+        self.output = specs.output
+        product = (make or Product)(form, f"{self.site}{part}", specs, scope.listeners, x)
         product.is_step = product.is_step or scope.is_in_step
         if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias))):
             return product.forward(x, w, bias)
-        scaling, specs = scope.listeners.scaling, scope.products.specs
+        scaling = scope.listeners.scaling
         if scaling is None:
             return _Node.apply(product, x, w, bias)  # type: ignore[no-any-return]
         by_dgrad, by_wgrad = (
@@ -146,6 +152,12 @@ class ProductCall:
         """y of a product in the backward pass of the model's own code, where a tensor depends on the gradient."""
         scope, is_error = self.scope, [_is_among(self.errors, t) for t in (x, w)]
         assert scope.products is not None
+        if scope.products.points is not None and not any(_is_among(self.weights, t) for t in (x, w)):
+            raise NotImplementedError(
+                f"A product at {self.site}, in the backward pass of the model's own code, has no weight, and which of "
+                f"an attention's six products it is, is not known. Expected: attention written with torch's products "
+                f"and softmax; or Products(attention=True); or Policy(overrides={{name: None}}) for these modules."
+            )
         kind = "fprop"
         if is_error[0] != is_error[1]:
             kind = "dgrad" if _is_among(self.weights, w if is_error[0] else x) else "wgrad"
@@ -167,7 +179,7 @@ class ProductCall:
         """The gradients of one product that the model's own code asks for: of x where w is given, of w where x is."""
         scope = self.scope
         assert scope.products is not None
-        product = _Product(form, self.site, scope.products.specs, scope.listeners, dy)
+        product = Product(form, self.site, scope.products.specs, scope.listeners, dy)
         product.require_plain_gradients()
         product.is_step = scope.is_in_step
         if scope.errors is not None and (log2_scale := scope.errors.scale_of_products()) is not None:
@@ -178,25 +190,6 @@ class ProductCall:
 def _is_among(tensors: dict[int, Tensor] | None, x: Tensor) -> bool:
     """Whether `x` is one of these tensors, or a view of one."""
     return any(x is y or share_storage(x, y) for y in (tensors or {}).values())
-
-
-def weights_among(scope: Scope, originals: tuple[Any, ...], prepared: tuple[Any, ...]) -> dict[int, Tensor]:
-    """Those of the prepared arguments, by id, that are weights, as the call's own arguments say."""
-    pairs = zip(tensors_in(originals), tensors_in(prepared), strict=True)
-    return {id(made): made for x, made in pairs if is_view_of_weight(x) or scope.stands_in(x)}
-
-
-def note_views_of_weights(scope: Scope, call: Call, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note that what a weight is viewed, copied or cut to is one to a product, and to a scaling."""
-    if scope.products is None and scope.listeners.scaling is None:
-        return
-    if call.action not in (Action.MOVE, Action.CAST) or call.name in LOOK_UPS:
-        return
-    operands = typed_in(args, kwargs)
-    if operands and all(is_view_of_weight(x) or scope.stands_in(x) for x in operands):
-        for x in tensors_in(out):
-            if is_roundable(x) or x.is_complex():
-                mark_as_view_of_weight(x)
 
 
 def _is_of_fprop(operand: Operand | None) -> bool:
@@ -210,7 +203,7 @@ def _plain_spec(operand: Operand | None) -> RoundingSpec | None:
     return spec if isinstance(spec, RoundingSpec) else None
 
 
-class _Product:
+class Product:
     """What one product computes: forward, and backward at other operands.
 
     scales: what tells the scale at which dy is rounded, by product; nothing for a scale of 1.
@@ -225,35 +218,42 @@ class _Product:
 
     def __init__(self, form: Form, site: str, specs: ProductSpecs, listeners: Any, x: Tensor) -> None:
         self.site, self.specs, self.listeners = site, specs, listeners
-        accumulators = specs.accumulators
-        if accumulators is not None:
-            own = [None if a.is_torch else partial(_multiply, site, listeners, a) for a in accumulators]
-            form = in_matrices(form, own)
-        self.form = form
+        self.form = self.in_accumulators(form)
         self.device, self.is_step = x.device.type, torch.is_grad_enabled()
         # in which products are added up, or handed to the accumulator
-        self.working = torch.float64 if x.dtype is torch.float64 and accumulators is None else torch.float32
+        self.working = torch.float64 if x.dtype is torch.float64 and specs.accumulators is None else torch.float32
         casts = self.working is torch.float32 and torch.is_autocast_enabled(self.device)
         self.dtype = torch.get_autocast_dtype(self.device) if casts else x.dtype  # of y
         self.scales: dict[str, ScaleOf] = {}
         self.passing: list[Tensor | None] = [None, None]
         self.clips = False
 
+    def in_accumulators(self, form: Form) -> Form:
+        """The form with its sums made in the accumulators, if there are any."""
+        accumulators, site, listeners = self.specs.accumulators, self.site, self.listeners
+        if accumulators is None:
+            return form
+        return in_matrices(form, [None if a.is_torch else partial(_multiply, site, listeners, a) for a in accumulators])
+
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         return self.forward_with(x, w, bias)[0]
 
     def forward_with(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """y, and the operands that it is the product of: x arranged, w as it lies."""
-        with self._own_dtype():
+        with self.own_dtype():
             kept = self._kept(w)
             x, w = x.detach(), w.detach()
             if x.dtype is not self.working or w.dtype is not self.working:
                 x, w = x.to(self.working), w.to(self.working)
             x = self.form.arrange(x)
             self._require_whole_groups(x)
-            xq, wq = self._operands("fprop", x, w, kept=kept)
-            y = self.form.forward(xq, wq, None if bias is None else bias.to(self.working)).to(self.dtype)
-            return y, xq, wq
+            xq, wq = self.operands("fprop", x, w, kept=kept)
+            y = self.form.forward(xq, wq, None if bias is None else bias.to(self.working))
+            return self.at_point(y, self.specs.result, "output").to(self.dtype), xq, wq
+
+    def at_point(self, x: Tensor, point: Operand | None, role: str) -> Tensor:
+        """Numbers that an attention rounds where they are computed."""
+        return x if point is None else self.quantised(x, point, Side(-1, -2), role)
 
     def _kept(self, w: Tensor) -> Tensor | None:
         """The quantised w of an earlier call, while the model is frozen; None where each call quantises its own."""
@@ -270,7 +270,7 @@ class _Product:
             return None
 
         def quantised(x: Tensor) -> Tensor:
-            return self._quantised(x.detach().to(self.working), operand, side, "fprop.w")
+            return self.quantised(x.detach().to(self.working), operand, side, "fprop.w")
 
         return kept.copy_of(w, (str(operand), side, self.working), quantised) if is_plain(w) else None
 
@@ -287,8 +287,8 @@ class _Product:
         has_used: whether those that `takes_used` are the operands of the forward product; else they are made again.
         """
         form, data, weight = self.form, None, None
-        with torch.no_grad(), self._own_dtype():
-            log2_scales = self._log2_scales(dy)
+        with torch.no_grad(), self.own_dtype():
+            log2_scales = self.log2_scales(dy)
             dy = dy.detach().to(self.working)
             arranged, shared = form.arrange(dy), None
             if w is not None:
@@ -296,8 +296,9 @@ class _Product:
                 wide = w.to(self.working)
                 if self.takes_used[1] and not has_used:
                     wide = self._as_in_fprop(wide, 1, form.fprop[1])
-                dyq, wq = self._operands("dgrad", arranged, wide, log2_scales[0])
-                data = self._of_original(form.data_gradient(dyq, wq), 0).to(w.dtype)
+                dyq, wq = self.operands("dgrad", arranged, wide, log2_scales[0])
+                data = self.at_point(form.data_gradient(dyq, wq), self.specs.error, "dgrad.dx")
+                data = self._of_original(data, 0).to(w.dtype)
                 shared = dyq if self._share_dy() else None
             if x is not None:
                 x = x.detach()
@@ -305,7 +306,7 @@ class _Product:
                     other = x if has_used else self._as_in_fprop(form.arrange(x.to(self.working)), 0, form.fprop[0])
                 else:
                     other = form.arrange(x.to(self.working))
-                dyq, xq = self._operands("wgrad", arranged, other, log2_scales[1], shared)
+                dyq, xq = self.operands("wgrad", arranged, other, log2_scales[1], shared)
                 weight = self._of_original(form.weight_gradient(dyq, xq), 1).to(x.dtype)
             return data, weight, form.bias_gradient(dy) if needs_bias else None
 
@@ -360,13 +361,13 @@ class _Product:
         apply = apply_hadamard_operator if is_traced(x) else transformed
         return apply(x, transform, axis, None, is_inverse)
 
-    def _own_dtype(self) -> AbstractContextManager[Any]:
+    def own_dtype(self) -> AbstractContextManager[Any]:
         """A block in which torch's autocast changes nothing."""
         if torch.is_autocast_enabled(self.device):
             return torch.autocast(self.device, enabled=False)
         return nullcontext()
 
-    def _log2_scales(self, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def log2_scales(self, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The scales of dy for the two gradients. Asked once where the products share one, and dgrad's first."""
         dgrad, wgrad = self.scales.get("dgrad"), self.scales.get("wgrad")
         if dgrad is None or wgrad is None:
@@ -381,7 +382,7 @@ class _Product:
             return False
         return not isinstance(a.fmt, BlockFormat) or a.fmt.block == "tensor"
 
-    def _operands(
+    def operands(
         self, product: str, a: Tensor, b: Tensor, log2_scale: Tensor | None = None, shared: Tensor | None = None,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -395,8 +396,8 @@ class _Product:
         roles = [f"{product}.{name}" for name in PRODUCTS[product]]
         if pair[0] is not None and pair[0].hadamard is not None:
             a, b = self._transformed(product, a, b, pair[0].hadamard, sides)
-        first = self._quantised(a, pair[0], sides[0], roles[0], log2_scale, shared)
-        return first, self._quantised(b, pair[1], sides[1], roles[1], None, kept)
+        first = self.quantised(a, pair[0], sides[0], roles[0], log2_scale, shared)
+        return first, self.quantised(b, pair[1], sides[1], roles[1], None, kept)
 
     def _transformed(
         self, product: str, a: Tensor, b: Tensor, transform: Hadamard, sides: tuple[Side, Side]
@@ -426,9 +427,9 @@ class _Product:
         operand = self.specs.fprop[i]
         if operand is not None and operand.hadamard is not None:
             x = self._turned(x, operand.hadamard, i, False)
-        return self._quantised(x, operand, side, f"fprop.{PRODUCTS['fprop'][i]}", is_again=True)
+        return self.quantised(x, operand, side, f"fprop.{PRODUCTS['fprop'][i]}", is_again=True)
 
-    def _quantised(
+    def quantised(
         self,
         x: Tensor,
         operand: Operand | None,
@@ -478,7 +479,7 @@ class _Product:
         return history.scale()
 
 
-class _InBackward(_Product):
+class _InBackward(Product):
     """A product that the model's own code computes in the backward pass, as one of the three.
 
     kind: which.
@@ -494,7 +495,7 @@ class _InBackward(_Product):
     def _kept(self, w: Tensor) -> Tensor | None:
         return None
 
-    def _operands(
+    def operands(
         self, product: str, a: Tensor, b: Tensor, log2_scale: Tensor | None = None, shared: Tensor | None = None,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -512,8 +513,8 @@ class _InBackward(_Product):
                 both[i] = self._as_in_fprop(both[i], PRODUCTS["fprop"].index(name), turned)
         if pair[0] is not None and pair[0].hadamard is not None:
             both = [*self._transformed(product, both[0], both[1], pair[0].hadamard, sides)]
-        first = self._quantised(both[0], pair[0], sides[0], roles[0], scales[0])
-        return first, self._quantised(both[1], pair[1], sides[1], roles[1], scales[1])
+        first = self.quantised(both[0], pair[0], sides[0], roles[0], scales[0])
+        return first, self.quantised(both[1], pair[1], sides[1], roles[1], scales[1])
 
 
 def _multiply(
@@ -539,7 +540,7 @@ class _Node(PlainFunction):
     """A product in the autograd graph. It keeps its operands as they were before they were quantised."""
 
     @staticmethod
-    def forward(ctx: Any, product: _Product, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, product: Product, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         _, needs_x, needs_w, _ = ctx.needs_input_grad
         ctx.product, ctx.bias_dtype = product, bias is not None and bias.dtype
         ctx.set_materialize_grads(False)

@@ -6,12 +6,12 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from fpsim.emulation.kept_weights import KeptWeights
-from fpsim.emulation.marks import OF_A_WEIGHT
+from fpsim.emulation.marks import OF_A_WEIGHT, ByIdentity, writes_to
 from fpsim.policies.delayed import Histories
 from fpsim.policies.policy import Policy, RoleSpecs
 from fpsim.policies.products import Products
@@ -21,6 +21,7 @@ from fpsim.tensors.spec import RoundingSpec, Spec
 __all__ = [
     "BACKWARD",
     "NO_SPECS",
+    "Attended",
     "Listeners",
     "Observer",
     "Scaling",
@@ -79,10 +80,33 @@ class Observer(Protocol):
         ...
 
 
+class Attended(NamedTuple):
+    """What is known of a tensor that was computed from q k^T.
+
+    scores: what softmax was given, of weights that nothing changed since but dropout; else None.
+    keep: what dropout multiplied the weights by; None for nothing.
+    writes: how often the scores had been written to then.
+    is_turned: whether keys lie along the last axis but one.
+    """
+
+    scores: Tensor | None
+    keep: Tensor | None
+    writes: int = 0
+    is_turned: bool = False
+
+    def moved(self, move: Callable[[Tensor], Tensor], is_turned: bool | None = None) -> Attended:
+        """The same of weights that were moved so. is_turned: whether they are then; None for as before."""
+        if self.scores is None:
+            return self
+        scores, keep = move(self.scores), None if self.keep is None else move(self.keep)
+        writes = self.writes + writes_to(scores) - writes_to(self.scores)
+        return Attended(scores, keep, writes, self.is_turned if is_turned is None else is_turned)
+
+
 class Listeners:
     """The observer, the scaling and the amax histories of one quantised model, shared by its modules.
 
-    The histories are copied and pickled with it; observer, scaling and kept weights are not.
+    The histories are copied and pickled with it; observer, scaling, kept weights and attended tensors are not.
 
     has_names: whether torch's name of a format may stand for it. Not where modules compute in several formats: the
         least number of one, a mask, would be a number in another.
@@ -95,6 +119,7 @@ class Listeners:
         self.observer: Observer | None = None
         self.scaling: Scaling | None = None
         self.kept_weights: KeptWeights | None = None  # while the model is frozen
+        self.attended: ByIdentity[Attended] = ByIdentity()  # of tensors behind q k^T, if an attention has points
         self.rounds_few_bits_stochastically = False
         self.histories = Histories() if histories is None else histories
 

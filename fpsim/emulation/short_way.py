@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from fpsim.emulation.arguments import keep_masks, masks_to_scale, tensors_in
 from fpsim.emulation.calls import LOOK_UPS, Action, Call, call_of, in_order
 from fpsim.emulation.casts import has_process_group, is_float32_island
+from fpsim.emulation.lineage import weights_among
 from fpsim.emulation.marks import WIDE, format_of, mark
 from fpsim.emulation.operands import Rounds
-from fpsim.emulation.product_calls import CALLS, compute_products
-from fpsim.emulation.products import ProductCall, weights_among
+from fpsim.emulation.product_calls import compute_products, has_products
+from fpsim.emulation.products import ProductCall
 from fpsim.emulation.scope import NO_SPECS, Scope
 from fpsim.tensors.spec import ContainerError
 from fpsim.torch_modes import is_unwatched
@@ -50,7 +51,7 @@ class Plan:
     def __init__(self, scope: Scope, call: Call) -> None:
         self.call, self.run = call, _way_of(scope, call)
         self.asks, self.may_write = self.run is not _left, call.inplace_at is not None
-        self.is_product = scope.products is not None and call.name in CALLS
+        self.is_product = has_products(scope, call.name)
         self.rounds = Rounds.ALL if call.narrows else Rounds.ALL_BUT_WIDE
         self.scales = call.scales and scope.specs.activation is not None and scope.specs.activation.dtype is None
 
@@ -73,7 +74,9 @@ def by_short_way(emulation: Any, function: Callable[..., Any], args: tuple[Any, 
 
 def _way_of(scope: Scope, call: Call) -> Callable[..., Any] | None:
     """Which of the ways below is that of a function's calls."""
-    action, is_product = call.action, scope.products is not None and call.name in CALLS
+    action, is_product = call.action, has_products(scope, call.name)
+    if scope.products is not None and scope.products.points is not None and action is not Action.PASS:
+        return None  # which tensors come from q k^T is noted on the long way
     if type(call) is not Call or call.in_place or action not in (Action.PASS, Action.MOVE, Action.COMPUTE):
         return None
     is_left = call.name in scope.float32 or (scope.specs is NO_SPECS and not is_product)

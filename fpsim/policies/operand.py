@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fpsim.checks import require_word, shown
-from fpsim.formats.blocks import BlockFormat, Format, as_format
+from fpsim.formats.blocks import BlockFormat, Element, Format, as_format
+from fpsim.tensors.accumulators import Accumulator
 from fpsim.tensors.hadamard import Hadamard
 from fpsim.tensors.own import own_format, own_spec
-from fpsim.tensors.spec import OwnFormat, Spec, any_spec
+from fpsim.tensors.spec import OwnFormat, RoundingSpec, Spec, any_spec
 
-__all__ = ["Operand", "OperandLike", "as_operand"]
+__all__ = ["Operand", "OperandLike", "ProductSpecs", "as_operand", "is_of_few_bits", "stochastic", "with_rounding"]
 
 SOURCES = ("original", "fprop")  # of an operand of the backward pass
 STES = ("pass", "clip")  # straight-through estimators
@@ -152,3 +153,37 @@ def as_operand(name: str, value: object) -> Operand:
         return Operand(value)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}={shown(value)} is not an operand. {error}") from None
+
+
+class ProductSpecs(NamedTuple):
+    """The operands of the three products, the rounding of the forward product's result, and in what sums are made.
+
+    result, error: how y and dx are rounded inside of the product, where it is one of an attention.
+    """
+
+    fprop: tuple[Operand | None, Operand | None]
+    dgrad: tuple[Operand | None, Operand | None]
+    wgrad: tuple[Operand | None, Operand | None]
+    output: RoundingSpec | None
+    accumulators: tuple[Accumulator, Accumulator, Accumulator] | None  # of the three; None where all are torch's
+    result: Operand | None = None
+    error: Operand | None = None
+
+
+def with_rounding(operand: Operand | None, rounding: str) -> Operand | None:
+    """The same operand with another rounding, if a format rounds it."""
+    if operand is None or operand.fmt is None or operand.is_own:
+        return operand
+    return replace(operand, rounding=rounding, random_bits=None, variant="A")
+
+
+def is_of_few_bits(dy: Operand | None, most_bits: int) -> bool:
+    """Whether a gradient is rounded, number by number, to a format of at most so many bits by a rule nobody named."""
+    if dy is None or dy.rounding is not None or not isinstance(dy.fmt, Element) or dy.is_own:
+        return False
+    return dy.fmt.bits <= most_bits
+
+
+def stochastic(dy: Operand | None, most_bits: int) -> Operand | None:
+    """A gradient that is rounded stochastically where `is_of_few_bits`."""
+    return replace(dy, rounding="stochastic") if dy is not None and is_of_few_bits(dy, most_bits) else dy

@@ -11,29 +11,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from fpsim.checks import known_arguments, require_whole, require_word, shown
-from fpsim.formats.blocks import Element
 from fpsim.formats.floats import FloatFormat
-from fpsim.policies.operand import Operand, OperandLike, as_operand
+from fpsim.policies.attention import Attention
+from fpsim.policies.operand import (
+    Operand,
+    OperandLike,
+    ProductSpecs,
+    as_operand,
+    is_of_few_bits,
+    stochastic,
+    with_rounding,
+)
 from fpsim.tensors.accumulators import ACCUMULATORS, Accumulator, as_accumulator
-from fpsim.tensors.spec import RoundingSpec, rounding_spec
+from fpsim.tensors.spec import rounding_spec
 
 __all__ = ["PRODUCTS", "ProductSpecs", "Products"]
 
 PRODUCTS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}  # each with its operands
 BACKWARDS = ("original", "dequantized", "float32")
-
-
-class ProductSpecs(NamedTuple):
-    """The operands of the three products, the rounding of the forward product's result, and in what sums are made."""
-
-    fprop: tuple[Operand | None, Operand | None]
-    dgrad: tuple[Operand | None, Operand | None]
-    wgrad: tuple[Operand | None, Operand | None]
-    output: RoundingSpec | None
-    accumulators: tuple[Accumulator, Accumulator, Accumulator] | None  # of the three; None where all are torch's
 
 
 @known_arguments()
@@ -60,7 +58,8 @@ class Products:
         attention: whether products of two activations are quantised too. Without it they are left alone: attention's
             two products, inside of `scaled_dot_product_attention` or written as `q @ k`, and any other matmul, bmm or
             einsum none of whose operands is a parameter or a view of one. `linear`, `bilinear` and convolutions always
-            count as products with a weight.
+            count as products with a weight. An `Attention` has operands and points of its own for them, and products
+            with a weight keep those given here.
 
     Raises:
         ValueError: for what is not an operand, by its value.
@@ -80,7 +79,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
     wgrad: tuple[OperandLike, OperandLike] = (None, None)
     output: OperandLike = None
     accumulator: Accumulator | FloatFormat | str | tuple[Accumulator | FloatFormat | str | None, ...] | None = None
-    attention: bool = False
+    attention: bool | Attention = False
     backward: str = "original"
 
     def __post_init__(self) -> None:
@@ -99,8 +98,13 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
             object.__setattr__(self, "accumulator", _three(self.accumulator))
         elif self.accumulator is not None:
             object.__setattr__(self, "accumulator", as_accumulator(self.accumulator))
-        if not isinstance(self.attention, bool):
-            raise TypeError(f"attention={shown(self.attention)} is invalid. Expected: True, False.")
+        if not isinstance(self.attention, bool | Attention):
+            raise TypeError(
+                f"attention={shown(self.attention)} is invalid. Expected: True, False, or a fpsim.Attention(q=..., "
+                f"k=...), which says where it rounds."
+            )
+        if self.points is not None and self.points.is_plain:
+            object.__setattr__(self, "attention", False)
         _require_equal_transforms(self)
         self.specs  # noqa: B018  # a block format as an output is an error now, not in a forward pass
 
@@ -156,20 +160,21 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         return ProductSpecs(fprop, dgrad, wgrad, rounding, accumulators)
 
     @property
+    def points(self) -> Attention | None:
+        """The points of an attention; None where it has none of its own."""
+        return self.attention if isinstance(self.attention, Attention) else None
+
+    @property
     def is_delayed(self) -> bool:
         """Whether the scale of any operand follows from earlier steps."""
-        return any(o is not None and o.is_delayed for p in PRODUCTS for o in getattr(self, p))
+        is_one = any(o is not None and o.is_delayed for p in PRODUCTS for o in getattr(self, p))
+        return is_one or (self.points is not None and self.points.is_delayed)
 
     def with_rounding(self, rounding: str) -> Products:
         """The same products, with another rounding of every operand."""
-
-        def changed(operand: Operand | None) -> Operand | None:
-            if operand is None or operand.fmt is None or operand.is_own:
-                return operand
-            return replace(operand, rounding=rounding, random_bits=None, variant="A")
-
-        fprop, dgrad, wgrad = ((changed(a), changed(b)) for a, b in self.specs[:3])
-        return replace(self, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
+        fprop, dgrad, wgrad = ((with_rounding(a, rounding), with_rounding(b, rounding)) for a, b in self.specs[:3])
+        attention = self.points.with_rounding(rounding) if self.points else self.attention
+        return replace(self, fprop=fprop, dgrad=dgrad, wgrad=wgrad, attention=attention)
 
     def with_stochastic_gradients(self, most_bits: int) -> Products:
         """The same products, with dy rounded stochastically in a format of at most so many bits, where none was named.
@@ -177,11 +182,15 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         Blocks that share scales stay as they are.
         """
         require_whole("most_bits", most_bits, 1)
-        _, dgrad, wgrad = self.specs[:3]
-        if not (_is_of_few_bits(dgrad[0], most_bits) or _is_of_few_bits(wgrad[0], most_bits)):
+        (_, dgrad, wgrad), attention = self.specs[:3], self.attention
+        if self.points is not None:
+            attention = self.points.with_stochastic_gradients(most_bits)
+        if not (is_of_few_bits(dgrad[0], most_bits) or is_of_few_bits(wgrad[0], most_bits)) and (
+            attention == self.attention
+        ):
             return self
-        dgrad, wgrad = ((_stochastic(dy, most_bits), other) for dy, other in (dgrad, wgrad))
-        return replace(self, dgrad=dgrad, wgrad=wgrad)
+        dgrad, wgrad = ((stochastic(dy, most_bits), other) for dy, other in (dgrad, wgrad))
+        return replace(self, dgrad=dgrad, wgrad=wgrad, attention=attention)
 
     def __str__(self) -> str:
         words = {p: tuple(str(o or "as it is") for o in getattr(self, p)) for p in PRODUCTS}
@@ -193,7 +202,9 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
             each = self.accumulator if isinstance(self.accumulator, tuple) else (self.accumulator,)
             words_of_each = ", ".join(str(a or "fp32") for a in each)
             texts.append(f"accumulator={words_of_each if len(each) == 1 else f'({words_of_each})'}")
-        return ", ".join([*texts, *(["attention too"] if self.attention else [])])
+        if self.attention:
+            texts.append("attention too" if self.points is None else f"attention=({self.points})")
+        return ", ".join(texts)
 
 
 def _three(
@@ -263,17 +274,6 @@ def _require_equal_transforms(products: Products) -> None:
                 f"{product}: {names[0]} has {a or 'no Hadamard transform'}, {names[1]} with "
                 f"{b or 'none'}. Both operands of a product are transformed alike, so that it stays what it is."
             )
-
-
-def _is_of_few_bits(dy: Operand | None, most_bits: int) -> bool:
-    """Whether a gradient is rounded, number by number, to a format of at most so many bits by a rule nobody named."""
-    if dy is None or dy.rounding is not None or not isinstance(dy.fmt, Element) or dy.is_own:
-        return False
-    return dy.fmt.bits <= most_bits
-
-
-def _stochastic(dy: Operand | None, most_bits: int) -> Operand | None:
-    return replace(dy, rounding="stochastic") if dy is not None and _is_of_few_bits(dy, most_bits) else dy
 
 
 def _pair(product: str, names: tuple[str, str], value: object) -> tuple[Operand | None, Operand | None]:

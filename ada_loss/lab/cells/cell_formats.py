@@ -32,6 +32,7 @@ BASELINE = "fp32"  # the format that the others are compared with
 # The rounding of a cell whose gradients alone are rounded stochastically, and all else to the nearest.
 STOCHASTIC_GRADIENTS = "stochastic_gradients"
 ANY_BITS = 64  # of no format more
+WORDS = ("accumulator", "backward", "attention", "block_kv", "p_scale")  # of products, which are no operands
 
 
 def label(value: Any) -> str:
@@ -83,6 +84,8 @@ def _operands_label(value: Mapping[str, Any]) -> str:
     """Operands, or products, with those in one format together."""
     names: dict[str, list[str]] = {}
     for name, fmt in value.items():
+        if isinstance(fmt, Mapping):  # the points of an attention
+            fmt = f"({_operands_label(fmt)})"
         names.setdefault("float32" if fmt is None else _spoken(fmt), []).append(name)
     return " ".join(f"{','.join(map(str, together))}={fmt}" for fmt, together in names.items())
 
@@ -153,12 +156,17 @@ def _canonical_policy(fmt: Mapping[str, Any]) -> dict[str, Any]:
 def _canonical(field: str, value: Any) -> Any:
     """A field of a policy, in the words that stand for all that mean the same."""
     if field == "products" and isinstance(value, Mapping):
-        given = {k: v for k, v in value.items() if v is not None and (k, v) != ("backward", "original")}
-        return {
-            k: _accumulator(v) if k == "accumulator" else v if k == "backward" else _operands(v)
-            for k, v in given.items()
-        }
+        defaults = (("backward", "original"), ("attention", False))
+        return {k: _canonical_of_products(k, v) for k, v in value.items() if v is not None and (k, v) not in defaults}
     return _words(value) if field in ROLES else value
+
+
+def _canonical_of_products(field: str, value: Any) -> Any:
+    if field == "accumulator":
+        return _accumulator(value)
+    if field == "attention" and isinstance(value, Mapping):
+        return {k: _canonical_of_products(k, v) for k, v in value.items() if v is not None}
+    return value if field in WORDS else _operands(value)
 
 
 def _accumulator(value: Any) -> Any:
@@ -186,8 +194,14 @@ def _policy(fields: Mapping[str, Any]) -> Policy:
     if not isinstance(products, Mapping):
         return Policy(**fields)
     make = Products.by_operand if {"x", "w", "dy"} & set(products) else Products
-    operands = {k: v if k in ("accumulator", "backward") else as_operand(v) for k, v in products.items()}
-    return Policy(**{**fields, "products": make(**operands)})
+    given = _operands_of(products)
+    if isinstance(points := products.get("attention"), Mapping):
+        given["attention"] = fpsim.Attention(**_operands_of(points))
+    return Policy(**{**fields, "products": make(**given)})
+
+
+def _operands_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v if k in WORDS else as_operand(v) for k, v in fields.items()}
 
 
 def needs_no_scaling(fmt: Any) -> bool:

@@ -88,8 +88,9 @@ def operand_functions(fmt: Any) -> Iterator[str]:
 
 
 def _paths(value: Any) -> Iterator[str]:
+    value = [*value.values()] if isinstance(value, Mapping) else value
     for each in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(each, list | tuple):
+        if isinstance(each, list | tuple | Mapping):
             yield from _paths(each)
         elif is_path(each):
             yield each

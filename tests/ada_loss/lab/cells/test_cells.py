@@ -629,6 +629,23 @@ def test_words_of_products_are_not_taken_for_formats(products: dict[str, Any], c
     assert stage.fmt.products.with_rounding("nearest_even") == make(**products).with_rounding("nearest_even")
 
 
+def test_points_of_an_attention_are_a_mapping_in_a_cell() -> None:
+    points = {"q": "half", "k": None, "p": "e4m3fn", "p_scale": 256, "block_kv": 128, "accumulator": "hopper_fp8"}
+    canonical = {k: v for k, v in points.items() if v is not None} | {"q": "fp16"}
+    assert canonical_format({"products": {"x": "half", "attention": points}}) == {
+        "products": {"x": "fp16", "attention": canonical}
+    }
+    assert canonical_format({"products": {"x": "half", "attention": False}}) == {"products": {"x": "fp16"}}
+    (stage,) = policy_of({"products": {"x": "fp16", "attention": canonical}}, "nearest_even").stages
+    found, expected = stage.fmt.products.attention, fpsim.Attention(**points)
+    assert found.with_rounding("nearest_even") == expected.with_rounding("nearest_even")
+    assert label({"products": {"x": "fp16", "attention": {"q": "fp16", "k": "fp16", "block_kv": 4}}}) == (
+        "x=fp16 attention=(q,k=fp16 block_kv=4)"
+    )
+    with pytest.raises(ValueError, match="p_scale"):
+        canonical_format({"products": {"attention": {"p": "e4m3fn", "p_scale": 3}}})
+
+
 @pytest.mark.parametrize("products", [{"w": "mxfp4", "backward": "dequant"}, {"x": "bf16", "accumulator": "hoper_fp8"}])
 def test_a_word_of_products_that_is_not_known_is_refused_while_planning(products: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Did you mean"):

@@ -1,0 +1,236 @@
+"""Attention with points of its own: its softmax, its product with the values, in one block of keys or in several."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fpsim.emulation.forms import Batched, Form, Side
+from fpsim.emulation.marks import writes_to
+from fpsim.emulation.products import Product, ProductCall
+from fpsim.emulation.scope import Attended
+from fpsim.policies.attention import Attention
+from fpsim.policies.operand import Operand, ProductSpecs
+from fpsim.torch_modes import PlainFunction
+
+__all__ = ["attended", "dropout", "softmax", "weighted"]
+
+_ROWS = Side(-1, -2)
+
+
+def weighted(call: ProductCall, weights: Tensor, value: Tensor, found: Attended | None, **rest: Any) -> Tensor:
+    """o = p v of an attention with points. found: what is known of the weights."""
+    points = _points(call)
+    if points.block_kv is None:
+        make = partial(_OfWeights, points)
+        return call.compute(Batched(weights, value), weights, value, specs=points.pv, make=make, **rest)
+    if found is None or found.scores is None or found.is_turned or found.writes != writes_to(found.scores):
+        raise NotImplementedError(
+            f"The product at {call.site} is that of an attention whose keys come in blocks of {points.block_kv}, and "
+            f"its weights are not a softmax as torch.softmax gives it, with dropout at most. Expected: matmul, bmm or "
+            f"einsum of torch.softmax(scores, -1) and the values, or F.scaled_dot_product_attention; or block_kv=None."
+        )
+    scores, in_blocks = found.scores, partial(_InBlocks, points, found.keep)
+    return call.compute(Batched(scores, value), scores, value, specs=points.pv, make=in_blocks, **rest)
+
+
+def softmax(call: ProductCall, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    """The weights of an attention from its scores; any other softmax is torch's."""
+    known, points = call.scope.listeners.attended, _points(call)
+    if known.get(input) is None or dim is None or dim % input.dim() != input.dim() - 1:
+        return NotImplemented
+    scores = input if dtype is None else input.to(dtype)
+    weights = _weights(call, points, scores)
+    known[weights] = Attended(None, None) if points.block_kv is None else Attended(scores, None, writes_to(scores))
+    return weights
+
+
+def dropout(call: ProductCall, input: Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
+    """Dropout of an attention's weights: what it multiplies them by is drawn by torch, from the same numbers."""
+    known = call.scope.listeners.attended
+    found = known.get(input)
+    if found is None:
+        return NotImplemented
+    rest = {**dict(zip(("training", "inplace"), args)), **kwargs}
+    is_on = rest.get("training", rest.get("train", True))
+    if not is_on:
+        return NotImplemented
+    keep = F.dropout(torch.ones_like(input), p)
+    out = input.mul_(keep) if rest.get("inplace", False) else input * keep
+    both = keep if found.keep is None else found.keep * keep
+    known[out] = found if found.scores is None else found._replace(keep=both)
+    return out
+
+
+def attended(call: ProductCall, scores: Tensor, hides_all: Tensor, dropout_p: float) -> tuple[Tensor, Attended | None]:
+    """The weights, and what is known of them, of `scaled_dot_product_attention`.
+
+    scores: those of keys that are hidden are -inf, but of rows that hide all, which give zeros.
+    """
+    points = _points(call)
+    weights = _weights(call, points, scores).masked_fill(hides_all, 0.0)
+    if points.block_kv is None:
+        return F.dropout(weights, dropout_p) if dropout_p else weights, None
+    keep = torch.ones_like(weights, requires_grad=False)
+    keep = (F.dropout(keep, dropout_p) if dropout_p else keep).masked_fill(hides_all, 0.0)
+    return weights * keep, Attended(scores, keep, writes_to(scores))
+
+
+def _points(call: ProductCall) -> Attention:
+    assert call.scope.products is not None
+    points = call.scope.products.points
+    assert points is not None
+    return points
+
+
+def _weights(call: ProductCall, points: Attention, scores: Tensor) -> Tensor:
+    """softmax over the last axis, with the points `diff` and `exp` of one block of all keys."""
+    if points.diff is None and points.exp is None:
+        return torch.softmax(scores, -1)
+    specs = ProductSpecs((None, None), (None, None), (None, None), None, None)
+    product = Product(Batched(scores, scores.mT), f"{call.site}.softmax", specs, call.scope.listeners, scores)
+    weights: Tensor = _Softmax.apply(product, points, scores)
+    return weights
+
+
+def _exponentials(product: Product, points: Attention, scores: Tensor, largest: Tensor) -> Tensor:
+    diff = product.at_point(scores - largest, points.point("diff"), "diff")
+    return product.at_point(torch.exp(diff), points.point("exp"), "exp")
+
+
+class _Softmax(PlainFunction):
+    """softmax with its points, and the gradient of softmax at the weights that it gave."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Product, points: Attention, scores: Tensor) -> Tensor:
+        wide = scores.detach().to(product.working)
+        with product.own_dtype():
+            powers = _exponentials(product, points, wide, wide.amax(-1, keepdim=True))
+            weights = powers / powers.sum(-1, keepdim=True)
+        ctx.save_for_backward(weights)
+        ctx.dtype = scores.dtype
+        return weights.to(scores.dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        (weights,) = ctx.saved_tensors
+        gradient = gradient.to(weights.dtype)
+        inner = (weights * gradient).sum(-1, keepdim=True)
+        return None, None, (weights * (gradient - inner)).to(ctx.dtype)
+
+
+class _Times:
+    """A product whose x was multiplied by a number, which its sums are divided by."""
+
+    def __init__(self, form: Form, number: float) -> None:
+        self._form, self._number = form, number
+        self.fprop, self.dgrad, self.wgrad, self.groups = form.fprop, form.dgrad, form.wgrad, form.groups
+        self.arrange, self.data_gradient, self.bias_gradient = form.arrange, form.data_gradient, form.bias_gradient
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        return self._form.forward(x, w, bias) / self._number
+
+    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        return self._form.weight_gradient(dy, x) / self._number
+
+
+class _OfWeights(Product):
+    """o = p v, where p is rounded at a scale."""
+
+    __slots__ = ("points",)
+
+    def __init__(self, points: Attention, form: Form, *rest: Any) -> None:
+        self.points = points
+        super().__init__(form, *rest)
+
+    def in_accumulators(self, form: Form) -> Form:
+        form = super().in_accumulators(form)
+        return form if self.points.p_scale == 1 else _Times(form, self.points.p_scale)
+
+    def quantised(self, x: Tensor, operand: Operand | None, side: Side, role: str, *rest: Any, **named: Any) -> Tensor:
+        if role in ("fprop.x", "wgrad.x") and self.points.p_scale != 1:
+            x = x * self.points.p_scale
+        return super().quantised(x, operand, side, role, *rest, **named)
+
+
+class _InBlocks(_OfWeights):
+    """o = softmax(s) v over one block of keys after the other, as flash-attention orders it.
+
+    Its x are the scores. What the backward pass needs takes the places of `passing`: scores, values, o, the sums of
+    exponentials, and what dropout keeps.
+    """
+
+    __slots__ = ("keep",)
+
+    def __init__(self, points: Attention, keep: Tensor | None, *rest: Any) -> None:
+        self.keep = keep
+        super().__init__(points, *rest)
+
+    def _blocks(self, keys: int) -> list[slice]:
+        n = self.points.block_kv
+        assert n is not None
+        return [slice(start, min(start + n, keys)) for start in range(0, keys, n)]
+
+    def forward_with(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        with self.own_dtype():
+            scores, value = x.detach().to(self.working), w.detach().to(self.working)
+            keep = None if self.keep is None else self.keep.detach().to(self.working)
+            largest = torch.full_like(scores[..., :1], -math.inf)
+            total, out = torch.zeros_like(largest), torch.zeros_like(scores[..., :1] * value[..., :1, :])
+            for part in self._blocks(scores.shape[-1]):
+                one = scores[..., part]
+                above = torch.maximum(largest, one.amax(-1, keepdim=True))
+                shift = _finite(above)
+                decay = torch.exp(largest - shift)  # 0 before the first block
+                powers = _exponentials(self, self.points, one, shift)
+                weights = powers if keep is None else powers * keep[..., part]
+                pq, vq = self.operands("fprop", weights, value[..., part, :])
+                total = total * decay + powers.sum(-1, keepdim=True)
+                out = out * decay + self._form(pq, vq).forward(pq, vq, None)
+                largest = above
+            out = self.at_point(out / total, self.specs.result, "output")
+            self.passing = [x, w, out, total, keep]
+            return out.to(self.dtype, copy=True), x, w
+
+    def _form(self, p: Tensor, v: Tensor) -> Form:
+        return self.in_accumulators(Batched(p, v))
+
+    def backward(
+        self, dy: Tensor, x: Tensor | None, w: Tensor | None, needs_bias: bool, has_used: bool = False
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        saved: list[Any] = self.passing
+        saved_scores, saved_value, out, total, keep = saved
+        with torch.no_grad(), self.own_dtype():
+            scores, value = saved_scores.detach().to(self.working), saved_value.detach().to(self.working)
+            log2_scales = self.log2_scales(dy)
+            dy = dy.detach().to(self.working)
+            of_dgrad = self.quantised(dy, self.specs.dgrad[0], _ROWS, "dgrad.dy", log2_scales[0])
+            inner = (of_dgrad * out).sum(-1, keepdim=True)
+            shift = _finite(scores.amax(-1, keepdim=True))
+            of_scores, of_value = [], []
+            for part in self._blocks(scores.shape[-1]):
+                v = value[..., part, :]
+                weights = _exponentials(self, self.points, scores[..., part], shift) / total
+                kept = None if keep is None else keep[..., part]
+                form = self._form(weights, v)
+                if w is not None:  # the scores need a gradient
+                    vq = self.quantised(v, self.specs.dgrad[1], form.dgrad[1], "dgrad.w")
+                    dp = self.at_point(form.data_gradient(of_dgrad, vq), self.specs.error, "dgrad.dx")
+                    of_scores.append(weights * ((dp if kept is None else dp * kept) - inner))
+                if x is not None:
+                    p = weights if kept is None else weights * kept
+                    dyq, pq = self.operands("wgrad", dy, p, log2_scales[1])
+                    of_value.append(form.weight_gradient(dyq, pq))
+            data = torch.cat(of_scores, -1) if of_scores else None
+            weight = torch.cat(of_value, -2) if of_value else None
+            return data, weight, None
+
+
+def _finite(largest: Tensor) -> Tensor:
+    """The maximum to subtract: 0 where all keys until here are hidden, whose exponentials are 0 then."""
+    return largest.masked_fill(largest == -math.inf, 0.0)

@@ -1,0 +1,103 @@
+"""What products know of the tensors of a call: which are weights, and which come from the products of an attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fpsim.emulation.arguments import tensors_in, typed_in
+from fpsim.emulation.calls import LOOK_UPS, Action, Call
+from fpsim.emulation.marks import is_roundable, is_view_of_weight, mark_as_view_of_weight
+from fpsim.emulation.scope import Attended, Scope
+
+__all__ = ["attended_among", "follow_attention", "note_views_of_weights", "weights_among"]
+
+
+def weights_among(scope: Scope, originals: tuple[Any, ...], prepared: tuple[Any, ...]) -> dict[int, Tensor]:
+    """Those of the prepared arguments, by id, that are weights, as the call's own arguments say."""
+    pairs = zip(tensors_in(originals), tensors_in(prepared), strict=True)
+    return {id(made): made for x, made in pairs if is_view_of_weight(x) or scope.stands_in(x)}
+
+
+def note_views_of_weights(scope: Scope, call: Call, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note that what a weight is viewed, copied or cut to is one to a product, and to a scaling."""
+    if scope.products is None and scope.listeners.scaling is None:
+        return
+    if call.action not in (Action.MOVE, Action.CAST) or call.name in LOOK_UPS:
+        return
+    operands = typed_in(args, kwargs)
+    if operands and all(is_view_of_weight(x) or scope.stands_in(x) for x in operands):
+        for x in tensors_in(out):
+            if is_roundable(x) or x.is_complex():
+                mark_as_view_of_weight(x)
+
+
+def attended_among(scope: Scope, originals: tuple[Any, ...], prepared: tuple[Any, ...]) -> dict[int, Attended]:
+    """What is known of those of the prepared arguments, by id, that come from q k^T of an attention with points."""
+    known = scope.listeners.attended
+    if not known.held:
+        return {}
+    pairs = zip(tensors_in(originals), tensors_in(prepared), strict=True)
+    return {id(made): found for x, made in pairs if (found := known.get(x)) is not None}
+
+
+def follow_attention(
+    scope: Scope, function: Callable[..., Any], call: Call, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Note which results were computed from the scores, or from the weights, of an attention."""
+    known = scope.listeners.attended
+    if scope.products is None or scope.products.points is None or not known.held:
+        return
+    first = args[0] if args else None
+    if isinstance(first, Tensor) and known.get(first) is not None and call.writes_to_first(args, kwargs):
+        known[first] = Attended(None, None)
+    source = next((x for x in typed_in(args, kwargs) if known.get(x) is not None), None)
+    if source is None:
+        return
+    found = known.get(source)
+    assert found is not None
+    for x in tensors_in(out):
+        is_moved = call.action is Action.MOVE and source is first
+        if known.get(x) is None and (is_moved or x.shape[-2:-1] == source.shape[-2:-1]):
+            known[x] = _moved(found, source, x, function, call, args, kwargs)
+
+
+def _moved(
+    found: Attended, source: Tensor, x: Tensor, function: Callable[..., Any], call: Call, args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Attended:  # fmt: skip
+    """What is known of a result: the scores behind moved weights are moved alike; computed weights have none."""
+    if found.scores is None or call.action not in (Action.MOVE, Action.CAST):
+        return Attended(None, None)
+
+    def move(y: Tensor) -> Tensor:
+        return function(y, *args[1:], **kwargs)  # type: ignore[no-any-return]
+
+    last = source.dim() - 1
+    if call.name in PERMUTATIONS:
+        axes = _permuted(call.name, args[1:], last + 1)
+        place = None if axes is None or kwargs else axes.index(last - found.is_turned)
+        return Attended(None, None) if place is None or place < last - 1 else found.moved(move, place == last - 1)
+    if x.shape == source.shape:
+        return found
+    if source is not args[0] or x.shape[-2:] != source.shape[-2:]:
+        return Attended(None, None)
+    return found.moved(move)
+
+
+PERMUTATIONS = frozenset("mT mH adjoint t T H transpose swapaxes swapdims permute".split())
+
+
+def _permuted(name: str, dims: tuple[Any, ...], n: int) -> list[int] | None:
+    """The axes of a tensor of n axes in the order in which a call leaves them; None where that is not known."""
+    axes = list(range(n))
+    if name == "permute":
+        flat = dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
+        return [d % n for d in flat]
+    a, b = dims if len(dims) == 2 else (-1, -2)
+    if n < 2 or (not dims and name in ("t", "T", "H") and n > 2):
+        return None
+    axes[a], axes[b] = axes[b], axes[a]
+    return axes
