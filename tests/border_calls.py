@@ -227,6 +227,7 @@ CALLS = [
     Call("hadamard", lambda: (fpsim.hadamard, {"x": torch.ones(2, 4), "transform": fpsim.Hadamard(4)})),
     Call("all_reduce", lambda: (fpsim.all_reduce, {"tensors": [batch(), batch()], "fmt": "bf16", "order": "ring"})),
     Call("Ranks", lambda: (fpsim.Ranks, {"model": model(), "fmt": "bf16", "order": "ring", "averages": True, "bucket_cap_mb": 25.0})),
+    Call("Ranks.run", _method(lambda: fpsim.Ranks(model()), "run", step=lambda x: x, batches=[1, 2])),
     Call("matmul", lambda: (fpsim.matmul, {"a": batch(), "b": batch(), "accumulator": "fp16"})),
     Call("manual_seed", _constructor(fpsim.manual_seed, seed=1)),
     Call("warm_up", _constructor(fpsim.warm_up, device="cpu", formats=["fp16"], roundings=["nearest_even"], variants=["A"])),

@@ -85,8 +85,8 @@ FLOORS = (
     ),
     (
         "fpsim.models",
-        "__init__ computed_weights copying ranks storing",
-        "compiled_forwards parameter_store",
+        "__init__ computed_weights copying lockstep storing",
+        "compiled_forwards parameter_store ranks",
         "forwards",
         "installed",
         "format_steps frozen optimizer_state quantize",

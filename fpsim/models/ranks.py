@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from fpsim.border import require_module
 from fpsim.checks import is_finite_number, require_flag, shown
 from fpsim.formats.blocks import as_format
+from fpsim.models.lockstep import Meeting, in_turns
+from fpsim.policies.policy import matches, no_match
 from fpsim.tensors.reductions import all_reduce
 
 __all__ = ["Ranks"]
@@ -26,6 +28,9 @@ class Ranks:
     with the same ones, and those of rank 0 are kept. Gradients lie in buckets, each a flat tensor that `all_reduce`
     sums. The result has the bits of DDP over gloo from its second step on.
 
+    Batch norms that ranks synchronise, `nn.SyncBatchNorm` and those named in `synchronised`, have the mean and variance
+    of all ranks' batches, and their gradient: the ranks have to meet there, and `run` has them take turns.
+
     Args:
         model: the module whose parameters' `.grad` are reduced. The sum is added to gradients that are there already.
         fmt, order, rounding: as in `fpsim.all_reduce`. In "bf16" it is DDP's `bf16_compress_hook`.
@@ -34,10 +39,12 @@ class Ranks:
         buckets: lists of parameters, each in the order of its flat tensor. None takes DDP's buckets of its second step:
             in the order in which the gradients of rank 0 arrive, 1 MiB in the first, `bucket_cap_mb` in the others.
         bucket_cap_mb: the size of a bucket if `buckets` is None, in MiB.
+        synchronised: batch norms whose statistics are those of all ranks: patterns as in `Policy(overrides=...)`.
 
     Raises:
-        TypeError: if `model` is no module, or a bucket holds no parameter of it, or one twice.
-        ValueError: for an unknown format or order.
+        TypeError: if `model` is no module, a bucket holds no parameter of it, or one twice, or what is to be
+            synchronised is no batch norm with running statistics.
+        ValueError: for an unknown format or order, or a pattern that matches nothing.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> ranks = Ranks(model, "bf16")
@@ -59,6 +66,7 @@ class Ranks:
         averages: bool = True,
         buckets: Sequence[Sequence[nn.Parameter]] | None = None,
         bucket_cap_mb: float = 25,
+        synchronised: Sequence[str | type[nn.Module]] = (),
     ) -> None:
         require_module(model)
         require_flag("averages", averages)
@@ -69,12 +77,21 @@ class Ranks:
         self._model, self._words, self._averages = model, (fmt, order, rounding), averages
         self._is_float32 = as_format(fmt) == as_format("fp32")
         self._buckets = None if buckets is None else _checked(buckets, model)
+        self._synchronised = _batch_norms(model, synchronised)
         self._gradients: list[dict[nn.Parameter, Tensor | None]] = []
         self._arrived: list[nn.Parameter] = []  # parameters in the order in which rank 0's gradients were there
 
     @contextmanager
     def rank(self) -> Iterator[int]:
-        """Run the forward and backward passes of one rank; yields its number. A rank that raises is not counted."""
+        """Run the forward and backward passes of one rank; yields its number. A rank that raises is not counted.
+
+        Raises RuntimeError if batch norms are synchronised: their statistics need the other ranks' batches, and `run`.
+        """
+        if self._synchronised:
+            raise RuntimeError(
+                f"{', '.join([*self._synchronised][:3])} have the statistics of all ranks, and rank() knows one batch. "
+                f"Expected: ranks.run(step, batches), which runs all ranks together."
+            )
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         before = [(p, p.grad) for p in parameters]
         buffers = [(b, b.clone()) for b in self._model.buffers()]
@@ -96,6 +113,48 @@ class Ranks:
             if is_done:
                 self._arrived = self._arrived if self._gradients else [*arrived]
                 self._gradients.append(gradients)
+
+    def run(self, step: Callable[[Any], Any], batches: Iterable[Any]) -> list[Any]:
+        """Run the passes of all ranks: `step(batch)` once for each of the batches, in a thread of its own each.
+
+        One rank runs at a time, in their order, up to the next batch norm that is synchronised. Each has the CPU's
+        random numbers to itself: a seed that a step sets is that of its rank.
+
+        step: runs forward and backward passes, as `model(batch).sum().backward()`.
+        Returns what `step` returned, in the order of ranks. `reduce` then sums the gradients.
+        Raises RuntimeError if ranks ran that were not reduced, or if ranks meet at different batch norms; and what a
+        step raises. Gradients and buffers are then those of before.
+
+        >>> model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+        >>> ranks = Ranks(model, synchronised=["0"])
+        >>> _ = ranks.run(lambda x: model(x).sum().backward(), torch.tensor([[[0.0], [1.0]], [[2.0], [3.0]]]))
+        >>> model[0].running_mean  # 0.1 of the mean of all four
+        tensor([0.1500])
+        """
+        if self._gradients:
+            raise RuntimeError(f"{len(self._gradients)} ranks ran before. Expected: ranks.reduce() in between.")
+        if not callable(step):
+            raise TypeError(f"step={shown(step)} cannot be called. Expected: a function of a batch.")
+        if not isinstance(batches, Iterable):
+            raise TypeError(f"batches={shown(batches)}. Expected: a list with the batch of each rank.")
+        each = [*batches]
+        if not each:
+            raise ValueError("There is no batch. Expected: one for each rank.")
+        meeting, arrived = Meeting(len(each), self._model), dict[nn.Parameter, None]()
+
+        def note(p: nn.Parameter) -> None:
+            if meeting.rank == 0:
+                arrived.setdefault(p)
+
+        hooks = [p.register_post_accumulate_grad_hook(note) for p in meeting.parameters]
+        try:
+            results = in_turns(meeting, lambda rank: step(each[rank]), self._synchronised)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._arrived = [*arrived]
+        self._gradients = [dict(zip(meeting.parameters, of, strict=True)) for of in meeting.gradients]
+        return results
 
     def reduce(self) -> int:
         """Add the sum over the ranks to each `.grad`, and forget the ranks. Returns how many there were.
@@ -145,6 +204,28 @@ class Ranks:
         if self._is_float32:
             return gradients * (1.0 / ranks)  # DDP multiplies, and its hooks divide: a last bit of three ranks
         return all_reduce([gradients], *self._words) / ranks
+
+
+def _batch_norms(model: nn.Module, patterns: Any) -> dict[str, nn.Module]:
+    """The modules that are synchronised, by name."""
+    if not isinstance(patterns, list | tuple):
+        raise TypeError(f"synchronised={shown(patterns)}. Expected: a list of patterns, such as ['bn1', 'body.*.bn'].")
+    modules = dict(model.named_modules())
+    found: dict[str, nn.Module] = {name: m for name, m in modules.items() if isinstance(m, nn.SyncBatchNorm)}
+    for pattern in patterns:
+        if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
+            raise TypeError(f"synchronised has {shown(pattern)}. Expected: names, with * for parts, or module classes.")
+        matched = {name: m for name, m in modules.items() if matches(pattern, name, m)}
+        if not matched:
+            raise ValueError(no_match(pattern, modules))
+        found.update(matched)
+    for name, module in found.items():
+        if getattr(module, "running_mean", None) is None or "BatchNorm" not in type(module).__name__:
+            raise TypeError(
+                f"synchronised has {name or 'the model'}, {type(module).__name__}. Expected: batch norms with "
+                f"running statistics, by which they are known."
+            )
+    return found
 
 
 def _checked(buckets: Any, model: nn.Module) -> list[list[nn.Parameter]]:

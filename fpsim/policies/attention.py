@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from fpsim.checks import known_arguments, require_whole, shown
+from fpsim.checks import known_arguments, require_whole, require_word, shown
 from fpsim.formats.blocks import BlockFormat
 from fpsim.formats.floats import FloatFormat
 from fpsim.policies.operand import Operand, OperandLike, ProductSpecs, as_operand, stochastic, with_rounding
@@ -136,7 +136,8 @@ class Attention:
         return any(o is not None and o.is_delayed for o in self._operands(*OPERANDS))
 
     def point(self, name: str) -> Operand | None:
-        """The operand at one of the points."""
+        """The operand at one of the points, such as "q"; ValueError for another name."""
+        require_word("name", name, (*OPERANDS, *RESULTS))
         return self._operands(name)[0]
 
     def _operands(self, *names: str) -> list[Operand | None]:

@@ -26,6 +26,8 @@ __all__ = [
     "Policy",
     "RoleSpecs",
     "describe",
+    "matches",
+    "no_match",
     "policy_of_format",
     "policy_of_modules",
 ]
@@ -235,9 +237,9 @@ class Policy:
         modules = dict(model.named_modules())
         result = dict.fromkeys(modules, self)
         for pattern, inner in self.overrides.items():
-            matched = [name for name, module in modules.items() if name and _matches(pattern, name, module)]
+            matched = [name for name, module in modules.items() if name and matches(pattern, name, module)]
             if not matched:
-                raise ValueError(_no_match(pattern, modules))
+                raise ValueError(no_match(pattern, modules))
             policy = self._resolve(inner)
             for name in modules:
                 if any(name == m or name.startswith(f"{m}.") for m in matched):
@@ -317,14 +319,16 @@ def policy_of_modules(by_module: Mapping[str, Policy]) -> Policy:
     return replace(base, overrides=overrides)
 
 
-def _matches(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+def matches(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+    """Whether a module is meant by a pattern of overrides."""
     if isinstance(pattern, type):
         return isinstance(module, pattern)
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
-def _no_match(pattern: str | type[nn.Module], modules: Mapping[str, nn.Module]) -> str:
+def no_match(pattern: str | type[nn.Module], modules: Mapping[str, nn.Module]) -> str:
+    """The error for a pattern of overrides that means no module."""
     names = [name for name in modules if name]
     if isinstance(pattern, type):
         kinds = sorted({type(m).__name__ for name, m in modules.items() if name})

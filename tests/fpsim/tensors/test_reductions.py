@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -16,6 +17,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tiers import parametrize
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradient
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fpsim
 from fpsim import Accumulator, Policy, Products, all_reduce, matmul, round_to
@@ -50,6 +54,41 @@ def a_rank(model: nn.Module, rank: int, ranks: int) -> None:
     nn.functional.cross_entropy(model(x.chunk(ranks)[rank]), y.chunk(ranks)[rank]).backward()
 
 
+class ByHand(nn.BatchNorm1d):
+    """A batch norm over all ranks by torch's differentiable all_reduce, without running statistics."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def mean(y: Tensor) -> Tensor:
+            summed: Tensor = all_reduce_with_gradient(y.sum(0)) / (len(x) * dist.get_world_size())
+            return summed
+
+        centred = x - mean(x)
+        return centred * torch.rsqrt(mean(centred**2) + self.eps) * self.weight + self.bias
+
+
+def of_a_dtensor() -> tuple[nn.Module, Tensor, Tensor]:
+    """Two layers, their input and a gradient, of few bits: sums are exact in float32, and not in bfloat16."""
+    generator = torch.Generator().manual_seed(3)
+    w1, w2, x, dy = (
+        torch.randint(-8, 9, shape, generator=generator) / 8 for shape in ((48, 72), (40, 48), (12, 72), (12, 40))
+    )
+    model = nn.Sequential(nn.Linear(72, 48, bias=False), nn.Linear(48, 40, bias=False))
+    model.load_state_dict({"0.weight": w1, "1.weight": w2})
+    return model, x, dy
+
+
+def by_dtensor(ranks: int) -> list[Tensor]:
+    """A column-wise and a row-wise layer of DTensor's in bfloat16: y, dx and both dw."""
+    model, x, dy = of_a_dtensor()
+    mesh = init_device_mesh("cpu", (ranks,))
+    parallelize_module(model.bfloat16(), mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    x = x.bfloat16().requires_grad_()
+    y = model(x)
+    y.backward(dy.bfloat16())
+    assert x.grad is not None
+    return [y.detach().float(), x.grad.float(), *(p.grad.full_tensor().float() for p in model.parameters())]  # type: ignore[union-attr]
+
+
 def as_e4m3(x: Tensor) -> Tensor:
     saturated = x.numpy().clip(-448, 448)  # where ml_dtypes gives NaN
     return torch.from_numpy(saturated.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
@@ -62,6 +101,17 @@ def by_gloo(rank: int, ranks: int, sizes: tuple[int, ...], folder: str) -> None:
     dist.all_reduce(sent)
     if rank == 0:
         torch.save(sent.float(), f"{folder}/layer.pt")
+
+    if (parallel := by_dtensor(ranks)) and rank == 0:
+        torch.save(parallel, f"{folder}/dtensor.pt")
+    model = small_model()
+    model[1], known = ByHand(300), model[1]  # type: ignore[index]
+    model[1].load_state_dict(known.state_dict())  # type: ignore[index]
+    a_rank(model, rank, ranks)
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    if rank == 0:
+        torch.save([p.grad / ranks for p in model.parameters()], f"{folder}/synchronised.pt")  # type: ignore[operator]
 
     def in_bf16(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, and not their text
         """DDP's bf16_compress_hook, which asks for NCCL."""
@@ -304,6 +354,105 @@ def test_a_layer_whose_terms_lie_on_ranks_has_the_bits_of_real_ranks(real: tuple
     dy = torch.ones(12, 33)
     for found, wanted in ((x.grad, dy @ w), (model.weight.grad, dy.T @ x.detach())):
         assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-4)  # type: ignore[arg-type]
+
+
+@OF_RANKS
+def test_column_and_row_wise_layers_have_the_bits_of_dtensors_own(real: tuple[int, Path]) -> None:
+    ranks, folder = real
+    over = Accumulator("fp32", order="torch", splits=ranks, split_format="bf16")
+    roles = dict.fromkeys(("weight", "activation", "error", "weight_grad"), "bf16")
+    columnwise, rowwise = Products(accumulator=(None, over, None)), Products(accumulator=(over, None, None))
+    model, x, dy = of_a_dtensor()
+    model = fpsim.quantize(
+        model, Policy(**roles, products=columnwise, overrides={"1": Policy(**roles, products=rowwise)})
+    )
+    y = model(x.requires_grad_())
+    y.backward(dy)
+    expected = torch.load(folder / "dtensor.pt")
+    for found, wanted in zip([y, x.grad, *(p.grad for p in model.parameters())], expected, strict=True):
+        assert torch.equal(found, wanted)  # type: ignore[arg-type]
+
+
+@OF_RANKS
+def test_synchronised_batch_norms_meet_as_real_ranks_do(real: tuple[int, Path]) -> None:
+    ranks, folder = real
+    torch.set_num_threads(1)
+    model = small_model()
+    emulated = fpsim.Ranks(model, synchronised=["1"])
+    emulated.run(lambda rank: a_rank(model, rank, ranks), range(ranks))
+    assert emulated.reduce() == ranks
+    largest = max(p.grad.abs().max() for p in model.parameters())  # type: ignore[union-attr]
+    for p, expected in zip(model.parameters(), torch.load(folder / "synchronised.pt"), strict=True):
+        # sums of 8 numbers a rank and of 900 products, each within half an ulp; a bias before a batch norm has 0
+        assert (p.grad - expected).abs().max() < 1000 * 2.0**-24 * largest  # type: ignore[operator]
+    whole, x = small_model(), torch.randn(8 * ranks, 64, generator=torch.Generator().manual_seed(7))
+    whole(x)
+    for buffer, expected in zip(model.buffers(), whole.buffers(), strict=True):
+        assert torch.allclose(buffer, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "bf16", "mxfp8_e4m3"])
+def test_ranks_with_one_batch_for_all_are_as_one_rank_with_it(fmt: str) -> None:
+    layers = nn.Conv2d(3, 8, 3), nn.SyncBatchNorm(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 4)
+    torch.manual_seed(1)
+    plain, x = nn.Sequential(*layers), torch.randn(4, 3, 6, 6)
+    alone, together = (fpsim.quantize(copy.deepcopy(plain), fmt) for _ in range(2))
+    alone(x).square().sum().backward()
+    emulated = fpsim.Ranks(together)
+    emulated.run(lambda batch: together(batch).square().sum().backward(), [x, x, x])
+    emulated.reduce()
+    largest = max(p.grad.norm() for p in alone.parameters())  # type: ignore[union-attr]  # of a bias before it: 0
+    bound = {"fp32": 2.0**-18, "bf16": 2.0**-8, "mxfp8_e4m3": 2.0**-8}[fmt]  # where a last bit of it is rounded away
+    for p, q in zip(together.parameters(), alone.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() < bound * largest  # type: ignore[operator]
+
+
+def test_ranks_that_do_not_meet_are_an_error_and_change_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model[0].weight.grad = torch.ones(4, 4)
+    before = [b.clone() for b in model.buffers()]
+    x = torch.randn(3, 8, 4)
+
+    def step(rank: int) -> None:
+        if rank == 2:
+            return
+        model(x[rank]).sum().backward()
+
+    def fails(rank: int) -> None:
+        model(x[rank]).sum().backward()
+        if rank == 1:
+            raise KeyError("mine")
+
+    emulated = fpsim.Ranks(model, synchronised=[nn.BatchNorm1d])
+    for run, error, words in (
+        (step, RuntimeError, "ended its step.*Expected: ranks that call the same"),
+        (fails, KeyError, "mine"),
+    ):
+        with pytest.raises(error, match=words):
+            emulated.run(run, range(3))
+        assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
+        assert model[2].weight.grad is None
+        assert all(map(torch.equal, before, model.buffers()))
+    with pytest.raises(RuntimeError, match=r"Expected: ranks\.run"), emulated.rank():
+        pass
+    emulated.run(lambda rank: model(x[rank]).sum().backward(), range(3))
+    with pytest.raises(RuntimeError, match="in between"):
+        emulated.run(lambda rank: None, range(3))
+    assert emulated.reduce() == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ("1", TypeError, "a list of patterns"),
+        ([3], TypeError, "module classes"),
+        (["9"], ValueError, "matches no module"),
+        (["0"], TypeError, "Expected: batch norms with running statistics"),
+    ],
+)
+def test_what_cannot_be_synchronised_is_an_error(given: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        fpsim.Ranks(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), synchronised=given)
 
 
 @pytest.mark.parametrize("kind", ["linear", "convolution", "matmul"])
