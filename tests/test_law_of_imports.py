@@ -69,7 +69,7 @@ FLOORS = (
         "einsum forms marks operations recurrent",
         "kept_weights",
         "scope",
-        "accumulated backward casts checkpoints flex operands steps",
+        "accumulated backward caches casts checkpoints flex operands steps",
         "arguments calls",
         "aliases products promotion threads",
         "conversions product_calls roundings",

@@ -181,6 +181,7 @@ def _warn_of_a_head_in_few_bits(model: nn.Module, policies: Mapping[str, Policy]
 def _install_all(model: nn.Module, policies: Mapping[str, Policy], listeners: Listeners) -> None:
     apart = modules_that_compute(model)
     listeners.has_names = _have_one_format(policies.values())
+    listeners.needs_cache = any(policy.has_cache for policy in policies.values())
     for name, module in model.named_modules():
         if module not in apart and not is_compiled_wrapper(module) and _hindrance(module) is None:
             install(module, name, policies[name], listeners)
@@ -203,6 +204,7 @@ def install_policies(model: nn.Module, policies: Mapping[str, Policy]) -> None:
             install(module, forward.name, policies[forward.name], forward.listeners)
     for shared in listeners(model):
         shared.has_names = _have_one_format(policies_of(model).values())
+        shared.needs_cache = False  # of some modules alone, which need not be those that store something
 
 
 def keeps_history(name: str, entry: Mapping[str, Any], policies: Mapping[str, Policy]) -> bool:

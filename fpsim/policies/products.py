@@ -23,7 +23,7 @@ from fpsim.tensors.hadamard import Hadamard
 from fpsim.tensors.own import own_format, own_spec
 from fpsim.tensors.spec import OwnFormat, RoundingSpec, Spec, any_spec, rounding_spec
 
-__all__ = ["PRODUCTS", "Operand", "OperandLike", "ProductSpecs", "Products"]
+__all__ = ["PRODUCTS", "Operand", "OperandLike", "ProductSpecs", "Products", "as_operand"]
 
 PRODUCTS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}  # each with its operands
 SOURCES = ("original", "fprop")  # of an operand of the backward pass
@@ -218,7 +218,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         _take_backward(self)
         _require_sources(self)
         if self.output is not None:
-            output = _operand("output", self.output)
+            output = as_operand("output", self.output)
             if output.is_own:
                 raise TypeError(
                     f"output={shown(self.output)} is a function. Expected: a format of single numbers, or its name."
@@ -405,7 +405,8 @@ def _stochastic(dy: Operand | None, most_bits: int) -> Operand | None:
     return replace(dy, rounding="stochastic") if dy is not None and _is_of_few_bits(dy, most_bits) else dy
 
 
-def _operand(name: str, value: object) -> Operand:
+def as_operand(name: str, value: object) -> Operand:
+    """An operand from whatever may stand for one; `name` is what errors call it."""
     if isinstance(value, Operand):
         return value
     try:
@@ -420,5 +421,5 @@ def _pair(product: str, names: tuple[str, str], value: object) -> tuple[Operand 
             f"{product}={shown(value)} is not a pair of operands. Expected: ({', '.join(names)}), each a format, an "
             f"Operand, or None to leave it as it comes; Products.all(fmt) for all operands in one format."
         )
-    a, b = (None if v is None else _operand(f"{product}: {n}", v) for n, v in zip(names, value, strict=True))
+    a, b = (None if v is None else as_operand(f"{product}: {n}", v) for n, v in zip(names, value, strict=True))
     return a, b
