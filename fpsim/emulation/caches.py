@@ -161,15 +161,20 @@ class Stored:
 
 
 _watched: Any = None  # the class whose update is ours
+_watching = threading.Lock()
 
 
 def _watch() -> None:
     """Have `Cache.update` of transformers round, from here on, where it runs inside of an emulation that says so."""
     global _watched
     library = sys.modules.get(LIBRARY)
-    if library is not None and library.Cache is not _watched:
-        library.Cache.update = _rounding(library.Cache.update)
-        _watched = library.Cache
+    of = getattr(library, "Cache", None)  # not there yet while another thread imports it
+    if of is None or of is _watched:
+        return
+    with _watching:  # twice, it would round twice
+        if of is not _watched:
+            of.update = _rounding(of.update)
+            _watched = of
 
 
 def _rounding(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -229,7 +229,7 @@ class EmulatedForward:
         scope = known.again(weights, self.wide, is_float64)
         is_whole = not self.name and self.listeners.needs_cache
         stored = None
-        if is_whole or scope.cache is not None:
+        if is_whole or (scope.cache is not None and self.cache_use is not None):
             stored = Stored(self.cache_use, self.name or type(module).__name__)
             if scope.cache is not None:
                 args, kwargs = stored.enter(args, kwargs)
