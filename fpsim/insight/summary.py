@@ -116,8 +116,8 @@ def summary(model: nn.Module | QuantizedOptimizer) -> Summary | Rows:
         wide = "" if forward is None else ", ".join(forward.wide)
         operands = "" if products is None else str(products)
         stored = describe_cached((forward and forward.stored) or {})
-        row = SummaryRow(name or "(model)", type(module).__name__, *words, operands, wide, stored)  # type: ignore[misc]
-        rows.append(row)
+        row = SummaryRow(name or "(model)", type(module).__name__, *words, products=operands, wide=wide)  # type: ignore[misc]
+        rows.append(row._replace(cache=stored))
     if not rows:
         raise ValueError(f"{type(model).__name__} is not quantised. Call fpsim.quantize(model, fmt) first.")
     return rows

@@ -165,8 +165,8 @@ def _canonical(field: str, value: Any) -> Any:
             for k, v in given.items()
         }
     if field == "cache":
-        given = value if isinstance(value, Mapping) else dict.fromkeys(CACHED, value)
-        return {name: _operands(given[name]) for name in CACHED if given.get(name) is not None} or None
+        stored = value if isinstance(value, Mapping) else dict.fromkeys(CACHED, value)
+        return {name: _operands(stored[name]) for name in CACHED if stored.get(name) is not None} or None
     return _words(value) if field in ROLES else value
 
 

@@ -32,14 +32,6 @@ SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def made(model: type, config: Any) -> Any:
     torch.manual_seed(0)
     return model(config).eval()
@@ -259,7 +251,6 @@ def test_checkpoints_compute_the_same_keys_and_values_again(use_reentrant: bool)
 
 @pytest.mark.parametrize("use_cache", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_compiled_model_stores_the_same(use_cache: bool) -> None:
-    torch._dynamo.reset()
     model = fpsim.quantize(llama(), fpsim.Policy("bf16", "bf16", cache={**KV, "v": lambda x, axis: x.sign()}))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     a, b = (m(IDS, labels=IDS, use_cache=use_cache) for m in (compiled, model))
@@ -357,12 +348,13 @@ def test_what_is_stored_is_recorded_and_shown() -> None:
 
 
 def test_modules_are_tried_by_themselves_without_an_error_or_a_warning() -> None:
-    model = llama()
+    config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1}, **HEADS)
+    model = made(transformers.LlamaForCausalLM, config)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ranking = fpsim.sensitivity(model, lambda m: m(IDS, labels=IDS).loss, fpsim.Policy(cache="e2m1fn"))
     costs = {row["module"] for row in ranking if row["loss_alone"] != ranking.float32}
-    assert costs == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
+    assert costs == {"model.layers.0.self_attn"}
 
 
 def test_gradients_that_are_scaled_pass_through_the_cache() -> None:
