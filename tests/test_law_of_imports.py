@@ -71,7 +71,7 @@ FLOORS = (
         "einsum forms marks operations recurrent",
         "kept_weights",
         "scope",
-        "accumulated backward casts checkpoints flex operands steps",
+        "accumulated backward caches casts checkpoints flex operands steps",
         "arguments calls",
         "aliases lineage products promotion threads",
         "attended conversions",

@@ -244,6 +244,11 @@ def _emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None, undo: Un
             "emulate() remembers nothing from step to step, and the policy has operands with delayed scaling. Use "
             "quantize(model, policy), or the same formats with scale_rule='amax'."
         )
+    if policy.cached is not None:
+        raise ValueError(
+            "emulate() knows no modules, and the policy has cache=, which is that of the attention of a model. Use "
+            "quantize(model, policy)."
+        )
     if rounding is not None:
         policy = policy.with_rounding(rounding)
     take_off_leftovers()

@@ -13,6 +13,7 @@ from torch import Tensor
 from fpsim.emulation.kept_weights import KeptWeights
 from fpsim.emulation.marks import OF_A_WEIGHT, ByIdentity, writes_to
 from fpsim.policies.delayed import Histories
+from fpsim.policies.operand import Operand
 from fpsim.policies.policy import Policy, RoleSpecs
 from fpsim.policies.products import Products
 from fpsim.tensors.cuts import Cut
@@ -110,12 +111,13 @@ class Listeners:
 
     has_names: whether torch's name of a format may stand for it. Not where modules compute in several formats: the
         least number of one, a mask, would be a number in another.
+    needs_cache: whether a call of the model in which no keys and values are stored is an error.
     rounds_few_bits_stochastically: whether the scaling fits each gradient to its format, and wants those of few bits
         rounded stochastically where nobody named a rounding.
     """
 
-    def __init__(self, histories: Histories | None = None, has_names: bool = True) -> None:
-        self.has_names = has_names
+    def __init__(self, histories: Histories | None = None, has_names: bool = True, needs_cache: bool = False) -> None:
+        self.has_names, self.needs_cache = has_names, needs_cache
         self.observer: Observer | None = None
         self.scaling: Scaling | None = None
         self.kept_weights: KeptWeights | None = None  # while the model is frozen
@@ -128,10 +130,10 @@ class Listeners:
         return self.observer if self.observer is not None and self.observer.wants(site, role) else None
 
     def __deepcopy__(self, memo: Any) -> Listeners:
-        return Listeners(copy.deepcopy(self.histories, memo), self.has_names)
+        return Listeners(copy.deepcopy(self.histories, memo), self.has_names, self.needs_cache)
 
     def __reduce__(self) -> Any:
-        return Listeners, (self.histories, self.has_names)
+        return Listeners, (self.histories, self.has_names, self.needs_cache)
 
 
 class Plans(dict[Any, Any]):
@@ -154,6 +156,7 @@ class Scope:
     weights: the tensors that stand in for parameters, of the model and of those around it.
     wide: gathers the operations whose results were float32 on purpose, in the order they came.
     products: how operands of products are quantised; None where they are not.
+    cache: how keys and values are rounded where a cache stores them; None where they are not.
     dtype: torch's name of the activations' format, if it has one.
     activation: the mark of a tensor in the activations' format; None where they have none.
     weight: the mark of a weight's rounded copy; empty where weights are not rounded.
@@ -168,8 +171,9 @@ class Scope:
     """
 
     __slots__ = (
-        "activation", "counts", "dtype", "errors", "float32", "is_float32", "is_float64", "is_in_step", "listeners",
-        "made", "name", "plans", "products", "rounds_nothing", "specs", "weight", "weights", "wide", "write",
+        "activation", "cache", "counts", "dtype", "errors", "float32", "is_float32", "is_float64", "is_in_step",
+        "listeners", "made", "name", "plans", "products", "rounds_nothing", "specs", "weight", "weights", "wide",
+        "write",
     )  # fmt: skip
 
     def __init__(
@@ -181,10 +185,11 @@ class Scope:
         weights: Weights = _NO_WEIGHTS,
         wide: dict[str, None] | None = None,
         products: Products | None = None,
+        cache: Mapping[str, Operand] | None = None,
     ) -> None:
         self.name, self.specs, self.float32, self.listeners, self.weights = name, specs, float32, listeners, weights
         self.wide: dict[str, None] = {} if wide is None else wide
-        self.products = products
+        self.products, self.cache = products, cache
         self.dtype = None if specs.activation is None else specs.activation.dtype
         self.activation = None if specs.activation is None else specs.activation.text
         self.weight = "" if specs.weight is None else specs.weight.text
@@ -203,7 +208,7 @@ class Scope:
         """The same place in another call, with no operation counted yet."""
         scope = object.__new__(Scope)
         scope.name, scope.specs, scope.float32, scope.listeners = self.name, self.specs, self.float32, self.listeners
-        scope.products, scope.dtype, scope.plans = self.products, self.dtype, self.plans
+        scope.products, scope.dtype, scope.plans, scope.cache = self.products, self.dtype, self.plans, self.cache
         scope.activation, scope.weight, scope.rounds_nothing = self.activation, self.weight, self.rounds_nothing
         scope.is_float32, scope.is_float64 = self.rounds_nothing and not is_float64, is_float64
         scope.weights, scope.wide, scope.counts, scope.write = weights, wide, {}, self.write
@@ -262,7 +267,8 @@ def in_backward(scope: Scope, label: str, errors: Any, is_of_errors: bool) -> Ba
 def make_scope(name: str, policy: Policy, listeners: Listeners) -> Scope:
     """The scope of a module under its policy."""
     specs = policy.specs()
-    return Scope(name, NO_SPECS if specs == NO_SPECS else specs, policy.float32, listeners, products=policy.products)
+    specs = NO_SPECS if specs == NO_SPECS else specs
+    return Scope(name, specs, policy.float32, listeners, products=policy.products, cache=policy.cached)
 
 
 class _Active(threading.local):

@@ -18,7 +18,7 @@ from fpsim.emulation.tracing import Operation
 from fpsim.insight.rows import Rows
 from fpsim.insight.stepping import as_step, is_function, nothing_ran, preserve, required_arguments, switching, traced
 from fpsim.models.installed import emulated_forwards
-from fpsim.models.quantize import dequantize, quantize, set_policy
+from fpsim.models.quantize import dequantize, quantize, try_policy
 from fpsim.policies.policy import FormatLike, Policy, policy_of_modules
 from fpsim.policies.recipes import as_policy
 from fpsim.tensors.noise import seed_here
@@ -160,7 +160,7 @@ class _Losses:
         self._is_of_model = is_function(loss) and required_arguments(loss) == 1
         if self._is_of_model:
             self.model = quantize(plain, None)
-            self._set: Callable[[FormatLike], None] = partial(set_policy, self.model)
+            self._set: Callable[[FormatLike], None] = partial(try_policy, self.model)
             self._loss: Callable[[], Any] = partial(loss, self.model)
         else:
             self.model = model

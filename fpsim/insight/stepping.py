@@ -17,7 +17,7 @@ from fpsim.emulation.scope import Listeners, Observer
 from fpsim.emulation.tracing import Edit, Operation, Trace, Visitor
 from fpsim.models.installed import emulated_forwards
 from fpsim.models.optimizers import quantized_optimizer_of
-from fpsim.models.quantize import dequantize, install_policies, listeners, policies_of, quantize, set_policy
+from fpsim.models.quantize import dequantize, install_policies, listeners, policies_of, quantize, try_policy
 from fpsim.models.storing import states_in
 from fpsim.policies.policy import FormatLike
 from fpsim.tensors.noise import keep_random_numbers
@@ -194,7 +194,7 @@ def switching(model: nn.Module, undo: Undo) -> Callable[[FormatLike], None]:
     else:
         undo.by(partial(_plain_again, model))
         quantize(model, None, inplace=True)
-    return partial(set_policy, model)
+    return partial(try_policy, model)
 
 
 def _plain_again(model: nn.Module) -> None:

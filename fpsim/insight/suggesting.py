@@ -17,7 +17,7 @@ from fpsim.formats.blocks import BlockFormat, Format, as_format
 from fpsim.formats.floats import FloatFormat
 from fpsim.insight.diagnose import Diagnosis, diagnose
 from fpsim.models.optimizers import quantize_optimizer
-from fpsim.models.quantize import quantize, set_policy
+from fpsim.models.quantize import quantize, try_policy
 from fpsim.models.storing import states_in
 from fpsim.policies.policy import ROLES, Policy, policy_of_modules
 from fpsim.policies.update import Storage, Update
@@ -219,7 +219,7 @@ def suggested(model: nn.Module, plan: Plan, called: Called | None) -> Suggestion
             return Suggestion(plan.policy(), False, f"not tried: step {called.step} breaks in float32 too, {where}")
         for trial in range(1, TRIALS + 1):
             policy = plan.policy()
-            set_policy(copy, policy)
+            try_policy(copy, policy)
             if (diagnosis := diagnose(copy, run)).cause is None:
                 times = "once" if trial == 1 else f"{trial} times, each wider than the one before"
                 return Suggestion(policy, True, f"tried on step {called.step} ({times}): all is finite, none saturates")

@@ -19,7 +19,7 @@ from fpsim.models.installed import emulated_forward
 from fpsim.models.optimizers import QuantizedOptimizer
 from fpsim.models.parameter_store import COMPENSATION, MASTER, SECOND, ParameterStore
 from fpsim.models.storing import states_in
-from fpsim.policies.policy import RoleSpecs
+from fpsim.policies.policy import RoleSpecs, describe_cached
 from fpsim.policies.products import Products
 from fpsim.policies.update import Storage
 from fpsim.torch_internals import is_compiled_wrapper
@@ -27,6 +27,7 @@ from fpsim.torch_internals import is_compiled_wrapper
 __all__ = ["Summary", "SummaryRow", "summary"]
 
 FLOAT32, REMAINDER = 32, 16  # bits
+OPTIONAL = ("products", "wide", "cache")  # columns that are there where a row has something in them
 SIZES = ("weight", "copies", "states", "scales")
 
 
@@ -41,6 +42,7 @@ class SummaryRow(NamedTuple):
     weight_grad: str
     products: str = ""
     wide: str = ""
+    cache: str = ""
 
 
 class Summary(list[SummaryRow]):
@@ -52,7 +54,7 @@ class Summary(list[SummaryRow]):
 
     def __str__(self) -> str:
         heads = tuple("float32 on purpose" if name == "wide" else name for name in SummaryRow._fields)
-        used = [name not in ("products", "wide") or any(getattr(r, name) for r in self) for name in SummaryRow._fields]
+        used = [name not in OPTIONAL or any(getattr(r, name) for r in self) for name in SummaryRow._fields]
         return text_table([*compress(heads, used)], [[*compress(row, used)] for row in self])
 
     __repr__ = __str__
@@ -71,8 +73,9 @@ def summary(model: nn.Module | QuantizedOptimizer) -> Summary | Rows:
 
     Modules without operations of their own pass their formats on. Those that were added later run under the formats
     around them; parametrizations, which compute weights, in float32. One column more says how operands of products are
-    quantised, if they are anywhere, and one names the operations that ran in float32 on purpose when the model was last
-    called, such as `x.float().pow(2)`, if there were any.
+    quantised, if they are anywhere, one names the operations that ran in float32 on purpose when the model was last
+    called, such as `x.float().pow(2)`, if there were any, and one says how the modules that store keys and values round
+    them, if they do.
 
     Of what `quantize_optimizer` returned: the bytes of each parameter in its formats, of the weight, its copies, the
     states that there are, and their scales, with the bytes that float32 takes.
@@ -112,7 +115,9 @@ def summary(model: nn.Module | QuantizedOptimizer) -> Summary | Rows:
         forward = emulated_forward(module)
         wide = "" if forward is None else ", ".join(forward.wide)
         operands = "" if products is None else str(products)
-        rows.append(SummaryRow(name or "(model)", type(module).__name__, *words, products=operands, wide=wide))  # type: ignore[misc]
+        stored = describe_cached((forward and forward.stored) or {})
+        row = SummaryRow(name or "(model)", type(module).__name__, *words, products=operands, wide=wide)  # type: ignore[misc]
+        rows.append(row._replace(cache=stored))
     if not rows:
         raise ValueError(f"{type(model).__name__} is not quantised. Call fpsim.quantize(model, fmt) first.")
     return rows

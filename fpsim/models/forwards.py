@@ -12,7 +12,7 @@ import inspect
 import types
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.emulation.backward_code import OwnCode, is_of_a_model, run_in_backward
+from fpsim.emulation.caches import Stored, cache_use
 from fpsim.emulation.entering import run_entered
 from fpsim.emulation.marks import is_made_here, is_roundable, is_seen_from_outside, is_state, mark_as_state
 from fpsim.emulation.operands import Rounds
@@ -32,6 +33,7 @@ from fpsim.models.compiled_forwards import (
     require_own_thread,
 )
 from fpsim.models.computed_weights import adopt
+from fpsim.policies.operand import Operand
 from fpsim.policies.policy import FEW_BITS, Policy, RoleSpecs
 from fpsim.policies.products import Products
 from fpsim.torch_internals import (
@@ -84,6 +86,7 @@ class EmulatedForward:
             self._signature: inspect.Signature | None = inspect.signature(forward)
         except (TypeError, ValueError):  # a builtin has none
             self._signature = None
+        self.cache_use = cache_use(self.module, self._signature)
         plain = vars(type(self.module)).get("forward") if self.inner is None else None
         self._method = plain if type(plain) is FunctionType else None  # of the class: what is usually bound
         self._scopes = {False: make_scope(self.name, self.policy or Policy(), self.listeners)}
@@ -150,6 +153,11 @@ class EmulatedForward:
     @property
     def products(self) -> Products | None:
         return self.scope.products
+
+    @property
+    def stored(self) -> Mapping[str, Operand] | None:
+        """How this very module stores keys and values; None where it stores none, or does not round them."""
+        return self.scope.cache if self.cache_use is not None and self.cache_use.stores else None
 
     def is_delayed(self) -> bool:
         """Whether any operand inside of the module takes its scale from earlier steps."""
@@ -220,11 +228,21 @@ class EmulatedForward:
         else:
             weights, is_float64 = _prepared(module, around.weights), around.is_float64
         scope = known.again(weights, self.wide, is_float64)
+        is_whole = not self.name and self.listeners.needs_cache
+        stored = None
+        if is_whole or (scope.cache is not None and self.cache_use is not None):
+            stored = Stored(self.cache_use, self.name or type(module).__name__)
+            if scope.cache is not None:
+                args, kwargs = stored.enter(args, kwargs)
         has_names = self.listeners.has_names and scope.dtype is not None and is_outermost and dtype is not scope.dtype
         out = run_entered(
             scope, functools.partial(_run_whole, forward) if is_outermost else forward, args, kwargs, has_names
         )
         driver = _DRIVERS.get(type(out))
+        if stored is not None and driver is None:
+            stored.require_rounded()
+            if is_whole:
+                stored.require_any(str(self.policy))
         return out if driver is None else driver(out, scope, has_names)
 
 

@@ -77,7 +77,7 @@ class _EmulatedRepr:
     def __call__(self) -> str:
         own = type(self.module).extra_repr(self.module)
         emulated = vars(self.module)[KEY]
-        words = f"fpsim: {describe(emulated.specs, emulated.products)}"
+        words = f"fpsim: {describe(emulated.specs, emulated.products, emulated.stored)}"
         return f"{own}, {words}" if own else words
 
 

@@ -19,6 +19,7 @@ from fpsim.emulation.scope import NO_SPECS, Listeners
 from fpsim.formats.blocks import BlockFormat, Delayed, as_format
 from fpsim.models.computed_weights import modules_that_compute, sources
 from fpsim.models.copying import carry_over
+from fpsim.models.forwards import EmulatedForward
 from fpsim.models.installed import bound_elsewhere, emulated_forward, emulated_forwards, install, uninstall
 from fpsim.policies.policy import ROLES, FormatLike, Policy
 from fpsim.policies.products import PRODUCTS
@@ -35,6 +36,7 @@ __all__ = [
     "quantize",
     "round_parameters_",
     "set_policy",
+    "try_policy",
 ]
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -93,6 +95,7 @@ def quantize(
     if not inplace:
         model = _copy_of(model, "quantize(model, fmt")
     _install_all(model, policies, Listeners())
+    _warn_of_an_idle_cache(model, policies, stacklevel=4)
     return model
 
 
@@ -115,6 +118,20 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
     >>> print(model)
     Linear(in_features=1, out_features=1, bias=False, fpsim: bf16 nearest_even)
     """
+    whole, shared = _whole(model)
+    policies = _policies(whole, fmt, rounding)
+    _change(whole, policies, shared)
+    _warn_of_an_idle_cache(whole, policies, stacklevel=3)
+
+
+def try_policy(model: nn.Module, fmt: FormatLike) -> None:
+    """`set_policy` for a tool that tries modules by themselves, and may leave out those that store keys and values."""
+    whole, shared = _whole(model)
+    _change(whole, _policies(whole, fmt, None), shared)
+
+
+def _whole(model: nn.Module) -> tuple[nn.Module, Listeners]:
+    """The quantised model itself, inside of whatever wrappers, and its listeners."""
     shared = listeners(model)
     whole = [module for module, forward in emulated_forwards(model) if not forward.name]
     if len(shared) > 1 or not whole:
@@ -122,11 +139,14 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
             f"{type(model).__name__} is not one quantised model: it is a part of one, or has several inside. Expected: "
             f"the model that fpsim.quantize gave, each by itself."
         )
-    policies = _policies(whole[0], fmt, rounding)
-    for name, module in whole[0].named_modules():
+    return whole[0], shared[0]
+
+
+def _change(model: nn.Module, policies: Mapping[str, Policy], shared: Listeners) -> None:
+    for name, module in model.named_modules():
         _require_interceptable(name, module, policies[name])
-    _install_all(whole[0], policies, shared[0])
-    histories = shared[0].histories
+    _install_all(model, policies, shared)
+    histories = shared.histories
     kept = {name: e for name, e in histories.state_dict().items() if keeps_history(name, e, policies)}
     histories.load_state_dict(kept)
 
@@ -184,11 +204,38 @@ def _install_all(model: nn.Module, policies: Mapping[str, Policy], listeners: Li
     for name, module in model.named_modules():
         if module not in apart and not is_compiled_wrapper(module) and _hindrance(module) is None:
             install(module, name, policies[name], listeners)
+    listeners.needs_cache = _needs_cache(model)
 
 
 def _have_one_format(policies: Iterable[Policy]) -> bool:
     """Whether activations that are rounded are all in one format."""
     return len({spec.fmt for policy in policies if (spec := policy.specs().activation) is not None}) < 2
+
+
+def _storing(model: nn.Module) -> list[EmulatedForward]:
+    """The modules that store keys and values in a cache of transformers, as far as their code says so."""
+    return [forward for _, forward in emulated_forwards(model) if forward.cache_use and forward.cache_use.stores]
+
+
+def _needs_cache(model: nn.Module) -> bool:
+    """Whether a call of the model is to store keys and values that are rounded.
+
+    A tool that tries modules by themselves may leave out those that store something.
+    """
+    forwards = _storing(model) or [forward for _, forward in emulated_forwards(model)]
+    return any(forward.policy is not None and forward.policy.cached is not None for forward in forwards)
+
+
+def _warn_of_an_idle_cache(model: nn.Module, policies: Mapping[str, Policy], stacklevel: int) -> None:
+    """Warn where overrides without a cache hold of each module that stores something."""
+    if _needs_cache(model) or all(policy.cached is None for policy in policies.values()):
+        return
+    names = ", ".join(forward.name for forward in _storing(model)[:3])
+    warnings.warn(
+        f"cache= changes nothing: each module that stores keys and values, such as {names}, is inside of an override "
+        f"without one. Use overrides={{pattern: fpsim.Policy(..., cache=...)}}, or omit cache=.",
+        stacklevel=stacklevel,
+    )
 
 
 def policies_of(model: nn.Module) -> dict[str, Policy]:
@@ -203,6 +250,7 @@ def install_policies(model: nn.Module, policies: Mapping[str, Policy]) -> None:
             install(module, forward.name, policies[forward.name], forward.listeners)
     for shared in listeners(model):
         shared.has_names = _have_one_format(policies_of(model).values())
+        shared.needs_cache = _needs_cache(model)
 
 
 def keeps_history(name: str, entry: Mapping[str, Any], policies: Mapping[str, Policy]) -> bool:

@@ -15,17 +15,20 @@ from fpsim.border import require_module
 from fpsim.checks import known_arguments, nearest, refuse, require_whole, shown
 from fpsim.formats.blocks import BlockFormat, Format, as_element, as_format
 from fpsim.kernels.variants import require_variant
+from fpsim.policies.operand import Operand, OperandLike, as_operand
 from fpsim.policies.products import Products
 from fpsim.tensors.spec import RoundingSpec, rounding_spec
 from fpsim.torch_internals import operation_homes
 
 __all__ = [
+    "CACHED",
     "FEW_BITS",
     "ROLES",
     "FormatLike",
     "Policy",
     "RoleSpecs",
     "describe",
+    "describe_cached",
     "matches",
     "no_match",
     "policy_of_format",
@@ -35,6 +38,7 @@ __all__ = [
 RoleFormat = str | Format | torch.dtype | np.dtype[Any] | type[np.generic]
 ROLES = ("weight", "activation", "error", "weight_grad")
 GRADIENTS = ("error", "weight_grad")
+CACHED = ("k", "v")  # what a cache of keys and values stores
 FEW_BITS = 6  # up to here nearest rounding makes zeros of most of a gradient, whatever its scale
 _HOMES_OF_OPERATIONS = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft)
 
@@ -79,6 +83,12 @@ class Policy:
         products: how the operands of matrix products are quantised, besides the roles: what a role has rounded enters a
             product in the operand's format. None leaves products alone.
         variant: as in `round_to`; one for all roles, or a mapping from role to variant. Only stochastic roles use it.
+        cache: in what transformers' caches of keys and values store them: {"k": operand, "v": operand}, each as in
+            `Products` (a format, an `Operand`, a function), or one for both. Keys are rounded after the rotary code,
+            each once, as it enters the cache, and attention reads what was stored. Numbers that share a scale lie along
+            the last axis, of one token and head. Without a cache, as in training, keys and values are rounded at the
+            same place. The gradient passes. Of overrides, the one holds of the module whose forward calls `update`. A
+            call of the model that stores nothing is an error then.
 
     Raises:
         ValueError: for unknown roles, names and invalid roundings.
@@ -89,6 +99,9 @@ class Policy:
     weight=e4m3fn nearest_even, activation=e4m3fn nearest_even, error=e5m2 nearest_even, weight_grad=float32
     >>> print(Policy(products=Products.all("mxfp8_e4m3", output="bf16"), overrides={"head": None}))
     products: mxfp8_e4m3 nearest_even, output=bf16 nearest_even; head: float32
+    >>> print(Policy("bf16", "bf16", cache={"k": "e4m3fn", "v": "int4 per row fp32"}))
+    weight=bf16 nearest_even, activation=bf16 nearest_even, error=float32, weight_grad=float32, \
+cache: k=e4m3fn nearest_even, v=int4 per row fp32 nearest_even
     """
 
     weight: RoleFormat | None = None
@@ -102,6 +115,7 @@ class Policy:
     float32: tuple[str, ...] = ()
     products: Products | None = None
     variant: str | Mapping[str, str] = "A"
+    cache: Mapping[str, OperandLike] | OperandLike = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "float32", _operation_names(self.float32))
@@ -114,6 +128,7 @@ class Policy:
         for bits in self.random_bits.values() if isinstance(self.random_bits, Mapping) else (self.random_bits,):
             rounding_spec("fp32", "stochastic", None, bits)  # checked where nothing is stochastic, too
         self._require_products()
+        object.__setattr__(self, "cache", _cached(self.cache))
         self.specs()
         if not isinstance(self.overrides, Mapping):
             raise TypeError(
@@ -152,6 +167,17 @@ class Policy:
                 f"products has output={self.products.output}, and activation={self.activation!r} rounds the results "
                 f"of products too. Give one of them."
             )
+
+    @property
+    def cached(self) -> dict[str, Operand] | None:
+        """How keys ("k") and values ("v") are stored, those of them that are rounded; None where neither is."""
+        return self.cache  # type: ignore[return-value]  # as __post_init__ has left it
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether keys or values are rounded as they are stored, under this policy or an override."""
+        policies = [self, *map(self._resolve, self.overrides.values())]
+        return any(policy.cache is not None for policy in policies)
 
     def specs(self) -> RoleSpecs:
         """The checked roundings of this policy's roles, overrides aside."""
@@ -219,11 +245,11 @@ class Policy:
         return replace(self, rounding=rounding, products=products, overrides=overrides)
 
     def __str__(self) -> str:
-        words = [describe(self.specs(), self.products)]
+        words = [describe(self.specs(), self.products, self.cached)]
         for pattern, inner in self.overrides.items():
             name = pattern if isinstance(pattern, str) else pattern.__name__
             resolved = self._resolve(inner)
-            words.append(f"{name}: {describe(resolved.specs(), resolved.products)}")
+            words.append(f"{name}: {describe(resolved.specs(), resolved.products, resolved.cached)}")
         if self.float32:
             words.append(f"float32: {', '.join(self.float32)}")
         return "; ".join(words)
@@ -272,11 +298,42 @@ def _operation_names(names: object) -> tuple[str, ...]:
 FormatLike = RoleFormat | Policy | None
 
 
-def describe(specs: RoleSpecs, products: Products | None) -> str:
+def describe(specs: RoleSpecs, products: Products | None, cached: Mapping[str, Operand] | None = None) -> str:
     """What is rounded, in words."""
-    if products is None:
-        return str(specs)
-    return f"{specs}, products: {products}" if any(specs) else f"products: {products}"
+    words = [str(specs)] if any(specs) or (products is None and not cached) else []
+    words += [] if products is None else [f"products: {products}"]
+    words += [f"cache: {describe_cached(cached)}"] if cached else []
+    return ", ".join(words)
+
+
+def describe_cached(cached: Mapping[str, Operand]) -> str:
+    """How keys and values are stored, in words."""
+    return ", ".join(f"{name}={operand}" for name, operand in cached.items())
+
+
+def _cached(value: object) -> dict[str, Operand] | None:
+    """`Policy(cache=...)` as operands by name; None where nothing is rounded."""
+    if value is None:
+        return None
+    given = value if isinstance(value, Mapping) else dict.fromkeys(CACHED, value)
+    unknown = [name for name in given if name not in CACHED]
+    if unknown:
+        raise ValueError(
+            refuse(f"cache names {shown(unknown[0])}, which no cache stores", CACHED, word=str(unknown[0]))
+        )
+    cached = {name: as_operand(f"cache: {name}", given[name]) for name in CACHED if given.get(name) is not None}
+    for name, operand in cached.items():
+        if operand.fmt is None or operand.source != "original" or operand.hadamard is not None or operand.ste != "pass":
+            raise ValueError(
+                f"cache has {name}={operand}, which is of a product. Expected: a format, a function, or an Operand "
+                f"without source, hadamard and ste."
+            )
+        if operand.is_delayed:
+            raise ValueError(
+                f"cache has {name}={operand}, whose scale follows from earlier steps, which a cache does not have. "
+                f"Expected: a format with a scale of the numbers at hand, such as 'e4m3fn per row fp32', or with none."
+            )
+    return cached or None
 
 
 def policy_of_format(fmt: FormatLike) -> Policy:

@@ -31,6 +31,7 @@ __all__ = [
 BASELINE = "fp32"  # the format that the others are compared with
 # The rounding of a cell whose gradients alone are rounded stochastically, and all else to the nearest.
 STOCHASTIC_GRADIENTS = "stochastic_gradients"
+CACHED = ("k", "v")  # of a policy's cache
 ANY_BITS = 64  # of no format more
 WORDS = ("accumulator", "backward", "attention", "block_kv", "p_scale")  # of products, which are no operands
 
@@ -46,6 +47,8 @@ def label(value: Any) -> str:
     'x,w=mxfp4 dy=e5m2 per 32'
     >>> label({"error": "e5m2", "overrides": {"stem": None, "head": None}})
     'error=e5m2 stem,head=float32'
+    >>> label({"activation": "bf16", "cache": {"k": "e4m3fn", "v": "e4m3fn"}})
+    'activation=bf16 k,v=e4m3fn'
     >>> label({"schedule": {0: {"error": "e5m2"}, 0.8: "recipe:bf16"}})
     'error=e5m2 then recipe:bf16 from 0.8'
     >>> label({"format": "e5m2", "update": "bf16_sr"})
@@ -102,6 +105,8 @@ def canonical_format(fmt: Any) -> Any:
 
     >>> canonical_format("half"), canonical_format({"error": "half", "weight": None})
     ('fp16', {'error': 'fp16'})
+    >>> canonical_format({"cache": "half"}), canonical_format({"cache": {"v": "fp16", "k": "fp16"}})
+    ({'cache': {'k': 'fp16', 'v': 'fp16'}}, {'cache': {'k': 'fp16', 'v': 'fp16'}})
     >>> canonical_format({"schedule": {0.8: "bf16", 0: "half", 0.5: "fp16"}})
     {'schedule': [[0, 'fp16'], [0.8, 'bf16']]}
     >>> canonical_format({"format": "half", "update": {"weight": "bf16"}})
@@ -143,7 +148,8 @@ def _canonical_policy(fmt: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("A format has 'rounding' in it. The sweep varies it: give roundings=[...].")
     try:
         _policy(fmt)
-        canonical = {k: _canonical(k, v) for k, v in fmt.items() if v is not None and (k, v) != ("variant", "A")}
+        given = {k: v for k, v in fmt.items() if v is not None and (k, v) != ("variant", "A")}
+        canonical = {k: word for k, v in given.items() if (word := _canonical(k, v)) is not None}
         json.dumps(canonical)
     except TypeError as error:
         raise ValueError(
@@ -158,6 +164,9 @@ def _canonical(field: str, value: Any) -> Any:
     if field == "products" and isinstance(value, Mapping):
         defaults = (("backward", "original"), ("attention", False))
         return {k: _canonical_of_products(k, v) for k, v in value.items() if v is not None and (k, v) not in defaults}
+    if field == "cache":
+        stored = value if isinstance(value, Mapping) else dict.fromkeys(CACHED, value)
+        return {name: _operands(stored[name]) for name in CACHED if stored.get(name) is not None} or None
     return _words(value) if field in ROLES else value
 
 
@@ -190,6 +199,9 @@ def _operands(value: Any) -> Any:
 
 def _policy(fields: Mapping[str, Any]) -> Policy:
     """A policy from the fields of a cell's format."""
+    if (cache := fields.get("cache")) is not None:
+        pairs = cache.items() if isinstance(cache, Mapping) else [(name, cache) for name in CACHED]
+        fields = {**fields, "cache": {name: as_operand(v) for name, v in pairs}}
     products = fields.get("products")
     if not isinstance(products, Mapping):
         return Policy(**fields)

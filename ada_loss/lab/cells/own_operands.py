@@ -78,8 +78,8 @@ def operand_functions(fmt: Any) -> Iterator[str]:
     """The import paths of operands anywhere in a format of a cell."""
     if isinstance(fmt, Mapping):
         for key, value in fmt.items():
-            if key == "products" and isinstance(value, Mapping):
-                yield from _paths([*value.values()])
+            if key in ("products", "cache"):
+                yield from _paths([*value.values()] if isinstance(value, Mapping) else value)
             else:
                 yield from operand_functions(value)
     elif isinstance(fmt, list | tuple):

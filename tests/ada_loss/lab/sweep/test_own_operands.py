@@ -14,6 +14,7 @@ import fpsim
 from ada_loss import resume, sweep
 from ada_loss.lab.cells.cell_formats import canonical_format, label, policy_of
 from ada_loss.lab.cells.cells import plan
+from ada_loss.lab.cells.own_operands import operand_functions
 from ada_loss.lab.results import Results
 
 WORD = "sweep_tasks:in_steps"
@@ -50,6 +51,23 @@ def test_a_function_of_a_module_is_an_operand_and_its_path_its_identity(tmp_path
     layer, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
     assert torch.equal(fpsim.quantize(layer, policy)(x), fpsim.quantize(layer, own)(x))
     assert not torch.equal(fpsim.quantize(layer, policy)(x), layer(x))
+
+
+def test_keys_and_values_have_canonical_forms_and_functions_by_their_paths() -> None:
+    given = {"cache": {"v": sweep_tasks.in_steps, "k": "half"}}
+    canonical = canonical_format(given)
+    assert canonical == {"cache": {"k": "fp16", "v": WORD}} == canonical_format(canonical)
+    assert list(canonical["cache"]) == ["k", "v"]
+    assert [*operand_functions(canonical)] == [*operand_functions({"cache": WORD})] == [WORD]
+    assert label(canonical) == f"k=fp16 v={WORD}"
+    assert canonical_format({"cache": "half"}) == canonical_format({"cache": {"k": "fp16", "v": "fp16"}})
+    assert canonical_format({"error": "e5m2", "cache": {"k": None}}) == {"error": "e5m2"}
+    stored = policy_of(canonical, "nearest_even").stages[0].fmt.cache
+    x = torch.randn(2, 5)
+    assert stored["v"].fmt.function(x, 1).equal(sweep_tasks.in_steps(x, 1))
+    assert stored["k"] == fpsim.Operand("fp16")
+    with pytest.raises(ValueError, match="cache names 'q', which no cache stores"):
+        canonical_format({"cache": {"q": "fp16"}})
 
 
 def test_a_folder_goes_on_where_its_user_ran_it_and_elsewhere_with_trust_alone(
