@@ -17,6 +17,7 @@ from fpsim.insight.compare import Comparison, compare
 from fpsim.insight.diagnose import Diagnosis, diagnose
 from fpsim.insight.last_layers import last_layers
 from fpsim.insight.lost_updates import LostUpdates, lost_updates
+from fpsim.insight.mismatch import Mismatch, mismatch
 from fpsim.insight.recording import Recording, record
 from fpsim.insight.sensitivity import Sensitivity, sensitivity
 from fpsim.insight.summary import summary
@@ -66,6 +67,7 @@ __all__ = [
     "FormatLike",
     "Hadamard",
     "LostUpdates",
+    "Mismatch",
     "Operand",
     "Policy",
     "Products",
@@ -96,6 +98,7 @@ __all__ = [
     "lost_updates",
     "manual_seed",
     "matmul",
+    "mismatch",
     "noise_of_torch",
     "quantize",
     "quantize_optimizer",

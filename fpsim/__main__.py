@@ -1,4 +1,6 @@
-"""The command line: `python -m fpsim verify --device cpu|cuda [--quick|--full]`, `python -m fpsim why script.py`."""
+"""The command line: `python -m fpsim verify --device cpu|cuda [--quick|--full]`, `python -m fpsim why script.py`, and
+`python -m fpsim mismatch FILE:make_a FILE:make_b --batch FILE:batch`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fpsim.insight.mismatch import mismatch
 from fpsim.insight.why import why
 from fpsim.tensors.golden import replay
 from fpsim.tensors.verify import verify
@@ -27,7 +30,7 @@ _NAMES: dict[str, tuple[Callable[[Any], bool], str]] = {  # of `why`, which a sc
 def main(arguments: list[str] | None = None) -> int:
     """Run a command, and return its exit status: 1 if a comparison differs, or a cause was found; 0 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m fpsim", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="verify|why")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="verify|why|mismatch")
     command = commands.add_parser(
         "verify", help="compare the kernels of this machine with golden vectors and a second definition"
     )
@@ -41,19 +44,51 @@ def main(arguments: list[str] | None = None) -> int:
         help="a Python file that defines `model` and `step`, and may define `optimizer`, `scaler` and `batches`; what "
         'stands under `if __name__ == "__main__":` is not run',
     )
+    command = commands.add_parser("mismatch", help="say why two engines disagree on the same tokens")
+    for side, what in (("a", "trains"), ("b", "samples")):
+        command.add_argument(side, metavar=f"FILE:make_{side}", help=f"a function that returns the model that {what}")
+    command.add_argument(
+        "--batch", required=True, metavar="FILE:batch", help="what the models are called with, or a function for it"
+    )
+    command.add_argument("--attribution", choices=("both", "back", "none"), default="both")
     chosen = parser.parse_args(arguments)
-    return _why(parser, chosen.script) if chosen.command == "why" else _verify(parser, chosen)
+    commands_of = {"why": lambda: _why(parser, chosen.script), "mismatch": lambda: _mismatch(parser, chosen)}
+    return commands_of.get(chosen.command, lambda: _verify(parser, chosen))()
+
+
+def _mismatch(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
+    """Print how far two engines are apart, and why."""
+    loaded: dict[str, dict[str, Any]] = {}
+    made = []
+    for word in (chosen.a, chosen.b, chosen.batch):
+        file, _, name = word.rpartition(":")
+        if not name.isidentifier() or not Path(file).is_file():
+            parser.error(f"Got {word!r}. Expected FILE:NAME, a Python file and a name at its top level.")
+        if file not in loaded:
+            loaded[file] = _run_script(file, "fpsim_mismatch")
+        if name not in loaded[file]:
+            parser.error(f"{file} does not define `{name}`. Expected it at its top level.")
+        value = loaded[file][name]
+        made.append(value() if callable(value) and not isinstance(value, torch.nn.Module) else value)
+    found = mismatch(*made, attribution=chosen.attribution)
+    print(found)
+    return int(found.is_beyond)
+
+
+def _run_script(script: str, name: str) -> dict[str, Any]:
+    """The names that a Python file defines; what stands under `if __name__ == "__main__":` is not run."""
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        return runpy.run_path(script, run_name=name)
+    finally:
+        del sys.path[0]
 
 
 def _why(parser: argparse.ArgumentParser, script: str) -> int:
     """Print why the step of a script fails."""
     if not Path(script).is_file():
         parser.error(f"Got {script!r}, which is not a file. Expected a Python file that defines `model` and `step`.")
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    try:
-        names = runpy.run_path(script, run_name="fpsim_why")
-    finally:
-        del sys.path[0]
+    names = _run_script(script, "fpsim_why")
     missing = [name for name in ("model", "step") if name not in names]
     if missing:
         parser.error(

@@ -43,6 +43,15 @@ def quantised(fmt: Any = "fp16") -> Any:
     return fpsim.quantize(model(), fmt, inplace=True)
 
 
+def language_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4))
+
+
+def ids() -> torch.Tensor:
+    return torch.arange(6).reshape(2, 3) % 4
+
+
 def batch() -> torch.Tensor:
     return torch.ones(2, 2)
 
@@ -309,6 +318,7 @@ CALLS = [
     Call("diagnose", _diagnose),
     Call("why", _why),
     Call("last_layers", lambda: (fpsim.last_layers, {"model": model(), "step": batch(), "loss": lambda out: out.sum()})),
+    Call("mismatch", lambda: (fpsim.mismatch, {"a": language_model(), "b": language_model(), "batch": ids(), "attribution": "none"})),
     Call("sensitivity", lambda: (fpsim.sensitivity, {"model": model(), "loss": lambda m: m(batch()).sum(), "policy": "fp16"})),
     Call("Sensitivity", lambda: (fpsim.Sensitivity, {"policy": _policy()})),
     Call("Sensitivity.policy", _method(_sensitivity, "policy", k=1)),

@@ -55,10 +55,14 @@ WORDS = {
     "transforms": ("transform",),
     "value": ("no code", "column"),
     "where": ("cell", "column"),
-    **dict.fromkeys("a b".split(), (*A_FORMAT, "side of the comparison", "cell")),
+    **dict.fromkeys("a b".split(), (*A_FORMAT, "side of the comparison", "cell", "the trainer", "the rollout")),
 }
 # Errors that neither a TypeError nor a ValueError of ours is: (callable, argument): classes, and why.
 LISTED: dict[tuple[str, str], tuple[tuple[type[Exception], ...], str]] = {
+    ("mismatch", "batch"): ((Exception,), "the models are called with it, and say themselves what they cannot take"),
+    ("mismatch", "a"): ((ValueError,), "a module that has no name in common with b, or another output"),
+    ("mismatch", "b"): ((ValueError,), "a module that has no name in common with a, or another output"),
+    **{("mismatch", f): ((TypeError, ValueError), "a function of the user's") for f in ("logits", "tokens", "mask")},
     ("compare", "batch"): ((Exception,), "the model is called with it, and says itself what it cannot take"),
     ("compare", "loss"): ((TypeError, ValueError), "a function of the user's, which is called, may raise anything"),
     ("sensitivity", "loss"): (
@@ -96,6 +100,7 @@ WITHOUT = {
     "Accumulator.random_bits_of": "of a format that the accumulator holds",
     "Codebook.goes_up": "for what builds the table of a book",
     "Comparison": "a result: compare() makes it",
+    "Mismatch": "a result: mismatch() makes it",
     "Job.load_state_dict": "for the checkpoint, which checks what it reads",
     "Job.note_update": "for the job's own scaler",
     "Job.result": "for the driver, of what a training returned",

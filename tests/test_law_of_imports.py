@@ -99,7 +99,11 @@ FLOORS = (
     ),
     (
         "fpsim.insight",
-        "__init__ pictures rows stepping reasons.__init__ reasons.event reasons.widening",
+        "__init__ pictures rows stepping reasons.__init__ reasons.event reasons.widening engines.__init__",
+        "engines.decisions engines.likelihoods engines.remedies engines.reordered engines.sides",
+        "engines.places",
+        "engines.kinds",
+        "mismatch",
         "compare last_layers lost_updates ranges sensitivity",
         "masks recording summary",
         "reasons.explaining_losses reasons.swamping",

@@ -1,0 +1,1 @@
+"""Parts of `mismatch`: two models run module by module, in each other's places."""

@@ -1,0 +1,173 @@
+"""What two engines say of the same tokens: log-probabilities, their divergence, and intervals over sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fpsim.checks import shown
+
+__all__ = ["Figures", "Likelihoods", "compared", "interval", "likelihoods", "read_batch"]
+
+BOOTSTRAPS = 1000
+
+
+class Likelihoods(NamedTuple):
+    """Log-probabilities of one engine.
+
+    chosen: of the token that came next, (batch, time - 1) float64.
+    all: of every token at the places of `valid`, (places, vocabulary) float64.
+    valid: (batch, time - 1) bool: places whose token and next token are no padding.
+    top: the likeliest token at the places of `valid`.
+    """
+
+    chosen: Tensor
+    all: Tensor
+    valid: Tensor
+    top: Tensor
+
+
+class Figures(NamedTuple):
+    """How far one engine's log-probabilities are from another's, over all places with a next token.
+
+    With p of a (the trainer) and q of b (the rollout) of the chosen token, and r = p / q:
+
+    mean_dlogp, largest_dlogp: of |log p - log q|.
+    k1, k3: the estimators of KL(q | p) from tokens that q has sampled, the means of -log r and r - 1 - log r
+        (Schulman 2020).
+    kl: KL(p | q) over the whole vocabulary, the mean in nats.
+    outside: the share of r outside of 1 - eps to 1 + eps.
+    perplexities: of a and of b.
+    flips: the share of places whose likeliest token differs.
+    by_sequence: the sum of the KL of each sequence, and its places: (batch, 2).
+    """
+
+    mean_dlogp: float
+    largest_dlogp: float
+    k1: float
+    k3: float
+    kl: float
+    outside: float
+    perplexities: tuple[float, float]
+    flips: float
+    by_sequence: np.ndarray[Any, Any]
+    by_position: np.ndarray[Any, Any]
+
+
+def read_batch(batch: Any, tokens: Any, mask: Any) -> tuple[Tensor, Tensor]:
+    """The ids of a batch and a bool mask of those that are no padding, (batch, time) each.
+
+    tokens, mask: functions of the batch; None takes `input_ids` and `attention_mask` of a mapping, or the first integer
+    tensor and no padding.
+    Raises TypeError where there are no ids, ValueError for shapes that do not fit.
+    """
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    named = batch if isinstance(batch, Mapping) else {}
+    ids = tokens(batch) if tokens is not None else named.get("input_ids", first)
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dim() != 2:
+        raise TypeError(
+            f"The batch {shown(batch)} has no ids of tokens. Expected: an integer tensor (batch, time), a mapping with "
+            f"'input_ids', or tokens=lambda batch: ..., which returns one."
+        )
+    kept = mask(batch) if mask is not None else named.get("attention_mask")
+    valid = torch.ones_like(ids, dtype=torch.bool) if kept is None else torch.as_tensor(kept).bool()
+    if valid.shape != ids.shape:
+        raise ValueError(
+            f"The mask has shape {tuple(valid.shape)}, and the ids {tuple(ids.shape)}. Expected: one for each token, "
+            f"True where it is no padding."
+        )
+    return ids, valid
+
+
+def likelihoods(
+    output: Any, ids: Tensor, valid: Tensor, logits: Callable[[Any], Tensor] | None, side: str
+) -> Likelihoods:
+    """The log-probabilities in a model's output. Raises ValueError for logits of another shape, or that are NaN."""
+    found = logits(output) if logits is not None else getattr(output, "logits", output)
+    found = found[0] if isinstance(found, tuple | list) and found else found
+    if not isinstance(found, Tensor) or found.dim() != 3 or found.shape[:2] != ids.shape or found.shape[-1] < 2:
+        what = tuple(found.shape) if isinstance(found, Tensor) else shown(found)
+        raise ValueError(
+            f"The output of {side} has logits {what}. Expected: (batch, time, vocabulary) = {tuple(ids.shape)} + "
+            f"(vocabulary,), in output.logits, as the output itself, or by logits=lambda output: ..."
+        )
+    both = valid[:, :-1] & valid[:, 1:]
+    wide = found[:, :-1].double()
+    if bool(wide[both].isnan().any()):
+        raise ValueError(
+            f"The logits of {side} have NaN at places that are no padding. Expected: numbers. fpsim.why(model, step) "
+            f"or fpsim.diagnose says where a model becomes NaN."
+        )
+    logs = wide.log_softmax(-1)
+    chosen = logs.gather(-1, ids[:, 1:].unsqueeze(-1).to(logs.device)).squeeze(-1)
+    return Likelihoods(chosen, logs[both], both, wide[both].argmax(-1))
+
+
+def compared(a: Likelihoods, b: Likelihoods, eps: float) -> Figures:
+    """The figures of b beside a."""
+    valid = a.valid
+    change = (a.chosen - b.chosen)[valid]
+    ratio = change.exp()
+    p = a.all.exp()
+    kl = torch.where(p > 0, p * (a.all - b.all), 0.0).sum(-1)
+    places = torch.zeros(valid.shape, dtype=torch.float64)
+    places[valid] = kl
+    counts = valid.double()
+    seen = counts.sum(0).clamp(min=1)
+    distance = torch.zeros_like(places)
+    distance[valid] = change.abs()
+    n = max(int(valid.sum()), 1)
+    return Figures(
+        mean_dlogp=float(change.abs().sum()) / n,
+        largest_dlogp=float(change.abs().max()) if change.numel() else 0.0,
+        k1=float(-change.sum()) / n,
+        k3=float((ratio - 1 - change).sum()) / n,
+        kl=float(kl.sum()) / n,
+        outside=float(((ratio - 1).abs() > eps).double().sum()) / n,
+        perplexities=tuple(math.exp(-float(x.chosen[valid].sum()) / n) for x in (a, b)),  # type: ignore[arg-type]
+        flips=float((a.top != b.top).double().sum()) / n,
+        by_sequence=torch.stack([places.sum(1), counts.sum(1)], 1).numpy(),
+        by_position=(distance.sum(0) / seen).numpy(),
+    )
+
+
+def joined(parts: list[Figures]) -> Figures:
+    """The figures of several batches together."""
+    if len(parts) == 1:
+        return parts[0]
+    weights = np.array([max(part.by_sequence[:, 1].sum(), 1) for part in parts])
+
+    def mean(of: Callable[[Figures], float]) -> float:
+        return float(np.average([of(part) for part in parts], weights=weights))
+
+    length = max(len(part.by_position) for part in parts)
+    padded = [np.pad(part.by_position, (0, length - len(part.by_position)), constant_values=np.nan) for part in parts]
+    return Figures(
+        mean_dlogp=mean(lambda f: f.mean_dlogp),
+        largest_dlogp=max(part.largest_dlogp for part in parts),
+        k1=mean(lambda f: f.k1),
+        k3=mean(lambda f: f.k3),
+        kl=mean(lambda f: f.kl),
+        outside=mean(lambda f: f.outside),
+        perplexities=tuple(math.exp(mean(lambda f, i=i: math.log(f.perplexities[i]))) for i in (0, 1)),  # type: ignore[arg-type,misc]
+        flips=mean(lambda f: f.flips),
+        by_sequence=np.concatenate([part.by_sequence for part in parts]),
+        by_position=np.nanmean(np.stack(padded), 0),
+    )
+
+
+def interval(part: np.ndarray[Any, Any], whole: np.ndarray[Any, Any], seed: int) -> tuple[float, float]:
+    """The central 95 % of sum(part) / sum(whole) over sequences drawn with replacement; both are sums by sequence."""
+    n = len(part)
+    if n < 2:
+        return math.nan, math.nan
+    drawn = np.random.default_rng(seed).integers(0, n, (BOOTSTRAPS, n))
+    totals = whole[drawn].sum(1)
+    shares = part[drawn].sum(1) / np.where(totals == 0, np.nan, totals)
+    low, high = np.nanquantile(shares, [0.025, 0.975])
+    return float(low), float(high)

@@ -1,0 +1,153 @@
+"""Where two engines part: each module's output beside the other's, and its own code on the same inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpsim.insight.engines.reordered import Permuted
+from fpsim.insight.engines.sides import Door, Pair, cloned
+from fpsim.torch_internals import tensors_of
+from fpsim.torch_modes import without_torch_function
+
+__all__ = ["Kept", "Local", "Measured", "Place", "relative_of"]
+
+MARGIN = 4.0  # times the floor, from which on a difference is no matter of the order of sums
+TINY = 2.0**-40  # below every dtype's rounding of a sum: a floor of zero is one of numbers that were lucky
+
+
+class Kept:
+    """A visitor that keeps what each call of each module gives."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[tuple[str, int], list[Tensor]] = {}
+        self._calls: dict[str, int] = {}
+
+    def __call__(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = door.run(*args, **kwargs)
+        with without_torch_function():
+            self._note(door, out)
+        return out
+
+    def _note(self, door: Door, out: Any) -> None:
+        call = self._calls.get(door.name, 0)
+        self._calls[door.name] = call + 1
+        self.seen(door, call, out)
+
+    def seen(self, door: Door, call: int, out: Any) -> None:
+        self.outputs[door.name, call] = [x.detach().clone() for x in floats_of(out)]
+
+
+class Measured(Kept):
+    """A visitor that compares what each call gives with what another run has kept."""
+
+    def __init__(self, kept: Kept, valid: Tensor) -> None:
+        super().__init__()
+        self._kept, self._valid = kept, valid
+        self.relative: dict[str, float] = {}
+        self.order: list[str] = []
+        self.unlike: dict[str, str] = {}
+
+    def seen(self, door: Door, call: int, out: Any) -> None:
+        known = self._kept.outputs.get((door.name, call))
+        if known is None:
+            self.unlike.setdefault(door.name, "called more often than in a")
+            return
+        found = floats_of(out)
+        if [x.shape for x in known] != [x.shape for x in found]:
+            shapes = " and ".join(str([tuple(x.shape) for x in of]) for of in (known, found))
+            self.unlike.setdefault(door.name, f"its outputs have other shapes: {shapes}")
+            return
+        if door.name not in self.relative:
+            self.order.append(door.name)
+        self.relative[door.name] = max(self.relative.get(door.name, 0.0), relative_of(known, found, self._valid))
+
+
+def floats_of(out: Any) -> list[Tensor]:
+    return [x for x in tensors_of(out) if x.is_floating_point()]
+
+
+def relative_of(a: list[Tensor], b: list[Tensor], valid: Tensor) -> float:
+    """|b - a| / |a| of the worst of several tensors, at places that are no padding; inf where b alone is not finite."""
+    worst = 0.0
+    for x, y in zip(a, b, strict=True):
+        x, y = x.double(), y.double()
+        if x.shape[: valid.dim()] == valid.shape:
+            x, y = x[valid], y[valid]
+        mask = x.isfinite() & (x.abs() < 1e37)
+        if bool((~y.isfinite() & mask).any()):
+            return math.inf
+        difference, norm = (y - x)[mask].norm(), x[mask].norm()
+        if float(difference):
+            worst = max(worst, float(difference / norm) if float(norm) else math.inf)
+    return worst
+
+
+@dataclass
+class Place:
+    """A module whose own code differs.
+
+    local: the relative difference of its own code on the same inputs. floor: what another order of sums does there.
+    """
+
+    name: str
+    kind_of: str
+    local: float
+    floor: float
+    inputs: Any = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether it is more than another order of sums."""
+        return self.local > max(MARGIN * self.floor, TINY)
+
+
+class Local:
+    """A visitor of a run of a: after each module, b's own code runs on the same inputs, with a's modules inside."""
+
+    def __init__(self, pair: Pair, valid: Tensor, told: Callable[[], object]) -> None:
+        self._pair, self._valid, self._told = pair, valid, told
+        self.places: dict[str, Place] = {}
+        self.order: list[str] = []
+
+    def __call__(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        other = self._pair.doors["b"].get(door.name)
+        if other is None:
+            return door.run(*args, **kwargs)
+        before, given = torch.get_rng_state(), cloned((args, kwargs))
+        out = door.run(*args, **kwargs)
+        after = torch.get_rng_state()
+        with without_torch_function():
+            self._compare(door, other, given, before, [x.detach().clone() for x in floats_of(out)])
+        torch.set_rng_state(after)
+        self._told()
+        return out
+
+    def _compare(self, door: Door, other: Door, given: Any, state: Tensor, known: list[Tensor]) -> None:
+        name = door.name
+
+        def quietly(which: Door, mode: Any = None) -> list[Tensor]:
+            torch.set_rng_state(state)
+            choice = (lambda n: "b" if n == name else "a") if which is other else (lambda n: "a")
+            return floats_of(self._pair.quietly(which, choice, cloned(given), mode))
+
+        if name not in self.places:
+            self.order.append(name)
+        found = quietly(other)
+        if [x.shape for x in found] != [x.shape for x in known]:
+            local = math.inf
+        else:
+            local = relative_of(known, found, self._valid)
+        floor = 0.0
+        if 0 < local < math.inf:
+            floor = relative_of(known, quietly(door, Permuted), self._valid)
+        earlier = self.places.get(name)
+        if earlier is None or local > earlier.local:
+            kept = cloned(given) if local > max(MARGIN * floor, TINY) else None
+            self.places[name] = Place(name, type(door.module).__name__, local, floor, kept)

@@ -1,0 +1,123 @@
+"""Remedies for a mismatch: the rollout's policy changed, and run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fpsim.formats.blocks import as_format
+from fpsim.models.installed import emulated_forwards
+from fpsim.policies.policy import ROLES, Policy
+from fpsim.policies.products import Products
+
+__all__ = ["Truncated", "changed_policies", "fields_of", "remedies_for", "truncated"]
+
+Change = Callable[[str, Policy], Policy]
+
+
+class Truncated(NamedTuple):
+    """Importance weights p / q that are cut off at a limit, as numbers: nothing is trained.
+
+    share: of weights that are cut. mean: of the weights that are left. effective: sample size over the size, 0 to 1.
+    """
+
+    limit: float
+    share: float
+    mean: float
+    effective: float
+
+
+def truncated(change: Tensor, limit: float = 2.0) -> Truncated:
+    """change: log p - log q of the chosen tokens."""
+    weights = change.exp()
+    cut = weights.clamp(max=limit)
+    n = max(weights.numel(), 1)
+    effective = float(cut.sum() ** 2 / (cut**2).sum() / n) if weights.numel() else 1.0
+    return Truncated(limit, float((weights > limit).double().sum()) / n, float(cut.mean()), effective)
+
+
+@contextmanager
+def changed_policies(model: nn.Module, change: Change) -> Iterator[bool]:
+    """A model under other policies inside of the block; yields whether any module's is another one."""
+    before = [(emulated, emulated.policy) for _, emulated in emulated_forwards(model)]
+    is_other = False
+    try:
+        for emulated, policy in before:
+            assert policy is not None
+            other = change(emulated.name, policy)
+            if other != policy:
+                is_other = True
+                emulated.renew(emulated.name, other, emulated.listeners)
+        yield is_other
+    finally:
+        for emulated, policy in before:
+            if emulated.policy != policy:
+                emulated.renew(emulated.name, policy, emulated.listeners)
+
+
+def remedies_for(
+    a: nn.Module, head: str | None, routers: set[str], halving: list[str], names: Callable[[str], str]
+) -> list[tuple[str, Change]]:
+    """What is tried, in words, with the change of each module's policy. names: a's name of a module of b."""
+    of_a = {emulated.name: emulated.policy for _, emulated in emulated_forwards(a)}
+
+    def wide(chosen: Callable[[str], bool]) -> Change:
+        return lambda name, policy: Policy() if chosen(names(name)) else policy
+
+    found: list[tuple[str, Change]] = []
+    if head is not None:
+        found.append((f"the head, {head}, in float32", wide(lambda name: name == head)))
+    if routers:
+        inside = {*routers}
+        found.append(
+            (
+                f"routers ({', '.join(sorted(routers)[:2])}{' ...' if len(routers) > 2 else ''}) in float32",
+                wide(lambda name: any(name == r or name.startswith(f"{r}.") for r in inside)),
+            )
+        )
+    found.append(("fp16 in the place of bf16", lambda name, policy: _in_fp16(policy)))
+    found.append(("the cache as wide as activations", lambda name, policy: replace(policy, cache=None)))
+
+    def attention_of_a(name: str, policy: Policy) -> Policy:
+        mine = of_a.get(names(name))
+        if policy.products is None or not policy.products.attention:
+            return policy
+        attention: Any = False if mine is None or mine.products is None else mine.products.attention
+        return replace(policy, products=replace(policy.products, attention=attention))
+
+    found.append(("attention as in a", attention_of_a))
+    if halving:
+        found.append((f"{', '.join(halving)} in float32", wide(lambda name: name in halving)))
+    return found
+
+
+def _in_fp16(policy: Policy) -> Policy:
+    bf16 = as_format("bf16")
+    roles = {r: "fp16" for r in ROLES if getattr(policy, r) is not None and as_format(getattr(policy, r)) == bf16}
+    products = policy.products
+    if products is not None and products.output is not None and as_format(products.output.fmt) == bf16:  # type: ignore[union-attr,arg-type]
+        products = replace(products, output="fp16")
+    return replace(policy, **roles, products=products)  # type: ignore[arg-type]
+
+
+def fields_of(a: Policy, b: Policy) -> list[tuple[str, Policy]]:
+    """The parts in which b's policy of a module differs, each with b's policy with a's part put back."""
+    found: list[tuple[str, Policy]] = []
+    for role in ("weight", "activation"):
+        if getattr(a, role) != getattr(b, role):
+            found.append((role, replace(b, **{role: getattr(a, role)})))
+    p, q = a.products or Products(), b.products or Products()
+    for i, name in enumerate(("x", "w")):
+        if p.fprop[i] != q.fprop[i]:
+            pair = (p.fprop[0], q.fprop[1]) if i == 0 else (q.fprop[0], p.fprop[1])
+            found.append((f"operand {name}", replace(b, products=replace(q, fprop=pair))))
+    for name in ("output", "accumulator", "attention"):
+        if getattr(p, name) != getattr(q, name):
+            found.append((name, replace(b, products=replace(q, **{name: getattr(p, name)}))))
+    if a.cache != b.cache:
+        found.append(("cache", replace(b, cache=a.cache)))
+    return found

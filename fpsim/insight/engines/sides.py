@@ -1,0 +1,254 @@
+"""Two models that call one another's modules: whose own code runs is chosen for each module of a run.
+
+A module's *own code* is what its forward computes beside the modules that it calls. Each module of both models has a
+door in its call slot. Where a run chose the other side, the door calls the other side's module with the same arguments,
+and the modules which that calls come back through doors of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.checks import shown
+from fpsim.emulation.scope import active
+from fpsim.insight.stepping import called
+from fpsim.tensors.noise import keep_random_numbers, noise_of_torch
+from fpsim.torch_internals import map_leaves
+from fpsim.torch_modes import CALL_SLOT, call_inside, without_torch_function
+from fpsim.undoing import Undo, undone
+
+__all__ = ["Door", "Pair", "Visitor", "cloned"]
+
+Result = TypeVar("Result")
+Visitor = Callable[["Door", tuple[Any, ...], dict[str, Any]], Any]
+Choice = Callable[[str], str]
+SIDES = ("a", "b")
+
+
+class Door:
+    """What stands in the call slot of a module.
+
+    side: "a" or "b". name: of the module, as the first side calls it.
+    """
+
+    def __init__(self, pair: Pair, side: str, name: str, module: nn.Module) -> None:
+        self.pair, self.side, self.name, self.module = pair, side, name, module
+        self._inside = getattr(module, CALL_SLOT, None) or call_inside(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.pair.come(self, args, kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's call, whose inner modules have doors of their own."""
+        return self._inside(*args, **kwargs)
+
+
+class Pair:
+    """The models of both sides, and who runs where.
+
+    names: of the modules that both have, in the order of the first one's.
+    alone: names of modules that one side has alone, by side.
+    """
+
+    def __init__(self, a: nn.Module, b: nn.Module, names: Mapping[str, str], seed: int, undo: Undo) -> None:
+        self.models, self.seed = {"a": a, "b": b}, seed
+        self.doors: dict[str, dict[str, Door]] = {side: {} for side in SIDES}
+        for side, model in self.models.items():
+            for name, module in model.named_modules():
+                known = renamed(name, names) if side == "b" else name
+                self.doors[side][known] = Door(self, side, known, module)
+        self.names = [name for name in self.doors["a"] if name in self.doors["b"]]
+        self.alone = {side: [n for n in self.doors[side] if n not in self.doors[other]] for side, other in ("ab", "ba")}
+        self.passes = 0
+        self.running = ""  # the module whose own code runs
+        self._chosen: Choice = lambda name: "a"
+        self._visitor: Visitor | None = None
+        self._modes: list[Callable[[], Any]] = []
+        self._autocast = _autocast_here()
+        self._dtypes = {side: _dtype_of(model) for side, model in self.models.items()}
+        for side in SIDES:
+            for door in self.doors[side].values():
+                undo.by(partial(_close, door.module, vars(door.module).get(CALL_SLOT)))
+                vars(door.module)[CALL_SLOT] = door
+
+    def run(
+        self, batch: Any, choice: Choice | str, visitor: Visitor | None = None, mode: Callable[[], Any] | None = None
+    ) -> Any:
+        """The output of a batch.
+
+        choice: whose own code runs in the module of a name; "a" or "b" for one side everywhere.
+        visitor: runs each module, given its door and arguments; None calls `door.run`.
+        mode: makes a mode of torch functions that is around all of it.
+        """
+        self.passes += 1
+        chosen = (lambda name: choice) if isinstance(choice, str) else choice
+        root = self.models[chosen("")]
+
+        def seeded(undo: Undo) -> Any:
+            keep_random_numbers(undo)
+            torch.manual_seed(self.seed)
+            with self._choosing(chosen, visitor), self._inside(mode):
+                return self._apart(lambda: called(root, batch))
+
+        return undone(seeded)
+
+    def come(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call of a module gives: its own side's code, or the other side's."""
+        wanted = self._chosen(door.name)
+        other = self.doors[wanted].get(door.name)
+        if wanted == door.side or other is None:
+            return self._visited(door, args, kwargs)
+        given, named = self.crossed((args, kwargs), door.side, wanted)
+        return self.crossed(self._apart(lambda: self._visited(other, given, named)), wanted, door.side)
+
+    def quietly(self, door: Door, choice: Choice, given: Any, mode: Any = None) -> Any:
+        """A call of one module under a choice of its own that nobody visits.
+
+        given: arguments and named ones, as a's module takes them; the result is as a's too.
+        """
+        args, kwargs = self.crossed(given, "a", door.side)
+        with self._choosing(choice, None), self._inside(mode):
+            return self.crossed(self._apart(lambda: door.run(*args, **kwargs)), door.side, "a")
+
+    def crossed(self, tree: Any, before: str, after: str) -> Any:
+        """Arguments or results for a side: tensors of which nothing is known there, in its own dtype.
+
+        What is in the dtype of one model is cast to that of the other; a mask stays a finite one.
+        """
+        from_dtype, to_dtype = self._dtypes[before], self._dtypes[after]
+
+        def move(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            wide = x.detach()
+            if from_dtype is to_dtype or x.dtype is not from_dtype:
+                return wide
+            ends = torch.finfo(to_dtype)
+            if ends.max < torch.finfo(from_dtype).max:
+                wide = torch.where(wide.isinf(), wide, wide.clamp(ends.min, ends.max))
+            return wide.to(to_dtype)
+
+        with without_torch_function():  # the mode of the side that calls would say other dtypes
+            return map_leaves(move, tree)
+
+    def _visited(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        around, self.running = self.running, door.name
+        try:
+            return door.run(*args, **kwargs) if self._visitor is None else self._visitor(door, args, kwargs)
+        finally:
+            self.running = around
+
+    @contextmanager
+    def _choosing(self, choice: Choice, visitor: Visitor | None) -> Iterator[None]:
+        before = self._chosen, self._visitor
+        self._chosen, self._visitor = choice, visitor
+        try:
+            yield
+        finally:
+            self._chosen, self._visitor = before
+
+    @contextmanager
+    def _inside(self, mode: Callable[[], Any] | None) -> Iterator[None]:
+        before = self._modes
+        self._modes = before if mode is None else [*before, mode]
+        try:
+            yield
+        finally:
+            self._modes = before
+
+    def _apart(self, function: Callable[[], Result]) -> Result:
+        """Run a function in a thread of its own: the modes of torch and the emulation of the caller are not there."""
+        results: list[Result] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                with ExitStack() as stack:
+                    stack.enter_context(torch.no_grad())
+                    stack.enter_context(noise_of_torch())  # which all threads share
+                    for autocast in self._autocast:
+                        stack.enter_context(autocast())
+                    for mode in self._modes:
+                        stack.enter_context(mode())
+                    results.append(function())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="fpsim.mismatch", daemon=True)
+        emulation, active.emulation = active.emulation, None  # or it would warn of work that it gives to a thread
+        try:
+            thread.start()
+        finally:
+            active.emulation = emulation
+        thread.join()
+        if errors:
+            raise errors[0]
+        return results[0]
+
+
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    """The first side's name of a module of the second: the longest prefix of whole parts that is renamed."""
+    parts = name.split(".") if name else []
+    for n in range(len(parts), -1, -1):
+        prefix = ".".join(parts[:n])
+        if prefix in names:
+            return ".".join(part for part in (names[prefix], *parts[n:]) if part)
+    return name
+
+
+def require_names(names: Any) -> dict[str, str]:
+    """The mapping of names. Raises TypeError for what is none."""
+    if names is None:
+        return {}
+    if not isinstance(names, Mapping) or not all(isinstance(x, str) for pair in names.items() for x in pair):
+        raise TypeError(
+            f"names={shown(names)}. Expected: a mapping from names of b's modules, or their beginnings, to a's: "
+            f"{{'transformer.h': 'model.layers'}}."
+        )
+    return dict(names)
+
+
+def _close(module: nn.Module, before: Any) -> None:
+    if before is None:
+        vars(module).pop(CALL_SLOT, None)
+    else:
+        vars(module)[CALL_SLOT] = before
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype of most of a model's numbers."""
+    counts: dict[torch.dtype, int] = {}
+    for p in model.parameters():
+        if p.is_floating_point():
+            counts[p.dtype] = counts.get(p.dtype, 0) + p.numel()
+    return max(counts, key=lambda dtype: counts[dtype]) if counts else torch.float32
+
+
+def cloned(tree: Any) -> Any:
+    """Arguments that may be written to: tensors, and objects with a state, as a cache of keys and values."""
+
+    def copied(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.detach().clone()
+        has_state = hasattr(x, "__dict__") and not (callable(x) or isinstance(x, type))
+        return copy.deepcopy(x) if has_state else x
+
+    with without_torch_function():
+        return map_leaves(copied, tree)
+
+
+def _autocast_here() -> list[Callable[[], Any]]:
+    """What enters the autocast that is on here."""
+    found: list[Callable[[], Any]] = []
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            found.append(partial(torch.autocast, device, torch.get_autocast_dtype(device)))
+    return found

@@ -1,0 +1,516 @@
+"""mismatch(a, b, batch): why two engines, one that trains and one that samples, disagree on the same tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fpsim.border import require_memory, require_module, require_seed
+from fpsim.checks import is_finite_number, require_callable, require_word, shown
+from fpsim.insight.engines.decisions import Choices, Decision, Replayed, compared_choices
+from fpsim.insight.engines.kinds import kind_of, policies_of
+from fpsim.insight.engines.likelihoods import (
+    Figures,
+    Likelihoods,
+    compared,
+    interval,
+    joined,
+    likelihoods,
+    read_batch,
+)
+from fpsim.insight.engines.places import Kept, Local, Measured, Place
+from fpsim.insight.engines.remedies import Truncated, changed_policies, fields_of, remedies_for, truncated
+from fpsim.insight.engines.reordered import Permuted, Split
+from fpsim.insight.engines.sides import Pair, require_names
+from fpsim.insight.rows import Rows, number, text_table
+from fpsim.models.installed import emulated_forward, emulated_forwards
+from fpsim.policies.policy import Policy
+from fpsim.torch_modes import keeps_grad_mode
+from fpsim.undoing import Undo, undone
+
+__all__ = ["Mismatch", "mismatch"]
+
+ATTRIBUTIONS = ("both", "back", "none")
+COLUMNS = ("module", "kind", "local", "floor", "put_back", "added")
+SHOWN, TOP, MOST_BACK = 12, 5, 8
+HALF = 0.5
+BEYOND = 4.0  # times the floor's figure, from which on a difference is more than another order of sums
+
+
+class Tried(NamedTuple):
+    """A change of b, and the mean |dlogp| and KL with it."""
+
+    what: str
+    mean_dlogp: float
+    kl: float
+
+
+class Mismatch(Rows):
+    """How far two engines are apart, and why; a row for each module whose own code differs. See `mismatch`.
+
+    figures, floor: `Figures` of b beside a, and of a beside itself with sums in another order.
+    first: the first module in the order of the run whose output is beyond the floor: name, relative difference, floor.
+    last: the last one's.
+    halving: the modules that, put back one after the other, halve the KL, with the KL after each.
+    parts: within the five largest places, what of a policy explains which share: (module, part, share).
+    decisions: rows of topk and argmax calls, with the share of rows that differ and the margin at which they do.
+    replayed: mean KL with a's decisions in b; None where there are none.
+    tried: remedies, each with its mean |dlogp| and KL.
+    weights: truncated importance weights.
+    alone: modules that one side has alone, by side, and `unlike`, those whose outputs have other shapes.
+    passes: how often a model ran.
+    """
+
+    def __init__(self, words: tuple[str, str], eps: float) -> None:
+        super().__init__()
+        self.words, self.eps = words, eps
+        self.figures: Figures | None = None
+        self.floor: Figures | None = None
+        self.first: tuple[str, float, float] | None = None
+        self.last: tuple[str, float, float] | None = None
+        self.halving: list[tuple[str, float]] = []
+        self.parts: list[tuple[str, str, float]] = []
+        self.decisions: list[dict[str, Any]] = []
+        self.replayed: float | None = None
+        self.tried: list[Tried] = []
+        self.weights: Truncated | None = None
+        self.alone: dict[str, list[str]] = {"a": [], "b": []}
+        self.unlike: dict[str, str] = {}
+        self.passes = 0
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether anything is named: more than another order of sums."""
+        return bool(self)
+
+    def __str__(self) -> str:
+        f, floor = self.figures, self.floor
+        assert f is not None
+        assert floor is not None
+        places = int(f.by_sequence[:, 1].sum())
+        lines = [
+            f"a: {self.words[0]}",
+            f"b: {self.words[1]}",
+            f"{places} tokens of {len(f.by_sequence)} sequences: mean |dlogp| {f.mean_dlogp:.3g} (largest "
+            f"{f.largest_dlogp:.3g}), k1 {f.k1:.3g}, k3 {f.k3:.3g}, KL {f.kl:.3g} nats, {f.outside:.1%} of ratios "
+            f"outside of 1 ± {self.eps:g}, perplexity {f.perplexities[0]:.5g} and {f.perplexities[1]:.5g}, likeliest "
+            f"token other in {f.flips:.1%}",
+            f"Floor, sums in another order alone: mean |dlogp| {floor.mean_dlogp:.3g}, KL {floor.kl:.3g} nats.",
+        ]
+        lines += self._places()
+        lines += self._decided()
+        if self.tried:
+            lines.append("Tried in b (mean |dlogp|, KL):")
+            lines += [f"  {t.what}: {t.mean_dlogp:.3g}, {t.kl:.3g}" for t in self.tried]
+        if self.weights is not None and self.is_beyond:
+            w = self.weights
+            lines.append(
+                f"Importance weights cut off at {w.limit:g}: {w.share:.2%} are cut, effective sample size "
+                f"{w.effective:.1%}."
+            )
+        for side, names in self.alone.items():
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                lines.append(f"In {side} alone, and so not compared: {', '.join(names[:3])}{more}.")
+        lines += [f"{name} is not compared: {why}." for name, why in self.unlike.items()]
+        lines.append(f"{self.passes} passes.")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _places(self) -> list[str]:
+        f = self.figures
+        assert f is not None
+        if not self:
+            return ["Nothing is beyond the floor, and no module is named."]
+        lines = []
+        top = self[0]
+        lines.append(f"Most: {_spoken(top['module'])} ({top['class']}): {top['kind']}: {top['detail']}.")
+        if self.first is not None and self.last is not None:
+            lines.append(
+                f"Outputs are beyond the floor first at {_spoken(self.first[0])} ({number(self.first[1])}, floor "
+                f"{number(self.first[2])}), and end at {_spoken(self.last[0])} with {number(self.last[1])}."
+            )
+        lines.append("Modules whose own code differs, and the share of KL that each explains (95 % over sequences):")
+        cells = [[_cell(row, name) for name in COLUMNS] for row in self[:SHOWN]]
+        lines.append(text_table(COLUMNS, cells))
+        if len(self) > SHOWN:
+            lines.append(f"... and {len(self) - SHOWN} more; all others give the same on the same inputs.")
+        for module, part, share in self.parts:
+            lines.append(f"  of {_spoken(module)}, {part} put back explains {share:.0%}")
+        if self.halving:
+            steps = ", ".join(f"{_spoken(name)} (KL {kl:.3g})" for name, kl in self.halving)
+            is_half = self.halving[-1][1] <= HALF * f.kl
+            lines.append(f"Put back greedily, half of the KL is {'gone' if is_half else 'not gone'} with {steps}.")
+        return lines
+
+    def _decided(self) -> list[str]:
+        lines = []
+        for row in self.decisions:
+            if row["flips"]:
+                lines.append(
+                    f"Decisions at {_spoken(row['module'])}: {row['flips']:.1%} of {row['rows']} differ, at a median "
+                    f"margin of {number(row['margin_of_flips'])} (all: {number(row['margin'])})"
+                )
+        if self.replayed is not None and lines:
+            lines.append(f"With a's decisions replayed in b: KL {self.replayed:.3g} nats.")
+        return lines
+
+
+def _spoken(name: str) -> str:
+    return name or "the model itself"
+
+
+def _cell(row: Mapping[str, Any], name: str) -> str:
+    value = row[name]
+    if name == "module":
+        return _spoken(value)
+    if name in ("put_back", "added"):
+        if value is None:
+            return "-"
+        low, high = row[f"{name}_interval"]
+        return f"{value:.0%}" if math.isnan(low) else f"{value:.0%} [{low:.0%}, {high:.0%}]"
+    return number(value)
+
+
+@keeps_grad_mode
+def mismatch(
+    a: nn.Module,
+    b: nn.Module,
+    batch: Any,
+    *,
+    logits: Callable[[Any], Tensor] | None = None,
+    tokens: Callable[[Any], Tensor] | None = None,
+    mask: Callable[[Any], Tensor] | None = None,
+    names: Mapping[str, str] | None = None,
+    eps: float = 0.2,
+    attribution: str = "both",
+    seed: int = 0,
+    progress: Callable[[], object] | None = None,
+) -> Mismatch:
+    """Say how far two engines disagree on the same tokens, where that begins, what kind it is, and what would cure it.
+
+    `a` trains and `b` samples: two policies of one model, or two implementations. Each module's *own code*, what it
+    computes beside the modules that it calls, is run on the same inputs on both sides, with the same modules inside.
+    Where that gives another result, beyond `MARGIN` times what another order of its sums gives, the module is a place.
+    For each place the share of the KL divergence that it explains is measured by putting it back (b with a's own code
+    there) and by adding it (a with b's there); the two differ where errors compensate. Its kind is one of: formula,
+    rounding point, format or scale of an operand, accumulator or order, cache or state, weights.
+
+    Both models run without gradients and are left as they were. Sides run in threads of their own, so that neither's
+    formats, autocast or modes reach the other.
+
+    Args:
+        a, b: modules, quantised or not, in eval or train mode; dropout draws the same numbers in both.
+        batch: what the models are called with: ids (batch, time), a tuple, or a mapping such as transformers'; or an
+            iterable of such, as a DataLoader.
+        logits: from an output to (batch, time, vocabulary); None takes `output.logits` or the output itself.
+        tokens, mask: from a batch to ids and to what is no padding, (batch, time); None takes `input_ids` and
+            `attention_mask`. Padding counts nowhere.
+        names: modules of b that have other names in a, or their beginnings: {"transformer.h": "model.layers"}.
+        eps: ratios p / q outside of 1 - eps to 1 + eps are counted.
+        attribution: "both", "back" (half of the passes) or "none".
+        seed: of dropout, noise and the intervals.
+        progress: called after each pass.
+
+    Returns:
+        A `Mismatch`, which prints as a report. At most 2 n + 20 passes for n modules; in one of them each module runs
+        as often as it is nested deep.
+
+    Raises:
+        TypeError: for what is no module or batch. ValueError: for logits of other shapes or that are NaN, and models
+        without a module of the same name.
+
+    >>> class Tiny(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embed, self.head = nn.Embedding(8, 16), nn.Linear(16, 8)
+    ...     def forward(self, ids):
+    ...         return self.head(self.embed(ids))
+    >>> _ = torch.manual_seed(0)
+    >>> model = Tiny()
+    >>> from fpsim import Policy, Products, quantize
+    >>> rollout = quantize(model, Policy(overrides={"head": Policy(products=Products(fprop=("e4m3fn", "e4m3fn")))}))
+    >>> found = mismatch(model, rollout, torch.arange(24).reshape(3, 8) % 8)
+    >>> found[0]["module"], found[0]["kind"]
+    ('head', 'format or scale of an operand')
+    """
+    require_module(a, "a, the trainer,")
+    require_module(b, "b, the rollout,")
+    require_memory(a)
+    require_memory(b)
+    require_seed(seed)
+    require_word("attribution", attribution, ATTRIBUTIONS)
+    if not is_finite_number(eps) or not eps > 0:
+        raise ValueError(f"eps={shown(eps)} is invalid. Expected: a number above 0, such as 0.2.")
+    for name, function in (("logits", logits), ("tokens", tokens), ("mask", mask), ("progress", progress)):
+        if function is not None:
+            require_callable(name, function, "lambda output: output.logits")
+    return undone(
+        partial(
+            _found,
+            a,
+            b,
+            _batches(batch),
+            (logits, tokens, mask),
+            require_names(names),
+            eps,
+            attribution,
+            seed,
+            progress,
+        )
+    )
+
+
+def _batches(batch: Any) -> list[Any]:
+    """The batches, each of which a model can be called with."""
+    if isinstance(batch, Tensor | tuple | list | Mapping):
+        return [batch]
+    if not isinstance(batch, Iterable):
+        raise TypeError(f"batch={shown(batch)}. Expected: ids, a tuple, a mapping, or an iterable of such.")
+    found = [*batch]
+    if not found:
+        raise ValueError("The iterable of batches is empty. Expected: at least one batch.")
+    return found
+
+
+class _Runs:
+    """The runs of a pair over all batches, and their figures beside a's."""
+
+    def __init__(self, pair: Pair, batches: list[Any], readers: Any, eps: float, progress: Any) -> None:
+        self.pair, self.batches, self.eps, self._progress = pair, batches, eps, progress
+        self._logits, tokens, mask = readers
+        self.read = [read_batch(batch, tokens, mask) for batch in batches]
+        self.of_a: list[Likelihoods] = []
+
+    def told(self) -> None:
+        if self._progress is not None:
+            self._progress()
+
+    def likelihoods(self, i: int, side: str, *args: Any, **kwargs: Any) -> Likelihoods:
+        out = self.pair.run(self.batches[i], *args, **kwargs)
+        self.told()
+        return likelihoods(out, *self.read[i], self._logits, side)
+
+    def figures(self, choice: Any, mode: Any = None) -> Figures:
+        """Of a run of all batches beside a."""
+        parts = [
+            compared(self.of_a[i], self.likelihoods(i, "a hybrid", choice, mode=mode), self.eps)
+            for i in range(len(self.batches))
+        ]
+        return joined(parts)
+
+    def one_by_one(self, side: str) -> Figures | None:
+        """Of each sequence alone beside all of a batch; None for batches whose parts are not known."""
+        parts = []
+        for i, batch in enumerate(self.batches):
+            ids, valid = self.read[i]
+            if not (isinstance(batch, (Tensor, Mapping))):
+                return None
+            rows = []
+            for r in range(len(ids)):
+                if isinstance(batch, Tensor):
+                    one: Any = batch[r : r + 1]
+                else:
+                    whole = len(ids)
+                    one = {
+                        k: v[r : r + 1] if isinstance(v, Tensor) and v.dim() and len(v) == whole else v
+                        for k, v in batch.items()
+                    }
+                out = self.pair.run(one, side)
+                rows.append(likelihoods(out, ids[r : r + 1], valid[r : r + 1], self._logits, side))
+            self.pair.passes -= len(ids) - 1
+            self.told()
+            together = Likelihoods(*(torch.cat([getattr(row, name) for row in rows]) for name in Likelihoods._fields))
+            parts.append(compared(self.of_a[i], together, self.eps))
+        return joined(parts)
+
+
+def _found(
+    a: nn.Module, b: nn.Module, batches: list[Any], readers: Any, names: dict[str, str], eps: float, attribution: str,
+    seed: int, progress: Any, undo: Undo,
+) -> Mismatch:  # fmt: skip
+    pair = Pair(a, b, names, seed, undo)
+    if not any(name for name in pair.names):
+        raise ValueError(
+            f"No module of b ({', '.join(pair.alone['b'][:3])} ...) has the name of one of a "
+            f"({', '.join(pair.alone['a'][:3])} ...). Expected: names={{beginning in b: beginning in a}}."
+        )
+    result = Mismatch((_described(a), _described(b)), eps)
+    result.alone = {side: [n for n in of if n] for side, of in pair.alone.items()}
+    runs = _Runs(pair, batches, readers, eps, progress)
+    measured, floors, decisions = _compare_outputs(runs, result)
+    places = _local_places(runs)
+    _name_first(result, measured, floors, places)
+    total = result.figures
+    assert total is not None
+    for place in places:
+        kind, detail = kind_of(pair, place, runs.read[0][1])
+        row = {"module": place.name, "class": place.kind_of, "kind": kind, "detail": detail, "local": place.local}
+        empty = {"put_back": None, "put_back_interval": (math.nan, math.nan)}
+        row |= {"floor": place.floor, **empty, "added": None, "added_interval": (math.nan, math.nan)}
+        result.append(row)
+    if result and attribution != "none":
+        _attribute(runs, result, total, attribution, seed)
+        _halve(runs, result, total)
+        _parts(runs, result, total)
+    if result:
+        _replay(runs, result, decisions)
+        _remedies(runs, result, measured)
+    result.passes = pair.passes
+    return result
+
+
+def _described(model: nn.Module) -> str:
+    policies = [emulated.policy for _, emulated in emulated_forwards(model)]
+    if policies:
+        words = str(policies[0])
+        return f"{type(model).__name__}, {words if len(words) < 100 else words[:97] + '...'}"
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    return f"{type(model).__name__}, {str(dtype).removeprefix('torch.')}"
+
+
+def _compare_outputs(runs: _Runs, result: Mismatch) -> tuple[Measured, Measured, tuple[list[Decision], list[Decision]]]:
+    """Both engines, and a with sums in another order. Modules of the first batch alone: two sets of activations."""
+    pair, made = runs.pair, ([], [])  # type: ignore[var-annotated]
+    parts, floors = [], []
+    for i in range(len(runs.batches)):
+        valid = runs.read[i][1]
+        kept = Kept()
+
+        def noting(side: int) -> Any:
+            return lambda: Choices(made[side], lambda: pair.running)
+
+        runs.of_a.append(runs.likelihoods(i, "a", "a", kept, noting(0) if i == 0 else None))
+        measured, floor = Measured(kept, valid), Measured(kept, valid)
+        of_b = runs.likelihoods(i, "b", "b", measured, noting(1) if i == 0 else None)
+        parts.append(compared(runs.of_a[i], of_b, runs.eps))
+        if i == 0:
+            first, of_floor = measured, floor
+            change = (runs.of_a[0].chosen - of_b.chosen)[runs.of_a[0].valid]
+            result.weights = truncated(change)
+        floors.append(compared(runs.of_a[i], runs.likelihoods(i, "a", "a", floor, Permuted), runs.eps))
+    result.figures = joined(parts)
+    candidates = [joined(floors), runs.figures("a", Split)]
+    alone = runs.one_by_one("a")
+    candidates += [] if alone is None else [alone]
+    result.floor = max(candidates, key=lambda f: f.mean_dlogp)
+    result.unlike = first.unlike
+    result.decisions = compared_choices(*made)
+    return first, of_floor, made
+
+
+def _local_places(runs: _Runs) -> list[Place]:
+    """Places beyond the floor, in the order of the run."""
+    local = Local(runs.pair, runs.read[0][1], lambda: None)
+    runs.likelihoods(0, "a", "a", local)
+    return [place for name in local.order if (place := local.places[name]).is_beyond]
+
+
+def _name_first(result: Mismatch, measured: Measured, floors: Measured, places: list[Place]) -> None:
+    beyond = [
+        (name, measured.relative[name], floors.relative.get(name, 0.0))
+        for name in measured.order
+        if measured.relative[name] > max(BEYOND * floors.relative.get(name, 0.0), 2.0**-40)
+    ]
+    if beyond and places:
+        result.first, result.last = beyond[0], beyond[-1]
+
+
+def _attribute(runs: _Runs, result: Mismatch, total: Figures, attribution: str, seed: int) -> None:
+    """The share of KL that each place explains: what is gone with a's code there, and what b's code alone makes."""
+    whole = total.by_sequence[:, 0]
+    for row in result:
+        name = row["module"]
+        if len(result) == 1:  # b with a's code there is a
+            without = np.zeros_like(whole)
+        else:
+            without = runs.figures(lambda n, name=name: "a" if n == name else "b").by_sequence[:, 0]
+        row["put_back"] = float((whole - without).sum() / whole.sum()) if whole.sum() else 0.0
+        row["put_back_interval"] = interval(whole - without, whole, seed)
+        row["kl_without"] = float(without.sum() / max(total.by_sequence[:, 1].sum(), 1))
+        if attribution == "both":
+            alone = (
+                whole
+                if len(result) == 1
+                else runs.figures(lambda n, name=name: "b" if n == name else "a").by_sequence[:, 0]
+            )
+            row["added"] = float(alone.sum() / whole.sum()) if whole.sum() else 0.0
+            row["added_interval"] = interval(alone, whole, seed)
+    result.sort(key=lambda row: -max(row["put_back"], row["added"] or 0.0))
+
+
+def _halve(runs: _Runs, result: Mismatch, total: Figures) -> None:
+    """Put places back, the one that explains most first, until half of the KL is gone."""
+    back: list[str] = []
+    for row in result[:MOST_BACK]:
+        back.append(row["module"])
+        if len(back) == 1:
+            kl = row["kl_without"]
+        else:
+            chosen = set(back)
+            kl = runs.figures(lambda n, chosen=chosen: "a" if n in chosen else "b").kl
+        result.halving.append((row["module"], kl))
+        if kl <= HALF * total.kl:
+            return
+
+
+def _parts(runs: _Runs, result: Mismatch, total: Figures) -> None:
+    """What of a policy explains which share, in the places that explain most."""
+    for row in result[:TOP]:
+        doors = [runs.pair.doors[side][row["module"]] for side in "ab"]
+        both = policies_of(doors[0].module, doors[1].module)
+        if both is None:
+            continue
+        parts = fields_of(*both)
+        if len(parts) < 2:
+            continue
+        wanted = emulated_forward(doors[1].module)
+        for words, policy in parts:
+            if wanted is None:
+                break
+
+            def change(name: str, own: Policy, policy: Policy = policy, wanted: str = wanted.name) -> Policy:
+                return policy if name == wanted else own
+
+            with changed_policies(runs.pair.models["b"], change) as is_other:
+                if is_other:
+                    kl = runs.figures("b").kl
+                    result.parts.append((row["module"], words, 1 - kl / total.kl if total.kl else 0.0))
+
+
+def _replay(runs: _Runs, result: Mismatch, decisions: tuple[list[Decision], list[Decision]]) -> None:
+    if not any(row["flips"] for row in result.decisions):
+        return
+    made: Iterator[Decision] = iter(decisions[0])
+    found = runs.likelihoods(0, "b", "b", mode=lambda: Replayed(made))
+    result.replayed = compared(runs.of_a[0], found, runs.eps).kl
+
+
+def _remedies(runs: _Runs, result: Mismatch, measured: Measured) -> None:
+    """Changes of b's policy, each run."""
+    pair = runs.pair
+    model = pair.models["b"]
+    if not any(True for _ in emulated_forwards(model)):
+        return
+    vocabulary = runs.of_a[0].all.shape[-1]
+    weights = {name: next(iter(door.module.parameters(recurse=False)), None) for name, door in pair.doors["b"].items()}
+    heads = [n for n in measured.order if (w := weights.get(n)) is not None and w.dim() == 2 and vocabulary in w.shape]
+    head = heads[-1] if heads else None
+    routers = {row["module"] for row in result.decisions if row["module"]}
+    names: dict[str, str] = {}
+    for known, door in pair.doors["b"].items():
+        names[next(n for n, m in model.named_modules() if m is door.module)] = known
+    halving = [name for name, _ in result.halving]
+    for words, change in remedies_for(pair.models["a"], head, routers, halving, lambda n: names.get(n, n)):
+        with changed_policies(model, change) as is_other:
+            if is_other:
+                figures = runs.figures("b")
+                result.tried.append(Tried(words, figures.mean_dlogp, figures.kl))
+    result.tried.sort(key=lambda t: t.kl)

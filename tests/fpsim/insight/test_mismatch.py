@@ -1,0 +1,427 @@
+"""Two engines with one planted difference: the place, the kind and the shares that `mismatch` names."""
+
+from __future__ import annotations
+
+import copy
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiers
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fpsim import Accumulator, Attention, Policy, Products, mismatch, quantize
+from fpsim.insight.engines.likelihoods import interval
+from fpsim.torch_modes import CALL_SLOT
+
+WIDTH, WORDS = 32, 64
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(WIDTH)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Attend(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.tensor(1 / math.sqrt(WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = (q @ k.mT) * self.scale
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return self.out(torch.softmax(scores.masked_fill(hidden, torch.finfo(x.dtype).min), -1) @ v)
+
+
+class Experts(nn.Module):
+    """A router, and the two of four experts that it chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 4), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = torch.topk(self.gate(x).softmax(-1), 2, -1)
+        mask = F.one_hot(chosen, 4).to(x.dtype) * weights.unsqueeze(-1)
+        return sum(mask.sum(-2)[..., i : i + 1] * F.gelu(e(x)) for i, e in enumerate(self.experts))  # type: ignore[return-value]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attend, self.norm2, self.mlp = Norm(), Attend(), Norm(), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = Norm(), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    made = Small().eval()
+    with torch.no_grad():
+        for p in made.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return made
+
+
+IDS = torch.randint(0, WORDS, (4, 12), generator=torch.Generator().manual_seed(1))
+
+
+def _replaced(of: nn.Module, name: str, forward: Callable[..., Any]) -> nn.Module:
+    module = of.get_submodule(name)
+    module.forward = types.MethodType(forward, module)
+    return of
+
+
+def _epsilon(of: Any) -> None:
+    of.blocks[1].norm2.eps = 1e-1
+
+
+def _residual(of: Any) -> None:
+    _replaced(of, "blocks.0", lambda self, x: self.attend(self.norm1(x)) + self.mlp(self.norm2(x)))
+
+
+def _order_of_norm(of: Any) -> None:
+    _replaced(of, "blocks.1", lambda self, x: (y := self.attend(self.norm1(x)) + x) + self.norm2(self.mlp(y)))
+
+
+def _rounded_result(of: Any) -> None:
+    of.blocks[0].mlp.experts[2].register_forward_hook(lambda module, given, out: out.to(torch.float8_e4m3fn).float())
+
+
+def _half_softmax(of: Any) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        hidden = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).triu(1)
+        scores = ((q @ k.mT) * self.scale).masked_fill(hidden, torch.finfo(x.dtype).min)
+        return self.out(torch.softmax(scores, -1).to(torch.float8_e5m2).to(x.dtype) @ v)  # type: ignore[no-any-return]
+
+    _replaced(of, "blocks.1.attend", forward)
+
+
+def _quantised_by_hand(of: Any) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        scale = x.abs().amax() / 7
+        return F.linear(torch.round(x / scale) * scale, self.weight, self.bias)
+
+    _replaced(of, "blocks.0.attend.out", forward)
+
+
+def _quantised_weight(of: Any) -> None:
+    w = of.blocks[1].attend.qkv.weight
+    w.data = w.data.to(torch.float8_e4m3fn).float()
+
+
+def _untied(of: Any) -> None:
+    of.head.weight = nn.Parameter(of.head.weight.detach() + 0.02)
+
+
+def _stale(of: Any) -> None:
+    of.blocks[0].attend.scale.mul_(1.1)
+
+
+PLANTED: dict[str, tuple[Callable[[Any], None], str, str]] = {
+    "an epsilon": (_epsilon, "blocks.1.norm2", "formula"),
+    "a missing residual": (_residual, "blocks.0", "formula"),
+    "the order of a norm": (_order_of_norm, "blocks.1", "formula"),
+    "a result in E4M3": (_rounded_result, "blocks.0.mlp.experts.2", "rounding point"),
+    "softmax in E5M2": (_half_softmax, "blocks.1.attend", "rounding point"),
+    "an operand in four bits": (_quantised_by_hand, "blocks.0.attend.out", "format or scale of an operand"),
+    "a weight in E4M3": (_quantised_weight, "blocks.1.attend.qkv", "weights"),
+    "an untied head": (_untied, "head", "weights"),
+    "a stale scale": (_stale, "blocks.0.attend", "cache or state"),
+}
+
+
+@pytest.mark.parametrize("cause", PLANTED)
+@pytest.mark.parametrize("fmt", [None, "bf16"])
+def test_a_planted_difference_is_named_with_its_kind(cause: str, fmt: str | None) -> None:
+    plant, place, kind = PLANTED[cause]
+    a = model()
+    b = copy.deepcopy(a)
+    plant(b)
+    found = mismatch(a, b, IDS) if fmt is None else mismatch(quantize(a, fmt), quantize(b, fmt), IDS)
+    assert [row["module"] for row in found] == [place]
+    assert found[0]["kind"] == kind
+    assert f"{place} (" in str(found)
+    assert kind in str(found)
+    assert found[0]["put_back"] == found[0]["added"] == 1.0
+    assert found.halving == [(place, 0.0)]
+
+
+BF16 = dict.fromkeys(("weight", "activation", "error", "weight_grad"), "bf16")
+POLICIES: dict[str, tuple[Policy, Policy, str, str]] = {
+    "granularity": (
+        Policy(products=Products(fprop=("e4m3fn per row fp32", None))),
+        Policy(products=Products(fprop=("e4m3fn per tensor fp32", None))),
+        "format or scale of an operand",
+        "operand x: e4m3fn per row fp32 nearest_even in a, e4m3fn per tensor fp32",
+    ),
+    "accumulator": (
+        Policy(products=Products(accumulator="fp16")),
+        Policy(products=Products(accumulator="cb16_chunk64")),
+        "accumulator or order",
+        "accumulator: fp16 in a",
+    ),
+    "splits": (
+        Policy(products=Products(accumulator=Accumulator("fp32", order="torch", splits=2, split_format="bf16"))),
+        Policy(products=Products(accumulator=Accumulator("fp32", order="torch", splits=4, split_format="bf16"))),
+        "accumulator or order",
+        "splits=4",
+    ),
+    "a role": (Policy(), Policy(**BF16), "rounding point", "activation: float32 in a, bf16"),
+    "another role": (Policy(**BF16), Policy(**{**BF16, "activation": "fp16"}), "format or scale of an operand", "fp16"),
+}
+
+
+@pytest.mark.parametrize("case", POLICIES)
+def test_policies_that_differ_in_one_module_are_told_apart(case: str) -> None:
+    own, others, kind, words = POLICIES[case]
+    of_a, of_b = (Policy(overrides={"blocks.1.mlp.gate": inner}) for inner in (own, others))
+    found = mismatch(quantize(model(), of_a), quantize(model(), of_b), IDS)
+    assert [(row["module"], row["kind"]) for row in found] == [("blocks.1.mlp.gate", kind)]
+    assert words in found[0]["detail"]
+
+
+def test_attentions_blocks_of_keys_are_an_order() -> None:
+    wide = quantize(model(), Policy(products=Products(attention=Attention(p="e4m3fn", block_kv=4))))
+    narrow = quantize(model(), Policy(products=Products(attention=Attention(p="e4m3fn", block_kv=3))))
+    found = mismatch(wide, narrow, IDS)
+    assert {row["module"] for row in found} == {"blocks.0.attend", "blocks.1.attend"}
+    assert {row["kind"] for row in found} == {"accumulator or order"}
+    assert any(t.what == "attention as in a" and t.kl == 0 for t in found.tried)
+
+
+def _permuted(module: nn.Module) -> None:
+    for linear in module.modules():
+        if isinstance(linear, nn.Linear):
+            order = torch.randperm(linear.in_features)
+            linear.forward = types.MethodType(  # type: ignore[method-assign]
+                lambda self, x, order=order: F.linear(x[..., order], self.weight[:, order], self.bias), linear
+            )
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("reorders", [False, True])
+def test_nothing_is_named_where_nothing_differs_but_the_order_of_sums(seed: int, reorders: bool) -> None:
+    a = model(seed)
+    b = copy.deepcopy(a)
+    if reorders:
+        _permuted(b)
+    found = mismatch(a, b, IDS)
+    assert not found.is_beyond
+    assert "no module is named" in str(found)
+    if reorders:
+        assert 0 < found.figures.mean_dlogp < 10 * found.floor.mean_dlogp
+
+
+def test_the_figures_are_those_of_their_definitions() -> None:
+    a, b = model(), model(1)
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    found = mismatch(a, b, (IDS,), mask=lambda batch: mask, eps=0.1, attribution="none").figures
+    with torch.no_grad():
+        p, q = (m(IDS).double().log_softmax(-1)[:, :-1] for m in (a, b))
+    chosen = [x.gather(-1, IDS[:, 1:, None]).squeeze(-1) for x in (p, q)]
+    valid = (mask[:, 1:] * mask[:, :-1]).bool()
+    d = (chosen[0] - chosen[1])[valid]
+    ratio = d.exp()
+    expected = {
+        "mean_dlogp": d.abs().mean(),
+        "largest_dlogp": d.abs().max(),
+        "k1": -d.mean(),
+        "k3": (ratio - 1 - d).mean(),
+        "kl": (p.exp() * (p - q)).sum(-1)[valid].mean(),
+        "outside": ((ratio - 1).abs() > 0.1).double().mean(),
+        "flips": (p.argmax(-1) != q.argmax(-1))[valid].double().mean(),
+    }
+    for name, value in expected.items():
+        assert getattr(found, name) == pytest.approx(float(value), rel=1e-12), name
+    assert found.perplexities[0] == pytest.approx(float((-chosen[0][valid].mean()).exp()), rel=1e-12)
+    assert found.by_sequence[:, 1].tolist() == valid.sum(1).tolist()
+    assert len(found.by_position) == IDS.shape[1] - 1
+
+
+def test_two_places_share_the_divergence_and_both_are_put_back() -> None:
+    a = model()
+    b = copy.deepcopy(a)
+    _epsilon(b)
+    _quantised_by_hand(b)
+    found = mismatch(a, b, IDS)
+    assert {row["module"] for row in found} == {"blocks.1.norm2", "blocks.0.attend.out"}
+    for row in found:  # put back by hand: b with one of the two alone
+        other = copy.deepcopy(a)
+        (_quantised_by_hand if row["module"] == "blocks.1.norm2" else _epsilon)(other)
+        left = mismatch(a, other, IDS, attribution="none").figures.kl
+        assert row["put_back"] == pytest.approx(1 - left / found.figures.kl, abs=1e-6)
+        low, high = row["put_back_interval"]
+        assert low <= row["put_back"] <= high
+    assert found.passes < 2 * len([*a.named_modules()]) + 20
+
+
+def test_experts_that_flip_are_counted_with_their_margin_and_replayed() -> None:
+    a = model()
+    b = quantize(a, Policy(overrides={"blocks.0.mlp.gate": Policy(products=Products(fprop=("mxfp4", "mxfp4")))}))
+    found = mismatch(a, b, IDS)
+    rows = {row["module"]: row for row in found.decisions}
+    seen = []
+    hooks = [m.blocks[0].mlp.gate.register_forward_hook(lambda *args: seen.append(args[-1].detach())) for m in (a, b)]  # type: ignore[union-attr,index]
+    with torch.no_grad():
+        a(IDS), b(IDS)
+    for hook in hooks:
+        hook.remove()
+    chosen = [x.softmax(-1).topk(2, -1).indices.sort(-1).values for x in seen]
+    flips = (chosen[0] != chosen[1]).any(-1).double().mean()
+    assert rows["blocks.0.mlp"]["flips"] == pytest.approx(float(flips))
+    assert 0 < flips < 1
+    assert rows["blocks.0.mlp"]["margin_of_flips"] < rows["blocks.0.mlp"]["margin"]
+    assert found.replayed < found.figures.kl
+    assert "Decisions at blocks.0.mlp" in str(found)
+
+
+def test_remedies_are_measured() -> None:
+    bf16 = Policy(**BF16)
+    b = Policy(**BF16, overrides={"head": Policy(**BF16, products=Products(fprop=("e2m1fn", "e2m1fn")))})
+    found = mismatch(quantize(model(), bf16), quantize(model(), b), IDS)
+    tried = {t.what: t for t in found.tried}
+    assert tried["the head, head, in float32"].kl < 0.1 * found.figures.kl
+    assert {module for module, _, _ in found.parts} == {"head"}
+    assert {part for _, part, _ in found.parts} == {"operand x", "operand w"}
+    assert found.weights.share >= 0
+    assert 0 < found.weights.effective <= 1
+
+
+def test_two_dtypes_of_a_real_model_and_names_that_are_mapped() -> None:
+    a = model()
+    half = copy.deepcopy(a).bfloat16()
+    found = mismatch(a, half, IDS)
+    assert {row["kind"] for row in found} == {"rounding point"}
+
+    class Renamed(nn.Module):
+        def __init__(self, of: Any) -> None:
+            super().__init__()
+            self.wte, self.h, self.final, self.lm = of.embed, of.blocks, of.norm, of.head
+
+        def forward(self, ids: Tensor) -> Any:
+            x = self.wte(ids)
+            for block in self.h:
+                x = block(x)
+            return types.SimpleNamespace(logits=self.lm(self.final(x)) * 1.01)
+
+    other = Renamed(copy.deepcopy(a))
+    found = mismatch(a, other, IDS, names={"wte": "embed", "h": "blocks", "final": "norm", "lm": "head"})
+    assert [(row["module"], row["kind"]) for row in found] == [("", "formula")]
+    partly = mismatch(a, other, IDS, names={"h": "blocks"})
+    assert partly.alone == {"a": ["embed", "norm", "head"], "b": ["wte", "final", "lm"]}
+    assert "In a alone, and so not compared: embed, norm, head." in str(partly)
+
+
+def test_models_are_left_as_they_were_even_where_one_raises() -> None:
+    a = model()
+    b = quantize(a, "bf16")
+    before = [p.clone() for p in (*a.parameters(), *b.parameters())]
+    state = torch.get_rng_state()
+    mismatch(a, b, IDS)
+    broken = copy.deepcopy(a)
+    _replaced(broken, "blocks.1", lambda self, x: x.nothing)
+    with pytest.raises(AttributeError, match="nothing"):
+        mismatch(a, broken, IDS)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(map(torch.equal, before, (*a.parameters(), *b.parameters())))
+    for of in (a, b, broken):
+        assert not any(CALL_SLOT in vars(m) for m in of.modules())
+    assert torch.equal(a(IDS), a(IDS))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"batch": torch.randn(2, 3)}, TypeError, "has no ids"),
+        ({"batch": []}, ValueError, "is empty|no ids"),
+        ({"batch": 3}, TypeError, "Expected: ids, a tuple, a mapping"),
+        ({"b": nn.Sequential(nn.Embedding(WORDS, WORDS))}, ValueError, "has the name of one of a"),
+        ({"eps": 0}, ValueError, "eps"),
+        ({"attribution": "all"}, ValueError, "attribution"),
+        ({"mask": lambda batch: torch.ones(3)}, ValueError, "The mask has shape"),
+        ({"logits": lambda out: out[0]}, ValueError, "logits"),
+        ({"names": {"h": 3}}, TypeError, "a mapping from names"),
+    ],
+)
+def test_wrong_arguments_are_refused(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    given: dict[str, Any] = {"a": model(), "b": model(), "batch": IDS, **change}
+    a, b, batch = (given.pop(name) for name in ("a", "b", "batch"))
+    with pytest.raises((error, TypeError), match=words):
+        mismatch(a, b, batch, **given)
+
+
+def test_nan_is_an_error_that_names_the_side() -> None:
+    b = model()
+    with torch.no_grad():
+        b.norm.weight[0] = math.nan  # type: ignore[union-attr,index]
+    with pytest.raises(ValueError, match=r"The logits of b have NaN"):
+        mismatch(model(), b, IDS)
+
+
+def test_an_interval_covers_the_share_in_95_of_100_draws() -> None:
+    generator = torch.Generator().manual_seed(5)
+    hits = 0
+    for seed in range(200):
+        whole = torch.rand(40, generator=generator).double() + 0.5
+        part = whole * (0.3 + 0.2 * torch.randn(40, generator=generator).double())
+        low, high = interval(part.numpy(), whole.numpy(), seed)
+        hits += low <= 0.3 <= high
+    assert 180 <= hits <= 199  # 95 % of 200 within three standard deviations
+
+
+@tiers.parametrize("name", ["llama", "mixtral", "gpt2", "mamba"], keep={"llama"})
+def test_models_of_transformers_are_taken_module_by_module(name: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    torch.manual_seed(0)
+    if name == "llama":
+        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+        place = "model.layers.1.mlp.down_proj"
+    elif name == "mixtral":
+        made = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, num_local_experts=4))
+        place = "model.layers.1.self_attn.o_proj"
+    elif name == "gpt2":
+        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
+        made, place = transformers.GPT2LMHeadModel(config), "transformer.h.0.mlp.c_fc"
+    else:
+        made = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, state_size=4))
+        place = "backbone.layers.1.mixer.in_proj"
+    made.eval()
+    ids = IDS % 64
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    b = copy.deepcopy(made)
+    b.get_submodule(place).register_forward_hook(lambda module, given, out: out.half().float())
+    found = mismatch(made, b, batch)
+    assert [(row["module"], row["kind"]) for row in found] == [(place, "rounding point")]
+    assert not mismatch(made, copy.deepcopy(made), batch)
