@@ -206,8 +206,12 @@ def test_keys_alone_are_rounded_where_nothing_is_said_of_values() -> None:
     assert torch.equal(cache.layers[0].values, plain.layers[0].values)
 
 
-def test_roles_of_the_model_hold_beside_its_cache() -> None:
-    roles = {"weight": "bf16", "activation": "bf16", "error": "bf16", "weight_grad": "bf16"}
+BF16 = {"weight": "bf16", "activation": "bf16", "error": "bf16", "weight_grad": "bf16"}
+PRODUCTS = fpsim.Products.all("mxfp4", attention=True)
+
+
+@pytest.mark.parametrize("roles", [BF16, {"products": PRODUCTS}, {**BF16, "products": PRODUCTS}], ids=["r", "p", "rp"])
+def test_roles_and_products_of_the_model_hold_beside_its_cache(roles: dict[str, Any]) -> None:
     model = llama().train()
     both, alone = fpsim.quantize(model, fpsim.Policy(**roles, cache=KV)), fpsim.quantize(model, fpsim.Policy(**roles))
     out = both(IDS, labels=IDS, use_cache=False)
@@ -222,7 +226,8 @@ def test_roles_of_the_model_hold_beside_its_cache() -> None:
 
     expected = alone(IDS, labels=IDS, past_key_values=ByHand(config=model.config))
     require_equal_steps(out, both, expected, alone)
-    assert torch.equal(out.logits, out.logits.to(torch.bfloat16).float())
+    assert torch.equal(out.logits, out.logits.to(torch.bfloat16).float()) == ("weight" in roles)
+    assert not torch.equal(out.logits, alone(IDS).logits)
 
 
 def test_a_model_of_real_bfloat16_stores_what_its_dtype_holds() -> None:
