@@ -188,6 +188,26 @@ def test_a_trainer_replays_what_the_rollout_read() -> None:
     assert (plain - replayed).abs().max() > 2**-14  # what a trainer without the cache's formats would be off by
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4", "e4m3fn per tensor fp32", "e4m3fn per 8x8 fp32"])
+def test_a_scale_over_tokens_is_warned_of(fmt: str) -> None:
+    with pytest.warns(UserWarning, match=r"cache has v=.*, with a scale for all tokens that come together"):
+        fpsim.quantize(llama(), fpsim.Policy(cache={"k": "e4m3fn", "v": fmt}))
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4_row", "mxfp4", "int4 per row fp32", "e4m3fn per 1x4 fp32", "hif8"])
+def test_a_scale_of_each_token_is_the_same_whatever_comes_with_it(fmt: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = fpsim.quantize(llama().double(), fpsim.Policy(cache=fmt))
+    whole, parts = DynamicCache(), DynamicCache()
+    x = IDS[:, :3]
+    model(x, past_key_values=whole)
+    for i in range(3):
+        model(x[:, i : i + 1], past_key_values=parts)
+    assert torch.equal(whole.layers[0].keys, parts.layers[0].keys)
+    assert torch.equal(whole.layers[0].values, parts.layers[0].values)
+
+
 def test_a_key_is_rounded_once_and_read_as_it_was_stored() -> None:
     model, cache = fpsim.quantize(llama(), fpsim.Policy(cache={"k": "e2m1fn per tensor fp32"})), DynamicCache()
     model(IDS, past_key_values=cache)
