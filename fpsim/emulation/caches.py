@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fpsim.emulation.marks import is_roundable, is_wide_tensor, mark
 from fpsim.emulation.scope import active
 from fpsim.policies.operand import Operand
+from fpsim.policies.policy import CACHED, Policy
 from fpsim.tensors.autograd import round_differentiably
 from fpsim.tensors.block_autograd import round_blocks_differentiably
 from fpsim.tensors.cuts import Cut
@@ -146,11 +147,8 @@ class Stored:
                     f"that calls super().update, or a class of transformers, such as DynamicCache."
                 )
 
-    def require_any(self, policy: str) -> None:
-        """Raise RuntimeError where no cache was met in a call of a whole model: its policy would change nothing.
-
-        policy: the model's, in words.
-        """
+    def require_any(self, policy: Policy) -> None:
+        """Raise RuntimeError where no cache was met in a call of a whole model: its policy would change nothing."""
         if _counted.updates == self._before:
             raise RuntimeError(
                 f"{self.where} stored no keys and values, and its policy rounds those that are stored: {policy}. "
@@ -195,14 +193,17 @@ def _rounded_pair(emulation: Any, *pair: Tensor) -> list[Tensor]:
     """Keys and values as they are stored."""
     _counted.updates += 1
     site = emulation.scope.site("cache")
-    operands = [emulation.scope.cache.get(name) for name in ("k", "v")]
+    operands = [emulation.scope.cache.get(name) for name in CACHED]
     return [
         x if operand is None or not is_roundable(x) else _rounded(emulation, x, operand, site, f"cache.{name}")
-        for x, operand, name in zip(pair, operands, ("k", "v"), strict=True)
+        for x, operand, name in zip(pair, operands, CACHED, strict=True)
     ]
 
 
 def _rounded(emulation: Any, x: Tensor, operand: Operand, site: str, role: str) -> Tensor:
+    """One of them, with the gradient of `x`. A mark says where it is in the activations' format; else that is found
+    out, and it is brought there, where it is read.
+    """
     spec: Any = operand.spec()
     is_wide = is_wide_tensor(x)
     with without_torch_function():

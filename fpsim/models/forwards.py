@@ -242,7 +242,7 @@ class EmulatedForward:
         if stored is not None and driver is None:
             stored.require_rounded()
             if is_whole:
-                stored.require_any(str(self.policy))
+                stored.require_any(self.policy)
         return out if driver is None else driver(out, scope, has_names)
 
 

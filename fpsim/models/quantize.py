@@ -95,7 +95,7 @@ def quantize(
     if not inplace:
         model = _copy_of(model, "quantize(model, fmt")
     _install_all(model, policies, Listeners())
-    _warn_of_an_idle_cache(model, policies, stacklevel=4)
+    _warn_of_a_cache(model, policies, stacklevel=4)
     return model
 
 
@@ -121,7 +121,7 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
     whole, shared = _whole(model)
     policies = _policies(whole, fmt, rounding)
     _change(whole, policies, shared)
-    _warn_of_an_idle_cache(whole, policies, stacklevel=3)
+    _warn_of_a_cache(whole, policies, stacklevel=3)
 
 
 def try_policy(model: nn.Module, fmt: FormatLike) -> None:
@@ -226,8 +226,16 @@ def _needs_cache(model: nn.Module) -> bool:
     return any(forward.policy is not None and forward.policy.cached is not None for forward in forwards)
 
 
-def _warn_of_an_idle_cache(model: nn.Module, policies: Mapping[str, Policy], stacklevel: int) -> None:
-    """Warn where overrides without a cache hold of each module that stores something."""
+def _warn_of_a_cache(model: nn.Module, policies: Mapping[str, Policy], stacklevel: int) -> None:
+    """Warn where overrides without a cache hold of each module that stores something, and of scales over tokens."""
+    stored = {name: o for p in policies.values() for name, o in (p.cached or {}).items() if _spans_tokens(o.fmt)}
+    for name, operand in stored.items():
+        warnings.warn(
+            f"cache has {name}={operand.fmt}, with a scale for all tokens that come together: one at a time in "
+            f"generate, all at once in a training, which reads other numbers then. Use a scale for each token, such as "
+            f"'nvfp4_row', 'e4m3fn per row fp32' or 'mxfp8_e4m3', if a training is to replay what was generated.",
+            stacklevel=stacklevel,
+        )
     if _needs_cache(model) or all(policy.cached is None for policy in policies.values()):
         return
     names = ", ".join(forward.name for forward in _storing(model)[:3])
@@ -236,6 +244,13 @@ def _warn_of_an_idle_cache(model: nn.Module, policies: Mapping[str, Policy], sta
         f"without one. Use overrides={{pattern: fpsim.Policy(..., cache=...)}}, or omit cache=.",
         stacklevel=stacklevel,
     )
+
+
+def _spans_tokens(fmt: Any) -> bool:
+    """Whether numbers of several tokens share a scale, where blocks run along the last axis."""
+    if not isinstance(fmt, BlockFormat):
+        return False
+    return fmt.block == "tensor" or fmt.tile[0] != 1 or fmt.tensor_scale is True
 
 
 def policies_of(model: nn.Module) -> dict[str, Policy]:

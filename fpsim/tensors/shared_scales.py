@@ -428,7 +428,8 @@ def _narrowed(x: Tensor, to_odd: bool) -> Tensor:
     narrow = torch.where(near.isfinite(), narrow.clamp(-_BELOW_MASK, _BELOW_MASK), near)
     magnitude = x.abs()
     is_mask = (magnitude == _MASK) | (magnitude == torch.finfo(torch.float64).max)
-    return torch.where(is_mask, x.sign().to(torch.float32) * _MASK, narrow)
+    # `where` lays out its result as the mask, which lies as x does
+    return torch.where(is_mask, x.sign().to(torch.float32) * _MASK, narrow).contiguous()
 
 
 _LARGEST = BINARY32.bits(torch.finfo(torch.float32).max)

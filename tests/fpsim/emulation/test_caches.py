@@ -188,6 +188,26 @@ def test_a_trainer_replays_what_the_rollout_read() -> None:
     assert (plain - replayed).abs().max() > 2**-14  # what a trainer without the cache's formats would be off by
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4", "e4m3fn per tensor fp32", "e4m3fn per 8x8 fp32"])
+def test_a_scale_over_tokens_is_warned_of(fmt: str) -> None:
+    with pytest.warns(UserWarning, match=r"cache has v=.*, with a scale for all tokens that come together"):
+        fpsim.quantize(llama(), fpsim.Policy(cache={"k": "e4m3fn", "v": fmt}))
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4_row", "mxfp4", "int4 per row fp32", "e4m3fn per 1x4 fp32", "hif8"])
+def test_a_scale_of_each_token_is_the_same_whatever_comes_with_it(fmt: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = fpsim.quantize(llama().double(), fpsim.Policy(cache=fmt))
+    whole, parts = DynamicCache(), DynamicCache()
+    x = IDS[:, :3]
+    model(x, past_key_values=whole)
+    for i in range(3):
+        model(x[:, i : i + 1], past_key_values=parts)
+    assert torch.equal(whole.layers[0].keys, parts.layers[0].keys)
+    assert torch.equal(whole.layers[0].values, parts.layers[0].values)
+
+
 def test_a_key_is_rounded_once_and_read_as_it_was_stored() -> None:
     model, cache = fpsim.quantize(llama(), fpsim.Policy(cache={"k": "e2m1fn per tensor fp32"})), DynamicCache()
     model(IDS, past_key_values=cache)
@@ -206,8 +226,12 @@ def test_keys_alone_are_rounded_where_nothing_is_said_of_values() -> None:
     assert torch.equal(cache.layers[0].values, plain.layers[0].values)
 
 
-def test_roles_of_the_model_hold_beside_its_cache() -> None:
-    roles = {"weight": "bf16", "activation": "bf16", "error": "bf16", "weight_grad": "bf16"}
+BF16 = {"weight": "bf16", "activation": "bf16", "error": "bf16", "weight_grad": "bf16"}
+PRODUCTS = fpsim.Products.all("mxfp4", attention=True)
+
+
+@pytest.mark.parametrize("roles", [BF16, {"products": PRODUCTS}, {**BF16, "products": PRODUCTS}], ids=["r", "p", "rp"])
+def test_roles_and_products_of_the_model_hold_beside_its_cache(roles: dict[str, Any]) -> None:
     model = llama().train()
     both, alone = fpsim.quantize(model, fpsim.Policy(**roles, cache=KV)), fpsim.quantize(model, fpsim.Policy(**roles))
     out = both(IDS, labels=IDS, use_cache=False)
@@ -222,7 +246,8 @@ def test_roles_of_the_model_hold_beside_its_cache() -> None:
 
     expected = alone(IDS, labels=IDS, past_key_values=ByHand(config=model.config))
     require_equal_steps(out, both, expected, alone)
-    assert torch.equal(out.logits, out.logits.to(torch.bfloat16).float())
+    assert torch.equal(out.logits, out.logits.to(torch.bfloat16).float()) == ("weight" in roles)
+    assert not torch.equal(out.logits, alone(IDS).logits)
 
 
 def test_a_model_of_real_bfloat16_stores_what_its_dtype_holds() -> None:

@@ -378,6 +378,14 @@ def test_a_forward_rounds_bfloat16_in_blocks(fmt: str) -> None:
     assert model.first.weight.grad.any()
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+def test_float64_is_cut_along_its_axis_however_it_lies_in_memory(axis: int) -> None:
+    x = torch.randn(2, 3, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).transpose(1, 2)
+    scale = torch.exp2(x.abs().amax(axis, keepdim=True).log2().floor() - 8)  # OCP MX v1.0, 6.3: one block an axis
+    expected = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale
+    assert torch.equal(round_to(x, "mxfp8_e4m3", axis=axis), expected)
+
+
 def test_float64_is_rounded_once_in_blocks_of_powers_of_two() -> None:
     x = np.array([[-431.99999999999994, 448.0]])
     assert round_to(x, "mxfp8_e4m3").tolist() == round_to(torch.tensor(x), "mxfp8_e4m3").tolist() == [[-416.0, 448.0]]
