@@ -62,6 +62,8 @@ class Summing:
         self.accumulator, self.element, self.key = accumulator, element, key
         self.format = as_format(accumulator.format)
         self.outer = as_format(accumulator.outer or accumulator.format)
+        given = accumulator.operands
+        self.operands = given if isinstance(given, tuple) else (given, given)
 
     def bits(self, f: FloatFormat | None) -> int:
         """How many random bits decide: all 32, or as many as a sum in 53 bits, of which the last is odd, has left."""
@@ -115,15 +117,25 @@ class Summing:
         products = [a * b for a, b in factors]
         if not all(map(math.isfinite, [inner, *products])):
             return math.fsum([inner, *products]) if _agree([inner, *products]) else math.nan
-        exponents = [math.frexp(a)[1] + math.frexp(b)[1] - 2 for a, b in factors if a and b]
+        first, second = self.operands
+        exponents = [_exponent(a, first) + _exponent(b, second) for a, b in factors if a and b]
         if inner:
-            exponents.append(math.frexp(inner)[1] - 1)
+            exponents.append(_exponent(inner, self.format if first or second else None))
         if not exponents:
             return 0.0
+        zero = self.accumulator.zero_exponent
+        if zero is not None and (not inner or any(not a or not b for a, b in factors)):
+            exponents.append(zero)
         bits = self.accumulator.group_bits
         assert bits is not None
         unit = Fraction(2) ** (max(exponents) - bits + 1)
         return sum(math.trunc(Fraction(x) / unit) for x in (inner, *products)) * unit or 0.0
+
+
+def _exponent(x: float, fmt: FloatFormat | None) -> int:
+    """Of a number that is not zero, as the format's exponent field has it; of its leading bit without a format."""
+    leading = math.frexp(x)[1] - 1
+    return leading if fmt is None else max(leading, 1 - fmt.bias)
 
 
 def _agree(values: list[float]) -> bool:

@@ -19,11 +19,11 @@ from fpsim.kernels.sums import (
     PRODUCT_NOISE,
     SUM_NOISE,
     cut_off,
-    exponent_field,
     make_add,
     make_round_value,
     narrow,
     product_field,
+    sum_field,
     sum_noise,
     widen,
 )
@@ -76,6 +76,10 @@ class Sizes(NamedTuple):
     chunk: int  # terms; 0 for one accumulator
     group: int  # products; 0 for none
     group_bits: int
+    least_a: int  # exponents that operands, sums and zeros count with in a group, as fields of a float64; 0 for none
+    least_b: int
+    least_sum: int
+    zero: int
 
 
 def tiles(sizes: Sizes) -> int:
@@ -148,7 +152,7 @@ def _make_grouped_block(code: Code) -> Callable[..., Any]:
 
     @njit
     def add_groups(sums, values, terms, rows, count, width, number, element, row_step, step, g, p, q, noise, key, work):
-        group, bits = g
+        group, bits, least_a, least_b, least_sum, zero = g
         tops = work.view(np.int64)
         groups = -(-count // group)
         for r in range(rows):
@@ -157,10 +161,11 @@ def _make_grouped_block(code: Code) -> Callable[..., Any]:
                 if is_stochastic and (lane == 0 or i == 0):
                     _fill(noise[:4], width, element + r * row_step, step, SUM_NOISE, number + i, key)
                 for j in range(width):
-                    tops[0, j] = exponent_field(sums[r, j])
+                    tops[0, j] = sum_field(sums[r, j], least_sum, zero)
                 for t in range(start, end):
                     for j in range(width):
-                        tops[0, j] = max(tops[0, j], product_field(values[r, t], terms[t, j]))
+                        field = product_field(values[r, t], terms[t, j], least_a, least_b, zero)
+                        tops[0, j] = max(tops[0, j], field)
                 for j in range(width):
                     work[1, j] = cut_off(sums[r, j], tops[0, j], bits)
                 for t in range(start, end):
@@ -210,7 +215,8 @@ def cpu_loop(code: Code) -> Loop:
         m, n, k = s[1], s[2], s[3]
         a_batch, a_row, a_term, b_batch, b_term, b_column = s[4], s[5], s[6], s[7], s[8], s[9]
         c_batch, c_row, c_column, out_batch, row_step, step = s[10], s[11], s[12], s[13], s[14], s[15]
-        has_bias, chunk, group, group_bits = s[16], s[17], s[18], s[19]
+        has_bias, chunk, group = s[16], s[17], s[18]
+        g = group, s[19], s[20], s[21], s[22], s[23]
         p, q, o = of_sums(s), of_products(s), of_outer(s)
         a, b = carray(pointer(a_source), (1,), np.uint32), carray(pointer(b_source), (1,), np.uint32)
         bias, out = carray(pointer(bias_source), (1,), np.uint32), carray(pointer(out_target), (1,), np.uint32)
@@ -233,7 +239,6 @@ def cpu_loop(code: Code) -> Loop:
                 _load(values, a, batch * a_batch + row * a_row + begin * a_term, rows, count, a_row, a_term, count)
                 b_first = batch * b_batch + begin * b_term + column * b_column
                 _load(terms, b, b_first, count, columns, b_term, b_column, width)
-                g = (group, group_bits)
                 number += add_block(
                     inner, values, terms, rows, count, width, number, element, row_step, step, g, p, q, noise, key, work
                 )
@@ -275,7 +280,7 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
 
     def kernel(a, b, bias, out, sizes, sums, products, outer_sums, key, has_key, key_word):
         batches, m, n, k, a_batch, a_row, a_term, b_batch, b_term, b_column, c_batch, c_row, c_column = sizes[:13]
-        out_batch, out_row, out_column, has_bias, chunk, group, bits = sizes[13:]
+        out_batch, out_row, out_column, has_bias, chunk, group, bits, least_a, least_b, least_sum, zero = sizes[13:]
         thread = cuda.grid(1)
         p, q, o = numbers_from(sums), numbers_from(products), numbers_from(outer_sums)
         key0, key1 = key_words(key[0] if has_key else key_word)
@@ -289,9 +294,10 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
                 end = min(begin + chunk, k) if chunk > 0 else k
                 if is_grouped:
                     for start in range(begin, end, group):
-                        stop, top = min(start + group, end), exponent_field(inner)
+                        stop, top = min(start + group, end), sum_field(inner, least_sum, zero)
                         for t in range(start, stop):
-                            top = max(top, product_field(widen(a[x + t * a_term]), widen(b[y + t * b_term])))
+                            value, term = widen(a[x + t * a_term]), widen(b[y + t * b_term])
+                            top = max(top, product_field(value, term, least_a, least_b, zero))
                         total = cut_off(inner, top, bits)
                         for t in range(start, stop):
                             total += cut_off(widen(a[x + t * a_term]) * widen(b[y + t * b_term]), top, bits)

@@ -113,9 +113,22 @@ def exponent_field(x):
 
 
 @njit(forceinline=True)
-def product_field(a, b):
-    """The biased exponent of a product as a multiplier has it before it normalises: the sum of its factors'."""
-    return np.int64(exponent_field(a) + exponent_field(b) - np.int64(1023))
+def sum_field(x, least, zero):
+    """The biased exponent that a sum counts with among a group: at least `least`, and `zero` if it is zero."""
+    field = exponent_field(x)
+    return zero if field == np.int64(0) else max(field, least)
+
+
+@njit(forceinline=True)
+def product_field(a, b, least_a, least_b, zero):
+    """The biased exponent of a product as a multiplier has it before it normalises: the sum of its factors'.
+
+    A factor counts with at least `least_a` or `least_b`: a subnormal has its format's least exponent in its exponent
+    field, however many leading zeros follow. A product that is zero counts with `zero`.
+    """
+    field_a, field_b = exponent_field(a), exponent_field(b)
+    field = np.int64(max(field_a, least_a) + max(field_b, least_b) - np.int64(1023))
+    return zero if min(field_a, field_b) == np.int64(0) else field
 
 
 @njit(forceinline=True)
