@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpsim.emulation.accumulated import in_matrices
+from fpsim.emulation.accumulated import in_matrices, in_order
 from fpsim.emulation.arguments import tensors_in, typed_in
 from fpsim.emulation.calls import LOOK_UPS, Action, Call
 from fpsim.emulation.forms import Form, Side
@@ -148,7 +148,7 @@ class ProductCall:
         kind = "fprop"
         if is_error[0] != is_error[1]:
             kind = "dgrad" if _is_among(self.weights, w if is_error[0] else x) else "wgrad"
-        product = _InBackward(form, f"{self.site}{part}", scope.products.specs, scope.listeners, x)
+        product = _InBackward(form, f"{self.site}{part}", scope.products.specs.unordered, scope.listeners, x)
         product.require_plain_gradients()
         product.kind, product.is_step, product.error_is_second = kind, True, is_error[1] and not is_error[0]
         product.log2_scale = scope.errors.scale_of_products()
@@ -234,10 +234,10 @@ class _Product:
 
     def __init__(self, form: Form, site: str, specs: ProductSpecs, listeners: Any, x: Tensor) -> None:
         self.site, self.specs, self.listeners = site, specs, listeners
-        accumulators = specs.accumulators
+        accumulators = specs.accumulators if listeners.scaling is None else specs.scaled
         if accumulators is not None:
-            own = [None if a.is_torch else partial(_multiply, site, listeners, a) for a in accumulators]
-            form = in_matrices(form, own)
+            each = in_order(form, accumulators)
+            form = in_matrices(form, [None if a.is_torch else partial(_multiply, site, listeners, a) for a in each])
         self.form = form
         self.device, self.is_step = x.device.type, torch.is_grad_enabled()
         # in which products are added up, or handed to the accumulator

@@ -155,6 +155,9 @@ class Operand:
 OperandLike = Operand | Format | str | Callable[[Tensor, int], Tensor] | None
 
 
+Three = tuple[Accumulator, Accumulator, Accumulator]
+
+
 class ProductSpecs(NamedTuple):
     """The operands of the three products, the rounding of the forward product's result, and in what sums are made."""
 
@@ -162,7 +165,16 @@ class ProductSpecs(NamedTuple):
     dgrad: tuple[Operand | None, Operand | None]
     wgrad: tuple[Operand | None, Operand | None]
     output: RoundingSpec | None
-    accumulators: tuple[Accumulator, Accumulator, Accumulator] | None  # of the three; None where all are torch's
+    accumulators: Three | None  # of the three, with the formats of their operands; None where all are torch's
+    scaled: Three | None  # the same where dy is rounded at a scale, so that its exponents are not those of the format
+
+    @property
+    def unordered(self) -> ProductSpecs:
+        """The same where it is not known which operand of the three is which."""
+        if self.accumulators is None:
+            return self
+        one, two, three = (a if a.group is None else replace(a, operands=None) for a in self.accumulators)
+        return self._replace(accumulators=(one, two, three), scaled=(one, two, three))
 
 
 @known_arguments()
@@ -181,7 +193,9 @@ class Products:
         accumulator: what the sums of all three are made in: an `Accumulator` or its name, such as "fp16" or
             "hopper_fp8"; None leaves them to torch, in float32. The bias is added there too. Where they differ, three
             in the order of the products (all in float32 then, of a float64 model too): a layer whose terms lie on four
-            ranks in fprop has `(Accumulator("fp32", order="torch", splits=4, split_format="bf16"), None, None)`.
+            ranks in fprop has `(Accumulator("fp32", order="torch", splits=4, split_format="bf16"), None, None)`. Where
+            it aligns groups, it knows the operands' formats from here, and its own are those of operands left as they
+            come. What has scales, shared or of a gradient, counts with the exponents of leading bits.
         backward: what w is in dgrad, and x in wgrad, in the place of operands for them, with dy as it is given there:
             "original" takes those of `dgrad` and `wgrad`; "dequantized" what the forward product used, as it is, as in
             quantisation-aware training; "float32" the tensor as it comes. With `Products.all`, dy comes as it is too:
@@ -279,10 +293,13 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         assert output is None or isinstance(output, Operand)
         each = given if isinstance(given, tuple) else (given,) * 3
         one, two, three = (ACCUMULATORS["fp32"] if a is None else as_accumulator(a) for a in each)
-        accumulators = None if one.is_torch and two.is_torch and three.is_torch else (one, two, three)
-        fprop, dgrad, wgrad = (getattr(self, product) for product in PRODUCTS)
+        fprop, dgrad, wgrad = pairs = tuple(getattr(self, product) for product in PRODUCTS)
+        accumulators = scaled = None
+        if not (one.is_torch and two.is_torch and three.is_torch):
+            accumulators = tuple(map(_knowing, (one, two, three), pairs, (fprop, fprop, fprop[::-1])))
+            scaled = (accumulators[0], *map(_at_a_scale, accumulators[1:]))
         rounding = None if output is None else rounding_spec(output.fmt, *output.words)  # type: ignore[arg-type]
-        return ProductSpecs(fprop, dgrad, wgrad, rounding, accumulators)
+        return ProductSpecs(fprop, dgrad, wgrad, rounding, accumulators, scaled)  # type: ignore[arg-type]
 
     @property
     def is_delayed(self) -> bool:
@@ -323,6 +340,33 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
             words_of_each = ", ".join(str(a or "fp32") for a in each)
             texts.append(f"accumulator={words_of_each if len(each) == 1 else f'({words_of_each})'}")
         return ", ".join([*texts, *(["attention too"] if self.attention else [])])
+
+
+def _knowing(
+    accumulator: Accumulator,
+    pair: tuple[Operand | None, Operand | None],
+    used: tuple[Operand | None, Operand | None],
+) -> Accumulator:
+    """The accumulator of a product with the formats of its operands, where it aligns groups.
+
+    used: in the place of an operand that is what the forward product used, the operand that it had there.
+    """
+    if accumulator.group is None:
+        return accumulator
+    formats = []
+    for operand, of_fprop, own in zip(pair, used, accumulator.operand_formats, strict=True):
+        if operand is not None and operand.fmt is None:
+            operand = of_fprop
+        # shared scales move the exponents of a block, and a function of the user's may
+        fmt = own if operand is None else operand.fmt
+        formats.append(fmt if isinstance(fmt, FloatFormat) else None)
+    return replace(accumulator, operands=tuple(formats))  # type: ignore[arg-type]
+
+
+def _at_a_scale(accumulator: Accumulator) -> Accumulator:
+    if accumulator.group is None:
+        return accumulator
+    return replace(accumulator, operands=(None, accumulator.operand_formats[1]))
 
 
 def _three(
