@@ -79,6 +79,13 @@ class Summing:
             x, self.format, a.rounding, a.overflow, self.bits(self.format), self.noise(SUMS, number), a.variant
         )
 
+    def to_sum_of_group(self, x: Fraction | float, number: int) -> float:
+        """The same, which overflows where the exponent would be too large, toward zero as well."""
+        if math.isfinite(x) and abs(x) >= oracle_format(self.format).next_magnitude:
+            beyond = {"inf": math.inf, "nan": math.nan, "saturate": self.format.largest}
+            return math.copysign(beyond[self.format.resolve_overflow(self.accumulator.overflow)], x)
+        return self.to_sum(x, number)
+
     def to_outer(self, x: Fraction | float, kind: int, number: int) -> float:
         a = self.accumulator
         overflow = a.overflow if a.outer is None else None
@@ -106,7 +113,7 @@ class Summing:
             else:
                 for start in range(chunk.start, chunk.stop, self.accumulator.group):
                     group = range(start, min(start + self.accumulator.group, chunk.stop))
-                    inner = self.to_sum(self.aligned(inner, [(a[k], b[k]) for k in group]), groups)
+                    inner = self.to_sum_of_group(self.aligned(inner, [(a[k], b[k]) for k in group]), groups)
                     groups += 1
             outer = self.to_outer(plus(outer, inner), OUTER, number)
         result = inner if self.accumulator.chunk is None else outer

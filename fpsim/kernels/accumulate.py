@@ -26,6 +26,7 @@ from fpsim.kernels.sums import (
     sum_field,
     sum_noise,
     widen,
+    with_overflow,
 )
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Sizes(NamedTuple):
     least_b: int
     least_sum: int
     zero: int
+    limit: int  # the magnitude from which on the sum of a group overflows, as the pattern of a float64
 
 
 def tiles(sizes: Sizes) -> int:
@@ -152,7 +154,7 @@ def _make_grouped_block(code: Code) -> Callable[..., Any]:
 
     @njit
     def add_groups(sums, values, terms, rows, count, width, number, element, row_step, step, g, p, q, noise, key, work):
-        group, bits, least_a, least_b, least_sum, zero = g
+        group, bits, least_a, least_b, least_sum, zero, limit = g
         tops = work.view(np.int64)
         groups = -(-count // group)
         for r in range(rows):
@@ -173,7 +175,8 @@ def _make_grouped_block(code: Code) -> Callable[..., Any]:
                         work[1, j] += cut_off(values[r, t] * terms[t, j], tops[0, j], bits)
                 for j in range(width):
                     word = noise[lane, j] if is_stochastic else np.uint32(0)
-                    sums[r, j] = round_value(work[1, j], word, p)
+                    total = work[1, j]
+                    sums[r, j] = with_overflow(round_value(total, word, p), total, limit, p.overflow)
         return groups
 
     return add_groups  # type: ignore[no-any-return]
@@ -216,7 +219,7 @@ def cpu_loop(code: Code) -> Loop:
         a_batch, a_row, a_term, b_batch, b_term, b_column = s[4], s[5], s[6], s[7], s[8], s[9]
         c_batch, c_row, c_column, out_batch, row_step, step = s[10], s[11], s[12], s[13], s[14], s[15]
         has_bias, chunk, group = s[16], s[17], s[18]
-        g = group, s[19], s[20], s[21], s[22], s[23]
+        g = group, s[19], s[20], s[21], s[22], s[23], s[24]
         p, q, o = of_sums(s), of_products(s), of_outer(s)
         a, b = carray(pointer(a_source), (1,), np.uint32), carray(pointer(b_source), (1,), np.uint32)
         bias, out = carray(pointer(bias_source), (1,), np.uint32), carray(pointer(out_target), (1,), np.uint32)
@@ -280,7 +283,8 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
 
     def kernel(a, b, bias, out, sizes, sums, products, outer_sums, key, has_key, key_word):
         batches, m, n, k, a_batch, a_row, a_term, b_batch, b_term, b_column, c_batch, c_row, c_column = sizes[:13]
-        out_batch, out_row, out_column, has_bias, chunk, group, bits, least_a, least_b, least_sum, zero = sizes[13:]
+        out_batch, out_row, out_column, has_bias, chunk, group, bits = sizes[13:20]
+        least_a, least_b, least_sum, zero, limit = sizes[20:]
         thread = cuda.grid(1)
         p, q, o = numbers_from(sums), numbers_from(products), numbers_from(outer_sums)
         key0, key1 = key_words(key[0] if has_key else key_word)
@@ -303,7 +307,7 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
                             total += cut_off(widen(a[x + t * a_term]) * widen(b[y + t * b_term]), top, bits)
                         if is_stochastic:
                             word = _noise_of(element, SUM_NOISE, number, key0, key1)
-                        inner = round_value(total, word, p)
+                        inner = with_overflow(round_value(total, word, p), total, limit, p.overflow)
                         number += 1
                 else:
                     for t in range(begin, end):

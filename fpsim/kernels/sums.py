@@ -143,6 +143,19 @@ def cut_off(x, top, bits):
 
 
 @njit(forceinline=True)
+def with_overflow(rounded, total, limit, overflow):
+    """`rounded`, but `overflow` where the magnitude of `total` is at least `limit`; all but the first two are patterns.
+
+    Toward zero, IEEE 754 has the largest number there: an accumulator that cuts off bits of its significand overflows.
+    """
+    sign = _u64(_u64(1) << _u64(63))
+    word, infinity = bits_of(total), _u64(0x7FF0000000000000)
+    magnitude = _u64(word & _u64(~sign))
+    is_beyond = magnitude >= _u64(limit) and magnitude < infinity
+    return float64_of_bits(_u64(_u64(word & sign) | _u64(overflow))) if is_beyond else rounded
+
+
+@njit(forceinline=True)
 def sum_noise(element, kind, quad, key0, key1):
     """The noise of four roundings, number 4 quad to 4 quad + 3, of one element of a product.
 

@@ -46,7 +46,8 @@ class Accumulator:
         outer, outer_rounding: format and rounding of the outer accumulator; None means those of the inner.
         group: so many products and the accumulator are aligned to the largest exponent among them, cut off below
             `group_bits` significant bits, added exactly and rounded together. The exponent of a product is the sum of
-            those of its factors. None means that terms are added one by one.
+            those of its factors. A sum whose exponent is too large for the format overflows, toward zero as well. None
+            means that terms are added one by one.
         group_bits: see group; a number at the largest exponent keeps as many.
         operands: the format of the operands of a group, or a pair of formats, of a and of b, None for one that is not
             known. A subnormal then counts with its format's least exponent, as in hardware, which reads the exponent

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from fpsim.formats.floats import FloatFormat, as_float_format
 from fpsim.kernels.accumulate import Code, Sizes, cpu_loop, cuda_loop, memory_of, tiles
-from fpsim.kernels.core import Plan, make_plan
+from fpsim.kernels.core import BINARY64, Plan, make_plan
 from fpsim.kernels.sums import EXACT
 from fpsim.tensors.accumulators import Accumulator, as_accumulator
 from fpsim.tensors.autograd import require_no_forward_mode
@@ -54,7 +54,9 @@ class Summation:
         # of Sizes, from `chunk` on; an exponent as the field that a float64 has of it
         a, b, *others = (0 if e is None else e + 1023 for e in accumulator.counted_exponents)
         lengths = accumulator.chunk or 0, accumulator.group or 0, accumulator.group_bits or 0
-        self.ends, self.turned_ends = (*lengths, a, b, *others), (*lengths, b, a, *others)
+        ulp_exponent = max(math.frexp(f.largest)[1] - 1, f.min_exponent) - f.mantissa_bits
+        limit = BINARY64.bits(f.largest + math.ldexp(1.0, ulp_exponent))
+        self.ends, self.turned_ends = (*lengths, a, b, *others, limit), (*lengths, b, a, *others, limit)
         self.is_stochastic = accumulator.is_stochastic
 
     @cached_property

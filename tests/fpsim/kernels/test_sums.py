@@ -23,6 +23,7 @@ from fpsim.kernels.sums import (
     sum_field,
     sum_noise,
     widen,
+    with_overflow,
 )
 
 
@@ -158,6 +159,20 @@ def test_a_zero_counts_with_an_exponent_of_its_own() -> None:
         assert fields(b, a, 900, 900, 890)[1] == 890
         assert fields(a, b) == (0, 0)  # below that of every number
     assert fields(2.0**-149, 2.0**-149, 0, 0, 890) == (1023 - 149, 1023 - 298)
+
+
+@njit
+def beyond(rounded: float, total: float, limit: int, overflow: int) -> float:
+    return with_overflow(rounded, total, limit, overflow)  # type: ignore[no-any-return]
+
+
+def test_a_sum_beyond_the_limit_overflows_and_what_is_not_finite_stays() -> None:
+    pattern = {x: int(np.float64(x).view(np.int64)) for x in (448.0, 480.0, math.inf)}
+    for overflow in (448.0, math.inf):
+        for x in (480.0, -480.0, 1e300):
+            assert beyond(7.0, x, pattern[480.0], pattern[overflow]) == math.copysign(overflow, x)
+        for x in (479.99999999999994, -448.0, 0.0, math.inf, -math.inf, math.nan):
+            assert beyond(7.0, x, pattern[480.0], pattern[overflow]) == 7.0
 
 
 @njit

@@ -324,6 +324,25 @@ def test_gradients_count_with_the_formats_that_are_known() -> None:
     assert same(b.grad, expected(second, a.detach().T[None], dy[None])[0])
 
 
+@tiers.parametrize("rounding", ROUNDINGS, keep={"toward_zero"})
+@pytest.mark.parametrize(("fmt", "overflow"), [("fp32", None), ("fp32", "saturate"), ("e4m3fn", "nan"), ("e5m2", None)])
+def test_a_group_overflows_where_the_exponent_is_too_large(fmt: str, overflow: str | None, rounding: str) -> None:
+    """Toward zero as well, where IEEE 754 has the largest number: hardware cuts off bits, and the exponent grows."""
+    largest, ulp = fpsim.as_format(fmt).largest, 2.0**104 if fmt == "fp32" else 32.0 if fmt == "e4m3fn" else 2.0**13
+    accumulator = Accumulator(fmt, rounding, overflow, group=4, group_bits=30)
+    half = torch.tensor([largest / 2, largest / 2, 0.0, 0.0, 0.0])
+    rows = [half.clone() for _ in range(6)]
+    for row, rest in zip(rows, (0.0, ulp / 2, ulp * 0.99, ulp, ulp * 1.5, largest / 2), strict=True):
+        row[2] = rest
+    rows[5][4] = -largest / 2
+    a = torch.stack([*rows, *(-row for row in rows)])[None]
+    check(accumulator, a, torch.ones(1, 5, 2))
+    if rounding == "toward_zero":
+        sums = accumulate(a, torch.ones(1, 5, 1), accumulator)[0, :6, 0]
+        beyond = {None: math.inf, "saturate": largest, "nan": math.nan}[overflow]
+        assert same(sums[:5], torch.tensor([largest] * 3 + [beyond] * 2))
+
+
 @pytest.mark.parametrize("accumulator", [Accumulator("fp16"), Accumulator("bf16", "stochastic"), GROUP_CASES[5]])
 @pytest.mark.parametrize(("rows", "terms", "columns"), [(1, 33, 1), (35, 5, 2), (3, 6, 70), (33, 3, 65), (2, 0, 3)])
 def test_every_size_of_tile(accumulator: Accumulator, rows: int, terms: int, columns: int) -> None:
