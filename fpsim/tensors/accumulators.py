@@ -155,7 +155,7 @@ class Accumulator:
     @property
     def counted_exponents(self) -> tuple[int | None, int | None, int | None, int | None]:
         """The least that a, b and a sum count with in a group, and what a zero does; None for none."""
-        a, b = (f and f.min_exponent for f in self.operand_formats)
+        a, b = (None if f is None else f.min_exponent for f in self.operand_formats)
         of_sum = None if self.operands is None else as_float_format(self.format).min_exponent
         return a, b, of_sum, self.zero_exponent
 
