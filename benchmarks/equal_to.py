@@ -191,6 +191,9 @@ CORES = (
     ("blackwell_fp8", "TCGen05MMA", "Blackwell", "m64n8k32.kind::f8f6f4.f32.e4m3.e4m3", None),
     ("blackwell_fp8", "TCGen05MMA", "Blackwell", "m64n8k32.kind::f8f6f4.f32.e5m2.e2m3", ("e5m2", "e2m3fn")),
     ("blackwell_fp8", "TCGen05MMA", "Blackwell", "m64n8k32.kind::f8f6f4.f32.e3m2.e2m1", ("e3m2fn", "e2m1fn")),
+    ("cdna3_fp16", "MFMA", "CDNA3", "f32_16x16x16_f16", None),
+    ("cdna3_bf16", "MFMA", "CDNA3", "f32_16x16x16_bf16", None),
+    ("cdna3_xf32", "MFMA", "CDNA3", "f32_16x16x8_xf32", None),
 )
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "tf32": "float32", "e4m3fn": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 SUBNORMAL = (0.01, 0.17, 0.5, 0.84)  # shares of operands
@@ -210,7 +213,8 @@ def among_subnormals(shape: tuple[int, int], fmt: fpsim.FloatFormat, share: floa
 def up_to_the_largest(shape: tuple[int, int], fmt: fpsim.FloatFormat, specials: float, seed: int) -> Tensor:
     """Numbers of the upper binades of a format, and a share of what is not finite there and of zeros."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * torch.exp2(-torch.randint(0, 12, shape, generator=generator).float())
+    binades = torch.randint(0, 12 if fmt.exponent_bits < 8 else 80, shape, generator=generator)
+    x = torch.randn(shape, generator=generator) * torch.exp2(-binades.float())
     x = fpsim.round_to((x * fmt.largest).clamp(-fmt.largest, fmt.largest), fmt)
     rest = [0.0, -0.0] + [torch.inf, -torch.inf] * fmt.has_inf + [torch.nan] * fmt.has_nan
     place = torch.randint(0, len(rest), shape, generator=generator)
@@ -227,13 +231,15 @@ def as_theirs(x: Tensor, fmt: fpsim.FloatFormat) -> Tensor:
 
 def of_mmasim() -> Iterator[Row]:
     """20,480 results at each share of subnormals, and 3,072 of numbers up to the largest, with infinities and NaN."""
-    from mmasim.nv_ptx import sim
+    from mmasim.amd import MFMA
+    from mmasim.nv_ptx import MMA, WGMMA, TCGen05MMA
 
+    kinds = {cls.__name__: cls for cls in (MMA, WGMMA, TCGen05MMA, MFMA)}
     for name, kind, arch, words, operands in CORES:
         accumulator = fpsim.as_accumulator(name)
         if operands is not None:
             accumulator = replace(accumulator, operands=operands)
-        (f, g), operation, rows = accumulator.operand_formats, getattr(sim, kind)(arch, words), []
+        (f, g), operation, rows = accumulator.operand_formats, kinds[kind](arch, words), []
         assert f is not None
         assert g is not None
         ours = f"matmul {name}" + (f", operands={operands}" if operands else "")

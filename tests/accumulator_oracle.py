@@ -81,10 +81,14 @@ class Summing:
 
     def to_sum_of_group(self, x: Fraction | float, number: int) -> float:
         """The same, which overflows where the exponent would be too large, toward zero as well."""
-        if math.isfinite(x) and abs(x) >= oracle_format(self.format).next_magnitude:
-            beyond = {"inf": math.inf, "nan": math.nan, "saturate": self.format.largest}
-            return math.copysign(beyond[self.format.resolve_overflow(self.accumulator.overflow)], x)
-        return self.to_sum(x, number)
+        return self.beyond(x) if math.isfinite(x) and self.is_beyond(x) else self.to_sum(x, number)
+
+    def is_beyond(self, x: Fraction | float) -> bool:
+        return abs(x) >= oracle_format(self.format).next_magnitude
+
+    def beyond(self, x: Fraction | float) -> float:
+        values = {"inf": math.inf, "nan": math.nan, "saturate": self.format.largest}
+        return math.copysign(values[self.format.resolve_overflow(self.accumulator.overflow)], x)
 
     def to_outer(self, x: Fraction | float, kind: int, number: int) -> float:
         a = self.accumulator
@@ -122,6 +126,8 @@ class Summing:
     def aligned(self, inner: float, factors: list[tuple[float, float]]) -> Fraction | float:
         """Xie et al. 2025, T-FDPA: every number is cut off below the largest exponent's `group_bits` bits."""
         products = [a * b for a, b in factors]
+        if self.accumulator.sum_bits is not None:
+            products = [self.beyond(p) if math.isfinite(p) and self.is_beyond(p) else p for p in products]
         if not all(map(math.isfinite, [inner, *products])):
             return math.fsum([inner, *products]) if _agree([inner, *products]) else math.nan
         first, second = self.operands
@@ -135,8 +141,31 @@ class Summing:
             exponents.append(zero)
         bits = self.accumulator.group_bits
         assert bits is not None
+        if self.accumulator.sum_bits is not None:
+            return self.aligned_twice(inner, products, exponents[: len([p for p in products if p])])
         unit = Fraction(2) ** (max(exponents) - bits + 1)
         return sum(math.trunc(Fraction(x) / unit) for x in (inner, *products)) * unit or 0.0
+
+    def aligned_twice(self, inner: float, products: list[float], exponents: list[int]) -> Fraction | float:
+        """Xie et al. 2025, TR-FDPA: products by themselves, then their sum and the accumulator, toward -inf."""
+        bits, sum_bits = self.accumulator.group_bits, self.accumulator.sum_bits
+        assert bits is not None
+        assert sum_bits is not None
+        least = 1 - self.format.bias
+        dot, tops = Fraction(0), [_exponent(inner, self.format) if inner else least]
+        if exponents:
+            unit = Fraction(2) ** (max(exponents) - bits + 1)
+            dot = sum((math.trunc(Fraction(x) / unit) for x in products), start=Fraction(0)) * unit
+            tops.append(max(exponents))
+        total = _floor(dot, max(tops) - sum_bits) + _floor(Fraction(inner), max(tops) - bits + 1)
+        if not total:
+            return 0.0
+        return _floor(total, max(oracle.floor_log2(abs(total)), least) - sum_bits + 1)
+
+
+def _floor(x: Fraction, exponent: int) -> Fraction:
+    unit = Fraction(2) ** exponent
+    return math.floor(x / unit) * unit
 
 
 def _exponent(x: float, fmt: FloatFormat | None) -> int:

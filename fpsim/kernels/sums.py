@@ -143,6 +143,23 @@ def cut_off(x, top, bits):
 
 
 @njit(forceinline=True)
+def floor_off(x, top, bits):
+    """As `cut_off`, but toward minus infinity."""
+    kept = cut_off(x, top, bits)
+    unit = float64_of_bits(_u64(_u64(max(np.int64(top - bits + np.int64(1)), np.int64(1))) << _u64(52)))
+    return kept - unit if x < 0.0 and kept > x else kept
+
+
+@njit(forceinline=True)
+def met_sum(products, top, x, bits, sum_bits, least):
+    """A sum of products, aligned at `top`, and an accumulator x, aligned toward minus infinity, and once more."""
+    own = max(exponent_field(x), least)
+    both = max(top, own)
+    total = floor_off(products, both, np.int64(sum_bits + np.int64(1))) + floor_off(x, both, bits)
+    return floor_off(total, max(exponent_field(total), least), sum_bits)
+
+
+@njit(forceinline=True)
 def with_overflow(rounded, total, limit, overflow):
     """`rounded`, but `overflow` where the magnitude of `total` is at least `limit`; all but the first two are patterns.
 

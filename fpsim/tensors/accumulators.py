@@ -49,6 +49,11 @@ class Accumulator:
             those of its factors. A sum whose exponent is too large for the format overflows, toward zero as well. None
             means that terms are added one by one.
         group_bits: see group; a number at the largest exponent keeps as many.
+        sum_bits: products of a group are aligned among themselves, and their sum meets the accumulator later, as on
+            AMD's CDNA3: both are aligned to the larger exponent, a subnormal accumulator and a zero having the format's
+            least, and cut off toward minus infinity, the sum of products below `sum_bits` + 1 significant bits, the
+            accumulator below `group_bits`. What comes of it is normalised, and cut off so below `sum_bits`, before it
+            is rounded. A product beyond the format's largest number overflows. None means that they meet at once.
         operands: the format of the operands of a group, or a pair of formats, of a and of b, None for one that is not
             known. A subnormal then counts with its format's least exponent, as in hardware, which reads the exponent
             field; so does a subnormal sum. Operands are not rounded, and what is smaller than the format's values
@@ -85,6 +90,7 @@ class Accumulator:
     outer_rounding: str | None = None
     group: int | None = None
     group_bits: int | None = None
+    sum_bits: int | None = None
     operands: Operands | tuple[Operands, Operands] = None
     zero_exponent: int | None = None
     order: str = "ascending"
@@ -156,7 +162,8 @@ class Accumulator:
     def counted_exponents(self) -> tuple[int | None, int | None, int | None, int | None]:
         """The least that a, b and a sum count with in a group, and what a zero does; None for none."""
         a, b = (None if f is None else f.min_exponent for f in self.operand_formats)
-        of_sum = None if self.operands is None else as_float_format(self.format).min_exponent
+        counts = self.operands is not None or self.sum_bits is not None
+        of_sum = as_float_format(self.format).min_exponent if counts else None
         return a, b, of_sum, self.zero_exponent
 
     @property
@@ -227,6 +234,14 @@ def _require_groups(a: Accumulator) -> None:
             f"group_bits={shown(a.group_bits)} is invalid. Expected: 1 to {most} for groups of {a.group}, whose "
             f"sum has to be exact in {EXACT_BITS} bits."
         )
+    most = (
+        EXACT_BITS - 4 - int(a.group).bit_length()
+    )  # of a sum of products, which has one bit more, and the accumulator
+    if a.sum_bits is not None and not (is_whole(a.sum_bits, a.group_bits) and a.sum_bits <= most):
+        raise ValueError(
+            f"sum_bits={shown(a.sum_bits)} is invalid. Expected: {a.group_bits}, as many as group_bits, to {most} for "
+            f"groups of {a.group}, whose sum has to be exact in {EXACT_BITS} bits; or None."
+        )
     if a.product is not None:
         raise ValueError(
             f"product={a.product!s} was given with group={a.group}: products of a group are cut off where the largest "
@@ -236,7 +251,7 @@ def _require_groups(a: Accumulator) -> None:
 
 def _take_operands(a: Accumulator) -> None:
     """Make `operands` None, one format, or a pair of two that differ."""
-    for name in ("operands", "zero_exponent"):
+    for name in ("sum_bits", "operands", "zero_exponent"):
         if getattr(a, name) is not None and a.group is None:
             raise ValueError(
                 f"{name}={shown(getattr(a, name))} was given without a group: terms are added one by one, and no "
@@ -252,6 +267,11 @@ def _take_operands(a: Accumulator) -> None:
         object.__setattr__(a, "operands", pair[0] if pair[0] == pair[1] else pair)
     elif a.operands is not None:
         object.__setattr__(a, "operands", _operand_format(a.operands))
+    if a.zero_exponent is not None and a.sum_bits is not None:
+        raise ValueError(
+            f"zero_exponent={shown(a.zero_exponent)} was given with sum_bits={a.sum_bits}: zeros do not count among "
+            f"products that meet the accumulator later. Omit one of the two."
+        )
     least, largest = PRODUCT_EXPONENTS
     if a.zero_exponent is not None and not (is_whole(a.zero_exponent, least) and is_whole(-a.zero_exponent, -largest)):
         raise ValueError(
@@ -364,6 +384,11 @@ ACCUMULATORS: dict[str, Accumulator] = {
             ("hopper_fp8", "e8m13", 32, 14, "e4m3fn"),
             ("blackwell_fp8", "fp32", 32, 26, "e4m3fn"),
         )
+    },
+    # AMD's matrix cores by the same source: 24 fraction bits among products, 31 where they meet the accumulator
+    **{
+        f"cdna3_{name}": Accumulator("fp32", group=group, group_bits=25, sum_bits=32, operands=operands)
+        for name, group, operands in (("fp16", 8, "fp16"), ("bf16", 8, "bf16"), ("xf32", 4, "tf32"))
     },
 }  # fmt: skip
 # Tensor cores that add up alike

@@ -49,11 +49,14 @@ class Summation:
                 None,
                 *_noise(accumulator, None, product_rounding),
             )
-        self.code = Code(p.rule, p.shape, q.rule, q.shape, o.rule, o.shape, int(accumulator.group is not None))
+        grouped = 0 if accumulator.group is None else 1 if accumulator.sum_bits is None else 2
+        self.code = Code(p.rule, p.shape, q.rule, q.shape, o.rule, o.shape, grouped)
         self.plans = p.numbers, q.numbers, o.numbers
         # of Sizes, from `chunk` on; an exponent as the field that a float64 has of it
         a, b, *others = (0 if e is None else e + 1023 for e in accumulator.counted_exponents)
-        lengths = accumulator.chunk or 0, accumulator.group or 0, accumulator.group_bits or 0
+        lengths = tuple(
+            n or 0 for n in (accumulator.chunk, accumulator.group, accumulator.group_bits, accumulator.sum_bits)
+        )
         ulp_exponent = max(math.frexp(f.largest)[1] - 1, f.min_exponent) - f.mantissa_bits
         limit = BINARY64.bits(f.largest + math.ldexp(1.0, ulp_exponent))
         self.ends, self.turned_ends = (*lengths, a, b, *others, limit), (*lengths, b, a, *others, limit)

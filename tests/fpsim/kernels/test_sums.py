@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 from typing import Any
@@ -17,6 +18,7 @@ from fpsim.kernels.sums import (
     PRODUCT_NOISE,
     SUM_NOISE,
     cut_off,
+    floor_off,
     narrow,
     odd_sum,
     product_field,
@@ -136,6 +138,22 @@ def test_numbers_are_cut_off_toward_zero_below_the_largest_exponent() -> None:
                 assert got != 0 or math.copysign(1.0, got) == 1.0
     for x in (math.inf, -math.inf, math.nan):
         np.testing.assert_equal(cut(x, 1023, 14), x)
+
+
+@njit
+def floored(x: float, top: int, bits: int) -> float:
+    return floor_off(x, top, bits)  # type: ignore[no-any-return]
+
+
+def test_numbers_are_cut_off_toward_minus_infinity_below_an_exponent() -> None:
+    for bits, top in itertools.product((1, 2, 14, 33), (0, 3, 100, -140)):
+        unit = Fraction(2) ** (top - bits + 1)
+        for x in (1.0, -1.0, 3.999, 0.7, -0.7, 1 + 2.0**-13, -(1 + 2.0**-14), 2.0**-149, -(2.0**-149), 0.0, -1e-30):
+            x = math.copysign(min(abs(x) * 2.0**top, 2.0 ** (top + 2) - float(unit)), x)
+            assert Fraction(floored(x, top + 1023, bits)) == math.floor(Fraction(x) / unit) * unit
+    for x in (math.inf, -math.inf, math.nan):
+        np.testing.assert_equal(floored(x, 1023, 14), x)
+    assert floored(0.0, 0, 14) == 0.0
 
 
 def test_the_exponent_of_a_product_is_the_sum_of_its_factors() -> None:

@@ -155,6 +155,13 @@ def test_names() -> None:
         ({"group": 2000, "group_bits": 4}, r"group=2000 is not a number of products. Expected: the integers 1 to 1024"),
         ({"group": 32, "group_bits": 47}, r"group_bits=47 is invalid. Expected: 1 to 46 for groups of 32"),
         ({"group": 32, "group_bits": 14, "product": "fp16"}, r"Omit one of the two"),
+        ({"sum_bits": 32}, r"sum_bits=32 was given without a group"),
+        ({"group": 8, "group_bits": 25, "sum_bits": 24}, r"sum_bits=24 is invalid. Expected: 25, .* to 45 for groups"),
+        ({"group": 8, "group_bits": 25, "sum_bits": 46}, r"sum_bits=46 is invalid"),
+        (
+            {"group": 8, "group_bits": 9, "sum_bits": 9, "zero_exponent": 0},
+            r"zero_exponent=0 was given with sum_bits=9",
+        ),
         ({"operands": "fp16"}, r"operands='fp16' was given without a group.*Give group=8"),
         ({"zero_exponent": -9}, r"zero_exponent=-9 was given without a group"),
         ({"group": 8, "group_bits": 9, "operands": ("fp16",)}, r"operands=\('fp16',\) has 1. Expected: .* a pair"),
@@ -256,6 +263,8 @@ GROUP_CASES = [
     as_accumulator("hopper_bf16"),
     dataclasses.replace(as_accumulator("hopper_fp8"), operands=("e4m3fn", "e5m2")),
     Accumulator("fp16", group=4, group_bits=14, operands=(None, "e4m3fn"), zero_exponent=-8, chunk=8, outer="fp32"),
+    as_accumulator("cdna3_fp16"),
+    Accumulator("bf16", "stochastic", group=3, group_bits=9, sum_bits=12),
 ]
 
 
@@ -290,7 +299,7 @@ def among_subnormals(shape: tuple[int, ...], fmt: str | FloatFormat, share: floa
 CORES = sorted(set(ACCUMULATORS) - {"fp32", "fp16", "cb16_chunk64", "wang2018"})
 
 
-@tiers.parametrize("name", CORES, keep={"ampere_fp16", "hopper_bf16"})
+@tiers.parametrize("name", CORES, keep={"ampere_fp16", "hopper_bf16", "cdna3_fp16"})
 def test_subnormal_operands_of_tensor_cores(name: str) -> None:
     accumulator, parted = as_accumulator(name), 0
     for seed, share in enumerate((0.17, 0.5, 0.84, 1.0)):
@@ -301,6 +310,19 @@ def test_subnormal_operands_of_tensor_cores(name: str) -> None:
         bare = dataclasses.replace(accumulator, operands=None, zero_exponent=None)
         parted += int((accumulate(a, b, bare) != accumulate(a, b, accumulator)).sum())
     assert parted > 0 or accumulator.operands == fpsim.as_format("e4m3fn")  # whose subnormals have few bits to lose
+
+
+def test_matrix_cores_of_amd_cut_off_toward_minus_infinity_where_products_meet_the_accumulator() -> None:
+    ones = torch.ones(1, 16, 1)
+    terms = torch.zeros(1, 4, 16)
+    terms[0, :2, 0], terms[0, 2:, 0] = torch.tensor([1.0, -1.0]), torch.tensor([1.0, -1.0])
+    terms[0, :2, 8], terms[0, 2:, 8] = 2.0**-33, -(2.0**-33)  # below 31 bits behind the larger exponent
+    sums = accumulate(terms, ones, as_accumulator("cdna3_bf16"))
+    assert sums[0, :, 0].tolist() == [1.0, -1.0, 1.0, -1.0]
+    terms[0, :, 0] *= 2.0**-40  # an accumulator that is cut off below 2**-24, the negative one to -2**-24
+    terms[0, :, 8] = 1.0
+    sums = accumulate(terms, ones, as_accumulator("cdna3_bf16"))
+    assert sums[0, :, 0].tolist() == [1.0, 1.0 - 2.0**-24, 1.0, 1.0 - 2.0**-24]
 
 
 def test_a_pair_of_formats_is_of_a_and_b_however_they_are_multiplied() -> None:
@@ -337,6 +359,7 @@ def test_a_group_overflows_where_the_exponent_is_too_large(fmt: str, overflow: s
     rows[5][4] = -largest / 2
     a = torch.stack([*rows, *(-row for row in rows)])[None]
     check(accumulator, a, torch.ones(1, 5, 2))
+    check(dataclasses.replace(accumulator, sum_bits=32), a, torch.tensor([1.0, 1.5, 1.0, 1.0, 3.0]).view(1, 5, 1))
     if rounding == "toward_zero":
         sums = accumulate(a, torch.ones(1, 5, 1), accumulator)[0, :6, 0]
         beyond = {None: math.inf, "saturate": largest, "nan": math.nan}[overflow]
