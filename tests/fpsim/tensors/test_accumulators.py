@@ -325,6 +325,13 @@ def test_matrix_cores_of_amd_cut_off_toward_minus_infinity_where_products_meet_t
     assert sums[0, :, 0].tolist() == [1.0, 1.0 - 2.0**-24, 1.0, 1.0 - 2.0**-24]
 
 
+def test_sums_that_meet_the_accumulator_later_are_cut_off_twice_among_subnormals_too() -> None:
+    accumulator = Accumulator("fp16", group=2, group_bits=6, sum_bits=8)
+    a, b = numbers(1, 6, 20, spread=2), numbers(1, 20, 5, seed=1, spread=2)
+    for log2_scale in (0, -6, -9):  # of both: the last sums lie among fp16's subnormals
+        check(accumulator, a * 2.0**log2_scale, b * 2.0**log2_scale)
+
+
 def test_a_pair_of_formats_is_of_a_and_b_however_they_are_multiplied() -> None:
     accumulator = Accumulator("fp32", "toward_zero", group=8, group_bits=12, operands=("e4m3fn", "fp16"))
     for rows, columns in ((40, 3), (3, 40)):  # one of them is computed as its transpose
