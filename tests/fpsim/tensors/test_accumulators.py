@@ -309,7 +309,8 @@ def test_subnormal_operands_of_tensor_cores(name: str) -> None:
         check(accumulator, b.mT, a.mT)
         bare = dataclasses.replace(accumulator, operands=None, zero_exponent=None)
         parted += int((accumulate(a, b, bare) != accumulate(a, b, accumulator)).sum())
-    assert parted > 0 or accumulator.operands == fpsim.as_format("e4m3fn")  # whose subnormals have few bits to lose
+    # few bits are lost of e4m3fn's subnormals, and few groups of CDNA3 hold nothing but those of 8 exponent bits
+    assert parted > 0 or accumulator.operands == fpsim.as_format("e4m3fn") or name in ("cdna3_bf16", "cdna3_xf32")
 
 
 def test_matrix_cores_of_amd_cut_off_toward_minus_infinity_where_products_meet_the_accumulator() -> None:
