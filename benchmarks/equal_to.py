@@ -12,10 +12,11 @@ its own code when it is imported.
 from __future__ import annotations
 
 import argparse
-import re
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,38 +172,88 @@ def of_fouroversix() -> Iterator[Row]:
         yield by_tensors("fouroversix", f"quantize_to_fp4 {rule}", ours, theirs)
 
 
-# Operation of MMA-Sim: its class and its words, the format of the operands, and the terms that it adds at once
-CORES = {
-    "volta_fp16": ("MMA", "Volta", "m8n8k4.f32.f16.f16.f32", "fp16", 4),
-    "turing_fp16": ("MMA", "Turing", "m16n8k8.f32.f16.f16.f32", "fp16", 8),
-    "ampere_fp16": ("MMA", "Ampere", "m16n8k16.f32.f16.f16.f32", "fp16", 16),
-    "ampere_bf16": ("MMA", "Ampere", "m16n8k16.f32.bf16.bf16.f32", "bf16", 16),
-    "ampere_tf32": ("MMA", "Ampere", "m16n8k8.f32.tf32.tf32.f32", "tf32", 8),
-    "ada_fp8": ("MMA", "Ada Lovelace", "m16n8k32.f32.e4m3.e4m3.f32", "e4m3fn", 32),
-    "hopper_fp16": ("WGMMA", "Hopper", "m64n8k16.f32.f16.f16", "fp16", 16),
-    "hopper_bf16": ("WGMMA", "Hopper", "m64n8k16.f32.bf16.bf16", "bf16", 16),
-    "hopper_fp8": ("WGMMA", "Hopper", "m64n8k32.f32.e4m3.e5m2", "e4m3fn e5m2", 32),
-    "blackwell_bf16": ("TCGen05MMA", "Blackwell", "m64n8k16.kind::f16.f32.bf16.bf16", "bf16", 16),
-    "blackwell_fp8": ("TCGen05MMA", "Blackwell", "m64n8k32.kind::f8f6f4.f32.e4m3.e4m3", "e4m3fn", 32),
-}
+# Operations of MMA-Sim: our accumulator, the class and its words, and formats of operands that are not the name's
+CORES = (
+    ("volta_fp16", "MMA", "Volta", "m8n8k4.f32.f16.f16.f32", None),
+    ("turing_fp16", "MMA", "Turing", "m16n8k8.f32.f16.f16.f32", None),
+    ("ampere_fp16", "MMA", "Ampere", "m16n8k16.f32.f16.f16.f32", None),
+    ("ampere_bf16", "MMA", "Ampere", "m16n8k16.f32.bf16.bf16.f32", None),
+    ("ampere_tf32", "MMA", "Ampere", "m16n8k8.f32.tf32.tf32.f32", None),
+    ("ada_fp16", "MMA", "Ada Lovelace", "m16n8k16.f32.f16.f16.f32", None),
+    ("ada_bf16", "MMA", "Ada Lovelace", "m16n8k16.f32.bf16.bf16.f32", None),
+    ("ada_fp8", "MMA", "Ada Lovelace", "m16n8k32.f32.e4m3.e4m3.f32", None),
+    ("hopper_fp16", "WGMMA", "Hopper", "m64n8k16.f32.f16.f16", None),
+    ("hopper_bf16", "WGMMA", "Hopper", "m64n8k16.f32.bf16.bf16", None),
+    ("hopper_fp8", "WGMMA", "Hopper", "m64n8k32.f32.e4m3.e4m3", None),
+    ("hopper_fp8", "WGMMA", "Hopper", "m64n8k32.f32.e5m2.e4m3", ("e5m2", "e4m3fn")),
+    ("blackwell_fp16", "TCGen05MMA", "Blackwell", "m64n8k16.kind::f16.f32.f16.f16", None),
+    ("blackwell_bf16", "TCGen05MMA", "Blackwell", "m64n8k16.kind::f16.f32.bf16.bf16", None),
+    ("blackwell_fp8", "TCGen05MMA", "Blackwell", "m64n8k32.kind::f8f6f4.f32.e4m3.e4m3", None),
+    ("blackwell_fp8", "TCGen05MMA", "Blackwell", "m64n8k32.kind::f8f6f4.f32.e5m2.e2m3", ("e5m2", "e2m3fn")),
+    ("blackwell_fp8", "TCGen05MMA", "Blackwell", "m64n8k32.kind::f8f6f4.f32.e3m2.e2m1", ("e3m2fn", "e2m1fn")),
+    ("cdna3_fp16", "MFMA", "CDNA3", "f32_16x16x16_f16", None),
+    ("cdna3_bf16", "MFMA", "CDNA3", "f32_16x16x16_bf16", None),
+    ("cdna3_xf32", "MFMA", "CDNA3", "f32_16x16x8_xf32", None),
+)
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "tf32": "float32", "e4m3fn": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+SUBNORMAL = (0.01, 0.17, 0.5, 0.84)  # shares of operands
+TERMS = (4, 64, 256, 1024, 4096)
+
+
+def among_subnormals(shape: tuple[int, int], fmt: fpsim.FloatFormat, share: float, binades: int, seed: int) -> Tensor:
+    """Numbers of a format over so many binades below 1, but a share of subnormals."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    x *= torch.exp2(-torch.randint(0, binades + 1, shape, generator=generator).double()).float()
+    most = 2**fmt.mantissa_bits - 1
+    steps = torch.randint(-most, most + 1, shape, generator=generator) * torch.tensor(fmt.smallest_subnormal)
+    return fpsim.round_to(torch.where(torch.rand(shape, generator=generator) < share, steps, x), fmt)
+
+
+def up_to_the_largest(shape: tuple[int, int], fmt: fpsim.FloatFormat, specials: float, seed: int) -> Tensor:
+    """Numbers of the upper binades of a format, and a share of what is not finite there and of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    binades = torch.randint(0, 12 if fmt.exponent_bits < 8 else 80, shape, generator=generator)
+    x = torch.randn(shape, generator=generator) * torch.exp2(-binades.float())
+    x = fpsim.round_to((x * fmt.largest).clamp(-fmt.largest, fmt.largest), fmt)
+    rest = [0.0, -0.0] + [torch.inf, -torch.inf] * fmt.has_inf + [torch.nan] * fmt.has_nan
+    place = torch.randint(0, len(rest), shape, generator=generator)
+    return torch.where(torch.rand(shape, generator=generator) < specials, torch.tensor(rest)[place], x)
+
+
+def as_theirs(x: Tensor, fmt: fpsim.FloatFormat) -> Tensor:
+    """Operands as MMA-Sim takes them: torch's dtypes; codes of 6 bits, and of 4 in bits 2 to 5, in bytes."""
+    if str(fmt) in DTYPES:
+        return x.to(getattr(torch, DTYPES[str(fmt)]))
+    values = torch.tensor([fmt.decode(code) for code in range(2**fmt.bits)])
+    return ((x[..., None] == values).int().argmax(-1) << (6 - fmt.bits)).to(torch.uint8)
 
 
 def of_mmasim() -> Iterator[Row]:
-    from mmasim.nv_ptx import sim
+    """20,480 results at each share of subnormals, and 3,072 of numbers up to the largest, with infinities and NaN."""
+    from mmasim.amd import MFMA
+    from mmasim.nv_ptx import MMA, WGMMA, TCGen05MMA
 
-    for ours, (kind, arch, words, formats, k) in CORES.items():
-        operation, pair, rows = getattr(sim, kind)(arch, words), (formats.split() * 2)[:2], []
-        m = int(re.match(r"m(\d+)", words)[1])  # type: ignore[index]
-        for seed in range(4):
-            generator = torch.Generator().manual_seed(seed)
-            a, b = (torch.randn(s, generator=generator) for s in ((m, 4 * k), (4 * k, 8)))
-            a *= torch.exp2(torch.randint(-3, 4, a.shape, generator=generator).float() * (seed % 2))
-            a, b = (fpsim.round_to(x, fmt) for x, fmt in zip((a, b), pair, strict=True))
-            dtypes, c = [getattr(torch, DTYPES[fmt]) for fmt in pair], torch.zeros(m, 8)
-            for i in range(0, 4 * k, k):
-                c = operation(a[:, i : i + k].to(dtypes[0]), b[i : i + k].to(dtypes[1]), c)
-            rows.append(counted("mmasim", f"{kind} {arch} {words}", f"matmul {ours}", c, fpsim.matmul(a, b, ours)))
+    kinds = {cls.__name__: cls for cls in (MMA, WGMMA, TCGen05MMA, MFMA)}
+    for name, kind, arch, words, operands in CORES:
+        accumulator = fpsim.as_accumulator(name)
+        if operands is not None:
+            accumulator = replace(accumulator, operands=operands)
+        (f, g), operation, rows = accumulator.operand_formats, kinds[kind](arch, words), []
+        assert f is not None
+        assert g is not None
+        ours = f"matmul {name}" + (f", operands={operands}" if operands else "")
+        reach = min(f.min_exponent, g.min_exponent)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for share, k, part in product(SUBNORMAL, TERMS, (0, 1, 2, 3)):
+            a = among_subnormals((64, k), f, share, -reach * part // 3, k + part)
+            pairs.append((a, among_subnormals((k, 16), g, share, -reach * part // 4, k + part + 4)))
+        for share in (0.0, 0.001, 0.01):
+            pairs.append((up_to_the_largest((64, 64), f, share, 0), up_to_the_largest((64, 16), g, share, 1)))
+        for a, b in pairs:
+            expected = operation(as_theirs(a, f), as_theirs(b, g), torch.zeros(64, 16))
+            found = fpsim.matmul(a, b, accumulator)
+            rows.append(counted("mmasim", f"{kind} {arch} {words}", ours, expected, found))
         yield rows[0]._replace(compared=sum(r.compared for r in rows), differ=sum(r.differ for r in rows))
 
 

@@ -41,6 +41,8 @@ CHANGES: dict[int, tuple[str, ...]] = {
         "adaptive scaling where a parameter multiplies (layer scales, norms written by hand) in rules that predict",
         "writes to a part of x.data, and without a graph to a part of an input, a weight or a buffer, under torch.func",
         "what inductor compiles for processors with AVX2 and without AVX-512",
+        "accumulators of tensor cores, and products of operands in a format in accumulators that align groups, where "
+        "operands are subnormal, and overflows of such groups toward zero",
     ),
 }
 BITS = max(CHANGES)  # 1 was everything before they were counted

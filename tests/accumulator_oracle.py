@@ -62,6 +62,8 @@ class Summing:
         self.accumulator, self.element, self.key = accumulator, element, key
         self.format = as_format(accumulator.format)
         self.outer = as_format(accumulator.outer or accumulator.format)
+        given = accumulator.operands
+        self.operands = given if isinstance(given, tuple) else (given, given)
 
     def bits(self, f: FloatFormat | None) -> int:
         """How many random bits decide: all 32, or as many as a sum in 53 bits, of which the last is odd, has left."""
@@ -76,6 +78,17 @@ class Summing:
         return rounded(
             x, self.format, a.rounding, a.overflow, self.bits(self.format), self.noise(SUMS, number), a.variant
         )
+
+    def to_sum_of_group(self, x: Fraction | float, number: int) -> float:
+        """The same, which overflows where the exponent would be too large, toward zero as well."""
+        return self.beyond(x) if math.isfinite(x) and self.is_beyond(x) else self.to_sum(x, number)
+
+    def is_beyond(self, x: Fraction | float) -> bool:
+        return abs(x) >= oracle_format(self.format).next_magnitude
+
+    def beyond(self, x: Fraction | float) -> float:
+        values = {"inf": math.inf, "nan": math.nan, "saturate": self.format.largest}
+        return math.copysign(values[self.format.resolve_overflow(self.accumulator.overflow)], x)
 
     def to_outer(self, x: Fraction | float, kind: int, number: int) -> float:
         a = self.accumulator
@@ -104,7 +117,7 @@ class Summing:
             else:
                 for start in range(chunk.start, chunk.stop, self.accumulator.group):
                     group = range(start, min(start + self.accumulator.group, chunk.stop))
-                    inner = self.to_sum(self.aligned(inner, [(a[k], b[k]) for k in group]), groups)
+                    inner = self.to_sum_of_group(self.aligned(inner, [(a[k], b[k]) for k in group]), groups)
                     groups += 1
             outer = self.to_outer(plus(outer, inner), OUTER, number)
         result = inner if self.accumulator.chunk is None else outer
@@ -113,17 +126,52 @@ class Summing:
     def aligned(self, inner: float, factors: list[tuple[float, float]]) -> Fraction | float:
         """Xie et al. 2025, T-FDPA: every number is cut off below the largest exponent's `group_bits` bits."""
         products = [a * b for a, b in factors]
+        if self.accumulator.sum_bits is not None:
+            products = [self.beyond(p) if math.isfinite(p) and self.is_beyond(p) else p for p in products]
         if not all(map(math.isfinite, [inner, *products])):
             return math.fsum([inner, *products]) if _agree([inner, *products]) else math.nan
-        exponents = [math.frexp(a)[1] + math.frexp(b)[1] - 2 for a, b in factors if a and b]
+        first, second = self.operands
+        exponents = [_exponent(a, first) + _exponent(b, second) for a, b in factors if a and b]
         if inner:
-            exponents.append(math.frexp(inner)[1] - 1)
+            exponents.append(_exponent(inner, self.format if first or second else None))
         if not exponents:
             return 0.0
+        zero = self.accumulator.zero_exponent
+        if zero is not None and (not inner or any(not a or not b for a, b in factors)):
+            exponents.append(zero)
         bits = self.accumulator.group_bits
         assert bits is not None
+        if self.accumulator.sum_bits is not None:
+            return self.aligned_twice(inner, products, exponents[: len([p for p in products if p])])
         unit = Fraction(2) ** (max(exponents) - bits + 1)
         return sum(math.trunc(Fraction(x) / unit) for x in (inner, *products)) * unit or 0.0
+
+    def aligned_twice(self, inner: float, products: list[float], exponents: list[int]) -> Fraction | float:
+        """Xie et al. 2025, TR-FDPA: products by themselves, then their sum and the accumulator, toward -inf."""
+        bits, sum_bits = self.accumulator.group_bits, self.accumulator.sum_bits
+        assert bits is not None
+        assert sum_bits is not None
+        least = 1 - self.format.bias
+        dot, tops = Fraction(0), [_exponent(inner, self.format) if inner else least]
+        if exponents:
+            unit = Fraction(2) ** (max(exponents) - bits + 1)
+            dot = sum((math.trunc(Fraction(x) / unit) for x in products), start=Fraction(0)) * unit
+            tops.append(max(exponents))
+        total = _floor(dot, max(tops) - sum_bits) + _floor(Fraction(inner), max(tops) - bits + 1)
+        if not total:
+            return 0.0
+        return _floor(total, max(oracle.floor_log2(abs(total)), least) - sum_bits + 1)
+
+
+def _floor(x: Fraction, exponent: int) -> Fraction:
+    unit = Fraction(2) ** exponent
+    return math.floor(x / unit) * unit
+
+
+def _exponent(x: float, fmt: FloatFormat | None) -> int:
+    """Of a number that is not zero, as the format's exponent field has it; of its leading bit without a format."""
+    leading = math.frexp(x)[1] - 1
+    return leading if fmt is None else max(leading, 1 - fmt.bias)
 
 
 def _agree(values: list[float]) -> bool:

@@ -374,6 +374,9 @@ ACCUMULATORS = [
     Accumulator("e5m2", "stochastic", product="e5m2", product_rounding="stochastic", chunk=4),
     Accumulator("dlfloat16", "up", "saturate", chunk=3, outer="bf16", outer_rounding="stochastic"),
     Accumulator("e4m3fn", "stochastic", group=3, group_bits=9, chunk=8, outer="fp32", outer_rounding="to_odd"),
+    Accumulator("fp32", "toward_zero", group=8, group_bits=12, operands=("e4m3fn", "fp16"), zero_exponent=-2),
+    Accumulator("e4m3fn", "toward_zero", "nan", group=2, group_bits=9),  # which overflows
+    Accumulator("fp32", group=4, group_bits=9, sum_bits=12, operands=("fp16", "e4m3fn")),
 ]
 
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fpsim.emulation.forms import Batched, Convolution, ConvolutionSettings, Form, Linear
+from fpsim.tensors.accumulators import Accumulator
 
-__all__ = ["Multiplies", "Multiply", "in_matrices"]
+__all__ = ["Multiplies", "Multiply", "in_matrices", "in_order"]
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (n, i, k) by (n, k, j), and what is added: (n, i, j)
 Multiplies = tuple[Multiply, ...]  # of fprop, dgrad and wgrad
@@ -34,6 +35,12 @@ def in_matrices(form: Form, multiply: Sequence[Multiply | None]) -> Form:
         "This product is not known as a product of matrices, and cannot be added up in an accumulator of its own. "
         "Expected: linear layers, matrix products and convolutions; Products(accumulator=None)."
     )
+
+
+def in_order(form: Form, accumulators: Sequence[Accumulator]) -> Sequence[Accumulator]:
+    """Accumulators of the three, whose operands come in the order in which the product of `in_matrices` has them."""
+    is_turned = form.settings.transposed if isinstance(form, Convolution) else isinstance(form, Batched)
+    return (*accumulators[:2], accumulators[2].turned) if is_turned else accumulators  # wgrad of x by dy
 
 
 def _torchs(*_: Any) -> Tensor:

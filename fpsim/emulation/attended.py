@@ -92,7 +92,7 @@ def _weights(call: ProductCall, points: Attention, scores: Tensor) -> Tensor:
     """softmax over the last axis, with the points `diff` and `exp` of one block of all keys."""
     if points.diff is None and points.exp is None:
         return torch.softmax(scores, -1)
-    specs = ProductSpecs((None, None), (None, None), (None, None), None, None)
+    specs = ProductSpecs((None, None), (None, None), (None, None), None, None, None)
     product = Product(Batched(scores, scores.mT), f"{call.site}.softmax", specs, call.scope.listeners, scores)
     weights: Tensor = _Softmax.apply(product, points, scores)
     return weights

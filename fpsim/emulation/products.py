@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpsim.emulation.accumulated import in_matrices
+from fpsim.emulation.accumulated import in_matrices, in_order
 from fpsim.emulation.forms import Form, Side
 from fpsim.emulation.marks import is_roundable
 from fpsim.emulation.scope import Attended, Listeners, Observer, Scope
@@ -161,7 +161,7 @@ class ProductCall:
         kind = "fprop"
         if is_error[0] != is_error[1]:
             kind = "dgrad" if _is_among(self.weights, w if is_error[0] else x) else "wgrad"
-        product = _InBackward(form, f"{self.site}{part}", scope.products.specs, scope.listeners, x)
+        product = _InBackward(form, f"{self.site}{part}", scope.products.specs.unordered, scope.listeners, x)
         product.require_plain_gradients()
         product.kind, product.is_step, product.error_is_second = kind, True, is_error[1] and not is_error[0]
         product.log2_scale = scope.errors.scale_of_products()
@@ -230,10 +230,12 @@ class Product:
 
     def in_accumulators(self, form: Form) -> Form:
         """The form with its sums made in the accumulators, if there are any."""
-        accumulators, site, listeners = self.specs.accumulators, self.site, self.listeners
+        specs, site, listeners = self.specs, self.site, self.listeners
+        accumulators = specs.accumulators if listeners.scaling is None else specs.scaled
         if accumulators is None:
             return form
-        return in_matrices(form, [None if a.is_torch else partial(_multiply, site, listeners, a) for a in accumulators])
+        each = in_order(form, accumulators)
+        return in_matrices(form, [None if a.is_torch else partial(_multiply, site, listeners, a) for a in each])
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         return self.forward_with(x, w, bias)[0]

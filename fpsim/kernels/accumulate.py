@@ -19,13 +19,15 @@ from fpsim.kernels.sums import (
     PRODUCT_NOISE,
     SUM_NOISE,
     cut_off,
-    exponent_field,
     make_add,
     make_round_value,
+    met_sum,
     narrow,
     product_field,
+    sum_field,
     sum_noise,
     widen,
+    with_overflow,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +41,10 @@ ROWS, COLUMNS, DEPTH = 32, 64, 32
 
 
 class Code(NamedTuple):
-    """What of an accumulator is compiled in: a rule and a shape for sums, products and the outer sum; groups or not."""
+    """What of an accumulator is compiled in: a rule and a shape for sums, products and the outer sum; groups or not.
+
+    grouped: 1 for groups that are aligned with the accumulator, 2 for those that are aligned before they meet it.
+    """
 
     rule: int
     shape: int
@@ -76,6 +81,12 @@ class Sizes(NamedTuple):
     chunk: int  # terms; 0 for one accumulator
     group: int  # products; 0 for none
     group_bits: int
+    sum_bits: int
+    least_a: int  # exponents that operands, sums and zeros count with in a group, as fields of a float64; 0 for none
+    least_b: int
+    least_sum: int
+    zero: int
+    limit: int  # the magnitude from which on the sum of a group overflows, as the pattern of a float64
 
 
 def tiles(sizes: Sizes) -> int:
@@ -145,10 +156,11 @@ def _make_block(code: Code) -> Callable[..., Any]:
 def _make_grouped_block(code: Code) -> Callable[..., Any]:
     """The same group by group, each aligned to the largest exponent in it, see Accumulator. Gives their number."""
     round_value, is_stochastic = make_round_value(code.rule, code.shape), draws_noise(code.rule)
+    meets_later = code.grouped == 2
 
     @njit
     def add_groups(sums, values, terms, rows, count, width, number, element, row_step, step, g, p, q, noise, key, work):
-        group, bits = g
+        group, bits, sum_bits, least_a, least_b, least_sum, zero, limit = g
         tops = work.view(np.int64)
         groups = -(-count // group)
         for r in range(rows):
@@ -157,18 +169,25 @@ def _make_grouped_block(code: Code) -> Callable[..., Any]:
                 if is_stochastic and (lane == 0 or i == 0):
                     _fill(noise[:4], width, element + r * row_step, step, SUM_NOISE, number + i, key)
                 for j in range(width):
-                    tops[0, j] = exponent_field(sums[r, j])
+                    tops[0, j] = 0 if meets_later else sum_field(sums[r, j], least_sum, zero)
                 for t in range(start, end):
                     for j in range(width):
-                        tops[0, j] = max(tops[0, j], product_field(values[r, t], terms[t, j]))
+                        field = product_field(values[r, t], terms[t, j], least_a, least_b, zero)
+                        tops[0, j] = max(tops[0, j], field)
                 for j in range(width):
-                    work[1, j] = cut_off(sums[r, j], tops[0, j], bits)
+                    work[1, j] = 0.0 if meets_later else cut_off(sums[r, j], tops[0, j], bits)
                 for t in range(start, end):
                     for j in range(width):
-                        work[1, j] += cut_off(values[r, t] * terms[t, j], tops[0, j], bits)
+                        product = values[r, t] * terms[t, j]
+                        if meets_later:
+                            product = with_overflow(product, product, limit, p.overflow)
+                        work[1, j] += cut_off(product, tops[0, j], bits)
                 for j in range(width):
                     word = noise[lane, j] if is_stochastic else np.uint32(0)
-                    sums[r, j] = round_value(work[1, j], word, p)
+                    total = work[1, j]
+                    if meets_later:
+                        total = met_sum(total, tops[0, j], sums[r, j], bits, sum_bits, least_sum)
+                    sums[r, j] = with_overflow(round_value(total, word, p), total, limit, p.overflow)
         return groups
 
     return add_groups  # type: ignore[no-any-return]
@@ -210,7 +229,8 @@ def cpu_loop(code: Code) -> Loop:
         m, n, k = s[1], s[2], s[3]
         a_batch, a_row, a_term, b_batch, b_term, b_column = s[4], s[5], s[6], s[7], s[8], s[9]
         c_batch, c_row, c_column, out_batch, row_step, step = s[10], s[11], s[12], s[13], s[14], s[15]
-        has_bias, chunk, group, group_bits = s[16], s[17], s[18], s[19]
+        has_bias, chunk, group = s[16], s[17], s[18]
+        g = group, s[19], s[20], s[21], s[22], s[23], s[24], s[25]
         p, q, o = of_sums(s), of_products(s), of_outer(s)
         a, b = carray(pointer(a_source), (1,), np.uint32), carray(pointer(b_source), (1,), np.uint32)
         bias, out = carray(pointer(bias_source), (1,), np.uint32), carray(pointer(out_target), (1,), np.uint32)
@@ -233,7 +253,6 @@ def cpu_loop(code: Code) -> Loop:
                 _load(values, a, batch * a_batch + row * a_row + begin * a_term, rows, count, a_row, a_term, count)
                 b_first = batch * b_batch + begin * b_term + column * b_column
                 _load(terms, b, b_first, count, columns, b_term, b_column, width)
-                g = (group, group_bits)
                 number += add_block(
                     inner, values, terms, rows, count, width, number, element, row_step, step, g, p, q, noise, key, work
                 )
@@ -270,12 +289,14 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
     add, round_value = make_add(code.rule, code.shape), make_round_value(code.rule, code.shape)
     fold, round_product = make_add(code.outer_rule, code.outer_shape), make_round_value(*code[2:4])
     is_stochastic, is_product_stochastic = draws_noise(code.rule), draws_noise(code.product_rule)
-    is_outer_stochastic, is_grouped = draws_noise(code.outer_rule), code.grouped == 1
+    is_outer_stochastic, is_grouped = draws_noise(code.outer_rule), code.grouped > 0
+    meets_later = code.grouped == 2
     none, numbers_from = np.uint32(0), make_numbers_from(64)
 
     def kernel(a, b, bias, out, sizes, sums, products, outer_sums, key, has_key, key_word):
         batches, m, n, k, a_batch, a_row, a_term, b_batch, b_term, b_column, c_batch, c_row, c_column = sizes[:13]
-        out_batch, out_row, out_column, has_bias, chunk, group, bits = sizes[13:]
+        out_batch, out_row, out_column, has_bias, chunk, group, bits = sizes[13:20]
+        sum_bits, least_a, least_b, least_sum, zero, limit = sizes[20:]
         thread = cuda.grid(1)
         p, q, o = numbers_from(sums), numbers_from(products), numbers_from(outer_sums)
         key0, key1 = key_words(key[0] if has_key else key_word)
@@ -289,15 +310,21 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
                 end = min(begin + chunk, k) if chunk > 0 else k
                 if is_grouped:
                     for start in range(begin, end, group):
-                        stop, top = min(start + group, end), exponent_field(inner)
+                        stop, top = min(start + group, end), 0 if meets_later else sum_field(inner, least_sum, zero)
                         for t in range(start, stop):
-                            top = max(top, product_field(widen(a[x + t * a_term]), widen(b[y + t * b_term])))
-                        total = cut_off(inner, top, bits)
+                            value, term = widen(a[x + t * a_term]), widen(b[y + t * b_term])
+                            top = max(top, product_field(value, term, least_a, least_b, zero))
+                        total = 0.0 if meets_later else cut_off(inner, top, bits)
                         for t in range(start, stop):
-                            total += cut_off(widen(a[x + t * a_term]) * widen(b[y + t * b_term]), top, bits)
+                            term = widen(a[x + t * a_term]) * widen(b[y + t * b_term])
+                            if meets_later:
+                                term = with_overflow(term, term, limit, p.overflow)
+                            total += cut_off(term, top, bits)
+                        if meets_later:
+                            total = met_sum(total, top, inner, bits, sum_bits, least_sum)
                         if is_stochastic:
                             word = _noise_of(element, SUM_NOISE, number, key0, key1)
-                        inner = round_value(total, word, p)
+                        inner = with_overflow(round_value(total, word, p), total, limit, p.overflow)
                         number += 1
                 else:
                     for t in range(begin, end):

@@ -113,9 +113,22 @@ def exponent_field(x):
 
 
 @njit(forceinline=True)
-def product_field(a, b):
-    """The biased exponent of a product as a multiplier has it before it normalises: the sum of its factors'."""
-    return np.int64(exponent_field(a) + exponent_field(b) - np.int64(1023))
+def sum_field(x, least, zero):
+    """The biased exponent that a sum counts with among a group: at least `least`, and `zero` if it is zero."""
+    field = exponent_field(x)
+    return zero if field == np.int64(0) else max(field, least)
+
+
+@njit(forceinline=True)
+def product_field(a, b, least_a, least_b, zero):
+    """The biased exponent of a product as a multiplier has it before it normalises: the sum of its factors'.
+
+    A factor counts with at least `least_a` or `least_b`: a subnormal has its format's least exponent in its exponent
+    field, however many leading zeros follow. A product that is zero counts with `zero`.
+    """
+    field_a, field_b = exponent_field(a), exponent_field(b)
+    field = np.int64(max(field_a, least_a) + max(field_b, least_b) - np.int64(1023))
+    return zero if min(field_a, field_b) == np.int64(0) else field
 
 
 @njit(forceinline=True)
@@ -127,6 +140,36 @@ def cut_off(x, top, bits):
     below = _u64(shift_left(_u64(1), _u64(drop)) - _u64(1))
     kept = _u64(0) if drop > np.int64(52) else _u64(word & _u64(~below))
     return float64_of_bits(word if field == np.int64(2047) else kept)
+
+
+@njit(forceinline=True)
+def floor_off(x, top, bits):
+    """As `cut_off`, but toward minus infinity."""
+    kept = cut_off(x, top, bits)
+    unit = float64_of_bits(_u64(_u64(max(np.int64(top - bits + np.int64(1)), np.int64(1))) << _u64(52)))
+    return kept - unit if x < 0.0 and kept > x else kept
+
+
+@njit(forceinline=True)
+def met_sum(products, top, x, bits, sum_bits, least):
+    """A sum of products, aligned at `top`, and an accumulator x, aligned toward minus infinity, and once more."""
+    own = max(exponent_field(x), least)
+    both = max(top, own)
+    total = floor_off(products, both, np.int64(sum_bits + np.int64(1))) + floor_off(x, both, bits)
+    return floor_off(total, max(exponent_field(total), least), sum_bits)
+
+
+@njit(forceinline=True)
+def with_overflow(rounded, total, limit, overflow):
+    """`rounded`, but `overflow` where the magnitude of `total` is at least `limit`; all but the first two are patterns.
+
+    Toward zero, IEEE 754 has the largest number there: an accumulator that cuts off bits of its significand overflows.
+    """
+    sign = _u64(_u64(1) << _u64(63))
+    word, infinity = bits_of(total), _u64(0x7FF0000000000000)
+    magnitude = _u64(word & _u64(~sign))
+    is_beyond = magnitude >= _u64(limit) and magnitude < infinity
+    return float64_of_bits(_u64(_u64(word & sign) | _u64(overflow))) if is_beyond else rounded
 
 
 @njit(forceinline=True)

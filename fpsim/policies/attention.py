@@ -9,8 +9,16 @@ from functools import cached_property
 from fpsim.checks import known_arguments, require_whole, require_word, shown
 from fpsim.formats.blocks import BlockFormat
 from fpsim.formats.floats import FloatFormat
-from fpsim.policies.operand import Operand, OperandLike, ProductSpecs, as_operand, stochastic, with_rounding
-from fpsim.tensors.accumulators import Accumulator, as_accumulator
+from fpsim.policies.operand import (
+    Operand,
+    OperandLike,
+    ProductSpecs,
+    as_operand,
+    in_accumulators,
+    stochastic,
+    with_rounding,
+)
+from fpsim.tensors.accumulators import ACCUMULATORS, Accumulator, as_accumulator
 
 __all__ = ["Attention"]
 
@@ -147,9 +155,10 @@ class Attention:
         one, two, three = (tuple(self._operands(*words.split())) for words in (fprop, dgrad, wgrad))
         given = self.accumulator
         assert given is None or isinstance(given, Accumulator)
-        accumulators = None if given is None or given.is_torch else (given,) * 3
+        own = ACCUMULATORS["fp32"] if given is None else given
+        accumulators, scaled = in_accumulators((own, own, own), one, two, three)  # type: ignore[arg-type]
         rounded, of_error = self.point(result), None if error is None else self.point(error)
-        return ProductSpecs(one, two, three, None, accumulators, rounded, of_error)  # type: ignore[arg-type]
+        return ProductSpecs(one, two, three, None, accumulators, scaled, rounded, of_error)  # type: ignore[arg-type]
 
     @cached_property
     def qk(self) -> ProductSpecs:

@@ -11,12 +11,22 @@ from torch import Tensor
 
 from fpsim.checks import require_word, shown
 from fpsim.formats.blocks import BlockFormat, Element, Format, as_format
+from fpsim.formats.floats import FloatFormat
 from fpsim.tensors.accumulators import Accumulator
 from fpsim.tensors.hadamard import Hadamard
 from fpsim.tensors.own import own_format, own_spec
 from fpsim.tensors.spec import OwnFormat, RoundingSpec, Spec, any_spec
 
-__all__ = ["Operand", "OperandLike", "ProductSpecs", "as_operand", "is_of_few_bits", "stochastic", "with_rounding"]
+__all__ = [
+    "Operand",
+    "OperandLike",
+    "ProductSpecs",
+    "as_operand",
+    "in_accumulators",
+    "is_of_few_bits",
+    "stochastic",
+    "with_rounding",
+]
 
 SOURCES = ("original", "fprop")  # of an operand of the backward pass
 STES = ("pass", "clip")  # straight-through estimators
@@ -155,19 +165,65 @@ def as_operand(name: str, value: object) -> Operand:
         raise type(error)(f"{name}={shown(value)} is not an operand. {error}") from None
 
 
+Three = tuple[Accumulator, Accumulator, Accumulator]
+Pair = tuple[Operand | None, Operand | None]
+
+
 class ProductSpecs(NamedTuple):
     """The operands of the three products, the rounding of the forward product's result, and in what sums are made.
 
+    accumulators: of the three, with the formats of their operands; None where all are torch's.
+    scaled: the same where dy is rounded at a scale, so that its exponents are not those of the format.
     result, error: how y and dx are rounded inside of the product, where it is one of an attention.
     """
 
-    fprop: tuple[Operand | None, Operand | None]
-    dgrad: tuple[Operand | None, Operand | None]
-    wgrad: tuple[Operand | None, Operand | None]
+    fprop: Pair
+    dgrad: Pair
+    wgrad: Pair
     output: RoundingSpec | None
-    accumulators: tuple[Accumulator, Accumulator, Accumulator] | None  # of the three; None where all are torch's
+    accumulators: Three | None
+    scaled: Three | None
     result: Operand | None = None
     error: Operand | None = None
+
+    @property
+    def unordered(self) -> ProductSpecs:
+        """The same where it is not known which operand of the three is which."""
+        if self.accumulators is None:
+            return self
+        one, two, three = (a if a.group is None else replace(a, operands=None) for a in self.accumulators)
+        return self._replace(accumulators=(one, two, three), scaled=(one, two, three))
+
+
+def in_accumulators(each: Three, fprop: Pair, dgrad: Pair, wgrad: Pair) -> tuple[Three, Three] | tuple[None, None]:
+    """The `accumulators` and `scaled` of products with these operands."""
+    if all(accumulator.is_torch for accumulator in each):
+        return None, None
+    one, two, three = map(_knowing, each, (fprop, dgrad, wgrad), (fprop, fprop, fprop[::-1]))
+    return (one, two, three), (one, _at_a_scale(two), _at_a_scale(three))
+
+
+def _knowing(accumulator: Accumulator, pair: Pair, used: Pair) -> Accumulator:
+    """The accumulator of a product with the formats of its operands, where it aligns groups.
+
+    used: in the place of an operand that is what the forward product used, the operand that it had there.
+    """
+    if accumulator.group is None:
+        return accumulator
+    formats = []
+    for operand, of_fprop, own in zip(pair, used, accumulator.operand_formats, strict=True):
+        if operand is not None and operand.fmt is None:
+            operand = of_fprop
+        # shared scales move the exponents of a block, and a function of the user's may
+        fmt = own if operand is None else operand.fmt
+        formats.append(fmt if isinstance(fmt, FloatFormat) else None)
+    return replace(accumulator, operands=tuple(formats))  # type: ignore[arg-type]
+
+
+def _at_a_scale(accumulator: Accumulator) -> Accumulator:
+    if accumulator.group is None:
+        return accumulator
+    return replace(accumulator, operands=(None, accumulator.operand_formats[1]))
 
 
 def with_rounding(operand: Operand | None, rounding: str) -> Operand | None:

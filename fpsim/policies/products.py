@@ -21,6 +21,7 @@ from fpsim.policies.operand import (
     OperandLike,
     ProductSpecs,
     as_operand,
+    in_accumulators,
     is_of_few_bits,
     stochastic,
     with_rounding,
@@ -50,7 +51,9 @@ class Products:
         accumulator: what the sums of all three are made in: an `Accumulator` or its name, such as "fp16" or
             "hopper_fp8"; None leaves them to torch, in float32. The bias is added there too. Where they differ, three
             in the order of the products (all in float32 then, of a float64 model too): a layer whose terms lie on four
-            ranks in fprop has `(Accumulator("fp32", order="torch", splits=4, split_format="bf16"), None, None)`.
+            ranks in fprop has `(Accumulator("fp32", order="torch", splits=4, split_format="bf16"), None, None)`. Where
+            it aligns groups, it knows the operands' formats from here, and its own are those of operands left as they
+            come. What has scales, shared or of a gradient, counts with the exponents of leading bits.
         backward: what w is in dgrad, and x in wgrad, in the place of operands for them, with dy as it is given there:
             "original" takes those of `dgrad` and `wgrad`; "dequantized" what the forward product used, as it is, as in
             quantisation-aware training; "float32" the tensor as it comes. With `Products.all`, dy comes as it is too:
@@ -154,10 +157,10 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         assert output is None or isinstance(output, Operand)
         each = given if isinstance(given, tuple) else (given,) * 3
         one, two, three = (ACCUMULATORS["fp32"] if a is None else as_accumulator(a) for a in each)
-        accumulators = None if one.is_torch and two.is_torch and three.is_torch else (one, two, three)
         fprop, dgrad, wgrad = (getattr(self, product) for product in PRODUCTS)
+        accumulators, scaled = in_accumulators((one, two, three), fprop, dgrad, wgrad)
         rounding = None if output is None else rounding_spec(output.fmt, *output.words)  # type: ignore[arg-type]
-        return ProductSpecs(fprop, dgrad, wgrad, rounding, accumulators)
+        return ProductSpecs(fprop, dgrad, wgrad, rounding, accumulators, scaled)
 
     @property
     def points(self) -> Attention | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from typing import Any
 
 from fpsim.checks import did_you_mean, is_whole, refuse, shown
 from fpsim.formats.floats import CATALOGUE, FloatFormat, as_float_format
@@ -19,6 +20,9 @@ SPLIT_ORDERS = ("ring", "tree", "linear")  # of tensors.reductions
 LARGEST_GROUP = 1024  # products: as many rows of an operand lie in the cache at once
 MOST_SPLITS = 1024
 EXACT_BITS = 53  # of a float64, in which sums are made
+PRODUCT_EXPONENTS = (-298, 255)  # of products of two float32
+
+Operands = str | FloatFormat | None  # the format of an operand
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,20 @@ class Accumulator:
         outer, outer_rounding: format and rounding of the outer accumulator; None means those of the inner.
         group: so many products and the accumulator are aligned to the largest exponent among them, cut off below
             `group_bits` significant bits, added exactly and rounded together. The exponent of a product is the sum of
-            those of its factors. None means that terms are added one by one.
+            those of its factors. A sum whose exponent is too large for the format overflows, toward zero as well. None
+            means that terms are added one by one.
         group_bits: see group; a number at the largest exponent keeps as many.
+        sum_bits: products of a group are aligned among themselves, and their sum meets the accumulator later, as on
+            AMD's CDNA3: both are aligned to the larger exponent, a subnormal accumulator and a zero having the format's
+            least, and cut off toward minus infinity, the sum of products below `sum_bits` + 1 significant bits, the
+            accumulator below `group_bits`. What comes of it is normalised, and cut off so below `sum_bits`, before it
+            is rounded. A product beyond the format's largest number overflows. None means that they meet at once.
+        operands: the format of the operands of a group, or a pair of formats, of a and of b, None for one that is not
+            known. A subnormal then counts with its format's least exponent, as in hardware, which reads the exponent
+            field; so does a subnormal sum. Operands are not rounded, and what is smaller than the format's values
+            counts as if it were subnormal. Where the format is None, and without it, each counts with the exponent of
+            its leading bit.
+        zero_exponent: what a product or a sum that is zero counts with in a group; None means that zeros do not count.
         order: "ascending", term by term; "torch" leaves the product to torch, in float32 and its order.
         variant: of stochastic rounding with random_bits, wherever it is asked for, as in `round_to`.
         splits: the terms are split in so many parts, as over the ranks of tensor parallelism: each is added up as
@@ -74,6 +90,9 @@ class Accumulator:
     outer_rounding: str | None = None
     group: int | None = None
     group_bits: int | None = None
+    sum_bits: int | None = None
+    operands: Operands | tuple[Operands, Operands] = None
+    zero_exponent: int | None = None
     order: str = "ascending"
     variant: str = "A"
     splits: int | None = None
@@ -96,6 +115,7 @@ class Accumulator:
         if self.outer_rounding == self.rounding:
             object.__setattr__(self, "outer_rounding", None)
         _require_groups(self)
+        _take_operands(self)
         _require_room_for_products(self)
         _require_order(self)
         _require_random_bits(self)
@@ -106,7 +126,8 @@ class Accumulator:
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if value != field.default:
-                words.append(f"{field.name}={str(value) if isinstance(value, FloatFormat) else value!r}")
+                pair = tuple(v and str(v) for v in value) if isinstance(value, tuple) else None
+                words.append(f"{field.name}={pair or (str(value) if isinstance(value, FloatFormat) else value)!r}")
         return f"Accumulator({', '.join(words)})"
 
     def __str__(self) -> str:
@@ -130,6 +151,27 @@ class Accumulator:
     @property
     def is_stochastic(self) -> bool:
         return "stochastic" in self.roundings
+
+    @property
+    def operand_formats(self) -> tuple[FloatFormat | None, FloatFormat | None]:
+        """Of a and of b, as far as they are known."""
+        pair = self.operands if isinstance(self.operands, tuple) else (self.operands,) * 2
+        return pair  # type: ignore[return-value]  # made formats by __post_init__
+
+    @property
+    def counted_exponents(self) -> tuple[int | None, int | None, int | None, int | None]:
+        """The least that a, b and a sum count with in a group, and what a zero does; None for none."""
+        a, b = (None if f is None else f.min_exponent for f in self.operand_formats)
+        counts = self.operands is not None or self.sum_bits is not None
+        of_sum = as_float_format(self.format).min_exponent if counts else None
+        return a, b, of_sum, self.zero_exponent
+
+    @property
+    def turned(self) -> Accumulator:
+        """The accumulator of b^T a^T, whose operands have changed places."""
+        if not isinstance(self.operands, tuple):
+            return self
+        return replace(self, operands=self.operands[::-1])
 
     def random_bits_of(self, fmt: FloatFormat) -> int | None:
         """How many random bits round a sum to `fmt`; None for all 32."""
@@ -192,11 +234,59 @@ def _require_groups(a: Accumulator) -> None:
             f"group_bits={shown(a.group_bits)} is invalid. Expected: 1 to {most} for groups of {a.group}, whose "
             f"sum has to be exact in {EXACT_BITS} bits."
         )
+    most = (
+        EXACT_BITS - 4 - int(a.group).bit_length()
+    )  # of a sum of products, which has one bit more, and the accumulator
+    if a.sum_bits is not None and not (is_whole(a.sum_bits, a.group_bits) and a.sum_bits <= most):
+        raise ValueError(
+            f"sum_bits={shown(a.sum_bits)} is invalid. Expected: {a.group_bits}, as many as group_bits, to {most} for "
+            f"groups of {a.group}, whose sum has to be exact in {EXACT_BITS} bits; or None."
+        )
     if a.product is not None:
         raise ValueError(
             f"product={a.product!s} was given with group={a.group}: products of a group are cut off where the largest "
             f"of them ends, not rounded to a format. Omit one of the two."
         )
+
+
+def _take_operands(a: Accumulator) -> None:
+    """Make `operands` None, one format, or a pair of two that differ."""
+    for name in ("sum_bits", "operands", "zero_exponent"):
+        if getattr(a, name) is not None and a.group is None:
+            raise ValueError(
+                f"{name}={shown(getattr(a, name))} was given without a group: terms are added one by one, and no "
+                f"exponents are compared. Give group=8, group_bits=25 or the like, or omit {name}."
+            )
+    if isinstance(a.operands, tuple | list):
+        if len(a.operands) != 2:
+            raise ValueError(
+                f"operands={shown(a.operands)} has {len(a.operands)}. Expected: the format of both operands, or a pair "
+                f"of formats, of a and of b, None for one that is not known."
+            )
+        pair = tuple(None if f is None else _operand_format(f) for f in a.operands)
+        object.__setattr__(a, "operands", pair[0] if pair[0] == pair[1] else pair)
+    elif a.operands is not None:
+        object.__setattr__(a, "operands", _operand_format(a.operands))
+    if a.zero_exponent is not None and a.sum_bits is not None:
+        raise ValueError(
+            f"zero_exponent={shown(a.zero_exponent)} was given with sum_bits={a.sum_bits}: zeros do not count among "
+            f"products that meet the accumulator later. Omit one of the two."
+        )
+    least, largest = PRODUCT_EXPONENTS
+    if a.zero_exponent is not None and not (is_whole(a.zero_exponent, least) and is_whole(-a.zero_exponent, -largest)):
+        raise ValueError(
+            f"zero_exponent={shown(a.zero_exponent)} is invalid. Expected: an exponent from {least} to {largest}, "
+            f"as products of float32 have them, or None."
+        )
+
+
+def _operand_format(fmt: Any) -> FloatFormat:
+    try:
+        return as_float_format(fmt)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"operands={shown(fmt)} is no format of an operand, whose least exponent is wanted. {error}"
+        ) from None
 
 
 def _require_room_for_products(a: Accumulator) -> None:
@@ -269,33 +359,44 @@ ACCUMULATORS: dict[str, Accumulator] = {
     "cb16_chunk64": Accumulator("cb16", chunk=64),
     # Wang et al., NeurIPS 2018, 2.3: sums in (1, 6, 9), inside of chunks of 64 and between them. cb16 has these fields.
     "wang2018": Accumulator(FloatFormat(6, 9), chunk=64),
-    # DeepSeek-V3, arXiv 2412.19437, 3.5.2, and Xie et al., arXiv 2511.10909: 13 fraction bits behind the largest
-    # exponent of 32 products and the accumulator, cut off; the sum is cut off to e8m13.
-    "hopper_fp8": Accumulator("e8m13", "toward_zero", group=32, group_bits=14),
     # DeepSeek-V3, 3.3.2: sums of 128 terms are added up in float32 outside of the tensor core.
     "hopper_fp8_chunk128": Accumulator(
-        "e8m13", "toward_zero", chunk=128, outer="fp32", outer_rounding="nearest_even", group=32, group_bits=14
+        "e8m13", "toward_zero", chunk=128, outer="fp32", outer_rounding="nearest_even", group=32, group_bits=14,
+        operands="e4m3fn",
     ),
     **{
-        # Xie et al., arXiv 2511.10909 (MMA-Sim): as many products as there are bytes of an operand in a step, aligned
-        # with the accumulator, cut off below `group_bits`; the sum is cut off to float32, and on Ada to e8m13.
-        name: Accumulator(fmt, "toward_zero", group=group, group_bits=bits)
-        for name, fmt, group, bits in (
-            ("volta_fp16", "fp32", 4, 24),
-            ("ampere_fp16", "fp32", 8, 25),
-            ("ampere_tf32", "fp32", 4, 25),
-            ("ada_fp8", "e8m13", 16, 14),
-            ("hopper_bf16", "fp32", 16, 26),
-            ("blackwell_fp8", "fp32", 32, 26),
+        # Xie et al., arXiv 2511.10909 (MMA-Sim 2.1.1): as many products as there are bytes of an operand in a step,
+        # aligned with the accumulator, cut off below `group_bits`; the sum is cut off to float32, and from FP8 on Ada
+        # and Hopper to e8m13 (DeepSeek-V3, arXiv 2412.19437, 3.5.2, has it of Hopper). Zeros count where the operands'
+        # exponents reach below theirs: a product of fp16 or FP8 has at least -28.
+        name: Accumulator(
+            fmt, "toward_zero", group=group, group_bits=bits, operands=operands,
+            zero_exponent=-107 - bits if operands in ("bf16", "tf32") else None,
+        )
+        for name, fmt, group, bits, operands in (
+            ("volta_fp16", "fp32", 4, 24, "fp16"),
+            ("ampere_fp16", "fp32", 8, 25, "fp16"),
+            ("ampere_bf16", "fp32", 8, 25, "bf16"),
+            ("ampere_tf32", "fp32", 4, 25, "tf32"),
+            ("ada_fp8", "e8m13", 16, 14, "e4m3fn"),
+            ("hopper_fp16", "fp32", 16, 26, "fp16"),
+            ("hopper_bf16", "fp32", 16, 26, "bf16"),
+            ("hopper_fp8", "e8m13", 32, 14, "e4m3fn"),
+            ("blackwell_fp8", "fp32", 32, 26, "e4m3fn"),
         )
     },
-}
+    # AMD's matrix cores by the same source: 24 fraction bits among products, 31 where they meet the accumulator
+    **{
+        f"cdna3_{name}": Accumulator("fp32", group=group, group_bits=25, sum_bits=32, operands=operands)
+        for name, group, operands in (("fp16", 8, "fp16"), ("bf16", 8, "bf16"), ("xf32", 4, "tf32"))
+    },
+}  # fmt: skip
 # Tensor cores that add up alike
 ALIASES = {
     "turing_fp16": "ampere_fp16",
-    "ampere_bf16": "ampere_fp16",
     "ada_fp16": "ampere_fp16",
-    "hopper_fp16": "hopper_bf16",
+    "ada_bf16": "ampere_bf16",
+    "blackwell_fp16": "hopper_fp16",
     "blackwell_bf16": "hopper_bf16",
 }
 
@@ -319,7 +420,7 @@ def as_accumulator(accumulator: str | Accumulator | FloatFormat) -> Accumulator:
     >>> as_accumulator("bf16_chunk32")
     Accumulator('bf16', chunk=32)
     >>> as_accumulator("hopper_fp8")
-    Accumulator('e8m13', rounding='toward_zero', group=32, group_bits=14)
+    Accumulator('e8m13', rounding='toward_zero', group=32, group_bits=14, operands='e4m3fn')
     """
     if isinstance(accumulator, Accumulator):
         return accumulator
@@ -344,7 +445,7 @@ def _parse(text: str) -> Accumulator:
     try:
         fmt = as_float_format(chunked[1] if chunked else text)
     except ValueError:
-        hint = did_you_mean(name, [*ACCUMULATORS, *CATALOGUE], 3)
+        hint = did_you_mean(name, [*ACCUMULATORS, *ALIASES, *CATALOGUE], 3)
         raise ValueError(
             f"Unknown accumulator {shown(text)}.{hint} Known: {', '.join(ACCUMULATORS)}; a format's name such as "
             f"'bf16', with chunks 'bf16_chunk64'; or Accumulator(format, ...)."

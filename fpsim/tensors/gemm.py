@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from fpsim.formats.floats import FloatFormat, as_float_format
 from fpsim.kernels.accumulate import Code, Sizes, cpu_loop, cuda_loop, memory_of, tiles
-from fpsim.kernels.core import Plan, make_plan
+from fpsim.kernels.core import BINARY64, Plan, make_plan
 from fpsim.kernels.sums import EXACT
 from fpsim.tensors.accumulators import Accumulator, as_accumulator
 from fpsim.tensors.autograd import require_no_forward_mode
@@ -49,9 +49,17 @@ class Summation:
                 None,
                 *_noise(accumulator, None, product_rounding),
             )
-        self.code = Code(p.rule, p.shape, q.rule, q.shape, o.rule, o.shape, int(accumulator.group is not None))
+        grouped = 0 if accumulator.group is None else 1 if accumulator.sum_bits is None else 2
+        self.code = Code(p.rule, p.shape, q.rule, q.shape, o.rule, o.shape, grouped)
         self.plans = p.numbers, q.numbers, o.numbers
-        self.ends = accumulator.chunk or 0, accumulator.group or 0, accumulator.group_bits or 0
+        # of Sizes, from `chunk` on; an exponent as the field that a float64 has of it
+        a, b, *others = (0 if e is None else e + 1023 for e in accumulator.counted_exponents)
+        lengths = tuple(
+            n or 0 for n in (accumulator.chunk, accumulator.group, accumulator.group_bits, accumulator.sum_bits)
+        )
+        ulp_exponent = max(math.frexp(f.largest)[1] - 1, f.min_exponent) - f.mantissa_bits
+        limit = BINARY64.bits(f.largest + math.ldexp(1.0, ulp_exponent))
+        self.ends, self.turned_ends = (*lengths, a, b, *others, limit), (*lengths, b, a, *others, limit)
         self.is_stochastic = accumulator.is_stochastic
 
     @cached_property
@@ -95,12 +103,13 @@ def accumulate(
     out = torch.empty((batches, m, n), dtype=torch.float32, device=a.device)
     if out.numel() == 0:
         return out
-    target = out
+    target, ends = out, summation.ends
     if n < NARROW and m > n:  # multiplication commutes
         a, b, bias, target, m, n = b.mT, a.mT, None if bias is None else bias.mT, out.mT, n, m
+        ends = summation.turned_ends
     of_bias = (0, 0, 0) if bias is None else bias.stride()
     strides = (*a.stride(), *b.stride(), *of_bias, *target.stride())
-    sizes = Sizes._make((batches, m, n, k, *strides, int(bias is not None), *summation.ends))
+    sizes = Sizes._make((batches, m, n, k, *strides, int(bias is not None), *ends))
     run = _run_on_card if out.is_cuda else _run_on_cpu
     run(summation, sizes, key, a, b, out if bias is None else bias, out)
     return out
@@ -205,8 +214,9 @@ class Product(PlainFunction):
         if dy is None:
             return None, None, None, None, None
         a, b = ctx.saved_tensors
-        da = _apply(dy, b.mT, None, ctx.accumulator, ctx.is_stochastic) if ctx.needs_input_grad[0] else None
-        db = _apply(a.mT, dy, None, ctx.accumulator, ctx.is_stochastic) if ctx.needs_input_grad[1] else None
+        of_a, of_b = _gradient_words(ctx.accumulator)
+        da = _apply(dy, b.mT, None, of_a, ctx.is_stochastic) if ctx.needs_input_grad[0] else None
+        db = _apply(a.mT, dy, None, of_b, ctx.is_stochastic) if ctx.needs_input_grad[1] else None
         return da, db, dy if ctx.needs_input_grad[2] else None, None, None
 
 
@@ -228,6 +238,21 @@ def apply_accumulate_operator(a: Tensor, b: Tensor, bias: Tensor | None, accumul
 def _operator_words(accumulator: str | Accumulator | FloatFormat) -> tuple[str, bool, bool]:
     """The operator's text of an accumulator, whether it is torch's and draws noise: constants of a compiled graph."""
     return _words_of(as_accumulator(accumulator))
+
+
+@constant_under_compile
+def _gradient_words(accumulator: str) -> tuple[str, str]:
+    """The operator's texts of the accumulators of the gradients of a and b: the format of dy is not one of a pair's."""
+    return _of_gradients(accumulator)
+
+
+@cache
+def _of_gradients(text: str) -> tuple[str, str]:
+    accumulator = as_accumulator(text)
+    if not isinstance(accumulator.operands, tuple):
+        return text, text
+    of_a, of_b = accumulator.operands
+    return repr(replace(accumulator, operands=(None, of_b))), repr(replace(accumulator, operands=(of_a, None)))
 
 
 @cache

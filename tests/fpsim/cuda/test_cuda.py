@@ -464,6 +464,7 @@ def test_delayed_scaling_waits_for_nothing_and_moves_with_the_model() -> None:
         Accumulator("fp32"),
         Accumulator("e4m3fn", "stochastic", product="e4m3fn", product_rounding="stochastic"),
         Accumulator("bf16", "stochastic", group=5, group_bits=12, chunk=13),
+        Accumulator("fp32", "toward_zero", group=8, group_bits=12, operands=("e4m3fn", "fp16"), zero_exponent=-2),
     ],
     ids=repr,
 )

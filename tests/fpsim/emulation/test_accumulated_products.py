@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from product_cases import Calls, by_hand, gradients
 from torch import Tensor, nn
 
 import fpsim
+from ada_loss import AdaLossScaled, layer_rule
 from fpsim import Accumulator, Hadamard, Operand, Policy, Products, quantize
 
 ACCUMULATORS = ["fp16", "bf16_chunk32", "hopper_fp8"]
@@ -59,6 +62,79 @@ def test_a_batched_product_adds_up_in_the_accumulator() -> None:
     assert y.unique().tolist() == [2048.0]  # where sums of ones stall
     assert dx.unique().tolist() == [6.0]
     assert grads["w"].unique().tolist() == [2 * 2048.0]  # two of the batch, which torch adds
+
+
+# Operands in formats, whose subnormals count with the format's least exponent
+
+GROUPS = Accumulator("fp32", "toward_zero", group=4, group_bits=6)
+MIXED = Products(fprop=("e4m3fn", "e3m2fn"), dgrad=("e5m2", "e3m2fn"), wgrad=("e5m2", "e4m3fn"), accumulator=GROUPS)
+
+
+def of(*operands: str | None) -> Accumulator:
+    return replace(GROUPS, operands=operands)
+
+
+def small(*shape: int) -> Tensor:
+    """Around the subnormals of all three formats."""
+    return torch.randn(shape) * torch.exp2(torch.randint(-9, 0, shape).float())
+
+
+def test_products_know_the_formats_of_their_operands() -> None:
+    layer = nn.Linear(40, 12, bias=False)
+    layer.weight.data = small(12, 40)
+    model, x, dy = quantize(layer, Policy(products=MIXED)), small(30, 40), small(30, 12)
+    y, dx, grads = gradients(model, x, dy)
+    e4m3, e3m2, e5m2 = (fpsim.round_to(t, f) for t, f in ((x, "e4m3fn"), (layer.weight, "e3m2fn"), (dy, "e5m2")))
+    w = e3m2.detach()
+    assert torch.equal(y, fpsim.matmul(e4m3, w.T, of("e4m3fn", "e3m2fn")))
+    assert torch.equal(dx, fpsim.matmul(e5m2, w, of("e5m2", "e3m2fn")))
+    assert torch.equal(grads["weight"], fpsim.matmul(e5m2.T, e4m3, of("e5m2", "e4m3fn")))
+    assert not torch.equal(y, fpsim.matmul(e4m3, w.T, GROUPS))  # it is seen here
+
+
+def test_products_of_any_form_know_which_operand_is_which() -> None:
+    transposed, w = nn.ConvTranspose1d(5, 6, 1, bias=False), small(5, 6)
+    transposed.weight.data = w[..., None].clone()
+    x, dy = small(7, 5, 9), small(7, 6, 9)
+    y, dx, grads = gradients(quantize(transposed, Policy(products=MIXED)), x, dy)
+    rows, errors = (t.movedim(1, 2).flatten(0, 1) for t in (x, dy))  # (batch and positions, channels)
+    rows, errors, wq = fpsim.round_to(rows, "e4m3fn"), fpsim.round_to(errors, "e5m2"), fpsim.round_to(w, "e3m2fn")
+    assert torch.equal(y.movedim(1, 2).flatten(0, 1), fpsim.matmul(rows, wq, of("e4m3fn", "e3m2fn")))
+    assert torch.equal(dx.movedim(1, 2).flatten(0, 1), fpsim.matmul(errors, wq.T, of("e5m2", "e3m2fn")))
+    of_weight = fpsim.matmul(rows.T, errors, of("e4m3fn", "e5m2"))
+    assert torch.equal(grads["weight"][..., 0], of_weight)
+    _, dx, grads = gradients(
+        quantize(Calls(torch.matmul, w), Policy(products=MIXED)), x.mT.flatten(0, 1), dy.mT.flatten(0, 1)
+    )
+    assert torch.equal(dx, fpsim.matmul(errors, wq.T, of("e5m2", "e3m2fn")))
+    assert torch.equal(grads["w"], of_weight)
+
+
+def test_what_has_scales_or_comes_as_it_is_counts_as_the_accumulator_says() -> None:
+    operands = {
+        "fprop": ("mxfp8_e4m3", "e4m3fn"),
+        "dgrad": (None, Operand(None, source="fprop")),
+        "wgrad": ("e5m2", None),
+    }
+    specs = Products(**operands, accumulator="ampere_fp16").specs
+    pairs = [tuple(f and str(f) for f in a.operand_formats) for a in specs.accumulators]
+    assert pairs == [(None, "e4m3fn"), ("fp16", "e4m3fn"), ("e5m2", "fp16")]
+    pairs = [tuple(f and str(f) for f in a.operand_formats) for a in specs.scaled]
+    assert pairs == [(None, "e4m3fn"), (None, "e4m3fn"), (None, "fp16")]
+    assert Products.all("e4m3fn", accumulator="fp16").specs.accumulators == (Accumulator("fp16"),) * 3
+
+
+def test_a_gradient_at_a_scale_counts_with_its_leading_bits() -> None:
+    layer, x, dy = nn.Linear(40, 12, bias=False), small(30, 40), small(30, 12) * 2.0**-10  # below e5m2's normal numbers
+    layer.weight.data = small(12, 40)
+    model = quantize(layer, Policy(products=MIXED))
+    with AdaLossScaled(model, init_scale=2.0**16, rule=layer_rule("fixed", fixed_loss_scale=1.0)):
+        y, dx, grads = gradients(model, x, dy)
+    e4m3, w = fpsim.round_to(x, "e4m3fn"), fpsim.round_to(layer.weight.detach(), "e3m2fn")
+    e5m2 = fpsim.round_to(dy * 2.0**16, "e5m2") * 2.0**-16
+    assert torch.equal(y, fpsim.matmul(e4m3, w.T, of("e4m3fn", "e3m2fn")))
+    assert torch.equal(dx, fpsim.matmul(e5m2, w, of(None, "e3m2fn")))
+    assert torch.equal(grads["weight"], fpsim.matmul(e5m2.T, e4m3, of(None, "e4m3fn")))
 
 
 def test_float32_is_torchs_own_product() -> None:

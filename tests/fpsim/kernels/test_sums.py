@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import struct
 from fractions import Fraction
 from typing import Any
 
@@ -18,12 +18,14 @@ from fpsim.kernels.sums import (
     PRODUCT_NOISE,
     SUM_NOISE,
     cut_off,
-    exponent_field,
+    floor_off,
     narrow,
     odd_sum,
     product_field,
+    sum_field,
     sum_noise,
     widen,
+    with_overflow,
 )
 
 
@@ -121,8 +123,8 @@ def cut(x: float, top: int, bits: int) -> float:
 
 
 @njit
-def fields(a: float, b: float) -> tuple[int, int]:
-    return exponent_field(a), product_field(a, b)
+def fields(a: float, b: float, least_a: int = 0, least_b: int = 0, zero: int = 0) -> tuple[int, int]:
+    return sum_field(a, least_a, zero), product_field(a, b, least_a, least_b, zero)
 
 
 def test_numbers_are_cut_off_toward_zero_below_the_largest_exponent() -> None:
@@ -138,11 +140,57 @@ def test_numbers_are_cut_off_toward_zero_below_the_largest_exponent() -> None:
         np.testing.assert_equal(cut(x, 1023, 14), x)
 
 
+@njit
+def floored(x: float, top: int, bits: int) -> float:
+    return floor_off(x, top, bits)  # type: ignore[no-any-return]
+
+
+def test_numbers_are_cut_off_toward_minus_infinity_below_an_exponent() -> None:
+    for bits, top in itertools.product((1, 2, 14, 33), (0, 3, 100, -140)):
+        unit = Fraction(2) ** (top - bits + 1)
+        for x in (1.0, -1.0, 3.999, 0.7, -0.7, 1 + 2.0**-13, -(1 + 2.0**-14), 2.0**-149, -(2.0**-149), 0.0, -1e-30):
+            x = math.copysign(min(abs(x) * 2.0**top, 2.0 ** (top + 2) - float(unit)), x)
+            assert Fraction(floored(x, top + 1023, bits)) == math.floor(Fraction(x) / unit) * unit
+    for x in (math.inf, -math.inf, math.nan):
+        np.testing.assert_equal(floored(x, 1023, 14), x)
+    assert floored(0.0, 0, 14) == 0.0
+
+
 def test_the_exponent_of_a_product_is_the_sum_of_its_factors() -> None:
     assert fields(1.5, 1.5) == (1023, 1023)  # 2.25, before a multiplier normalises it
     assert fields(-0.3, 5.0) == (1021, 1023)
-    zero = struct.unpack("<Q", struct.pack("<d", 0.0))[0] >> 52
-    assert fields(0.0, 2.0**127)[1] == zero + 127 < fields(2.0**-149, 2.0**-149)[1]
+    assert fields(2.0**-149, 2.0**-149) == (1023 - 149, 1023 - 298)
+
+
+def test_a_subnormal_counts_with_the_least_exponent_of_its_format() -> None:
+    fp16, e5m2 = 1023 - 14, 1023 - 14
+    for smaller in (2.0**-15, -(2.0**-24), 3 * 2.0**-24):
+        assert fields(smaller, 1.5, fp16, e5m2) == (fp16, fp16)
+        assert fields(1.5, smaller, fp16, e5m2) == (1023, e5m2)
+        assert fields(smaller, smaller, fp16, 0)[1] == fp16 + math.frexp(smaller)[1] - 1
+    assert fields(2.0**-14, -(2.0**-13), fp16, e5m2) == (fp16, 1023 - 27)
+
+
+def test_a_zero_counts_with_an_exponent_of_its_own() -> None:
+    for a, b in ((0.0, 2.0**127), (-0.0, 1.0), (0.0, 0.0)):
+        assert fields(a, b, 900, 900, 890) == (890, 890)
+        assert fields(b, a, 900, 900, 890)[1] == 890
+        assert fields(a, b) == (0, 0)  # below that of every number
+    assert fields(2.0**-149, 2.0**-149, 0, 0, 890) == (1023 - 149, 1023 - 298)
+
+
+@njit
+def beyond(rounded: float, total: float, limit: int, overflow: int) -> float:
+    return with_overflow(rounded, total, limit, overflow)  # type: ignore[no-any-return]
+
+
+def test_a_sum_beyond_the_limit_overflows_and_what_is_not_finite_stays() -> None:
+    pattern = {x: int(np.float64(x).view(np.int64)) for x in (448.0, 480.0, math.inf)}
+    for overflow in (448.0, math.inf):
+        for x in (480.0, -480.0, 1e300):
+            assert beyond(7.0, x, pattern[480.0], pattern[overflow]) == math.copysign(overflow, x)
+        for x in (479.99999999999994, -448.0, 0.0, math.inf, -math.inf, math.nan):
+            assert beyond(7.0, x, pattern[480.0], pattern[overflow]) == 7.0
 
 
 @njit

@@ -84,6 +84,7 @@ def check(accumulator: Accumulator, a: torch.Tensor, b: torch.Tensor, bias: torc
         Accumulator("e4m3fn", overflow="nan", product="e4m3fn", product_rounding="up"),
         Accumulator(FloatFormat(4, 3, 11, "none", subnormals=False), chunk=7, outer="bf16", outer_rounding="down"),
         Accumulator("fp32"),
+        Accumulator("fp32", group=4, group_bits=9, operands=(None, FloatFormat(4, 3, 11, "none"))),
     ],
     ids=str,
 )
@@ -99,6 +100,10 @@ def test_an_accumulator_is_a_value_that_its_text_stands_for(accumulator: Accumul
 def test_fields_that_say_the_default_are_the_default() -> None:
     assert Accumulator("fp16", overflow="inf") == Accumulator("half")
     assert Accumulator("fp16", chunk=8, outer="fp16", outer_rounding="nearest_even") == Accumulator("fp16", chunk=8)
+    of_groups = Accumulator("fp16", group=4, group_bits=9)
+    assert dataclasses.replace(of_groups, operands=(None, None)) == of_groups
+    both = dataclasses.replace(of_groups, operands=("half", "fp16"))
+    assert both == dataclasses.replace(of_groups, operands="fp16") != of_groups
 
 
 def test_random_bits_end_above_the_last_of_a_sum_that_is_rounded_to_odd() -> None:
@@ -119,6 +124,8 @@ def test_names() -> None:
     assert as_accumulator(fpsim.as_format("fp32")) == as_accumulator("float32") == as_accumulator("fp32")
     assert Accumulator("fp32").order == "ascending"
     assert as_accumulator("fp32_chunk8") == Accumulator("fp32", chunk=8)
+    assert as_accumulator("turing_fp16") == as_accumulator("ada_fp16") == as_accumulator("ampere_fp16")
+    assert as_accumulator("blackwell_bf16") == as_accumulator("hopper_bf16") != as_accumulator("hopper_fp16")
 
 
 @pytest.mark.parametrize(
@@ -148,6 +155,20 @@ def test_names() -> None:
         ({"group": 2000, "group_bits": 4}, r"group=2000 is not a number of products. Expected: the integers 1 to 1024"),
         ({"group": 32, "group_bits": 47}, r"group_bits=47 is invalid. Expected: 1 to 46 for groups of 32"),
         ({"group": 32, "group_bits": 14, "product": "fp16"}, r"Omit one of the two"),
+        ({"sum_bits": 32}, r"sum_bits=32 was given without a group"),
+        ({"group": 8, "group_bits": 25, "sum_bits": 24}, r"sum_bits=24 is invalid. Expected: 25, .* to 45 for groups"),
+        ({"group": 8, "group_bits": 25, "sum_bits": 46}, r"sum_bits=46 is invalid"),
+        (
+            {"group": 8, "group_bits": 9, "sum_bits": 9, "zero_exponent": 0},
+            r"zero_exponent=0 was given with sum_bits=9",
+        ),
+        ({"operands": "fp16"}, r"operands='fp16' was given without a group.*Give group=8"),
+        ({"zero_exponent": -9}, r"zero_exponent=-9 was given without a group"),
+        ({"group": 8, "group_bits": 9, "operands": ("fp16",)}, r"operands=\('fp16',\) has 1. Expected: .* a pair"),
+        ({"group": 8, "group_bits": 9, "operands": "mxfp4"}, r"operands='mxfp4' is no format of an operand"),
+        ({"group": 8, "group_bits": 9, "operands": ("fp16", "fp17")}, r"operands='fp17' .* Did you mean 'fp16"),
+        ({"group": 8, "group_bits": 9, "zero_exponent": -299}, r"zero_exponent=-299 .* from -298 to 255"),
+        ({"format": "fp32", "order": "torch", "operands": "fp16"}, r"operands='fp16' was given without a group"),
         ({"order": "torhc"}, r"Unknown order 'torhc'. Did you mean 'torch"),
         ({"order": "torch"}, r"order='torch' was given with format=fp16"),
         ({"format": "fp32", "order": "torch", "chunk": 4}, r"order='torch' was given with chunk=4"),
@@ -238,10 +259,16 @@ GROUP_CASES = [
     Accumulator("bf16", "stochastic", group=5, group_bits=12, chunk=13, outer="fp32"),
     Accumulator("fp32", group=100, group_bits=40),
     Accumulator("e4m3fn", group=1, group_bits=2),
+    as_accumulator("volta_fp16"),
+    as_accumulator("hopper_bf16"),
+    dataclasses.replace(as_accumulator("hopper_fp8"), operands=("e4m3fn", "e5m2")),
+    Accumulator("fp16", group=4, group_bits=14, operands=(None, "e4m3fn"), zero_exponent=-8, chunk=8, outer="fp32"),
+    as_accumulator("cdna3_fp16"),
+    Accumulator("bf16", "stochastic", group=3, group_bits=9, sum_bits=12),
 ]
 
 
-KEPT = [PRODUCT_CASES[0], GROUP_CASES[5]]  # each compiles a loop
+KEPT = [PRODUCT_CASES[0], GROUP_CASES[5], GROUP_CASES[9]]  # each compiles a loop
 
 
 @tiers.parametrize("accumulator", [*PRODUCT_CASES, *CHUNK_CASES, *GROUP_CASES], keep=KEPT, ids=repr)
@@ -257,6 +284,94 @@ def test_groups_of_what_is_not_finite_or_zero(accumulator: Accumulator) -> None:
     rows = [[inf, 1.0, 2.0, 0.0], [inf, 1.0, 0.0, -inf], [nan, 1.0, 0.0, 0.0], [0.0, -0.0, 0.0, 0.0]]
     rows += [[1.0, 2.0**-40, -1.0, 2.0**-41], [-3.0, -(2.0**-13), 2.0**-12, 0.0], [1e-45, 1e-45, 0.0, 0.0]]
     check(accumulator, torch.tensor([rows]), torch.tensor([[1.0, 0.0], [1.0, 1.5], [-1.0, 1.0], [1.0, 1.0]])[None])
+
+
+def among_subnormals(shape: tuple[int, ...], fmt: str | FloatFormat, share: float, seed: int) -> torch.Tensor:
+    """Numbers of a format, and a share of its subnormals, zeros among them."""
+    f, generator = fpsim.as_format(fmt), torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    x *= torch.exp2(torch.randint(max(f.min_exponent, -130), 1, shape, generator=generator).double()).float()
+    most = 2**f.mantissa_bits - 1
+    steps = torch.randint(-most, most + 1, shape, generator=generator) * f.smallest_subnormal
+    return fpsim.round_to(torch.where(torch.rand(shape, generator=generator) < share, steps, x), fmt)
+
+
+CORES = sorted(set(ACCUMULATORS) - {"fp32", "fp16", "cb16_chunk64", "wang2018"})
+
+
+@tiers.parametrize("name", CORES, keep={"ampere_fp16", "hopper_bf16", "cdna3_fp16"})
+def test_subnormal_operands_of_tensor_cores(name: str) -> None:
+    accumulator, parted = as_accumulator(name), 0
+    for seed, share in enumerate((0.17, 0.5, 0.84, 1.0)):
+        pair = (among_subnormals(shape, accumulator.operands, share, seed) for shape in ((1, 8, 64), (1, 64, 6)))
+        a, b = pair
+        check(accumulator, a, b)
+        check(accumulator, b.mT, a.mT)
+        bare = dataclasses.replace(accumulator, operands=None, zero_exponent=None)
+        parted += int((accumulate(a, b, bare) != accumulate(a, b, accumulator)).sum())
+    # few bits are lost of e4m3fn's subnormals, and few groups of CDNA3 hold nothing but those of 8 exponent bits
+    assert parted > 0 or accumulator.operands == fpsim.as_format("e4m3fn") or name in ("cdna3_bf16", "cdna3_xf32")
+
+
+def test_matrix_cores_of_amd_cut_off_toward_minus_infinity_where_products_meet_the_accumulator() -> None:
+    ones = torch.ones(1, 16, 1)
+    terms = torch.zeros(1, 4, 16)
+    terms[0, :2, 0], terms[0, 2:, 0] = torch.tensor([1.0, -1.0]), torch.tensor([1.0, -1.0])
+    terms[0, :2, 8], terms[0, 2:, 8] = 2.0**-33, -(2.0**-33)  # below 31 bits behind the larger exponent
+    sums = accumulate(terms, ones, as_accumulator("cdna3_bf16"))
+    assert sums[0, :, 0].tolist() == [1.0, -1.0, 1.0, -1.0]
+    terms[0, :, 0] *= 2.0**-40  # an accumulator that is cut off below 2**-24, the negative one to -2**-24
+    terms[0, :, 8] = 1.0
+    sums = accumulate(terms, ones, as_accumulator("cdna3_bf16"))
+    assert sums[0, :, 0].tolist() == [1.0, 1.0 - 2.0**-24, 1.0, 1.0 - 2.0**-24]
+
+
+def test_sums_that_meet_the_accumulator_later_are_cut_off_twice_among_subnormals_too() -> None:
+    accumulator = Accumulator("fp16", group=2, group_bits=6, sum_bits=8)
+    a, b = numbers(1, 6, 20, spread=2), numbers(1, 20, 5, seed=1, spread=2)
+    for log2_scale in (0, -6, -9):  # of both: the last sums lie among fp16's subnormals
+        check(accumulator, a * 2.0**log2_scale, b * 2.0**log2_scale)
+
+
+def test_a_pair_of_formats_is_of_a_and_b_however_they_are_multiplied() -> None:
+    accumulator = Accumulator("fp32", "toward_zero", group=8, group_bits=12, operands=("e4m3fn", "fp16"))
+    for rows, columns in ((40, 3), (3, 40)):  # one of them is computed as its transpose
+        a = among_subnormals((1, rows, 24), "e4m3fn", 0.5, 0)
+        b = among_subnormals((1, 24, columns), "fp16", 0.5, 1)
+        check(accumulator, a, b)
+        check(accumulator.turned, b.mT, a.mT)
+    assert accumulator.turned.turned == accumulator != accumulator.turned
+
+
+def test_gradients_count_with_the_formats_that_are_known() -> None:
+    accumulator = Accumulator("fp32", "toward_zero", group=8, group_bits=10, operands=("e4m3fn", "e3m2fn"))
+    a = among_subnormals((9, 40), "e4m3fn", 0.7, 0).requires_grad_()
+    b = among_subnormals((40, 7), "e3m2fn", 0.7, 1).requires_grad_()
+    dy = torch.randn(9, 7) * torch.exp2(torch.randint(-20, 1, (9, 7)).float())
+    matmul(a, b, accumulator).backward(dy)
+    first, second = (dataclasses.replace(accumulator, operands=pair) for pair in ((None, "e3m2fn"), ("e4m3fn", None)))
+    assert same(a.grad, expected(first, dy[None], b.detach().T[None])[0])
+    assert same(b.grad, expected(second, a.detach().T[None], dy[None])[0])
+
+
+@tiers.parametrize("rounding", ROUNDINGS, keep={"toward_zero"})
+@pytest.mark.parametrize(("fmt", "overflow"), [("fp32", None), ("fp32", "saturate"), ("e4m3fn", "nan"), ("e5m2", None)])
+def test_a_group_overflows_where_the_exponent_is_too_large(fmt: str, overflow: str | None, rounding: str) -> None:
+    """Toward zero as well, where IEEE 754 has the largest number: hardware cuts off bits, and the exponent grows."""
+    largest, ulp = fpsim.as_format(fmt).largest, 2.0**104 if fmt == "fp32" else 32.0 if fmt == "e4m3fn" else 2.0**13
+    accumulator = Accumulator(fmt, rounding, overflow, group=4, group_bits=30)
+    half = torch.tensor([largest / 2, largest / 2, 0.0, 0.0, 0.0])
+    rows = [half.clone() for _ in range(6)]
+    for row, rest in zip(rows, (0.0, ulp / 2, ulp * 0.99, ulp, ulp * 1.5, largest / 2), strict=True):
+        row[2] = rest
+    rows[5][4] = -largest / 2
+    a = torch.stack([*rows, *(-row for row in rows)])[None]
+    check(accumulator, a, torch.ones(1, 5, 2))
+    check(dataclasses.replace(accumulator, sum_bits=32), a, torch.tensor([1.0, 1.5, 1.0, 1.0, 3.0]).view(1, 5, 1))
+    if rounding == "toward_zero":
+        sums = accumulate(a, torch.ones(1, 5, 1), accumulator)[0, :6, 0]
+        beyond = {None: math.inf, "saturate": largest, "nan": math.nan}[overflow]
+        assert same(sums[:5], torch.tensor([largest] * 3 + [beyond] * 2))
 
 
 @pytest.mark.parametrize("accumulator", [Accumulator("fp16"), Accumulator("bf16", "stochastic"), GROUP_CASES[5]])
