@@ -19,11 +19,11 @@ from fpsim.kernels.sums import EXACT
 from fpsim.tensors.accumulators import Accumulator, as_accumulator
 from fpsim.tensors.autograd import require_no_forward_mode
 from fpsim.tensors.launch import NO_KEY_ADDRESS, key_arguments, rounded, run_on_card, run_parts
-from fpsim.tensors.noise import new_key_for, new_traceable_key
+from fpsim.tensors.noise import is_captured, new_key_for, new_traceable_key
 from fpsim.tensors.reductions import reduced
 from fpsim.tensors.spec import RoundingSpec, address_of, require_floating, rounding_spec
 from fpsim.torch_internals import constant_under_compile, keep_none
-from fpsim.torch_modes import PlainFunction, layers_behind
+from fpsim.torch_modes import PlainFunction, is_plain, layers_behind
 
 __all__ = ["accumulate", "apply_accumulate_operator", "matmul"]
 
@@ -287,7 +287,8 @@ def matmul(
 
     Raises:
         TypeError: for what is not a float32 tensor.
-        ValueError: for shapes that do not fit and unknown accumulators.
+        ValueError: for shapes that do not fit, unknown accumulators, and operands smaller than the numbers of the
+            format that an accumulator has them in.
         NotImplementedError: in forward-mode differentiation.
 
     >>> ones = torch.ones(4096)
@@ -305,6 +306,8 @@ def matmul(
     if is_torch:
         return torch.matmul(a, b) if bias is None else torch.matmul(a, b) + bias
     _refuse_forward_mode(a, b, bias)
+    if is_plain(a) and is_plain(b) and not is_captured(a):
+        _require_operands(a, b, as_accumulator(accumulator))
     m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
     if right.ndim == 2:  # one matrix for all: the batch is more rows
         batches, m = 1, math.prod(batch) * m
@@ -314,6 +317,23 @@ def matmul(
     bias = None if bias is None else bias.reshape(batches, m, n)
     left, right = left.reshape(batches, m, k), right.reshape(batches, k, n)
     return _apply(left, right, bias, text, is_stochastic).reshape(shape)
+
+
+def _require_operands(a: Tensor, b: Tensor, accumulator: Accumulator) -> None:
+    """Raise ValueError for an operand smaller than its format's numbers: its exponent would be counted too large.
+
+    Larger ones that are not rounded are taken as they are: they count with exponents that they have.
+    """
+    for name, x, fmt in zip("ab", (a, b), accumulator.operand_formats, strict=True):
+        if fmt is None:
+            continue
+        ulps = x.detach() * 2.0 ** (fmt.mantissa_bits - fmt.min_exponent)
+        if bool(((ulps != ulps.trunc()) & (x.detach().abs() < 2.0**fmt.min_exponent)).any()):
+            raise ValueError(
+                f"{name} holds numbers between the subnormals of {fmt}, in which the accumulator {accumulator} has its "
+                f"operands. Expected: {name} rounded to {fmt}; or another format, "
+                f"dataclasses.replace(as_accumulator(...), operands=...), None for operands that have a scale."
+            )
 
 
 def _require_matrices(a: Any, b: Any) -> None:

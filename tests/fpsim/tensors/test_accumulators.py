@@ -533,9 +533,9 @@ def test_the_noise_follows_the_seed() -> None:
 
 @pytest.mark.parametrize("accumulator", ["bf16", "cb16_chunk64", "hopper_fp8"])
 def test_gradients_are_products_in_the_same_accumulator(accumulator: str) -> None:
-    a, b = torch.randn(2, 7, 40, requires_grad=True), torch.randn(40, 9, requires_grad=True)
+    a, b = (fpsim.round_to(torch.randn(*shape), "e4m3fn").requires_grad_() for shape in ((2, 7, 40), (40, 9)))
     bias = torch.randn(9, requires_grad=True)
-    dy = torch.randn(2, 7, 9)
+    dy = fpsim.round_to(torch.randn(2, 7, 9), "e4m3fn")
     matmul(a, b, accumulator, bias).backward(dy)
     flat, tokens = dy.reshape(14, 9), a.detach().reshape(14, 40)
     assert torch.equal(a.grad, matmul(flat, b.detach().T, accumulator).reshape(2, 7, 40))
@@ -659,3 +659,15 @@ def test_a_bias_that_does_not_fit_is_refused() -> None:
         matmul(a, b, "fp16", torch.ones(3))
     with pytest.raises(TypeError, match=r"bias is float16 on cpu. Expected: float32 on cpu"):
         matmul(a, b, "fp16", torch.ones(4).half())
+
+
+def test_operands_between_the_subnormals_of_an_accumulators_format_are_refused() -> None:
+    x, w = torch.full((1, 4), 2.0**-10), torch.ones(4, 1)  # the least of e4m3fn is 2^-9
+    with pytest.raises(ValueError, match=r"a holds numbers between the subnormals of e4m3fn.*Expected: a rounded to"):
+        matmul(x, w, "hopper_fp8")
+    with pytest.raises(ValueError, match="b holds numbers"):
+        matmul(w.T, x.T, "hopper_fp8")
+    assert (
+        matmul(x, w, dataclasses.replace(as_accumulator("hopper_fp8"), operands=("e5m2", "e4m3fn"))).item() == 2.0**-8
+    )
+    assert matmul(2 * x, w, "hopper_fp8").item() == 2.0**-7
