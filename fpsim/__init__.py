@@ -32,7 +32,7 @@ from fpsim.policies.products import Operand, Products
 from fpsim.policies.recipes import RECIPE_PREFIX, as_policy, recipe, recipes
 from fpsim.policies.update import UPDATES, Update
 from fpsim.tensors.accumulators import Accumulator, as_accumulator
-from fpsim.tensors.codes import decode, encode, scales_of
+from fpsim.tensors.codes import BlockCodes, decode, encode, scales_of
 from fpsim.tensors.gemm import matmul
 from fpsim.tensors.hadamard import Hadamard, hadamard
 from fpsim.tensors.noise import manual_seed, noise_of_torch
@@ -52,6 +52,7 @@ __all__ = [
     "ROLES",
     "UPDATES",
     "Accumulator",
+    "BlockCodes",
     "BlockFormat",
     "Choose",
     "Codebook",

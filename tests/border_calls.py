@@ -220,6 +220,8 @@ CALLS = [
     Call("tally", lambda: (fpsim.tally, {**X})),
     Call("scales_of", lambda: (fpsim.scales_of, {"x": torch.ones(4, 32), "fmt": "mxfp4", "axis": 1})),
     Call("encode", lambda: (fpsim.encode, {**X})),
+    Call("encode of blocks", lambda: (fpsim.encode, {"x": torch.ones(2, 32), "fmt": "mxfp4", "axis": 1})),
+    Call("BlockCodes", _constructor(fpsim.BlockCodes, fmt=fpsim.as_format("mxfp4"), shape=(1, 4), codes=torch.zeros(1, 2).byte(), scales=torch.zeros(1, 1).byte())),
     Call("decode", _constructor(fpsim.decode, codes=torch.tensor([1]), fmt="fp16")),
     Call("changes_since", _constructor(fpsim.changes_since, bits=1)),
     Call("as_format", _constructor(fpsim.as_format, fmt="fp16")),

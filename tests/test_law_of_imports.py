@@ -56,7 +56,9 @@ FLOORS = (
         "autograd moments reductions shared_scales",
         "block_autograd block_tally expressions gemm hadamard verify",
         "ops tally",
-        "codes golden warm",
+        "element_codes golden warm",
+        "block_codes",
+        "codes",
     ),
     (
         "fpsim.policies",
