@@ -8,6 +8,7 @@ from fpsim.compiling import sources as _sources  # noqa: F401  # first: it reads
 from fpsim.changes import BITS, changes_since
 from fpsim.checks import warn_of_namesake
 from fpsim.emulation import emulate
+from fpsim.exporting import export
 from fpsim.formats.blocks import BLOCKS, BlockFormat, Choose, Delayed, as_format
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.codebooks import CODEBOOKS
@@ -87,6 +88,7 @@ __all__ = [
     "diagnose",
     "emulate",
     "encode",
+    "export",
     "frozen",
     "hadamard",
     "last_layers",

@@ -132,6 +132,11 @@ def _in_folder(function: Callable[..., Any], /, **valid: Any) -> Callable[[], Ma
     return lambda: (function, {**valid, "out": Folder.path})
 
 
+def _export() -> Made:
+    path = Folder.path.with_name(f"exported-{len([*Folder.path.parent.iterdir()])}")
+    return fpsim.export, {"model": quantised(fpsim.Policy(weight="e4m3fn")), "folder": path, "weights_only": False}
+
+
 def _recorded() -> fpsim.Recording:
     """A recording of one step."""
     found = quantised()
@@ -281,6 +286,7 @@ CALLS = [
     ),
     Call("quantize", lambda: (fpsim.quantize, {"model": model(), "fmt": "fp16"})),
     Call("dequantize", lambda: (fpsim.dequantize, {"model": quantised()})),
+    Call("export", _export),
     Call("frozen", lambda: (fpsim.frozen, {"model": quantised()})),
     Call("set_policy", lambda: (fpsim.set_policy, {"model": quantised(), "fmt": "bf16"})),
     Call("round_parameters_", lambda: (fpsim.round_parameters_, {"model": quantised()})),

@@ -87,7 +87,7 @@ FLOORS = (
         "__init__ computed_weights copying ranks storing",
         "compiled_forwards parameter_store",
         "forwards",
-        "installed",
+        "installed layouts",
         "format_steps frozen optimizer_state quantize",
         "emulated_steps",
         "optimizers scaling_state",
@@ -113,6 +113,7 @@ FLOORS = (
     ),
     (
         "fpsim",
+        "exporting",
         "__init__ __main__",
     ),
     (
@@ -231,6 +232,7 @@ ENTERS = {
     "lightning": {"ada_loss.integrations.lightning"},
     "wandb": {"ada_loss.lab.results.trackers"},
     "typer": {"ada_loss.__main__"},
+    "safetensors": {"fpsim.exporting"},
     "qtorch": set(),
 }
 WITHOUT_TORCH = (
