@@ -56,9 +56,10 @@ FLOORS = (
         "autograd moments reductions shared_scales",
         "block_autograd block_tally expressions gemm hadamard verify",
         "ops tally",
-        "element_codes golden warm",
+        "element_codes warm",
         "block_codes",
         "codes",
+        "golden",
     ),
     (
         "fpsim.policies",
