@@ -187,8 +187,8 @@ FLOORS = (
     ),
     (
         "ada_loss.lab.studies",
-        "depth describe space",
-        "search",
+        "depth describe hardware space",
+        "on search",
         "__init__",
     ),
     (
