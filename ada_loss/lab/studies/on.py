@@ -7,6 +7,7 @@ import inspect
 import math
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,7 +29,8 @@ __all__ = ["On", "OnRow", "function_at", "on"]
 
 LAST = 5  # the loss that a training ends with is the mean of its last fifth
 FLOAT32 = 32  # bits
-WORST = 3  # gradients that are named
+WIDTH = 110  # of a printed line
+WORST = 3  # sites that are named
 
 Loss = Callable[..., Tensor]
 
@@ -40,8 +42,7 @@ class OnRow:
     preset, hardware: its full name, and in words.
     failure: the first lines of `fpsim.why` on one step; "" where it finds nothing.
     losses: of one step, in float32 and here.
-    output: the relative error of the model's last result.
-    worst: the gradients of parameters with the largest relative errors, the largest first.
+    results, gradients: the results of operations, and the gradients of parameters, with the largest relative errors.
     breaks: where a result or a gradient becomes inf, or nothing is left of it; "" where none does.
     trained: the loss that each seed ends with; inf for one that diverged.
     float32: the same in float32.
@@ -55,8 +56,8 @@ class OnRow:
     hardware: str
     failure: str
     losses: tuple[float, float] | None
-    output: float | None
-    worst: tuple[tuple[str, float], ...]
+    results: tuple[tuple[str, float], ...]
+    gradients: tuple[tuple[str, float], ...]
     breaks: str
     trained: tuple[float, ...]
     float32: tuple[float, ...]
@@ -72,8 +73,8 @@ class OnRow:
             f"  fails: {self.failure.replace(chr(10), ' ') or 'nothing that fpsim.why looks for, in one step'}"
         )
         words = [f"loss {self.losses[1]:.6g}, {self.losses[0]:.6g} in float32"] if self.losses else []
-        words += [f"output {self.output:.2%}"] if self.output is not None else []
-        words += ["gradients " + ", ".join(f"{name} {error:.2%}" for name, error in self.worst)] if self.worst else []
+        for name, worst in (("results", self.results), ("gradients", self.gradients)):
+            words += [f"{name} {', '.join(f'{site} {error:.2%}' for site, error in worst)}"] if worst else []
         lines.append(f"  error of one step: {'; '.join(words)}")
         if self.breaks:
             lines.append(f"  breaks: {self.breaks}")
@@ -85,7 +86,7 @@ class OnRow:
             f"{share:.0%} of float32's"
         )
         lines.append(f"  not modelled: {'; '.join(self.missing)}")
-        return "\n".join(lines)
+        return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="    ") for line in lines)
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def on(
 
     Args:
         hardware: names of presets, in a list or with commas between.
-        make: gives the model, of a seed or of nothing.
+        make: gives the model, of a seed, if it needs an argument, or of nothing.
         batch: gives what the model is called with: a tensor, a tuple of arguments, or a mapping of named ones; of the
             number of a step or of nothing. With a `loss` of two arguments a pair: that, and the target.
         loss: from the model's output, or from that and the target, to a scalar. None takes the output's `loss`, or an
@@ -188,7 +189,7 @@ class _Subject:
         else:
             output = model(*given) if isinstance(given, tuple | list) else model(given)
         if self.loss is not None:
-            found = self.loss(output, *target)
+            found: Any = self.loss(output, *target)
         else:
             found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
         if not isinstance(found, Tensor) or found.numel() != 1:
@@ -254,9 +255,6 @@ def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float
     reason = fpsim.why(quantised, step_of(quantised), scaler=scaler)
     failure = "" if reason.cause is None else "\n".join(str(reason).splitlines()[:2])
     rows = fpsim.compare(model, step_of(model), None, policy)
-    results = [row for row in rows if row["role"] == "activation"]
-    gradients = [row for row in rows if row["role"] == "weight_grad" and row["relative"] is not None]
-    gradients.sort(key=lambda row: -row["relative"])
     breaks = next((row for role in ("activation", "error") if (row := rows.breaks(role)) is not None), None)
     weight_bits, moved, moved_float32 = _traffic(subject, model, given, policy)
     return OnRow(
@@ -264,8 +262,8 @@ def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float
         hardware=one.hardware,
         failure=failure,
         losses=rows.losses,
-        output=results[-1]["relative"] if results else None,
-        worst=tuple((row["site"], row["relative"]) for row in gradients[:WORST]),
+        results=_worst(rows, "activation"),
+        gradients=_worst(rows, "weight_grad"),
         breaks="" if breaks is None else f"{breaks['site']} ({breaks['role']})",
         trained=tuple(trained),
         float32=tuple(float32),
@@ -275,6 +273,12 @@ def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float
         moved_float32=moved_float32,
         missing=one.missing,
     )
+
+
+def _worst(rows: Sequence[Mapping[str, Any]], role: str) -> tuple[tuple[str, float], ...]:
+    """The sites of a role with the largest errors, the largest first."""
+    found = [(row["site"], row["relative"]) for row in rows if row["role"] == role and row["relative"] is not None]
+    return tuple(sorted(found, key=lambda pair: -pair[1])[:WORST])
 
 
 def _traffic(subject: _Subject, model: nn.Module, given: Any, policy: Policy) -> tuple[float, float, float]:
@@ -347,11 +351,11 @@ def _verdicts(
         return dict.fromkeys(chosen, "float32 diverged, and nothing can be compared with it. Lower --lr.")
     beside = f"{_mean(float32)} in float32, after {steps} steps with {len(float32)} seeds"
     tolerance = default_tolerance("loss", float32)
-    words = {one: f"loss {_mean(trained[one])}, {beside}" for one in chosen}
+    words = {}
     for one in chosen:
         lost = sum(not math.isfinite(x) for x in trained[one])
-        if lost:
-            words[one] = f"{lost} of {len(float32)} seeds diverged; {beside}"
+        words[one] = f"{lost} of {len(float32)} seeds diverged" if lost else f"loss {_mean(trained[one])}"
+        words[one] += f", {beside}"
     whole = [one for one in chosen if all(map(math.isfinite, trained[one]))]
     if tolerance is None:
         return {one: f"{text}. Too near to 0 for a verdict" if one in whole else text for one, text in words.items()}
@@ -364,8 +368,7 @@ def _verdicts(
 
 
 def _mean(values: Sequence[float]) -> str:
-    finite = [x for x in values if math.isfinite(x)]
-    return f"{statistics.fmean(finite):.4g} ± {statistics.stdev(finite) if len(finite) > 1 else 0.0:.2g}"
+    return f"{statistics.fmean(values):.4g} ± {statistics.stdev(values):.2g}"
 
 
 def _in_words(found: Judgement, tolerance: float) -> str:
