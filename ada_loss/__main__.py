@@ -524,9 +524,11 @@ def on(
     The model is run here, in the formats that documents of the hardware name.
     """
     with _errors_as_exit_codes():
+        from tqdm.auto import tqdm
+
         from ada_loss.files import strict_json
         from ada_loss.lab.studies.hardware import PRESETS, described
-        from ada_loss.lab.studies.on import function_at
+        from ada_loss.lab.studies.on import function_at, runs
         from ada_loss.lab.studies.on import on as run
 
         if list_them:
@@ -542,7 +544,8 @@ def on(
         functions = function_at(model, "model"), function_at(batch, "batch")
         chosen = None if loss is None else function_at(loss, "loss")
         options: dict[str, Any] = {"steps": steps, "seeds": seeds, "learning_rate": lr, "sums": not fast}
-        found = run(hardware, *functions, loss=chosen, **options)
+        with tqdm(total=runs(hardware, max(seeds, 0)), unit="run", leave=False) as bar:  # on stderr
+            found = run(hardware, *functions, loss=chosen, progress=bar.update, **options)
         print(strict_json(found.as_dict()) if as_json else found)
 
 

@@ -25,7 +25,7 @@ from ada_loss.scalers import GradScaler
 from fpsim import Operand, Policy
 from fpsim.checks import require_number, require_whole, shown
 
-__all__ = ["On", "OnRow", "function_at", "on"]
+__all__ = ["On", "OnRow", "function_at", "on", "runs"]
 
 LAST = 5  # the loss that a training ends with is the mean of its last fifth
 FLOAT32 = 32  # bits
@@ -114,7 +114,7 @@ def on(
     seeds: int = 3,
     learning_rate: float = 1e-3,
     sums: bool = True,
-    tell: Callable[[OnRow], None] | None = None,
+    progress: Callable[[], object] | None = None,
 ) -> On:
     """Run a model as if on each hardware, beside float32.
 
@@ -127,7 +127,7 @@ def on(
             output that is one number.
         steps, seeds, learning_rate: of the trainings with AdamW; no seeds, no training.
         sums: False leaves the sums of products to torch, which is quicker.
-        tell: is given each row as soon as it is known.
+        progress: is called after each training, and after each row: `runs` times.
 
     Raises:
         ValueError: for an unknown name, and numbers out of range.
@@ -145,18 +145,32 @@ def on(
         raise ValueError(f"seeds={seeds} decide nothing. Expected: {LEAST_SEEDS} or more, or 0 for no training.")
     require_number("learning_rate", learning_rate, 0)
     subject = _Subject(make, batch, loss)
-    float32 = [subject.trained(None, seed, steps, learning_rate) for seed in range(seeds)]
-    trained = {
-        one: [subject.trained(one, seed, steps, learning_rate, sums) for seed in range(seeds)]
-        for one in (chosen if all(map(math.isfinite, float32)) else ())
-    }
-    verdicts = _verdicts(chosen, trained, float32, steps)
+    told = progress or (lambda: None)
+
+    def trained(one: Preset | None) -> list[float]:
+        ends = []
+        for seed in range(seeds):
+            ends.append(subject.trained(one, seed, steps, learning_rate, sums))
+            told()
+        return ends
+
+    float32 = trained(None)
+    ends = {one: trained(one) for one in (chosen if all(map(math.isfinite, float32)) else ())}
+    verdicts = _verdicts(chosen, ends, float32, steps)
     rows = []
     for one in chosen:
-        rows.append(_row(subject, one, sums, trained.get(one, []), float32, verdicts.get(one, "")))
-        if tell is not None:
-            tell(rows[-1])
+        rows.append(_row(subject, one, sums, ends.get(one, []), float32, verdicts.get(one, "")))
+        told()
     return On(rows)
+
+
+def runs(hardware: str | Sequence[str], seeds: int) -> int:
+    """How often `on` calls its `progress`, where no training of float32 diverges.
+
+    >>> runs("h100,tpu", 3)
+    11
+    """
+    return seeds + len(presets_in(hardware)) * (seeds + 1)
 
 
 class _Subject:

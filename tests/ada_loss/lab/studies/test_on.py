@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import fpsim
 from ada_loss.__main__ import app
 from ada_loss.lab.results.judgement import Judgement
 from ada_loss.lab.studies.hardware import PRESETS, described, preset, presets_in
-from ada_loss.lab.studies.on import On, _in_words, _verdicts, function_at, on
+from ada_loss.lab.studies.on import On, _in_words, _verdicts, function_at, on, runs
 
 ROOT = Path(__file__).parents[4]
 NAMES = ["h100", "b200", "b200_fp4", "mi250", "mi300", "tpu", "gaudi", "cerebras"]
@@ -193,10 +192,18 @@ def test_batches_and_losses_of_every_form_are_taken() -> None:
 
 
 def test_a_short_training_is_beside_float32_with_the_same_data_and_weights() -> None:
-    told: list[Any] = []
-    found = on("tpu", mlp, lambda step: pair(), loss=nn.functional.cross_entropy, steps=5, seeds=3, tell=told.append)
+    told: list[int] = []
+    found = on(
+        "tpu",
+        mlp,
+        lambda step: pair(),
+        loss=nn.functional.cross_entropy,
+        steps=5,
+        seeds=3,
+        progress=lambda: told.append(1),
+    )
     (row,) = found.rows
-    assert told == [row]
+    assert len(told) == runs("tpu", 3) == 7  # of float32 three, of the TPU three and its row
     assert len(row.trained) == len(row.float32) == 3
     assert row.trained != row.float32
     assert max(abs(a - b) for a, b in zip(row.trained, row.float32, strict=True)) < 0.01
@@ -282,10 +289,10 @@ def test_the_command_answers_for_a_file(tmp_path: Path) -> None:
     words = ["on", "h100,tpu", f"{file}:make", "--batch", f"{file}:batch", "--loss", f"{file}:loss", "--fast"]
     done = CliRunner().invoke(app, [*words, "--steps", "2", "--seeds", "3"])
     assert done.exit_code == 0, done.output
-    assert done.output.startswith("h100@1: NVIDIA H100")
+    assert done.stdout.startswith("h100@1: NVIDIA H100")
     assert "\ntpu@1: Google TPU" in done.output
     assert done.output.count("  trains: loss ") == 2
-    as_json = json.loads(CliRunner().invoke(app, [*words, "--seeds", "0", "--json"]).output)
+    as_json = json.loads(CliRunner().invoke(app, [*words, "--seeds", "0", "--json"]).stdout)
     assert [row["preset"] for row in as_json["rows"]] == ["h100@1", "tpu@1"]
 
 
