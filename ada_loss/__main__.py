@@ -79,6 +79,14 @@ def complete_formats(incomplete: str) -> list[str]:
     return [name for name in (*fpsim.CATALOGUE, *fpsim.BLOCKS, *recipes) if name.startswith(incomplete)]
 
 
+def complete_hardware(incomplete: str) -> list[str]:
+    """Names that begin as the last one of those with commas between."""
+    from ada_loss.lab.studies.hardware import PRESETS
+
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in PRESETS if name.startswith(last)]
+
+
 def complete_updates(incomplete: str) -> list[str]:
     """Names that begin so."""
     import fpsim
@@ -483,6 +491,62 @@ def depth(
             write_atomically(out / f"depth.{kind}", content)
         print(depth_table(rows))
         print(f"Written: {', '.join(str(out / f'depth.{kind}') for kind in files)}")
+
+
+@app.command()
+def on(
+    hardware: Annotated[
+        str | None,
+        typer.Argument(help="Names with commas between: h100,b200,mi300.", autocompletion=complete_hardware),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="FILE:function that makes the model, of a seed or of nothing.")
+    ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(help="FILE:function of a batch, of a step's number or of nothing.", show_default=False),
+    ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            help="FILE:function from the output, or output and target, to a loss.", show_default="the output's loss"
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each short training.")] = 40,
+    seeds: Annotated[int, typer.Option(help="Trainings of each; 0 for none, 3 or more for a verdict.")] = 3,
+    lr: Annotated[float, typer.Option("--lr", help="The learning rate of AdamW.")] = 1e-3,
+    fast: Annotated[bool, typer.Option("--fast", help="Leave the sums of products to torch, in float32.")] = False,
+    list_them: Annotated[bool, typer.Option("--list", help="Print the hardware, and each line's source.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a model would do on other hardware: what fails, the error by site, a short training, the bits.
+
+    The model is run here, in the formats that documents of the hardware name.
+    """
+    with _errors_as_exit_codes():
+        from tqdm.auto import tqdm
+
+        from ada_loss.files import strict_json
+        from ada_loss.lab.studies.hardware import PRESETS, described
+        from ada_loss.lab.studies.on import function_at, runs
+        from ada_loss.lab.studies.on import on as run
+
+        if list_them:
+            rows = [described(one) for one in PRESETS.values()]
+            print(strict_json(rows) if as_json else "\n\n".join(map(str, PRESETS.values())))
+            return
+        if hardware is None or model is None or batch is None:
+            raise ValueError(
+                "Hardware, a model and a batch are wanted: ada-loss on h100,b200 mine.py:make --batch mine.py:batch. "
+                "The hardware: ada-loss on --list."
+            )
+        _add_current_folder()
+        functions = function_at(model, "model"), function_at(batch, "batch")
+        chosen = None if loss is None else function_at(loss, "loss")
+        options: dict[str, Any] = {"steps": steps, "seeds": seeds, "learning_rate": lr, "sums": not fast}
+        with tqdm(total=runs(hardware, max(seeds, 0)), unit="run", leave=False) as bar:  # on stderr
+            found = run(hardware, *functions, loss=chosen, progress=bar.update, **options)
+        print(strict_json(found.as_dict()) if as_json else found)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from fpsim.compiling import sources as _sources  # noqa: F401  # first: it reads
 from fpsim.changes import BITS, changes_since
 from fpsim.checks import warn_of_namesake
 from fpsim.emulation import emulate
+from fpsim.exporting import export
 from fpsim.formats.blocks import BLOCKS, BlockFormat, Choose, Delayed, as_format
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.codebooks import CODEBOOKS
@@ -35,7 +36,7 @@ from fpsim.policies.products import Products
 from fpsim.policies.recipes import RECIPE_PREFIX, as_policy, recipe, recipes
 from fpsim.policies.update import UPDATES, Update
 from fpsim.tensors.accumulators import Accumulator, as_accumulator
-from fpsim.tensors.codes import decode, encode, scales_of
+from fpsim.tensors.codes import BlockCodes, decode, encode, scales_of
 from fpsim.tensors.gemm import matmul
 from fpsim.tensors.hadamard import Hadamard, hadamard
 from fpsim.tensors.noise import manual_seed, noise_of_torch
@@ -56,6 +57,7 @@ __all__ = [
     "UPDATES",
     "Accumulator",
     "Attention",
+    "BlockCodes",
     "BlockFormat",
     "Choose",
     "Codebook",
@@ -91,6 +93,7 @@ __all__ = [
     "diagnose",
     "emulate",
     "encode",
+    "export",
     "frozen",
     "hadamard",
     "last_layers",

@@ -141,6 +141,11 @@ def _in_folder(function: Callable[..., Any], /, **valid: Any) -> Callable[[], Ma
     return lambda: (function, {**valid, "out": Folder.path})
 
 
+def _export() -> Made:
+    path = Folder.path.with_name(f"exported-{len([*Folder.path.parent.iterdir()])}")
+    return fpsim.export, {"model": quantised(fpsim.Policy(weight="e4m3fn")), "folder": path, "weights_only": False}
+
+
 def _recorded() -> fpsim.Recording:
     """A recording of one step."""
     found = quantised()
@@ -229,6 +234,8 @@ CALLS = [
     Call("tally", lambda: (fpsim.tally, {**X})),
     Call("scales_of", lambda: (fpsim.scales_of, {"x": torch.ones(4, 32), "fmt": "mxfp4", "axis": 1})),
     Call("encode", lambda: (fpsim.encode, {**X})),
+    Call("encode of blocks", lambda: (fpsim.encode, {"x": torch.ones(2, 32), "fmt": "mxfp4", "axis": 1})),
+    Call("BlockCodes", _constructor(fpsim.BlockCodes, fmt=fpsim.as_format("mxfp4"), shape=(1, 4), codes=torch.zeros(1, 2).byte(), scales=torch.zeros(1, 1).byte())),
     Call("decode", _constructor(fpsim.decode, codes=torch.tensor([1]), fmt="fp16")),
     Call("changes_since", _constructor(fpsim.changes_since, bits=1)),
     Call("as_format", _constructor(fpsim.as_format, fmt="fp16")),
@@ -296,6 +303,7 @@ CALLS = [
     ),
     Call("quantize", lambda: (fpsim.quantize, {"model": model(), "fmt": "fp16"})),
     Call("dequantize", lambda: (fpsim.dequantize, {"model": quantised()})),
+    Call("export", _export),
     Call("frozen", lambda: (fpsim.frozen, {"model": quantised()})),
     Call("set_policy", lambda: (fpsim.set_policy, {"model": quantised(), "fmt": "bf16"})),
     Call("round_parameters_", lambda: (fpsim.round_parameters_, {"model": quantised()})),

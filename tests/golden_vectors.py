@@ -9,6 +9,7 @@ import struct
 import sys
 from fractions import Fraction
 
+import golden_blocks
 import oracle
 import torch
 from format_cases import oracle_format
@@ -119,7 +120,7 @@ def content() -> str:
     head = json.dumps({"about": ABOUT, "stream": STREAM})[1:-1]
     first = ",\n".join(f"  {json.dumps(name)}: {json.dumps(numbers)}" for name, numbers in inputs.items())
     rest = ",\n".join(f"  {json.dumps(case)}" for case in cases)
-    return f'{{{head},\n"inputs": {{\n{first}\n}},\n"cases": [\n{rest}\n]}}\n'
+    return f'{{{head},\n"inputs": {{\n{first}\n}},\n"cases": [\n{rest}\n],\n{golden_blocks.section()}}}\n'
 
 
 if __name__ == "__main__":

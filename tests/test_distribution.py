@@ -32,7 +32,7 @@ TEXTS += sorted(path for package in ("fpsim", "ada_loss") for path in (ROOT / pa
 def test_the_distribution_is_called_as_the_constant_says() -> None:
     assert PROJECT["name"] == DISTRIBUTION
     assert (
-        f"{DISTRIBUTION}[lab,mlflow,mnist,phonemes,search,tensorboard,wandb]"
+        f"{DISTRIBUTION}[export,lab,mlflow,mnist,phonemes,search,tensorboard,wandb]"
         in PROJECT["optional-dependencies"]["test"]
     )
 

@@ -56,7 +56,10 @@ FLOORS = (
         "autograd moments reductions shared_scales",
         "block_autograd block_tally expressions gemm hadamard verify",
         "ops tally",
-        "codes golden warm",
+        "element_codes warm",
+        "block_codes",
+        "codes",
+        "golden",
     ),
     (
         "fpsim.policies",
@@ -88,7 +91,7 @@ FLOORS = (
         "__init__ computed_weights copying lockstep storing",
         "compiled_forwards parameter_store ranks",
         "forwards",
-        "installed",
+        "installed layouts",
         "format_steps frozen optimizer_state quantize",
         "emulated_steps",
         "optimizers scaling_state",
@@ -118,6 +121,7 @@ FLOORS = (
     ),
     (
         "fpsim",
+        "exporting",
         "__init__ __main__",
     ),
     (
@@ -190,8 +194,8 @@ FLOORS = (
     ),
     (
         "ada_loss.lab.studies",
-        "depth describe space",
-        "search",
+        "depth describe hardware space",
+        "on search",
         "__init__",
     ),
     (
@@ -236,6 +240,7 @@ ENTERS = {
     "lightning": {"ada_loss.integrations.lightning"},
     "wandb": {"ada_loss.lab.results.trackers"},
     "typer": {"ada_loss.__main__"},
+    "safetensors": {"fpsim.exporting"},
     "qtorch": set(),
 }
 WITHOUT_TORCH = (

@@ -124,6 +124,18 @@ SISTERS = {
                 "what_is_joined_with_itself_sends_a_sum_and_what_is_cut_sends_none"
             ),
         },
+        "fpsim/test_exporting.py": {
+            # by a package that the project does not depend on
+            "the_loader_of_compressed_tensors_gives_the_emulated_logits": (
+                "a_reader_of_a_llama_computes_the_emulated_logits"
+            ),
+            "a_model_of_bfloat16_is_loaded_packed_and_computes": "a_reader_of_a_llama_computes_the_emulated_logits",
+        },
+        "fpsim/tensors/test_block_codes.py": {
+            # of packages that the project does not depend on
+            "the_mx_tensor_of_torchao_is_built_of_our_codes": "the_codes_of_mx_are_the_casts_of_ml_dtypes",
+            "the_nvfp4_tensor_of_torchao_is_built_of_our_codes": "the_codes_of_nvfp4_are_the_casts_of_ml_dtypes",
+        },
         "fpsim/tensors/test_verify.py": {
             "the_quick_form_passes_and_prints_a_row_for_each_format_and_rounding_and_variant": (
                 "one_wrong_bit_is_found"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fpsim.border import require_module
@@ -16,6 +17,7 @@ from fpsim.policies.operand import Operand
 from fpsim.policies.policy import FormatLike, Policy, policy_of_format
 from fpsim.policies.products import Products
 from fpsim.tensors.hadamard import Hadamard
+from fpsim.tensors.ops import round_to
 
 __all__ = ["RECIPE_PREFIX", "RecipeRow", "as_policy", "recipe", "recipes"]
 
@@ -289,6 +291,19 @@ def _bitnet() -> Policy:
     return replace(_BF16, products=Products((x, w), backward="dequantized"))
 
 
+def _flushed_fp16(x: Tensor, axis: int) -> Tensor:
+    """fp16 without subnormals, as an instruction reads it: what lies below the least normal number becomes zero."""
+    rounded = round_to(x, "fp16")
+    is_below = rounded.abs() < 2.0**-14  # never of a NaN, which stays
+    return torch.where(is_below, rounded * 0.0, rounded)
+
+
+def _gfx90a() -> Policy:
+    flushed = Operand(_flushed_fp16, name="fp16 without subnormals")
+    products = Products(dgrad=(flushed, flushed), wgrad=(flushed, flushed))
+    return Policy(weight="fp16", activation="fp16", error="fp16", products=products)
+
+
 _RECIPES = {
     "fp8_delayed": _Recipe(
         "e4m3fn forward, e5m2 for gradients; a float32 scale for each tensor, from the amaxes of 1,024 earlier steps",
@@ -366,6 +381,11 @@ _RECIPES = {
         "and their gradients float32",
         "Micikevicius et al. 2018 (arXiv 1710.03740)",
         Policy(weight="fp16", activation="fp16", error="fp16"),
+    ),
+    "fp16_gfx90a": _Recipe(
+        "fp16, where the products of the backward pass read subnormal operands as zero",
+        "AMD MI200: MFMA_F16 flushes subnormals (MIOpen, MI200 MFMA behavior specifics); pytorch#182952",
+        _gfx90a(),
     ),
     "bf16_pure": _Recipe(
         "bf16, and gradients of weights too. With fpsim.round_parameters_ after each step, the weights themselves; the "

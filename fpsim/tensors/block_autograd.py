@@ -10,7 +10,7 @@ from torch import Tensor
 from fpsim.formats.blocks import Format
 from fpsim.kernels.blocks import COUNTED
 from fpsim.tensors.autograd import is_transformed, require_no_forward_mode
-from fpsim.tensors.cuts import block_axes, second_amaxes
+from fpsim.tensors.cuts import block_axes, of_each_element, second_amaxes, second_of_each_element
 from fpsim.tensors.noise import new_traceable_key
 from fpsim.tensors.shared_scales import block_plan, block_scales, recorded_amax, rounded_blocks
 from fpsim.tensors.spec import BlockSpec, Spec, any_spec, saturated_from
@@ -121,13 +121,7 @@ def _block_passes(
     spec, source = _spec(fmt, rounding, overflow, random_bits, variant), x.detach().to(torch.float32)
     if not x.numel():
         return torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    scales = block_scales(source, spec, axis, across)
-    if spec.fmt.block != "tensor" and x.dim():
-        (r, c), along = spec.fmt.tile, axis % x.dim()
-        scales = scales.repeat_interleave(c or x.shape[along], along).narrow(along, 0, x.shape[along])
-        if r != 1:
-            other = ((along - 1) if along else 1) if across is None else across % x.dim()
-            scales = scales.repeat_interleave(r, other).narrow(other, 0, x.shape[other])
+    scales = of_each_element(block_scales(source, spec, axis, across), spec.fmt, x.shape, axis, across)
     limit = scales.double() * saturated_from(spec.fmt.element) / spec.fmt.gain
     if spec.fmt.tensor_scale:  # as the kernels have it: kernels.blocks.make_tensor_scale
         amax = _amaxes(source, spec, axis)
@@ -146,11 +140,10 @@ def _amaxes(x: Tensor, spec: BlockSpec, axis: int) -> Tensor:
     if isinstance(f.tensor_scale, bool):
         return recorded_amax(x, spec)
     moved = x.movedim(axis, -1).contiguous() if x.dim() else x
-    amaxes = second_amaxes(moved, f, block_plan(spec).parameters[COUNTED])
-    columns = moved.shape[-1] if x.dim() else 1
-    length = columns if f.tensor_scale == "row" else int(f.tensor_scale)
-    each = amaxes.repeat_interleave(length, -1)[:, :columns].contiguous().view(torch.float32)
-    return each.reshape(moved.shape).movedim(-1, axis) if x.dim() else each.reshape(())
+    amaxes = second_amaxes(moved, f, block_plan(spec).parameters[COUNTED]).view(torch.float32)
+    if not x.dim():
+        return amaxes.reshape(())
+    return second_of_each_element(amaxes.view(*moved.shape[:-1], -1).movedim(-1, axis), f, x.shape, axis)
 
 
 @_block_passes.register_fake

@@ -2,63 +2,88 @@
 
 from __future__ import annotations
 
-import math
-from functools import cache
-from typing import Any
+from typing import Any, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fpsim.checks import shown
 from fpsim.formats.blocks import BlockFormat, as_format
-from fpsim.formats.codebook import Codebook
-from fpsim.formats.floats import FloatFormat
-from fpsim.kernels.core import BINARY32, BINARY64
-from fpsim.tensors.cuts import axis_pair
-from fpsim.tensors.ops import round_to
+from fpsim.tensors.block_codes import BlockCodes, decode_blocks, encode_blocks
+from fpsim.tensors.cuts import axis_pair, require_no_axis
+from fpsim.tensors.element_codes import Coded, codable, element_codes, element_values
 from fpsim.tensors.shared_scales import block_scales
 from fpsim.tensors.spec import BlockSpec, any_spec, require_float32, require_floating, under_transform
 from fpsim.torch_modes import is_plain, is_sample
 
-__all__ = ["decode", "encode", "scales_of"]
-
-Coded = FloatFormat | Codebook
+__all__ = ["BlockCodes", "decode", "encode", "scales_of"]
 
 
-def encode(x: Tensor, fmt: str | Coded, rounding: str = "nearest_even", overflow: str | None = None) -> Tensor:
-    """Round `x` to a format of up to 16 bits, or a code book, and return the codes.
+@overload
+def encode(
+    x: Tensor,
+    fmt: BlockFormat,
+    rounding: str = ...,
+    overflow: str | None = ...,
+    *,
+    axis: int | tuple[int, int] | None = ...,
+) -> BlockCodes: ...
+@overload
+def encode(x: Tensor, fmt: Coded, rounding: str = ..., overflow: str | None = ..., *, axis: None = ...) -> Tensor: ...
+@overload
+def encode(
+    x: Tensor, fmt: str, rounding: str = ..., overflow: str | None = ..., *, axis: int | tuple[int, int] | None = ...
+) -> Any: ...
+def encode(
+    x: Tensor,
+    fmt: str | Coded | BlockFormat,
+    rounding: str = "nearest_even",
+    overflow: str | None = None,
+    *,
+    axis: int | tuple[int, int] | None = None,
+) -> Tensor | BlockCodes:
+    """Round `x` to a format of up to 16 bits, a code book, or a format of blocks, and return the codes.
 
-    NaN gives the canonical (first quiet) NaN.
+    NaN gives the canonical (first quiet) NaN. A block whose scale is NaN has elements of the code 0, where they have no
+    NaN of their own.
 
     Args:
-        x, fmt, rounding, overflow: as in `round_to`; `x` is a tensor.
+        x, fmt, rounding, overflow: as in `round_to`; `x` is a tensor, of a format of blocks in float32.
+        axis: of a format of blocks, as in `round_to`.
 
     Returns:
-        Int32 in the shape of `x`, on its device.
+        Int32 in the shape of `x`, on its device. Of a format of blocks a `BlockCodes`: the codes, those of 4 bits two
+        in a byte, the codes of the scales, and the second scale. `decode` gives what `round_to` gives, bit for bit.
 
     Raises:
-        ValueError: for a format of more than 16 bits, and where `x` holds a NaN and the format has none.
+        ValueError: for a format of more than 16 bits, where `x` holds a NaN or a mask and the format has none, and for
+            blocks of a tensor without elements.
 
     >>> encode(torch.tensor([1.0, -448.0]), "e4m3fn")
     tensor([ 56, 254], dtype=torch.int32)
+    >>> x = torch.tensor([[6.0, 0.5, -3.0, 1.0]])
+    >>> encode(x, "nvfp4")
+    BlockCodes(nvfp4 (1, 4): codes uint8 (1, 2), scales uint8 (1, 1), tensor_scale float32 ())
+    >>> decode(encode(x, "nvfp4"))
+    tensor([[ 6.0000,  0.5000, -3.0000,  1.0000]])
     """
-    f = _codable(fmt)
+    parsed = as_format(fmt)
+    if isinstance(parsed, BlockFormat):
+        require_floating(x)
+        _require_memory(x)
+        spec = any_spec(parsed, rounding, overflow)
+        assert isinstance(spec, BlockSpec)
+        return encode_blocks(x, spec, axis)
+    require_no_axis(axis, fmt)
+    f = codable(fmt)  # type: ignore[arg-type]
     require_floating(x)
+    _require_memory(x)
+    return element_codes(x, f, rounding, overflow)
+
+
+def _require_memory(x: Tensor) -> None:
     if x.device.type == "meta":
         raise TypeError("x is on device meta, where tensors hold no numbers to encode. Expected: cpu, cuda.")
-    x = x.detach()
-    rounded = round_to(x if x.dtype is torch.float64 else x.float(), f, rounding, overflow)
-    is_nan = rounded.isnan()
-    if not f.has_nan and is_nan.any():
-        raise ValueError(f"x holds NaN and {f} has no code for it. Expected: finite values; see torch.nan_to_num.")
-    width = 64 if x.dtype is torch.float64 else 32
-    table, codes = (torch.from_numpy(a).to(x.device) for a in _code_table(f, width))
-    # by patterns, which no processor flushes to zero; read as integers, those of negative numbers run backwards
-    patterns = rounded.view(torch.int32 if width == 32 else torch.int64)
-    ordered = (patterns ^ ((patterns >> (width - 1)) & torch.iinfo(patterns.dtype).max)).contiguous()
-    result = codes[torch.searchsorted(table, ordered).clamp_(max=len(table) - 1)]
-    return torch.where(is_nan, torch.full_like(result, f.encode(math.nan) if f.has_nan else 0), result)
 
 
 def scales_of(x: Tensor, fmt: str | BlockFormat, *, axis: int | tuple[int, int] | None = None) -> Tensor:
@@ -96,15 +121,19 @@ def scales_of(x: Tensor, fmt: str | BlockFormat, *, axis: int | tuple[int, int] 
     return block_scales(x, spec, *axis_pair(axis))
 
 
-def decode(codes: Tensor, fmt: str | Coded) -> Tensor:
-    """The values of integer codes of a format of up to 16 bits, or of a code book.
+@overload
+def decode(codes: BlockCodes, fmt: None = ...) -> Tensor: ...
+@overload
+def decode(codes: Tensor, fmt: str | Coded) -> Tensor: ...
+def decode(codes: Tensor | BlockCodes, fmt: str | Coded | None = None) -> Tensor:
+    """The values of integer codes of a format of up to 16 bits, of a code book, or of blocks.
 
     Args:
-        codes: a tensor of any integer dtype and shape.
-        fmt: a format, or its name.
+        codes: a tensor of any integer dtype and shape, or what `encode` returns for a format of blocks.
+        fmt: a format, or its name. A `BlockCodes` has its own.
 
     Returns:
-        Float32 in the shape of `codes`, on its device.
+        Float32 in the shape of `codes`, on its device; of blocks in the shape of the tensor.
 
     Raises:
         ValueError: for a format of more than 16 bits and for codes out of range.
@@ -112,8 +141,17 @@ def decode(codes: Tensor, fmt: str | Coded) -> Tensor:
 
     >>> decode(torch.tensor([0x3C00, 0x7C00]), "fp16")
     tensor([1., inf])
+    >>> scale = torch.tensor([[128]], dtype=torch.uint8)  # 2**1
+    >>> decode(BlockCodes("mxfp4", (1, 4), torch.tensor([[0x17, 0x2D]], dtype=torch.uint8), scale))
+    tensor([[12.,  1., -6.,  2.]])
     """
-    f = _codable(fmt)
+    if isinstance(codes, BlockCodes):
+        if fmt is not None and as_format(fmt) != codes.fmt:
+            raise ValueError(f"codes are of {codes.fmt}, and fmt={shown(fmt)} was given. Omit fmt.")
+        return decode_blocks(codes)
+    if fmt is None:
+        raise TypeError("decode got no fmt. Expected: the format of the codes; a BlockCodes alone has its own.")
+    f = codable(fmt)
     if not isinstance(codes, Tensor):
         raise TypeError(f"codes is {type(codes).__name__}. Expected: a torch.Tensor; wrap it with torch.as_tensor.")
     if codes.layout is not torch.strided or codes.device.type == "meta":
@@ -125,43 +163,4 @@ def decode(codes: Tensor, fmt: str | Coded) -> Tensor:
         raise TypeError(f"codes has dtype {str(codes.dtype).removeprefix('torch.')}. Expected: any integer dtype.")
     if is_sample(codes):
         raise under_transform("decode")
-    index = codes.long()
-    table = torch.from_numpy(_value_table(f))
-    if codes.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(table):
-        raise ValueError(
-            f"codes holds {int(index.min())} to {int(index.max())}. The codes of {f} are 0 to {len(table) - 1}."
-        )
-    return table.to(codes.device)[index]
-
-
-def _codable(fmt: str | Coded) -> Coded:
-    f = as_format(fmt)
-    if not isinstance(f, Coded):
-        raise ValueError(f"{f} has no codes here. Expected: a float format of up to 16 bits, or a code book.")
-    if f.bits > 16:
-        raise ValueError(f"{f} has {f.bits} bits. encode() and decode() take formats of up to 16 bits.")
-    return f
-
-
-# Arrays, not tensors: a tensor would keep the device or the tracer under which it was first asked for.
-
-
-@cache
-def _value_table(f: Coded) -> np.ndarray[Any, Any]:
-    values = f.values if isinstance(f, Codebook) else [f.decode(code) for code in range(2**f.bits)]
-    return np.array([BINARY32.bits(v) for v in values], np.uint32).view(np.float32)
-
-
-@cache
-def _code_table(f: Coded, width: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The patterns of all values in a container of `width` bits, inf and -0 included, in order, and their codes."""
-    values = [v for v, _ in f.ascending] if isinstance(f, Codebook) else [*f.values()]
-    if f.has_inf and not isinstance(f, Codebook):
-        values = [-math.inf, *values, math.inf]
-    if f.has_negative_zero:
-        values.insert(values.index(0.0), -0.0)
-    container = BINARY32 if width == 32 else BINARY64
-    integer: Any = np.int32 if width == 32 else np.int64
-    patterns = np.array([container.bits(v) for v in values], np.uint32 if width == 32 else np.uint64).view(integer)
-    ordered = patterns ^ ((patterns >> (width - 1)) & np.iinfo(integer).max)
-    return ordered, np.array([f.encode(v) for v in values], np.int32)
+    return element_values(codes, f)

@@ -12,7 +12,17 @@ from fpsim.checks import shown
 from fpsim.formats.blocks import BlockFormat, as_format
 from fpsim.kernels import blocks
 
-__all__ = ["BlockAxes", "Cut", "axis_pair", "block_axes", "require_no_axis", "runs_elsewhere", "second_amaxes"]
+__all__ = [
+    "BlockAxes",
+    "Cut",
+    "axis_pair",
+    "block_axes",
+    "of_each_element",
+    "require_no_axis",
+    "runs_elsewhere",
+    "second_amaxes",
+    "second_of_each_element",
+]
 
 MAGNITUDE, MASK = int(blocks.MAGNITUDE), int(blocks.MASK)
 
@@ -113,6 +123,30 @@ def second_amaxes(x: Tensor, f: BlockFormat, counted: int) -> Tensor:
         return patterns.amax(-1, keepdim=True)
     length = int(f.tensor_scale)
     return torch.nn.functional.pad(patterns, (0, -patterns.shape[-1] % length)).unflatten(-1, (-1, length)).amax(-1)
+
+
+def of_each_element(scales: Tensor, f: BlockFormat, shape: torch.Size, axis: int, across: int | None) -> Tensor:
+    """The scale of each element of a tensor of this shape, from those of its blocks as `scales_of` gives them.
+
+    Of no dimension where the tensor has one scale.
+    """
+    if f.block == "tensor" or not shape:
+        return scales
+    (r, c), along = f.tile, axis % len(shape)
+    scales = scales.repeat_interleave(c or shape[along], along).narrow(along, 0, shape[along])
+    if r != 1:
+        other = ((along - 1) if along else 1) if across is None else across % len(shape)
+        scales = scales.repeat_interleave(r, other).narrow(other, 0, shape[other])
+    return scales
+
+
+def second_of_each_element(second: Tensor, f: BlockFormat, shape: torch.Size, axis: int) -> Tensor:
+    """The same of second scales, or of what they follow from: those of parts lie along `axis`."""
+    if isinstance(f.tensor_scale, bool) or not shape:
+        return second
+    along = axis % len(shape)
+    length = shape[along] if f.tensor_scale == "row" else int(f.tensor_scale)
+    return second.repeat_interleave(length, along).narrow(along, 0, shape[along])
 
 
 def _axis(axis: int, shape: torch.Size, name: str) -> int:

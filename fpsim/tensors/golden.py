@@ -1,7 +1,8 @@
 """Golden vectors: numbers and what they become, kept in `golden.json` and replayed by `python -m fpsim verify`.
 
 The file is data for any project. Numbers are the bits of a float32 in hexadecimal, eight digits each; any NaN stands
-for every NaN. The outputs come from a definition in fractions that shares nothing with this package.
+for every NaN. The outputs come from a definition in fractions that shares nothing with this package. A section of its
+own, `blocks`, has what is stored of tensors whose blocks share scales; its `about` says how.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fpsim.tensors.codes import decode, encode
 from fpsim.tensors.noise import seed_here
 from fpsim.tensors.ops import round_to
 from fpsim.tensors.verify import Row
 from fpsim.undoing import Undo, undone
 
-__all__ = ["FILE", "STREAM", "Case", "cases", "replay"]
+__all__ = ["BLOCKS_VERSION", "FILE", "STREAM", "BlockCase", "Case", "block_cases", "cases", "replay"]
 
 FILE = Path(__file__).with_name("golden.json")
 STREAM = 1  # the version of the noise: another number means other outputs of stochastic rounding for the same seed
+BLOCKS_VERSION = 1  # of the section of blocks: another number means other codes, scales or outputs
 
 
 class Case(NamedTuple):
@@ -38,6 +41,21 @@ class Case(NamedTuple):
     random_bits: int | None
     variant: str
     x: Tensor
+    expected: Tensor
+
+
+class BlockCase(NamedTuple):
+    """A tensor that is encoded in one call, and what is stored of it.
+
+    codes, scales: their bytes, row by row; of scales in float32 those of the numbers.
+    tensor_scale: None of a format without.
+    """
+
+    fmt: str
+    x: Tensor
+    codes: bytes
+    scales: bytes
+    tensor_scale: Tensor | None
     expected: Tensor
 
 
@@ -69,8 +87,34 @@ def cases(file: Path = FILE) -> list[Case]:
     ]
 
 
+def block_cases(file: Path = FILE) -> list[BlockCase]:
+    """The cases of the section of blocks.
+
+    >>> first = block_cases()[0]
+    >>> first.fmt, tuple(first.x.shape), len(first.codes), len(first.scales)
+    ('mxfp4', (9, 64), 288, 18)
+    """
+    content = json.loads(file.read_text(encoding="ascii")).get("blocks", {"version": BLOCKS_VERSION, "cases": []})
+    if content["version"] != BLOCKS_VERSION:
+        raise ValueError(
+            f"The section of blocks of {file} has version {content['version']}. Expected: version {BLOCKS_VERSION}."
+        )
+    inputs = {name: _tensor(words).view(-1, content["columns"]) for name, words in content.get("inputs", {}).items()}
+    return [
+        BlockCase(
+            case["format"],
+            inputs[case["input"]],
+            bytes.fromhex(case["codes"]),
+            _tensor(case["scales"]).numpy().tobytes() if case["scale_bits"] == 32 else bytes.fromhex(case["scales"]),
+            None if case["tensor_scale"] is None else _tensor(case["tensor_scale"])[0],
+            _tensor(case["outputs"]).view(-1, content["columns"]),
+        )
+        for case in content["cases"]
+    ]
+
+
 def replay(device: str, file: Path = FILE) -> Iterator[Row]:
-    """Round the inputs of each case on a device, and compare the bits: a row for each format."""
+    """Round the inputs of each case on a device, and compare the bits: a row for each format, and format of blocks."""
     by_format: dict[str, list[Case]] = {}
     for case in cases(file):
         by_format.setdefault(case.fmt, []).append(case)
@@ -78,8 +122,7 @@ def replay(device: str, file: Path = FILE) -> Iterator[Row]:
         count, wrong, first = 0, 0, ""
         for case in of_format:
             result = _rounded(case, device)
-            both_nan = result.isnan() & case.expected.isnan()
-            differs = (result.view(torch.int32) != case.expected.view(torch.int32)) & ~both_nan
+            differs = _differs(result, case.expected)
             count, wrong = count + len(result), wrong + int(differs.sum())
             if differs.any() and not first:
                 i = int(differs.nonzero()[0])
@@ -87,6 +130,42 @@ def replay(device: str, file: Path = FILE) -> Iterator[Row]:
                 first = f"{x!r} {case.rounding} gives {y!r}, not {z!r}"
         detail = f"{wrong} of {count:,} numbers differ: {first}" if wrong else f"{count:,} numbers"
         yield Row(f"{name} golden vectors", not wrong, detail)
+    blocks: dict[str, list[BlockCase]] = {}
+    for block_case in block_cases(file):
+        blocks.setdefault(block_case.fmt, []).append(block_case)
+    for name, of_blocks in blocks.items():
+        found = [words for case in of_blocks if (words := _wrong_part(case, device))]
+        count = sum(case.x.numel() for case in of_blocks)
+        yield Row(f"{name} golden blocks", not found, found[0] if found else f"{count:,} numbers and their codes")
+
+
+def _differs(result: Tensor, expected: Tensor) -> Tensor:
+    """Where two tensors have other bits; every NaN is the same."""
+    both_nan = result.isnan() & expected.isnan()
+    return (result.view(torch.int32) != expected.view(torch.int32)) & ~both_nan
+
+
+def _wrong_part(case: BlockCase, device: str) -> str:
+    """The first part of what is stored that differs, in words; "" where all is as expected."""
+    x = case.x.to(device)
+    stored = encode(x, case.fmt)
+    for name, part, expected in (("codes", stored.codes, case.codes), ("scales", stored.scales, case.scales)):
+        found = part.cpu().numpy()
+        is_nan = found != found
+        if name == "scales" and is_nan.any():  # of float32: any NaN stands for every NaN
+            found = np.where(is_nan, np.float32(np.nan), found)
+        if found.tobytes() != expected:
+            byte = next(i for i, (a, b) in enumerate(zip(found.tobytes(), expected, strict=True)) if a != b)
+            return f"byte {byte} of the {name} is {found.tobytes()[byte]:#04x}, not {expected[byte]:#04x}"
+    second = stored.tensor_scale
+    if case.tensor_scale is not None and (second is None or _differs(second.cpu(), case.tensor_scale).any()):
+        return f"the tensor_scale is {second!r}, not {float(case.tensor_scale)!r}"
+    for words, result in (("rounds", round_to(x, case.fmt)), ("decodes", decode(stored))):
+        differs = _differs(result.cpu(), case.expected)
+        if differs.any():
+            at = tuple(differs.nonzero()[0].tolist())
+            return f"{float(case.x[at])!r} {words} to {float(result[at])!r}, not {float(case.expected[at])!r}"
+    return ""
 
 
 def _rounded(case: Case, device: str) -> Tensor:

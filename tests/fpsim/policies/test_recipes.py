@@ -31,6 +31,7 @@ USED = ("fprop", None, None, None, None, None, None)  # what the forward product
 NV4, MXFP4 = ("e2m1fn", 16, "e4m3fn and fp32", *NV[3:]), ("e2m1fn", 32, "e8m0fnu", "floor", "nearest_even", None, None)
 INT4 = ("FixedPoint(word_length=4, fraction_length=0, signed=True, symmetric=True)", 32, "fp32", "absmax", *NV[4:])
 TOKEN, TERNARY = ((name, None, None, None, "own", None, None) for name in ("int8 per row", "ternary absmean"))
+FLUSHED = ("fp16 without subnormals", None, None, None, "own", None, None)
 BF16 = ("bf16", None, None, None, "nearest_even", None, None)
 TABLE: dict[str, Any] = {
     "fp8_delayed": ((E4M3_DELAYED, E4M3_DELAYED), (E5M2_DELAYED, E4M3_DELAYED), (E5M2_DELAYED, E4M3_DELAYED)),
@@ -46,6 +47,7 @@ TABLE: dict[str, Any] = {
     "bitnet_b158": ((TOKEN, TERNARY), (None, USED), (None, USED)),
     "bf16": None,
     "fp16": None,
+    "fp16_gfx90a": ((None, None), (FLUSHED, FLUSHED), (FLUSHED, FLUSHED)),
     "bf16_pure": None,
 }
 
@@ -82,10 +84,44 @@ def test_the_operands_are_those_of_the_source(name: str) -> None:
 
 def test_everything_else_is_bf16_and_master_values_are_float32() -> None:
     for row in recipes():
-        policy, wide = recipe(row.name), "fp16" if row.name == "fp16" else "bf16"
+        policy, wide = recipe(row.name), "fp16" if row.name in ("fp16", "fp16_gfx90a") else "bf16"
         assert (policy.weight, policy.activation, policy.error) == (wide, wide, wide)
         assert policy.weight_grad == ("bf16" if row.name == "bf16_pure" else None)
     assert [*TABLE] == [row.name for row in recipes()]
+
+
+def test_subnormals_of_the_backward_pass_are_zero_on_gfx90a() -> None:
+    """The program of pytorch#182952: 64 terms of half the least normal number, of which none is left."""
+    subnormal = torch.finfo(torch.float16).tiny / 2
+    gradients = {}
+    for name in ("fp16", "fp16_gfx90a"):
+        layer = quantize(nn.Linear(64, 64, bias=False), recipe(name))
+        with torch.no_grad():
+            layer.weight.fill_(1.0)
+        x = torch.ones(64, 64, requires_grad=True)
+        out = layer(x)
+        assert torch.equal(out, torch.full((64, 64), 64.0))
+        out.backward(torch.full((64, 64), subnormal))
+        gradients[name] = x.grad, layer.weight.grad
+    for gradient in gradients["fp16"]:
+        assert torch.equal(gradient, torch.full((64, 64), 64 * subnormal))
+    for gradient in gradients["fp16_gfx90a"]:
+        assert torch.equal(gradient, torch.zeros(64, 64))
+
+
+def test_what_is_not_subnormal_is_what_fp16_has_on_gfx90a() -> None:
+    operand = recipe("fp16_gfx90a").products.dgrad[0]
+    least = torch.finfo(torch.float16).tiny
+    x = torch.tensor(
+        [least, -least, least - 2.0**-24, -(2.0**-24), 1.0, 65504.0, torch.inf, -torch.inf, torch.nan, -0.0]
+    )
+    found = operand.fmt.function(x, -1)
+    native = x.half().float()
+    kept = torch.tensor([True, True, False, False, True, True, True, True, True, True])
+    expected = torch.where(kept, native, native * 0)
+    assert torch.equal(found.view(torch.int32)[:8], expected.view(torch.int32)[:8])
+    assert found[8].isnan()
+    assert found[9].view(torch.int32).item() == -(2**31)
 
 
 # Layers in high precision

@@ -7,7 +7,9 @@ import struct
 from pathlib import Path
 
 import gfloat
+import golden_blocks
 import golden_vectors
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from format_cases import GFLOAT, ML_DTYPES, same
 import fpsim
 from fpsim.__main__ import main
 from fpsim.tensors import golden
-from fpsim.tensors.golden import FILE, cases, replay
+from fpsim.tensors.golden import FILE, block_cases, cases, replay
 
 CASES = cases()
 GFLOAT_RULES = {
@@ -81,7 +83,7 @@ def test_every_vector_is_replayed_and_the_stream_of_the_caller_goes_on() -> None
     state = torch.get_rng_state()
     rows = list(replay("cpu"))
     assert [row for row in rows if not row.ok] == []
-    assert len(rows) == len(fpsim.CATALOGUE)
+    assert len(rows) == len(fpsim.CATALOGUE) + len(golden_blocks.FORMATS)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -109,3 +111,85 @@ def test_vectors_of_another_stream_are_refused(tmp_path: Path) -> None:
     other.write_text(json.dumps({"stream": golden.STREAM + 1, "inputs": {}, "cases": []}), encoding="ascii")
     with pytest.raises(ValueError, match=r"has the noise of stream 2\. This version draws stream 1"):
         cases(other)
+
+
+# The section of blocks
+
+BYTES = {
+    "e2m1fn": ml_dtypes.float4_e2m1fn,
+    "e2m3fn": ml_dtypes.float6_e2m3fn,
+    "e3m2fn": ml_dtypes.float6_e3m2fn,
+    "e4m3fn": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+}
+
+
+def blocks_alone(tmp_path: Path, change: dict[str, str], number: int) -> Path:
+    """A file with one case of the section of blocks, of which parts are changed."""
+    content = json.loads(FILE.read_text(encoding="ascii"))
+    content["cases"], content["blocks"]["cases"] = [], [content["blocks"]["cases"][number] | change]
+    file = tmp_path / "golden.json"
+    file.write_text(json.dumps(content), encoding="ascii")
+    return file
+
+
+def test_blocks_of_every_kind_are_replayed() -> None:
+    found = block_cases()
+    assert {case.fmt for case in found} == {*golden_blocks.FORMATS}
+    assert any(case.x.isinf().any() and case.expected.isinf().any() for case in found)  # 448 * 2**127, saturated
+    assert any(case.x.isinf().any() and case.expected.isnan().any() for case in found)
+    content = json.loads(FILE.read_text(encoding="ascii"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(golden, "cases", lambda _: [])  # each compiles a loop
+        rows = list(replay("cpu"))
+    assert [row for row in rows if not row.ok] == []
+    assert [row.check for row in rows] == [f"{name} golden blocks" for name in golden_blocks.FORMATS]
+    assert len(found) == len(content["blocks"]["cases"])
+
+
+@pytest.mark.parametrize("number", range(len(block_cases())))
+def test_their_outputs_are_the_codes_as_ml_dtypes_reads_them(number: int) -> None:
+    case = block_cases()[number]
+    f = fpsim.as_format(case.fmt)
+    assert isinstance(f, fpsim.BlockFormat)
+    codes = np.frombuffer(case.codes, np.uint8)
+    if f.element.bits == 4:
+        codes = np.stack([codes & 15, codes >> 4], -1).ravel()
+    elements = codes.view(np.int8) / 64 if str(f.element) not in BYTES else codes.view(BYTES[str(f.element)])
+    if f.scale.bits == 32:
+        scales = np.frombuffer(case.scales, np.float32)
+    else:
+        scales = np.frombuffer(case.scales, ml_dtypes.float8_e8m0fnu if f.has_power_scale else ml_dtypes.float8_e4m3fn)
+    each = scales.astype(np.float64).repeat(len(codes) // len(scales))
+    with np.errstate(over="ignore"):
+        values = (elements.astype(np.float64) * each).astype(np.float32)
+    values = values if case.tensor_scale is None else values / case.tensor_scale.numpy()
+    assert same(torch.from_numpy(values).view_as(case.expected), case.expected)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("codes", "byte 0 of the codes is 0x"),
+        ("scales", "byte 0 of the scales is 0x"),
+        ("tensor_scale", "the tensor_scale is "),
+        ("outputs", "rounds to "),
+    ],
+)
+def test_one_changed_bit_of_a_block_is_found(part: str, words: str, tmp_path: Path) -> None:
+    content = json.loads(FILE.read_text(encoding="ascii"))["blocks"]["cases"]
+    number = next(i for i, case in enumerate(content) if case["format"] == "nvfp4")
+    given = content[number][part]
+    other = f"{int(given[1], 16) ^ 1:x}"
+    (row,) = replay("cpu", blocks_alone(tmp_path, {part: given[0] + other + given[2:]}, number))
+    assert (row.check, row.ok) == ("nvfp4 golden blocks", False)
+    assert words in row.detail
+
+
+def test_blocks_of_another_version_are_refused(tmp_path: Path) -> None:
+    other = blocks_alone(tmp_path, {}, 0)
+    content = json.loads(other.read_text(encoding="ascii"))
+    content["blocks"]["version"] = golden.BLOCKS_VERSION + 1
+    other.write_text(json.dumps(content), encoding="ascii")
+    with pytest.raises(ValueError, match=r"section of blocks of .* has version 2\. Expected: version 1"):
+        block_cases(other)

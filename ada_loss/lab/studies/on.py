@@ -1,0 +1,444 @@
+"""What a model would do on other hardware: what fails, the error by site, a short training, the bits that move."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import statistics
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fpsim
+from ada_loss.lab.results.judgement import LEAST_SEEDS, Judgement, judge_sweep, smallest_step
+from ada_loss.lab.results.verdict import default_tolerance
+from ada_loss.lab.studies.hardware import Preset, presets_in
+from ada_loss.lab.tasks import imported
+from ada_loss.scalers import GradScaler
+from fpsim import Operand, Policy
+from fpsim.checks import require_number, require_whole, shown
+
+__all__ = ["On", "OnRow", "function_at", "on", "runs"]
+
+LAST = 5  # the loss that a training ends with is the mean of its last fifth
+FLOAT32 = 32  # bits
+WIDTH = 110  # of a printed line
+WORST = 3  # sites that are named
+
+Loss = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class OnRow:
+    """What a model does on one hardware.
+
+    preset, hardware: its full name, and in words.
+    failure: the first lines of `fpsim.why` on one step; "" where it finds nothing.
+    losses: of one step, in float32 and here.
+    results, gradients: the results of operations, and the gradients of parameters, with the largest relative errors.
+    breaks: where a result or a gradient becomes inf, or nothing is left of it; "" where none does.
+    trained: the loss that each seed ends with; inf for one that diverged.
+    float32: the same in float32.
+    verdict: in words; "" where nothing was trained.
+    weight_bits: of a number of a weight that is an operand of a product, the mean.
+    moved, moved_float32: bytes that the products of a step read and write.
+    missing: what the preset does not model.
+    """
+
+    preset: str
+    hardware: str
+    failure: str
+    losses: tuple[float, float] | None
+    results: tuple[tuple[str, float], ...]
+    gradients: tuple[tuple[str, float], ...]
+    breaks: str
+    trained: tuple[float, ...]
+    float32: tuple[float, ...]
+    verdict: str
+    weight_bits: float
+    moved: float
+    moved_float32: float
+    missing: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.preset}: {self.hardware}"]
+        lines.append(
+            f"  fails: {self.failure.replace(chr(10), ' ') or 'nothing that fpsim.why looks for, in one step'}"
+        )
+        words = [f"loss {self.losses[1]:.6g}, {self.losses[0]:.6g} in float32"] if self.losses else []
+        for name, worst in (("results", self.results), ("gradients", self.gradients)):
+            words += [f"{name} {', '.join(f'{site} {error:.2%}' for site, error in worst)}"] if worst else []
+        lines.append(f"  error of one step: {'; '.join(words)}")
+        if self.breaks:
+            lines.append(f"  breaks: {self.breaks}")
+        if self.verdict:
+            lines.append(f"  trains: {self.verdict}")
+        share = self.moved / self.moved_float32 if self.moved_float32 else 1.0
+        lines.append(
+            f"  bits: weights in {self.weight_bits:.3g} a number; products move {self.moved / 1e6:.3g} MB a step, "
+            f"{share:.0%} of float32's"
+        )
+        lines.append(f"  not modelled: {'; '.join(self.missing)}")
+        return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="    ") for line in lines)
+
+
+@dataclass(frozen=True)
+class On:
+    """A row for each hardware; prints in words."""
+
+    rows: list[OnRow] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"rows": [asdict(row) for row in self.rows]}
+
+    def __str__(self) -> str:
+        foot = "Sources of each line: ada-loss on --list. The presets are models of documents, not measurements."
+        return "\n\n".join([*map(str, self.rows), foot])
+
+
+def on(
+    hardware: str | Sequence[str],
+    make: Callable[..., nn.Module],
+    batch: Callable[..., Any],
+    *,
+    loss: Loss | None = None,
+    steps: int = 40,
+    seeds: int = 3,
+    learning_rate: float = 1e-3,
+    sums: bool = True,
+    progress: Callable[[], object] | None = None,
+) -> On:
+    """Run a model as if on each hardware, beside float32.
+
+    Args:
+        hardware: names of presets, in a list or with commas between.
+        make: gives the model, of a seed, if it needs an argument, or of nothing.
+        batch: gives what the model is called with: a tensor, a tuple of arguments, or a mapping of named ones; of the
+            number of a step or of nothing. With a `loss` of two arguments a pair: that, and the target.
+        loss: from the model's output, or from that and the target, to a scalar. None takes the output's `loss`, or an
+            output that is one number.
+        steps, seeds, learning_rate: of the trainings with AdamW; no seeds, no training.
+        sums: False leaves the sums of products to torch, which is quicker.
+        progress: is called after each training, and after each row: `runs` times.
+
+    Raises:
+        ValueError: for an unknown name, and numbers out of range.
+        TypeError: for functions that give something else.
+
+    >>> def batch(): return torch.ones(4, 8), torch.zeros(4, 2)
+    >>> found = on("tpu", lambda: nn.Linear(8, 2), batch, loss=nn.functional.mse_loss, seeds=0)
+    >>> found.rows[0].preset, found.rows[0].weight_bits
+    ('tpu@1', 16.0)
+    """
+    chosen = presets_in(hardware)
+    require_whole("steps", steps, 1)
+    require_whole("seeds", seeds, 0)
+    if 0 < seeds < LEAST_SEEDS:
+        raise ValueError(f"seeds={seeds} decide nothing. Expected: {LEAST_SEEDS} or more, or 0 for no training.")
+    require_number("learning_rate", learning_rate, 0)
+    subject = _Subject(make, batch, loss)
+    told = progress or (lambda: None)
+
+    def trained(one: Preset | None) -> list[float]:
+        ends = []
+        for seed in range(seeds):
+            ends.append(subject.trained(one, seed, steps, learning_rate, sums))
+            told()
+        return ends
+
+    float32 = trained(None)
+    ends = {one: trained(one) for one in (chosen if all(map(math.isfinite, float32)) else ())}
+    verdicts = _verdicts(chosen, ends, float32, steps)
+    rows = []
+    for one in chosen:
+        rows.append(_row(subject, one, sums, ends.get(one, []), float32, verdicts.get(one, "")))
+        told()
+    return On(rows)
+
+
+def runs(hardware: str | Sequence[str], seeds: int) -> int:
+    """How often `on` calls its `progress`, where no training of float32 diverges.
+
+    >>> runs("h100,tpu", 3)
+    11
+    """
+    return seeds + len(presets_in(hardware)) * (seeds + 1)
+
+
+class _Subject:
+    """The model, its data and its loss."""
+
+    def __init__(self, make: Callable[..., nn.Module], batch: Callable[..., Any], loss: Loss | None) -> None:
+        self.make, self.batch, self.loss = make, batch, loss
+        self.takes_target = loss is not None and _arguments(loss) > 1
+
+    def model(self, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        found = self.make(seed) if _arguments(self.make) else self.make()
+        if not isinstance(found, nn.Module):
+            raise TypeError(f"The function of the model gave {shown(found)}. Expected: a torch.nn.Module.")
+        return found
+
+    def data(self, step: int) -> Any:
+        torch.manual_seed(step)
+        return self.batch(step) if _arguments(self.batch) else self.batch()
+
+    def total(self, model: nn.Module, given: Any) -> Tensor:
+        """The loss of a batch."""
+        target: tuple[Any, ...] = ()
+        if self.takes_target:
+            if not isinstance(given, tuple | list) or len(given) != 2:
+                raise TypeError(f"The batch is {shown(given)}. Expected for a loss of two arguments: a pair.")
+            given, target = given[0], (given[1],)
+        if isinstance(given, Mapping):
+            output = model(**given)
+        else:
+            output = model(*given) if isinstance(given, tuple | list) else model(given)
+        if self.loss is not None:
+            found: Any = self.loss(output, *target)
+        else:
+            found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            raise TypeError(
+                f"{type(model).__name__} gave no loss for the batch. Expected: an output with a `loss`, or a function "
+                f"of the output, or of output and target, by loss= (--loss FILE:function)."
+            )
+        return found
+
+    def trained(self, one: Preset | None, seed: int, steps: int, learning_rate: float, sums: bool = True) -> float:
+        """The loss that a short training ends with; inf where it diverged."""
+        model = self.model(seed).train()
+        if one is not None:
+            model = fpsim.quantize(model, one.policy(model, sums=sums), inplace=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+        scaler = GradScaler(one.scaling) if one is not None and one.scaling else None
+        losses: list[float] = []
+        for step in range(steps):
+            given = self.data(step)
+            torch.manual_seed(steps * seed + step)  # of dropout: as in float32
+            total = self.total(model, given)
+            losses.append(float(total.detach()))
+            if not math.isfinite(losses[-1]):
+                return math.inf
+            optimizer.zero_grad()
+            if scaler is None:
+                total.backward()
+                optimizer.step()
+            else:
+                scaler.scale(total).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return statistics.fmean(losses[-max(1, steps // LAST) :])
+
+
+def _arguments(function: Callable[..., Any]) -> int:
+    """How many arguments without a default a function takes by place; 0 where it does not tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
+
+
+# One step
+
+
+def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float32: list[float], verdict: str) -> OnRow:
+    model, given = subject.model(0).train(), subject.data(0)
+    policy = one.policy(model, settled=True, sums=sums)
+    scaler = GradScaler(one.scaling) if one.scaling else None
+
+    def step_of(run: nn.Module) -> Callable[[], Tensor]:
+        def step() -> Tensor:
+            total = subject.total(run, given)
+            (total if scaler is None else scaler.scale(total)).backward()
+            return total
+
+        return step
+
+    quantised = fpsim.quantize(model, policy)
+    reason = fpsim.why(quantised, step_of(quantised), scaler=scaler)
+    failure = "" if reason.cause is None else "\n".join(str(reason).splitlines()[:2])
+    rows = fpsim.compare(model, step_of(model), None, policy)
+    breaks = next((row for role in ("activation", "error") if (row := rows.breaks(role)) is not None), None)
+    weight_bits, moved, moved_float32 = _traffic(subject, model, given, policy)
+    return OnRow(
+        preset=one.full_name,
+        hardware=one.hardware,
+        failure=failure,
+        losses=rows.losses,
+        results=_worst(rows, "activation"),
+        gradients=_worst(rows, "weight_grad"),
+        breaks="" if breaks is None else f"{breaks['site']} ({breaks['role']})",
+        trained=tuple(trained),
+        float32=tuple(float32),
+        verdict=verdict,
+        weight_bits=weight_bits,
+        moved=moved,
+        moved_float32=moved_float32,
+        missing=one.missing,
+    )
+
+
+def _worst(rows: Sequence[Mapping[str, Any]], role: str) -> tuple[tuple[str, float], ...]:
+    """The sites of a role with the largest errors, the largest first."""
+    found = [(row["site"], row["relative"]) for row in rows if row["role"] == role and row["relative"] is not None]
+    return tuple(sorted(found, key=lambda pair: -pair[1])[:WORST])
+
+
+def _traffic(subject: _Subject, model: nn.Module, given: Any, policy: Policy) -> tuple[float, float, float]:
+    """Bits of a number of a weight, and the bytes that the products of modules with a weight read and write in a step.
+
+    A layer's x, w and y pass three times: y = x w^T, dx = dy w, dw = dy^T x.
+    """
+    of_modules = policy.for_modules(model)
+    sizes: list[tuple[str, int, int, int]] = []
+
+    def hook(name: str, weight: Tensor) -> Callable[..., None]:
+        def count(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            if inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
+                sizes.append((name, inputs[0].numel(), weight.numel(), output.numel()))
+
+        return count
+
+    handles = []
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() > 1 and not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            handles.append(module.register_forward_hook(hook(name, weight)))
+    try:
+        with torch.no_grad():
+            subject.total(model, given)
+    finally:
+        for handle in handles:
+            handle.remove()
+    moved = weight_bits = numbers = 0.0
+    for name, x, w, y in sizes:
+        own = of_modules[name]
+        wide = {role: _bits_of(getattr(own, role)) for role in fpsim.ROLES}
+        found = own.products
+        pairs = ((None, None),) * 3 if found is None else (found.fprop, found.dgrad, found.wgrad)
+        (fx, fw), (ddy, dw), (wdy, wx) = pairs
+        in_fprop = _operand_bits(fw, wide["weight"])
+        moved += x * _operand_bits(fx, wide["activation"]) + w * in_fprop + y * wide["activation"]
+        moved += y * _operand_bits(ddy, wide["error"]) + w * _operand_bits(dw, wide["weight"]) + x * wide["error"]
+        moved += y * _operand_bits(wdy, wide["error"]) + x * _operand_bits(wx, wide["activation"])
+        moved += w * wide["weight_grad"]
+        weight_bits, numbers = weight_bits + w * in_fprop, numbers + w
+    everything = sum(3 * (x + w + y) for _, x, w, y in sizes) * FLOAT32
+    return weight_bits / numbers if numbers else FLOAT32, moved / 8, everything / 8
+
+
+def _bits_of(fmt: Any) -> float:
+    if fmt is None:
+        return FLOAT32
+    found = fpsim.as_format(fmt)
+    return found.bits_per_value if isinstance(found, fpsim.BlockFormat) else found.bits
+
+
+def _operand_bits(operand: Any, wide: float) -> float:
+    """Bits of a number of an operand; of a function of one's own those of the role."""
+    if not isinstance(operand, Operand) or operand.is_own or operand.fmt is None:
+        return wide
+    return _bits_of(operand.fmt)
+
+
+# The trainings
+
+
+def _verdicts(
+    chosen: list[Preset], trained: dict[Preset, list[float]], float32: list[float], steps: int
+) -> dict[Preset, str]:
+    """What the trainings say of each hardware, in words."""
+    if not float32:
+        return {}
+    if not all(map(math.isfinite, float32)):
+        return dict.fromkeys(chosen, "float32 diverged, and nothing can be compared with it. Lower --lr.")
+    beside = f"{_mean(float32)} in float32, after {steps} steps with {len(float32)} seeds"
+    tolerance = default_tolerance("loss", float32)
+    words = {}
+    for one in chosen:
+        lost = sum(not math.isfinite(x) for x in trained[one])
+        words[one] = f"{lost} of {len(float32)} seeds diverged" if lost else f"loss {_mean(trained[one])}"
+        words[one] += f", {beside}"
+    whole = [one for one in chosen if all(map(math.isfinite, trained[one]))]
+    if tolerance is None:
+        return {one: f"{text}. Too near to 0 for a verdict" if one in whole else text for one, text in words.items()}
+    differences = [[a - b for a, b in zip(float32, trained[one], strict=True)] for one in whole]
+    values = [*float32, *(x for one in whole for x in trained[one])]
+    judged = judge_sweep(differences, float32, tolerance, step=smallest_step(values)) if whole else []
+    return words | {
+        one: f"{words[one]}: {_in_words(found, tolerance)}" for one, found in zip(whole, judged, strict=True)
+    }
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):.4g} ± {statistics.stdev(values):.2g}"
+
+
+def _in_words(found: Judgement, tolerance: float) -> str:
+    margin = f"{tolerance:.2g} (1 %)"
+    if found.outcome == "undecided":
+        more = f"about {found.seeds} seeds would decide" if found.seeds <= 100 else "more seeds than 100 would"
+        return f"open whether it is worse by more than {margin}; {more}"
+    return {
+        "match": f"worse by no more than {margin}",
+        "short": f"worse by more than {margin}",
+        "worse": f"worse by more than {margin} with every seed",
+        "collapsed": f"{len(found.low)} of the seeds collapsed",
+    }[found.outcome]
+
+
+# What is given on the command line
+
+
+def function_at(word: str, what: str) -> Callable[..., Any]:
+    """The function of "file.py:name" or "package.module:name". what: what it is for, in an error.
+
+    Raises ValueError where there is none.
+    """
+    place, colon, name = word.rpartition(":")
+    if not colon or not place or not name.isidentifier():
+        raise ValueError(f"The {what} is {shown(word)}. Expected: FILE:function, such as 'mine.py:make'.")
+    if not place.endswith(".py"):
+        found = imported(what, word)
+    else:
+        module = _module_of(Path(place), what)
+        if not hasattr(module, name):
+            raise ValueError(f"{place} has no {name!r}. Expected: a function of the {what}.")
+        found = getattr(module, name)
+    if not callable(found):
+        raise ValueError(f"{shown(word)} is a {type(found).__name__}. Expected: a function of the {what}.")
+    return found  # type: ignore[no-any-return]
+
+
+_MODULES: dict[Path, Any] = {}
+
+
+def _module_of(path: Path, what: str) -> Any:
+    """The module of a file, which is run once."""
+    place = path.resolve()
+    if place in _MODULES:
+        return _MODULES[place]
+    if not place.is_file():
+        raise ValueError(f"There is no file {shown(str(path))} for the {what}. Expected: FILE:function.")
+    spec = importlib.util.spec_from_file_location(f"ada_loss_on_{place.stem}", place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(place.parent))  # for what the file imports beside itself
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(place.parent))
+    _MODULES[place] = module
+    return module

@@ -1,0 +1,328 @@
+"""export(model, folder): the weights of a quantised model as a packed checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.border import require_initialised, require_memory, require_module
+from fpsim.checks import few, pip_install, require_flag, shown
+from fpsim.insight.rows import Rows
+from fpsim.models.computed_weights import sources
+from fpsim.models.forwards import EmulatedForward
+from fpsim.models.installed import emulated_forwards
+from fpsim.models.layouts import Layout, Packed, is_dense, layout_of, packed, rounded_role
+from fpsim.tensors.ops import round_to
+from fpsim.tensors.spec import OwnFormat, Spec
+from fpsim.torch_internals import parametrization_lists
+
+__all__ = ["export"]
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"  # as transformers and vLLM name them
+
+
+def export(model: nn.Module, folder: str | os.PathLike[str], *, weights_only: bool = False) -> Rows:
+    """Write the weights of a quantised model as a packed checkpoint, which compressed-tensors' loader reads.
+
+    The folder gets `model.safetensors` and `config.json`, with the model's own configuration where it is one of
+    transformers, and a `quantization_config`; it is there whole or not at all. Packed are the weights of `nn.Linear` in
+    NVFP4, MXFP4, MXFP6 (e2m3), MXFP8 (e4m3) and FP8 (e4m3fn as it is; per tensor, row, tile, or number of elements):
+    codes and scales are those of `encode`. Everything else is stored in its own dtype, as the module uses it.
+
+    What the backward pass rounds does not matter to a checkpoint. What the forward pass rounds besides weights has no
+    place in one, and is refused, or left out by `weights_only=True`.
+
+    Args:
+        model: from `quantize`.
+        folder: a path where nothing is, or an empty folder.
+        weights_only: leave out what the policy does to activations, results and sums.
+
+    Returns:
+        A row for each packed weight: its format, its bytes and those of float32; `differs`, how many of its numbers the
+        loader's arithmetic gives otherwise than the emulation; and by how much at most, relatively. In a model of
+        float32 NVFP4 alone differs, as the loader rounds its numbers to bfloat16.
+
+    Raises:
+        ValueError: for a model that is not quantised, and for what a checkpoint has no place for: stochastic rounding
+            and code books, formats that the layout has no name for, tied and computed weights, other modules than
+            `nn.Linear` whose weights are quantised.
+        FileExistsError: for a folder that has files.
+        ImportError: without safetensors, which the extra `export` brings.
+
+    >>> import tempfile
+    >>> from fpsim import Policy, Products, quantize
+    >>> model = quantize(nn.Linear(64, 4), Policy(products=Products(fprop=(None, "mxfp4"))))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     print(export(model, f"{folder}/mxfp4"))
+    module   format  bytes  float32  differs  largest
+    -------  ------  -----  -------  -------  -------
+    (model)  mxfp4   136    1024     0        0
+    """
+    require_module(model)
+    require_flag("weights_only", weights_only)
+    target = _new_folder(folder)
+    save_file = _safetensors()
+    require_initialised(model)
+    require_memory(model)
+    found = _Found(model, weights_only)
+    _write(target, save_file, found.tensors, _config(model, found))
+    return found.rows
+
+
+class _Weight(NamedTuple):
+    """A weight that is packed."""
+
+    module: str
+    layout: Layout
+
+
+class _Found:
+    """What of a model is written: its tensors, which of them are packed, and a row for each of these."""
+
+    def __init__(self, model: nn.Module, weights_only: bool) -> None:
+        forwards = {id(module): forward for module, forward in emulated_forwards(model)}
+        if not forwards:
+            raise ValueError(f"{type(model).__name__} is not quantised. Call fpsim.quantize(model, fmt) first.")
+        self.tensors: dict[str, Tensor] = {}
+        self.packed: list[_Weight] = []
+        self.plain: list[str] = []  # modules that a loader would take for packed ones
+        self.rows = Rows()
+        self._names = _names_by_parameter(model)
+        if not weights_only:
+            _require_weights_alone(model, forwards)
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._take(name, module, forwards.get(id(module)))
+        if not self.packed:
+            raise ValueError(
+                f"No weight of {type(model).__name__} is in a format that is packed. Expected: a policy that quantises "
+                f"the weights of nn.Linear, such as fpsim.Policy(products=fpsim.Products(fprop=(None, 'mxfp4')))."
+            )
+
+    def _take(self, name: str, module: nn.Module, forward: EmulatedForward | None) -> None:
+        """Take the module's own parameters and buffers."""
+        if forward is not None and any(True for _ in _quantised(forward)) and _computes_weights(module):
+            raise ValueError(
+                f"The weights of {name or '(model)'} are computed from others, as by a parametrization, and a "
+                f"checkpoint would have the others. Make them plain first: torch.nn.utils.parametrize."
+                f"remove_parametrizations."
+            )
+        spec = _spec_of_weight(name, module, forward)
+        for key, x in _state(module):
+            what = f"{name}.{key}".lstrip(".")
+            if not isinstance(x, nn.Parameter) or forward is None or not x.is_floating_point():
+                self.tensors[what] = _own(x)
+                continue
+            role = rounded_role(x, forward.specs.weight, what)
+            if isinstance(module, nn.Linear) and key == "weight":
+                self._take_weight(name, x, role, _role_of_linear(spec, forward), what)
+            else:
+                self.tensors[what] = _own(role)
+
+    def _take_weight(self, name: str, x: nn.Parameter, role: Tensor, spec: Spec | None, what: str) -> None:
+        if is_dense(spec):
+            dense = role if spec is None else round_to(role, spec.fmt, spec.rounding, spec.overflow)  # type: ignore[arg-type]
+            self.tensors[what] = _own(dense)
+            self.plain.append(name)
+            return
+        assert spec is not None
+        layout = layout_of(spec, what)
+        others = [other for other in self._names[id(x)] if other != what]
+        if others:
+            raise ValueError(
+                f"{what} is quantised, and is also {few(others)}: one tensor cannot be stored packed and plain. Untie "
+                f"them, or leave the layer in float32: Policy(overrides={{{name!r}: None}})."
+            )
+        found = packed(role.float().cpu(), spec, layout, what)
+        self.tensors |= {f"{name}.{key}".lstrip("."): y for key, y in found.tensors.items()}
+        self.packed.append(_Weight(name, layout))
+        self.rows.append(_row(name, spec, found, x.dtype))
+
+
+def _row(name: str, spec: Spec, found: Packed, dtype: torch.dtype) -> dict[str, Any]:
+    loaded, emulated = found.loaded.to(dtype).double(), found.emulated.double()
+    distance = (loaded - emulated).abs()
+    relative = (distance / emulated.abs()).masked_fill(distance == 0, 0.0)
+    return {
+        "module": name or "(model)",
+        "format": str(spec.fmt),
+        "bytes": sum(x.nbytes for x in found.tensors.values()),
+        "float32": 4 * emulated.numel(),
+        "differs": int((distance > 0).sum()),
+        "largest": float(relative.max()),
+    }
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's own parameters and persistent buffers by name. Raises ValueError for extra state."""
+    own = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
+    for key, x in module.state_dict(keep_vars=True).items():
+        if key in own:
+            yield key, x
+        elif key.endswith("_extra_state") and "." not in key:
+            raise ValueError(
+                f"{type(module).__name__} has extra state, which safetensors cannot hold. Expected: tensors."
+            )
+
+
+def _own(x: Tensor) -> Tensor:
+    """A copy on the CPU: safetensors refuses tensors that share memory."""
+    return x.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, x in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(x), []).append(name)
+    return names
+
+
+def _computes_weights(module: nn.Module) -> bool:
+    return bool(sources(module)) or any(True for _ in parametrization_lists(module))
+
+
+# What the policy says
+
+
+def _quantised(forward: EmulatedForward) -> Iterator[Spec]:
+    """What weights of a module are rounded to: by their role, and as the operand of the forward product."""
+    if forward.specs.weight is not None:
+        yield forward.specs.weight
+    operand = None if forward.products is None else forward.products.specs.fprop[1]
+    if operand is not None and (spec := operand.spec()) is not None:
+        yield spec
+
+
+def _spec_of_weight(name: str, module: nn.Module, forward: EmulatedForward | None) -> Spec | None:
+    """The format of a module's weight as an operand; None where it enters products as it comes."""
+    if forward is None or forward.products is None:
+        return None
+    operand = forward.products.specs.fprop[1]
+    spec = None if operand is None else operand.spec()
+    if spec is None or not any(x.dim() > 1 for x in module.parameters(recurse=False)):
+        return None
+    what = f"The weight of {name or '(model)'}"
+    if isinstance(module, nn.Embedding) or is_dense(spec):
+        return spec if isinstance(module, nn.Linear) else None
+    if not isinstance(module, nn.Linear):
+        raise ValueError(
+            f"{name or 'The model'} is a {type(module).__name__} in {spec.fmt}, and the layout has a place for the "
+            f"weights of nn.Linear alone. Leave it in float32: Policy(overrides={{{name!r}: None}})."
+        )
+    if isinstance(spec.fmt, OwnFormat):
+        raise ValueError(f"{what} is rounded by a function, {spec.fmt}, which the layout has no name for.")
+    assert operand is not None
+    if operand.hadamard is not None:
+        raise ValueError(
+            f"{what} is transformed before it is rounded, by {operand.hadamard}, and the loader would not "
+            f"transform its activations. Expected: an operand without hadamard."
+        )
+    if "linear" in forward.scope.float32:
+        raise ValueError(f"{what} is in {spec.fmt}, and the policy has linear in float32. Expected: one of them.")
+    return spec
+
+
+def _role_of_linear(spec: Spec | None, forward: EmulatedForward) -> Spec | None:
+    """The format in which the weight of an nn.Linear is stored: the operand's, else that of its role."""
+    return forward.specs.weight if spec is None else spec
+
+
+def _require_weights_alone(model: nn.Module, forwards: dict[int, EmulatedForward]) -> None:
+    """Raise ValueError for a policy that rounds something besides weights in the forward pass."""
+    for name, module in model.named_modules():
+        forward = forwards.get(id(module))
+        if forward is None:
+            continue
+        words = [f"activation={forward.specs.activation}"] if forward.specs.activation is not None else []
+        if forward.products is not None:
+            specs = forward.products.specs
+            words += [f"x of products in {specs.fprop[0]}"] if specs.fprop[0] is not None else []
+            words += [f"output={specs.output}"] if specs.output is not None else []
+            words += [f"accumulator={forward.products.accumulator}"] if specs.accumulators is not None else []
+        if words:
+            raise ValueError(
+                f"{name or type(model).__name__} rounds more than weights in its forward pass: {', '.join(words)}. A "
+                f"checkpoint has no place for that, and who loads it computes other numbers. Use weights_only=True to "
+                f"leave it out, or a policy of weights: Products(fprop=(None, 'mxfp4'))."
+            )
+
+
+# The files
+
+
+def _config(model: nn.Module, found: _Found) -> dict[str, Any]:
+    """The content of config.json: the model's own, if it has one as transformers writes it, and how it is packed."""
+    own = getattr(model, "config", None)
+    content: dict[str, Any] = {}
+    if callable(getattr(own, "to_json_string", None)):
+        content = json.loads(own.to_json_string())  # type: ignore[union-attr]
+        dtype = next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
+        content |= {"architectures": [type(model).__name__], "dtype": str(dtype).removeprefix("torch.")}
+    layouts: dict[str, tuple[Layout, list[str]]] = {}
+    for weight in found.packed:
+        layouts.setdefault(json.dumps(weight.layout), (weight.layout, []))[1].append(weight.module)
+    # One layout is named by the class, as other tools write it; of several each names its modules.
+    groups = {
+        f"group_{i}": {
+            "targets": ["Linear"] if len(layouts) == 1 else names,
+            "weights": layout.weights,
+            "input_activations": None,
+            "output_activations": None,
+            "format": layout.format,
+        }
+        for i, (layout, names) in enumerate(layouts.values())
+    }
+    words = {layout.format for layout, _ in layouts.values()}
+    content["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": words.pop() if len(words) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": found.plain,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+    return content
+
+
+def _safetensors() -> Any:
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise ImportError(f"export() needs safetensors, which is not installed: {pip_install('export')}.") from None
+    return save_file
+
+
+def _new_folder(folder: Any) -> Path:
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise TypeError(f"folder is {shown(folder)}. Expected: the path of a folder, such as 'checkpoints/mxfp4'.")
+    path = Path(folder).resolve()
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise FileExistsError(f"{shown(str(folder))} is there, and is not an empty folder. Expected: a new path.")
+    return path
+
+
+def _write(target: Path, save_file: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Write both files into a folder beside the target, and rename it: the target is whole, or not there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
+    beside.mkdir()
+    try:
+        save_file(tensors, beside / WEIGHTS, metadata={"format": "pt"})  # which transformers asks for
+        text = json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + "\n"
+        (beside / CONFIG).write_text(text, encoding="utf-8")
+        for path in (beside / WEIGHTS, beside / CONFIG):
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())  # or a crash of the machine could leave the new name on an empty file
+        if target.exists():
+            target.rmdir()  # empty: not every system renames onto a folder
+        os.rename(beside, target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
