@@ -43,7 +43,12 @@ FEW_BITS = 4  # in 6 bits and more, nearest rounding keeps enough of a loss's gr
 
 @known_arguments()
 def quantize(
-    model: Model, fmt: FormatLike, *, rounding: str | Mapping[str, str] | None = None, inplace: bool = False
+    model: Model,
+    fmt: FormatLike,
+    *,
+    rounding: str | Mapping[str, str] | None = None,
+    overflow: str | Mapping[str, str | None] | None = None,
+    inplace: bool = False,
 ) -> Model:
     """A copy of `model` that computes, forward and backward, as hardware with format `fmt` would.
 
@@ -72,6 +77,8 @@ def quantize(
             float32. "recipe:" before the name of a recipe stands for `fpsim.recipe(name, model)`.
         rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, if there is no
             role.
+        overflow: what becomes of numbers beyond the largest value in every role, "inf", "nan" or "saturate", if not the
+            format's own (`round_to`) or the policy's.
         inplace: change `model` itself and return it.
 
     Raises:
@@ -86,7 +93,7 @@ def quantize(
     """
     require_module(model, remedy=" For functions use `with fpsim.emulate(fmt):`.")
     require_flag("inplace", inplace)
-    policies = _policies(model, fmt, rounding)
+    policies = _policies(model, fmt, rounding, overflow)
     for name, module in model.named_modules():
         _require_emulable(name, module, policies[name])
     _warn_of_a_head_in_few_bits(model, policies)
@@ -96,7 +103,13 @@ def quantize(
     return model
 
 
-def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str, str] | None = None) -> None:
+def set_policy(
+    model: nn.Module,
+    fmt: FormatLike,
+    *,
+    rounding: str | Mapping[str, str] | None = None,
+    overflow: str | Mapping[str, str | None] | None = None,
+) -> None:
     """Change the formats of a quantised model, effective from its next call.
 
     The parameters, the optimizer's state, a recording and a scaling of `ada_loss` stay as they are. Delayed scaling
@@ -105,7 +118,7 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
 
     Args:
         model: from `fpsim.quantize`, or a wrapper of one, such as DistributedDataParallel's.
-        fmt, rounding: as in `quantize`.
+        fmt, rounding, overflow: as in `quantize`.
 
     Raises:
         ValueError: for a model that is not quantised, or of which only parts are, and what `quantize` raises.
@@ -122,7 +135,7 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
             f"{type(model).__name__} is not one quantised model: it is a part of one, or has several inside. Expected: "
             f"the model that fpsim.quantize gave, each by itself."
         )
-    policies = _policies(whole[0], fmt, rounding)
+    policies = _policies(whole[0], fmt, rounding, overflow)
     for name, module in whole[0].named_modules():
         _require_interceptable(name, module, policies[name])
     _install_all(whole[0], policies, shared[0])
@@ -131,10 +144,10 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
     histories.load_state_dict(kept)
 
 
-def _policies(model: nn.Module, fmt: FormatLike, rounding: str | Mapping[str, str] | None) -> dict[str, Policy]:
+def _policies(model: nn.Module, fmt: FormatLike, rounding: Any, overflow: Any) -> dict[str, Policy]:
     """The policy of every module by name."""
     take_off_leftovers()
-    policy = as_policy(fmt, rounding, model=model)
+    policy = as_policy(fmt, rounding, overflow=overflow, model=model)
     policies = policy.for_modules(model)
     _warn_of_idle_bits(policy, policies.values())
     return policies
