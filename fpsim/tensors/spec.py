@@ -15,7 +15,7 @@ from torch import Tensor
 from fpsim.checks import is_whole, refuse, shown
 from fpsim.formats.blocks import BlockFormat, Element, Format, as_element, as_format
 from fpsim.formats.codebook import Codebook
-from fpsim.formats.floats import CATALOGUE, FloatFormat
+from fpsim.formats.floats import CATALOGUE, ROUNDINGS_OF_OTHERS, FloatFormat
 from fpsim.kernels.core import ROUNDINGS, needs_wider_container, scale_limits
 from fpsim.kernels.variants import require_variant
 
@@ -180,7 +180,9 @@ def _new_spec(
 ) -> RoundingSpec:
     f = as_element(fmt)
     if not isinstance(rounding, str) or rounding not in ROUNDINGS:
-        raise ValueError(refuse(f"Unknown rounding {shown(rounding)}", ROUNDINGS, word=rounding))
+        raise ValueError(
+            refuse(f"Unknown rounding {shown(rounding)}", ROUNDINGS, word=rounding, others=ROUNDINGS_OF_OTHERS)
+        )
     if random_bits is not None:
         given = shown(random_bits)
         if rounding != "stochastic":
