@@ -97,7 +97,7 @@ FLOORS = (
     (
         "fpsim.insight",
         "__init__ pictures rows stepping reasons.__init__ reasons.event reasons.widening",
-        "compare last_layers lost_updates ranges sensitivity",
+        "compare grouping last_layers lost_updates ranges sensitivity",
         "masks recording summary",
         "reasons.explaining_losses reasons.swamping",
         "reasons.explaining reasons.gradient_sums",

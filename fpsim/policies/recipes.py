@@ -16,7 +16,7 @@ from fpsim.policies.policy import FormatLike, Policy, policy_of_format
 from fpsim.policies.products import Operand, Products
 from fpsim.tensors.hadamard import Hadamard
 
-__all__ = ["RECIPE_PREFIX", "RecipeRow", "as_policy", "recipe", "recipes"]
+__all__ = ["RECIPE_PREFIX", "RecipeRow", "as_policy", "is_layer", "recipe", "recipes"]
 
 MOST_USED = ("fp8_current", "fp8_delayed")  # named first where a name is cut short
 RECIPE_PREFIX = "recipe:"  # before a recipe's name where a format may stand
@@ -210,7 +210,7 @@ def layers_in(model: nn.Module) -> list[str]:
     """The names of the layers that multiply by a weight, in the order of the model; the head is the last as a rule."""
     layers: list[str] = []
     for name, module in _named_modules(model):
-        if _is_layer(module) and not (layers and name.startswith(f"{layers[-1]}.")):
+        if is_layer(module) and not (layers and name.startswith(f"{layers[-1]}.")):
             layers.append(name)
     return layers
 
@@ -225,7 +225,8 @@ def _is_gate(model: nn.Module, name: str) -> bool:
     return own in ("gate", "router") and hasattr(model.get_submodule(around), "experts")
 
 
-def _is_layer(module: nn.Module) -> bool:
+def is_layer(module: nn.Module) -> bool:
+    """Whether this module multiplies by a weight of its own."""
     if isinstance(module, _LAYERS):
         return True
     is_leaf = next(module.children(), None) is None
