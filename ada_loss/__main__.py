@@ -45,6 +45,9 @@ RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Run the faile
 KeepOld = Annotated[
     bool, typer.Option("--keep-old", help="Go on with a folder that another release has computed; the report marks it.")
 ]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="An argument, or an option: task_options.epochs=3. Repeatable.")
+]
 Seconds = Annotated[float | None, typer.Option(help="Seconds that one cell may take.", show_default="no limit")]
 
 
@@ -141,13 +144,14 @@ def sweep(
     time_limit: Seconds = None,
     retry_failed: RetryFailed = False,
     keep_old: KeepOld = False,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="A key of the file: task_options.epochs=3. Repeatable.")
-    ] = None,
+    settings: Settings = None,
     no_baseline: Annotated[bool, typer.Option("--no-baseline", help="Do not train float32 for comparison.")] = False,
     minimize: Minimize = None,
     maximize: Maximize = None,
     why: Annotated[bool, typer.Option("--why", help="Say why cells diverge or fall short: train one again.")] = False,
+    print_file: Annotated[
+        bool, typer.Option("--print", help="Print the file, to write your own from it, and train nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train every combination of formats, scaling methods and seeds of a file, and report the results.
@@ -155,8 +159,12 @@ def sweep(
     Run it again to go on where it was stopped. Options given here override the file.
     """
     with _errors_as_exit_codes():
-        from ada_loss.lab.sweep.config import read_sweep, with_settings
+        from ada_loss.lab.sweep.config import read_sweep, text_of, with_settings
         from ada_loss.lab.sweep.driver import sweep as run
+
+        if print_file:
+            print(text_of(config), end="")
+            return
 
         folder = None if out is None else str(out)
         execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
@@ -251,6 +259,7 @@ def search(
     device: Annotated[str, typer.Option(help="Where cells compute: cpu, cuda.")] = "cpu",
     out: Annotated[Path, typer.Option(help="The folder to keep everything in.")] = Path("runs/search"),
     keep_old: KeepOld = False,
+    settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the smallest formats, by role, with which a task keeps the accuracy of float32, or another metric.
@@ -263,28 +272,31 @@ def search(
     command = shlex.join(["ada-loss", *sys.argv[1:]])
     with _errors_as_exit_codes(f" Go on with: {command}"):
         from ada_loss.files import strict_json
+        from ada_loss.lab.studies.search import SETTABLE
         from ada_loss.lab.studies.search import search as run
+        from ada_loss.lab.sweep.config import with_settings
 
         _add_current_folder()
-        result = run(
-            task,
-            roles=[role.strip() for word in roles for role in word.split(",")],
-            exponent_bits=exponent_bits,
-            mantissa_bits=mantissa_bits,
-            tolerance=tolerance,
-            scaling=_number_or_name(scaling),
-            rounding=rounding,
-            seeds=seeds,
-            trials=trials,
-            metric=metric,
-            minimize=minimize or (),
-            maximize=maximize or (),
-            workers=workers,
-            engine=engine,
-            device=device,
-            out=out,
-            keep_old=keep_old,
-        )
+        arguments = {
+            "task": task,
+            "roles": [role.strip() for word in roles for role in word.split(",")],
+            "exponent_bits": exponent_bits,
+            "mantissa_bits": mantissa_bits,
+            "tolerance": tolerance,
+            "scaling": _number_or_name(scaling),
+            "rounding": rounding,
+            "seeds": seeds,
+            "trials": trials,
+            "metric": metric,
+            "minimize": minimize or (),
+            "maximize": maximize or (),
+            "workers": workers,
+            "engine": engine,
+            "device": device,
+            "out": out,
+            "keep_old": keep_old,
+        }
+        result = run(**with_settings(arguments, settings or [], SETTABLE))
         if as_json:
             names = "formats bits metric accuracy deviation baseline tolerance outcome statement".split()
             answer = {name: getattr(result, name) for name in names}

@@ -8,6 +8,8 @@ place of the reference, and a section of README stands at `<!-- README: HEADING 
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import re
 import subprocess
@@ -21,6 +23,9 @@ import rooms
 
 import ada_loss
 import fpsim
+from ada_loss.lab.cells.cells import OPTIONS
+from ada_loss.lab.tasks import TASKS
+from ada_loss.lab.training.options import TrainOptions, possible
 from ada_loss.rules.layer import LAYER_RULES
 from ada_loss.rules.loss.catalogue import SYSTEMS
 from fpsim.formats.blocks import SCALE_RULES
@@ -144,6 +149,37 @@ def command_line() -> str:
     return "\n\n".join(parts)
 
 
+def sweep_keys() -> str:
+    """The arguments of a sweep, each with its meaning and its default."""
+    defaults = {name: p.default for name, p in inspect.signature(ada_loss.sweep).parameters.items()}
+    rows = []
+    for line in reference.arguments(inspect.getdoc(ada_loss.sweep) or ""):
+        names, meaning = re.fullmatch(r"- `([^`]+)`: (.*)", line, re.DOTALL).groups()  # type: ignore[union-attr]
+        for name in names.split(", "):
+            if name != "show_progress":  # of Python alone
+                rows.append((f"`{name}`", meaning, f"`{json.dumps(defaults[name])}`"))
+    return table(["key", "meaning", "default"], rows)
+
+
+def task_options() -> str:
+    """The options of a training, each with its meaning, default and possible values."""
+    said = dict(re.findall(r"^(\w+): ((?:.|\n    )+)$", inspect.getdoc(TrainOptions) or "", re.MULTILINE))
+    rows = [
+        (f"`{name}`", reference.escaped(" ".join(said[name].split())), f"`{default}`", possible(name))
+        for name, default in OPTIONS.items()
+    ]
+    return table(["option", "meaning", "default", "possible"], rows)
+
+
+def options_of_tasks() -> str:
+    """What the tasks that come with the library have in the place of the defaults."""
+    own = {name: getattr(function, "options", {}) for name, function in TASKS.items()}
+    rows = [
+        (f"`{name}`", ", ".join(f"{k}: {v}" for k, v in options.items())) for name, options in own.items() if options
+    ]
+    return table(["task", "its own options"], rows)
+
+
 def requirements() -> str:
     """What pyproject.toml declares."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -160,7 +196,7 @@ PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
         float_formats, block_formats, scale_rules, code_books, recipes, updates, loss_rules, layer_rules,
-        reference_fpsim, reference_ada_loss, command_line, requirements,
+        reference_fpsim, reference_ada_loss, command_line, requirements, sweep_keys, task_options, options_of_tasks,
     )
 }  # fmt: skip
 

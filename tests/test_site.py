@@ -91,7 +91,7 @@ def test_the_reference_has_every_public_name_once() -> None:
         assert sorted(named) == sorted(package.__all__)
 
 
-@pytest.mark.parametrize("page", ["fpsim", "ada_loss", "formats", "scalers", "promises"])
+@pytest.mark.parametrize("page", ["fpsim", "ada_loss", "formats", "scalers", "promises", "sweeps"])
 def test_a_page_of_reference_is_what_the_library_says_today(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()
     assert site_pages.PART.search(text)
@@ -110,7 +110,7 @@ def test_the_page_of_the_command_line_is_what_the_commands_say_today() -> None:
 
 def test_every_page_with_a_part_is_compared() -> None:
     assert {path.stem for path in site_pages.pages()} == {
-        "fpsim", "ada_loss", "formats", "scalers", "promises", "command-line",
+        "fpsim", "ada_loss", "formats", "scalers", "promises", "command-line", "sweeps",
     }  # fmt: skip
 
 

@@ -103,13 +103,43 @@ def sweep(
     interrupted goes on from its checkpoint in `out`, to the same bits.
 
     Args:
-        task, formats, scaling, roundings, seeds, task_options, updates: the cells; see `plan`.
-        also: more cells for the same folder: mappings of these arguments, each with what differs; see `plan_all`.
+        task: what is trained: the name of a task (`ada-loss tasks` lists them), "module:function", or a function from a
+            seed to a `Task`.
+        formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`, of which "products" is
+            a mapping too: of "x", "w" and "dy" to the formats of operands, or of the fields of `fpsim.Products`.
+            {"schedule": {0: "fp16", 0.8: "bf16"}} is several in turn, from a fraction of all steps, or a step, on.
+            {"native": "fp16"} trains in real float16, under torch.autocast. {"name": "mine", "format": "mxfp4"} has a
+            name of your own.
+        scaling: how gradients are scaled: "none", a number for a constant, a loss rule's name ("torch", "nnabla"),
+            "adaptive" or a layer rule's name ("exact", "current").
         train: a training function of your own instead of a task. It is called with a `Job`, which has the format, the
             scaling method, the seed, the device and task_options, trains, and returns its metrics, {name: number}.
+        roundings: names, one for all roles each; "stochastic_gradients" rounds gradients alone stochastically. None is
+            nearest-even; but where adaptive or current scaling fits gradients to a format of at most 6 bits, it is
+            "stochastic_gradients".
+        seeds: how many, or which.
+        task_options: the options of the training: "optimizer", "learning_rate", "steps" and others, which the page
+            "What a sweep may say" lists.
+        updates: what the optimizer stores: names of `fpsim.UPDATES`, or mappings with the fields of `fpsim.Update`;
+            "float32" is an optimizer as it is.
+        also: more cells for the same folder: mappings of the arguments above, each with what differs. One with another
+            task has that task's options.
         baseline: whether float32, with which the report compares, is trained with each seed too.
-        workers, engine, device, time_limit, memory_limit, resources, engine_timeout: see `Execution`.
-        retry_failed, keep_states, keep_old: see `Execution`, too.
+        workers: the number of processes of this machine, and of cells at once in an executor of unknown size.
+        engine: what computes the cells: "here", this process; "local", processes of this machine; "tcp://HOST:PORT" or
+            "tls://HOST:PORT", the workers of a Dask scheduler; an executor of concurrent.futures. None is "here" for
+            one worker without a time limit, else "local".
+        device: where a cell computes, "cpu", "cuda" or one GPU such as "cuda:1".
+        time_limit: the seconds that one cell may take; None for no limit.
+        memory_limit: of one local worker, beyond which it is replaced: "auto" divides the machine's memory among them,
+            a number of bytes such as "4 GiB", 0 for no limit.
+        resources: what a cell needs of a Dask worker, such as {"GPU": 1}; each local worker has it.
+        engine_timeout: the seconds to wait for a scheduler, and for its first worker.
+        retry_failed: whether cells that failed run again.
+        keep_states: whether the states at which formats change are kept in the folder, so that cells that are added
+            later begin from them; each is as large as a checkpoint.
+        keep_old: whether a folder is gone on with whose cells have the numbers of another version of this library; see
+            `fpsim.BITS`.
         out: the folder that keeps everything.
         track: who else is told of the cells, while they train: "tensorboard", "mlflow" and "wandb", which write to the
             folder, or trackers.
@@ -124,7 +154,7 @@ def sweep(
         ValueError: for invalid arguments, and for a folder with numbers of another version of this library, before any
             work.
         TypeError: for arguments of another type, before any work.
-        RuntimeError: `SweepStopped`, where it cannot go on.
+        RuntimeError: where it cannot go on, with what to do.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)
