@@ -107,7 +107,7 @@ def arguments(text: str) -> list[str]:
 
 def _members(kind: type) -> Iterable[tuple[str, object]]:
     """The public methods and properties with a docstring that a class of ours defines or inherits from ours."""
-    seen = {}
+    seen: dict[str, object] = {}
     for base in reversed(kind.__mro__):
         if base.__module__.partition(".")[0] in ("fpsim", "ada_loss"):
             seen |= {name: value for name, value in vars(base).items() if not name.startswith("_")}

@@ -136,7 +136,7 @@ FLOORS = (
         "integrations.huggingface integrations.lightning",
         "integrations.__init__",
         "lab.errors lab.environment lab.devices lab.directions",
-        "lab.terminal",
+        "lab.printed lab.terminal",
     ),
     (
         "ada_loss.lab.tasks",
@@ -229,6 +229,7 @@ ENTERS = {
     "lightning": {"ada_loss.integrations.lightning"},
     "wandb": {"ada_loss.lab.results.trackers"},
     "typer": {"ada_loss.__main__"},
+    "rich": {"ada_loss.lab.printed"},
     "qtorch": set(),
 }
 WITHOUT_TORCH = (

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,18 @@ def test_the_options_of_a_searched_training_are_set_on_the_command_line(tmp_path
     assert "--set: unknown key 'epochs'. Did you mean task_options.epochs? Known: task, train, roles" in said
     said = ada_loss("search", "sweep_tasks:tiny", "--set", "task_options.epoch=2", code=2).stderr
     assert "Unknown key task_options.epoch. Did you mean 'epochs'?" in said
+
+
+def test_short_help_is_help_and_the_version_is_that_of_the_distribution() -> None:
+    assert ada_loss("-h").stdout == ada_loss("--help").stdout
+    assert ada_loss("table", "-h").stdout == ada_loss("table", "--help").stdout
+    assert ada_loss("--version").stdout.startswith(
+        f"ada-loss {version('ada-loss')}, torch {version('torch')}, Python 3."
+    )
+    said = subprocess.run(
+        [sys.executable, "-m", "fpsim", "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    assert said.startswith(f"fpsim {version('ada-loss')}, torch {torch.__version__}, numbers of version ")
 
 
 def test_a_file_that_comes_with_the_library_is_printed_to_start_from(tmp_path: Path) -> None:

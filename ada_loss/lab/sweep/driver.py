@@ -20,8 +20,8 @@ from typing import Any
 
 import fpsim
 from ada_loss.files import ChangedFolder, content_of, folder_at, require_own, strict_json, write_atomically
-from ada_loss.lab.cells.cell_formats import label
-from ada_loss.lab.cells.cells import OPTIONS, Cell, plan_all, stored_cell
+from ada_loss.lab.cells.cell_formats import BASELINE, label
+from ada_loss.lab.cells.cells import OPTIONS, Cell, digest, plan_all, stored_cell
 from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_local, path_of
 from ada_loss.lab.cells.ledger import CannotWrite, Ledger, OtherBits, RowChanged
 from ada_loss.lab.cells.lock import lock_path, require_lockable
@@ -44,7 +44,7 @@ from ada_loss.lab.sweep.prepare import prepare
 from ada_loss.lab.sweep.progress import Progress
 from ada_loss.lab.sweep.work import WorkOrder, order_of, said, work
 from ada_loss.lab.tasks import find_task, is_of_library
-from ada_loss.lab.terminal import say
+from ada_loss.lab.terminal import offer, say
 from fpsim.checks import known_arguments, pip_install, require_flag
 
 __all__ = ["is_trusted", "remember", "resume", "run_cells", "sweep"]
@@ -169,7 +169,8 @@ def sweep(
         _say_what_is_decidable(cells)
     results = run_cells(cells, folder, execution, function, track=track, show_progress=show_progress, goals=said)
     if why and explain(folder, execution, function):
-        return Results(folder)
+        results = Results(folder)
+    _offer_the_report(results, show_progress)
     return results
 
 
@@ -222,7 +223,15 @@ def resume(
         find_task(path_of(name))
     for name in _functions_of(cells):
         _require_trust("operand", name, folder, trust)
-    return run_cells(cells, folder, execution, track=track, show_progress=show_progress)
+    results = run_cells(cells, folder, execution, track=track, show_progress=show_progress)
+    _offer_the_report(results, show_progress)
+    return results
+
+
+def _offer_the_report(results: Results, show_progress: bool) -> None:
+    """Name what a sweep from Python has not written; the command line writes it."""
+    if show_progress and results.counts["done"]:
+        offer(f"results.report() writes {results.out / 'report.html'}: verdict, tables, pictures and every cell.")
 
 
 def _require_trust(kind: str, name: str, folder: Path, trust: bool) -> None:
@@ -462,7 +471,8 @@ class _Driver:
         written = {"telemetry_bytes": len(telemetry), "telemetry_sha256": telemetry_digest(telemetry)}
         self._write(cell, "running", lambda: self.ledger.finish(cell.id, {**result, **written}))
         self.notifier.tell(cell.id, cell.config, result)
-        self.progress.compare(str(cell), result)
+        setting = digest({**cell.config, "seed": None})
+        self.progress.compare(str(cell), result, setting, cell.config["format"] == BASELINE)
         return True
 
     def _fail(self, cell: Cell, error: str, trace: str = "") -> None:
