@@ -223,11 +223,28 @@ def container_width(spec: RoundingSpec, dtype: torch.dtype) -> int:
     if f.mantissa_bits > precision or f.largest > info.max or 2.0**smallest < info.smallest_normal * 2**-precision:
         raise ContainerError(
             f"A {str(dtype).removeprefix('torch.')} tensor cannot hold every value of {f}. "
-            f"Expected here: float32 or float64. Convert it with x.float() first."
+            f"Expected here: float32 or float64. {_how_to_have_float32(dtype)}"
         )
     if spec.is_float32:
         return 0
     return 64 if needs_wider_container(f) else 32
+
+
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _how_to_have_float32(dtype: torch.dtype) -> str:
+    """What to leave out where something else has made a tensor half, or what to call."""
+    short = _SHORT[dtype]
+    bits = short.replace("fp16", "16")  # Lightning's word
+    if any(torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on) is dtype for on in ("cpu", "cuda")):
+        return (
+            f"torch.autocast casts to it. Leave it out, the emulation has its own formats: precision='{bits}-mixed' of "
+            f"Lightning, mixed_precision='{short}' of Accelerate, {short}=True of transformers' Trainer."
+        )
+    if torch.get_default_dtype() is dtype:  # while Lightning's forward runs
+        return f"It is the default dtype. Leave precision='{bits}-true' of Lightning, or torch.set_default_dtype, out."
+    return "Convert it with x.float() first, and a model that has half parameters with model.float()."
 
 
 def log2_scale_limits(spec: RoundingSpec, dtype: torch.dtype) -> tuple[int, int]:
