@@ -67,6 +67,8 @@ def _installed_from() -> str:
     if is_editable and url.startswith("file:///"):
         return f"{unquote(url.removeprefix('file://'))}[{{extra}}]"
     if url and "vcs_info" in record:
+        # pip before 24.1, which comes with Python 3.11 and 3.12, takes git+file:// with a host alone
+        url = url.replace("file:///", "file://localhost/", 1)
         return f"{words} @ {record['vcs_info'].get('vcs', 'git')}+{url}"
     return f"{words} @ {url}" if url else words
 
