@@ -23,12 +23,31 @@ FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 1, 2, 3, 130
 
 app = typer.Typer(
     name="ada-loss",
-    help="Compare number formats and gradient scaling methods in the training of neural networks.",
     epilog="Exit codes: 0 success; 1 cells failed; 2 bad input; 3 it could not go on; 130 interrupted.",
     no_args_is_help=True,
     rich_markup_mode=None,  # boxes would double the time of the imports
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        python = ".".join(map(str, sys.version_info[:3]))
+        print(f"ada-loss {version('ada-loss')}, torch {version('torch')}, Python {python}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Compare number formats and gradient scaling methods in the training of neural networks."""
+
 
 Out = Annotated[Path, typer.Argument(help="The folder of a sweep.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
@@ -44,6 +63,9 @@ Device = Annotated[str | None, typer.Option(help="Where cells compute: cpu, cuda
 RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Run the failed cells again.")]
 KeepOld = Annotated[
     bool, typer.Option("--keep-old", help="Go on with a folder that another release has computed; the report marks it.")
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="An argument, or an option: task_options.epochs=3. Repeatable.")
 ]
 Seconds = Annotated[float | None, typer.Option(help="Seconds that one cell may take.", show_default="no limit")]
 
@@ -149,13 +171,14 @@ def sweep(
     time_limit: Seconds = None,
     retry_failed: RetryFailed = False,
     keep_old: KeepOld = False,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="A key of the file: task_options.epochs=3. Repeatable.")
-    ] = None,
+    settings: Settings = None,
     no_baseline: Annotated[bool, typer.Option("--no-baseline", help="Do not train float32 for comparison.")] = False,
     minimize: Minimize = None,
     maximize: Maximize = None,
     why: Annotated[bool, typer.Option("--why", help="Say why cells diverge or fall short: train one again.")] = False,
+    print_file: Annotated[
+        bool, typer.Option("--print", help="Print the file, to write your own from it, and train nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train every combination of formats, scaling methods and seeds of a file, and report the results.
@@ -163,8 +186,13 @@ def sweep(
     Run it again to go on where it was stopped. Options given here override the file.
     """
     with _errors_as_exit_codes():
-        from ada_loss.lab.sweep.config import read_sweep, with_settings
+        from ada_loss.lab.sweep.config import read_sweep, text_of, with_settings
         from ada_loss.lab.sweep.driver import sweep as run
+        from ada_loss.lab.terminal import without_offers
+
+        if print_file:
+            print(text_of(config), end="")
+            return
 
         folder = None if out is None else str(out)
         execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
@@ -175,7 +203,9 @@ def sweep(
         )
         arguments = with_settings(read_sweep(config), settings or [])
         _add_current_folder()
-        _finish(run(**{**arguments, **given}), as_json)
+        with without_offers():
+            results = run(**{**arguments, **given})
+        _finish(results, as_json)
 
 
 def _add_current_folder() -> None:
@@ -203,15 +233,19 @@ def resume(
     """Go on with a sweep that was stopped, from its folder alone."""
     with _errors_as_exit_codes():
         from ada_loss.lab.sweep.driver import resume as run
+        from ada_loss.lab.terminal import without_offers
 
         _add_current_folder()
         execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
-        _finish(run(out, **execution, retry_failed=retry_failed, keep_old=keep_old, trust=trust), as_json)
+        with without_offers():
+            results = run(out, **execution, retry_failed=retry_failed, keep_old=keep_old, trust=trust)
+        _finish(results, as_json)
 
 
 def _finish(results: Any, as_json: bool) -> None:
     """Write the report, print the tables and the cells that failed; the exit code tells whether some did."""
     from ada_loss.lab.errors import printable
+    from ada_loss.lab.printed import show, show_table
 
     report, verdicts = results.report(), [str(one) for one in results.verdicts()]
     if as_json:
@@ -220,16 +254,16 @@ def _finish(results: Any, as_json: bool) -> None:
         print(json.dumps(told))
     else:
         for table in results.tables():
-            print(f"{table.title}\n{table}")
+            show_table(table)
         if results.old:
-            print(results.old)
+            show(results.old)
         for name, words in results.legend.items():
-            print(f"{printable(name)}: {printable(words)}")
+            show(f"{printable(name)}: {printable(words)}")
         for cell in results.failures():
-            print(printable(f"failed: {cell['id']}: {cell['error']}"))
+            show(printable(f"failed: {cell['id']}: {cell['error']}"))
         for words in verdicts:
-            print(words)
-        print(f"Report: {report}")
+            show(words)
+        show(f"Report: {report}")
     if results.counts["failed"]:
         raise typer.Exit(FAILED)
 
@@ -259,6 +293,7 @@ def search(
     device: Annotated[str, typer.Option(help="Where cells compute: cpu, cuda.")] = "cpu",
     out: Annotated[Path, typer.Option(help="The folder to keep everything in.")] = Path("runs/search"),
     keep_old: KeepOld = False,
+    settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the smallest formats, by role, with which a task keeps the accuracy of float32, or another metric.
@@ -271,34 +306,38 @@ def search(
     command = shlex.join(["ada-loss", *sys.argv[1:]])
     with _errors_as_exit_codes(f" Go on with: {command}"):
         from ada_loss.files import strict_json
+        from ada_loss.lab.printed import show
+        from ada_loss.lab.studies.search import SETTABLE
         from ada_loss.lab.studies.search import search as run
+        from ada_loss.lab.sweep.config import with_settings
 
         _add_current_folder()
-        result = run(
-            task,
-            roles=[role.strip() for word in roles for role in word.split(",")],
-            exponent_bits=exponent_bits,
-            mantissa_bits=mantissa_bits,
-            tolerance=tolerance,
-            scaling=_number_or_name(scaling),
-            rounding=rounding,
-            seeds=seeds,
-            trials=trials,
-            metric=metric,
-            minimize=minimize or (),
-            maximize=maximize or (),
-            workers=workers,
-            engine=engine,
-            device=device,
-            out=out,
-            keep_old=keep_old,
-        )
+        arguments = {
+            "task": task,
+            "roles": [role.strip() for word in roles for role in word.split(",")],
+            "exponent_bits": exponent_bits,
+            "mantissa_bits": mantissa_bits,
+            "tolerance": tolerance,
+            "scaling": _number_or_name(scaling),
+            "rounding": rounding,
+            "seeds": seeds,
+            "trials": trials,
+            "metric": metric,
+            "minimize": minimize or (),
+            "maximize": maximize or (),
+            "workers": workers,
+            "engine": engine,
+            "device": device,
+            "out": out,
+            "keep_old": keep_old,
+        }
+        result = run(**with_settings(arguments, settings or [], SETTABLE))
         if as_json:
             names = "formats bits metric accuracy deviation baseline tolerance outcome statement".split()
             answer = {name: getattr(result, name) for name in names}
             print(strict_json({"out": str(out), **answer, "front": result.front()}))
         else:
-            print(f"{result}\nEvery training: {out / 'ledger.sqlite'}")
+            show(f"{result}\nEvery training: {out / 'ledger.sqlite'}")
 
 
 def _number_or_name(word: str) -> float | str:
@@ -355,11 +394,15 @@ def table(
 ) -> None:
     """Print a metric as a table: mean and standard deviation over the seeds."""
     with _errors_as_exit_codes():
+        from ada_loss.lab.printed import is_terminal, show_table
         from ada_loss.lab.results import Results
 
         chosen = dict(_pair(word) for word in where or [])
         result = Results(out).table(rows, columns, metric, chosen)
-        print(result.to(to), end="")
+        if to == "markdown" and is_terminal():
+            show_table(result)
+        else:
+            print(result.to(to), end="")
 
 
 def _pair(word: str) -> tuple[str, str]:
@@ -401,18 +444,20 @@ def verdict(
 ) -> None:
     """Tell which settings are no more than a tolerance below float32, which fall short, and what is open."""
     with _errors_as_exit_codes():
+        from ada_loss.lab.printed import show
         from ada_loss.lab.results import Results
 
         results = Results(out, minimize=minimize or (), maximize=maximize or ())
         for name in (*(minimize or ()), *(maximize or ())):  # one that is misspelt would be passed over
             results.require_metric(name)
         for one in results.verdicts(metric, tolerance, level, equivalence):
-            print(one)
+            show(one)
 
 
 @app.command()
 def formats(as_json: AsJson = False) -> None:
     """Print the catalogue of number formats."""
+    from ada_loss.lab.printed import show_lines
     from fpsim import CATALOGUE
 
     names = ("bits", "exponent_bits", "mantissa_bits", "largest", "smallest_normal", "smallest", "epsilon")
@@ -421,26 +466,21 @@ def formats(as_json: AsJson = False) -> None:
         print(json.dumps(rows))
         return
     head = ["name", *(name.replace("_", " ") for name in names)]
-    lines = [head, *([str(row["name"]), *(f"{row[name]:.6g}" for name in names)] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    for line in lines:
-        print("  ".join(word.ljust(width) for word, width in zip(line, widths)).rstrip())
+    show_lines([head, *([str(row["name"]), *(f"{row[name]:.6g}" for name in names)] for row in rows)])
 
 
 @app.command()
 def tasks(as_json: AsJson = False) -> None:
     """Show the tasks: what float32 reaches, and the smallest tolerance that 3, 5 and 10 seeds can decide."""
     with _errors_as_exit_codes():
+        from ada_loss.lab.printed import show_lines
         from ada_loss.lab.results.deciding import task_rows
 
         rows = task_rows()
         if as_json:
             print(json.dumps(rows))
             return
-        lines = [[*rows[0]], *([*row.values()] for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        for line in lines:
-            print("  ".join(word.ljust(width) for word, width in zip(line, widths)).rstrip())
+        show_lines([[*rows[0]], *([*row.values()] for row in rows)])
 
 
 @app.command()

@@ -1,10 +1,15 @@
-"""What the site generates: tables of formats, recipes and scalers, the reference, the command line.
+"""Generated parts of pages: tables of formats, recipes and scalers, the reference, the command line.
 
-A page has a comment `<!-- generated: NAME -->` where a part goes, `<!-- README: HEADING -->` for one of README.
+    python docs/site_pages.py --write    write them into docs/*.md
+
+A part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`. On the site Sphinx reads docstrings in the
+place of the reference, and a section of README stands at `<!-- README: HEADING -->`.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import re
 import subprocess
@@ -13,16 +18,22 @@ import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import reference
 import rooms
 
 import ada_loss
 import fpsim
+from ada_loss.lab.cells.cells import OPTIONS
+from ada_loss.lab.tasks import TASKS
+from ada_loss.lab.training.options import TrainOptions, possible
 from ada_loss.rules.layer import LAYER_RULES
 from ada_loss.rules.loss.catalogue import SYSTEMS
 from fpsim.formats.blocks import SCALE_RULES
 
-ROOT = Path(__file__).parents[1]
-MARK = re.compile(r"<!-- (generated|README): ([^>]+) -->")
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+MARK = re.compile(r"<!-- README: ([^>]+) -->")
+PART = re.compile(r"<!-- generated: (\w+) -->\n(?:.*?\n)??<!-- end of \1 -->", re.DOTALL)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -106,48 +117,15 @@ def layer_rules() -> str:
     return _rules({**LAYER_RULES})
 
 
-def _directive(package: str, name: str) -> str:
-    value = getattr(sys.modules[package], name)
-    if isinstance(value, type):
-        return f".. autoclass:: {package}.{name}\n   :members:"
-    if callable(value) and hasattr(value, "__code__"):
-        return f".. autofunction:: {package}.{name}"
-    return f".. py:data:: {package}.{name}\n\n   {DATA[name]}"
-
-
-DATA = {
-    "BITS": "The version of the numbers that models compute; a release in which they change counts it up.",
-    "BLOCKS": "The formats whose numbers share scales, by name.",
-    "CATALOGUE": "The floating-point formats, by name.",
-    "CODEBOOKS": "The code books, by name.",
-    "RECIPE_PREFIX": "What stands before the name of a recipe where a format is expected, ``recipe:``.",
-    "ROLES": "The roles of tensors: weight, activation, error and weight_grad.",
-    "UPDATES": "The ways to store weights and optimizer states, by name.",
-    "FormatLike": "The type of what stands for a format: a name, a format, or a policy.",
-}
-
-
-def _reference(package: str) -> str:
-    names = sys.modules[package].__all__
-    kinds = {True: "Classes", False: "Functions and data"}
-    parts = []
-    for is_class, title in kinds.items():
-        chosen = sorted(
-            (n for n in names if isinstance(getattr(sys.modules[package], n), type) == is_class), key=str.lower
-        )
-        parts.append(f"## {title}\n\n```{{eval-rst}}\n" + "\n\n".join(_directive(package, n) for n in chosen) + "\n```")
-    return "\n\n".join(parts)
-
-
 def reference_fpsim() -> str:
     """Every public name of fpsim."""
-    return _reference("fpsim")
+    return reference.markdown("fpsim")
 
 
 def reference_ada_loss() -> str:
     """Every public name of ada_loss."""
     assert ada_loss.__all__
-    return _reference("ada_loss")
+    return reference.markdown("ada_loss")
 
 
 def _help(module: str, *words: str) -> str:
@@ -171,6 +149,37 @@ def command_line() -> str:
     return "\n\n".join(parts)
 
 
+def sweep_keys() -> str:
+    """The arguments of a sweep, each with its meaning and its default."""
+    defaults = {name: p.default for name, p in inspect.signature(ada_loss.sweep).parameters.items()}
+    rows = []
+    for line in reference.arguments(inspect.getdoc(ada_loss.sweep) or ""):
+        names, meaning = re.fullmatch(r"- `([^`]+)`: (.*)", line, re.DOTALL).groups()  # type: ignore[union-attr]
+        for name in names.split(", "):
+            if name != "show_progress":  # of Python alone
+                rows.append((f"`{name}`", meaning, f"`{json.dumps(defaults[name])}`"))
+    return table(["key", "meaning", "default"], rows)
+
+
+def task_options() -> str:
+    """The options of a training, each with its meaning, default and possible values."""
+    said = dict(re.findall(r"^(\w+): ((?:.|\n    )+)$", inspect.getdoc(TrainOptions) or "", re.MULTILINE))
+    rows = [
+        (f"`{name}`", reference.escaped(" ".join(said[name].split())), f"`{default}`", possible(name))
+        for name, default in OPTIONS.items()
+    ]
+    return table(["option", "meaning", "default", "possible"], rows)
+
+
+def options_of_tasks() -> str:
+    """What the tasks that come with the library have in the place of the defaults."""
+    own = {name: getattr(function, "options", {}) for name, function in TASKS.items()}
+    rows = [
+        (f"`{name}`", ", ".join(f"{k}: {v}" for k, v in options.items())) for name, options in own.items() if options
+    ]
+    return table(["task", "its own options"], rows)
+
+
 def requirements() -> str:
     """What pyproject.toml declares."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -187,7 +196,7 @@ PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
         float_formats, block_formats, scale_rules, code_books, recipes, updates, loss_rules, layer_rules,
-        reference_fpsim, reference_ada_loss, command_line, requirements,
+        reference_fpsim, reference_ada_loss, command_line, requirements, sweep_keys, task_options, options_of_tasks,
     )
 }  # fmt: skip
 
@@ -206,11 +215,29 @@ def of_readme(heading: str) -> str:
     return re.sub(r"\]\((?!https?:|#)(?=benchmarks/|notebooks|[A-Z]+\.md)", "](../", section).strip()
 
 
+# The site's form of a part that Markdown has in another one
+ON_SITE: dict[str, Callable[[], str]] = {
+    "reference_fpsim": lambda: reference.directives("fpsim"),
+    "reference_ada_loss": lambda: reference.directives("ada_loss"),
+}
+
+
+def written(text: str) -> str:
+    """A page as it stands in the repository, its generated parts made again."""
+    return PART.sub(lambda m: f"<!-- generated: {m[1]} -->\n\n{PARTS[m[1]]()}\n\n<!-- end of {m[1]} -->", text)
+
+
 def generated(docname: str, text: str) -> str:
-    """A page with its generated parts."""
-    text = MARK.sub(lambda m: of_readme(m[2]) if m[1] == "README" else PARTS[m[2]](), text)
+    """A page as the site has it."""
+    text = PART.sub(lambda m: (ON_SITE.get(m[1]) or PARTS[m[1]])(), text)
+    text = MARK.sub(lambda m: of_readme(m[1]), text)
     # the picture is drawn by a script of the forge that shows the repository, which the site does not have
     return rooms.BLOCK.sub(lambda _: rooms.table(), text)
+
+
+def pages() -> list[Path]:
+    """The pages with generated parts."""
+    return [path for path in sorted(HERE.glob("*.md")) if PART.search(path.read_text(encoding="utf-8"))]
 
 
 # The look
@@ -287,3 +314,19 @@ def readable_docstring(lines: list[str]) -> list[str]:
             result.append("")
         result.append("    " * (block == "args" and bool(line)) + _escaped(line))
     return result
+
+
+def main() -> None:
+    """Write the generated parts of all pages, and name the pages that changed."""
+    if sys.argv[1:] != ["--write"]:
+        raise SystemExit("usage: python docs/site_pages.py --write")
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        new = written(text)
+        if new != text:
+            path.write_text(new, encoding="utf-8")
+            print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,12 +9,15 @@ import platform
 import runpy
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fpsim.changes import BITS
+from fpsim.checks import DISTRIBUTION
 from fpsim.insight.mismatch import mismatch
 from fpsim.insight.why import why
 from fpsim.tensors.golden import replay
@@ -30,6 +33,8 @@ _NAMES: dict[str, tuple[Callable[[Any], bool], str]] = {  # of `why`, which a sc
 def main(arguments: list[str] | None = None) -> int:
     """Run a command, and return its exit status: 1 if a comparison differs, or a cause was found; 0 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m fpsim", description=__doc__)
+    words = f"fpsim {version(DISTRIBUTION)}, torch {torch.__version__}, numbers of version {BITS}"
+    parser.add_argument("--version", action="version", version=words)
     commands = parser.add_subparsers(dest="command", required=True, metavar="verify|why|mismatch")
     command = commands.add_parser(
         "verify", help="compare the kernels of this machine with golden vectors and a second definition"

@@ -6,6 +6,7 @@ import difflib
 import inspect
 import json
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,6 +67,8 @@ def _installed_from() -> str:
     if is_editable and url.startswith("file:///"):
         return f"{unquote(url.removeprefix('file://'))}[{{extra}}]"
     if url and "vcs_info" in record:
+        # pip before 24.1, which comes with Python 3.11 and 3.12, takes git+file:// with a host alone
+        url = url.replace("file:///", "file://localhost/", 1)
         return f"{words} @ {record['vcs_info'].get('vcs', 'git')}+{url}"
     return f"{words} @ {url}" if url else words
 
@@ -116,19 +119,33 @@ def few(names: Sequence[str], most: int = 5) -> str:
     return f"{', '.join(map(shown, names[:most]))}{more}"
 
 
-def did_you_mean(word: object, known: Iterable[str], most: int = 1) -> str:
+def did_you_mean(
+    word: object, known: Iterable[str], most: int = 1, others: Mapping[str, Sequence[str]] | None = None
+) -> str:
     """A hint with the nearest of the known words, to be put behind the sentence on what was given; "" without one.
+
+    others: words of other libraries, in lower case with underscores, and the known words for each.
 
     >>> did_you_mean("nearest", ["nearest_even", "stochastic"])
     " Did you mean 'nearest_even'?"
     >>> did_you_mean("xyz", ["nearest_even", "stochastic"])
     ''
+    >>> did_you_mean("RNE", ["nearest_even", "stochastic"], others={"rne": ["nearest_even"]})
+    " Did you mean 'nearest_even'?"
     """
-    near = nearest(word, known, most)
+    theirs = re.sub(r"[- ]", "_", word.strip().lower()) if isinstance(word, str) and others else ""
+    near = list((others or {}).get(theirs, ())) or nearest(word, known, most)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def refuse(what: str, expected: str | Iterable[str], do: str = "", *, word: object = None) -> str:
+def refuse(
+    what: str,
+    expected: str | Iterable[str],
+    do: str = "",
+    *,
+    word: object = None,
+    others: Mapping[str, Sequence[str]] | None = None,
+) -> str:
     """The text of an error at the border: what was given, what was expected, what to do.
 
     Args:
@@ -136,6 +153,7 @@ def refuse(what: str, expected: str | Iterable[str], do: str = "", *, word: obje
         expected: what would be valid, in words; or the known words, of which the nearest is named.
         do: sentences behind them, such as a remedy.
         word: the word that is not one of the known ones.
+        others: as in `did_you_mean`.
 
     >>> refuse("workers=0 computes nothing", "1 or more")
     'workers=0 computes nothing. Expected: 1 or more.'
@@ -146,7 +164,7 @@ def refuse(what: str, expected: str | Iterable[str], do: str = "", *, word: obje
         sentences = f"{what}. Expected: {expected}."
     else:
         known = list(expected)
-        sentences = f"{what}.{did_you_mean(word, known)} Known: {', '.join(known)}."
+        sentences = f"{what}.{did_you_mean(word, known, others=others)} Known: {', '.join(known)}."
     return f"{sentences} {do}".rstrip()
 
 

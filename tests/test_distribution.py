@@ -76,8 +76,13 @@ def test_a_hint_names_extras_that_there_are() -> None:
             "pip install 'ada-loss[cuda12] @ git+https://example.org/a.git' or "
             "'ada-loss[cuda13] @ git+https://example.org/a.git'",
         ),
+        (
+            {"url": "file:///srv/a.git", "vcs_info": {"vcs": "git"}},
+            "pip install 'ada-loss[cuda12] @ git+file://localhost/srv/a.git' or "
+            "'ada-loss[cuda13] @ git+file://localhost/srv/a.git'",
+        ),
     ],
-    ids=["index", "checkout", "wheel", "git"],
+    ids=["index", "checkout", "wheel", "git", "git here"],
 )
 def test_a_hint_names_what_the_library_was_installed_from(
     record: Any, words: str, monkeypatch: pytest.MonkeyPatch
@@ -147,12 +152,15 @@ def needed(requirements: list[str], found: dict[str, Any] | None = None) -> dict
     return found
 
 
-def environment_in(folder: Path) -> tuple[Path, Path]:
-    """A new environment with what the packages require and nothing else: its interpreter, and where packages are."""
+def environment_in(folder: Path, others: list[str] | None = None) -> tuple[Path, Path]:
+    """A new environment with what the packages require and nothing else: its interpreter, and where packages are.
+
+    others: requirements besides those.
+    """
     venv.create(folder / "env", symlinks=True)
     (site,) = folder.glob("env/lib/python*/site-packages")
     # their files are linked: downloading torch would take minutes
-    for installed in needed(PROJECT["dependencies"]).values():
+    for installed in needed([*PROJECT["dependencies"], *(others or [])]).values():
         for name in {file.parts[0] for file in installed.files or () if file.parts[0] not in ("..", "__pycache__")}:
             if not (site / name).exists():
                 (site / name).symlink_to(Path(str(installed.locate_file(name))))
@@ -243,6 +251,76 @@ def test_without_extras_every_part_of_the_lab_names_the_extra(python: Path, tmp_
         1,
         f"The command line needs more than the library: {words}.\n",
     )
+
+
+# From a repository
+
+
+@pytest.fixture(scope="module")
+def bare_clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bare clone with the last commit: what stands on a forge."""
+    tracked()  # which skips outside of a checkout
+    folder = tmp_path_factory.mktemp("forge") / "ada-loss.git"
+    subprocess.run(["git", "clone", "-q", "--bare", ROOT, folder], check=True)
+    return folder
+
+
+def offline(python: Path) -> dict[str, str]:
+    """Variables under which pip of an environment builds and installs with what is there, from no index."""
+    # pip reads the switch backwards: 0 is no isolation
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))},
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+        "MPLBACKEND": "agg",
+    }
+
+
+BUILDS = ["pip", "hatchling"]
+
+
+@pytest.mark.full
+def test_a_bare_clone_is_installed_with_the_extra_and_errors_name_it(bare_clone: Path, tmp_path: Path) -> None:
+    python, _ = environment_in(tmp_path, [*PROJECT["optional-dependencies"]["lab"], *BUILDS])
+    source = f"ada-loss[lab] @ git+file://localhost{bare_clone}"  # without the host pip 24.1 or later takes it
+    done = subprocess.run([python, "-m", "pip", "install", source], capture_output=True, text=True, env=offline(python))
+    assert done.returncode == 0, done.stdout + done.stderr
+    place, numbers = run(python, ROUNDS, tmp_path).splitlines()
+    assert Path(place).is_relative_to(tmp_path / "env")
+    assert numbers == ROUNDED
+    said = subprocess.run([python.with_name("ada-loss"), "--version"], capture_output=True, text=True, cwd=tmp_path)
+    assert said.stdout.startswith(f"ada-loss {PROJECT['version']}, ")
+    words = run(python, "from fpsim.checks import pip_install; print(pip_install('search'))", tmp_path)
+    assert words == f"pip install 'ada-loss[search] @ git+file://localhost{bare_clone}'\n"
+
+
+@pytest.mark.full
+def test_the_quickstart_installs_and_runs_in_an_environment_without_the_library(
+    bare_clone: Path, tmp_path: Path
+) -> None:
+    cells = json.loads((ROOT / "notebooks" / "0-quickstart.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert "pip" in sources[0]
+    assert not any("pip" in source for source in sources[1:])
+    python, site = environment_in(tmp_path, [*PROJECT["optional-dependencies"]["lab"], *BUILDS])
+    script = tmp_path / "elsewhere" / "cells.py"
+    script.parent.mkdir()
+    # as a kernel runs them: one after the other in one namespace
+    script.write_text(
+        "names = {}\nfor source in " + repr(sources) + ":\n    exec(source, names)\nprint(names['results'])\n"
+    )
+    assert not (site / "ada_loss").exists()
+    variables = {**offline(python), "ADA_LOSS_SOURCE": f"git+file://localhost{bare_clone}"}
+    done = subprocess.run(
+        [python, script], capture_output=True, text=True, cwd=script.parent, env=variables, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert (site / "ada_loss").is_dir()
+    assert "| e4m3fn gradients |" in done.stdout
+    again = subprocess.run([python, "-c", sources[0]], capture_output=True, text=True, cwd=script.parent, env=variables)
+    assert (again.returncode, again.stdout) == (0, "")  # nothing is installed twice
 
 
 FIVE_LINES = """import torch

@@ -107,7 +107,7 @@ FLOORS = (
         "engines.places",
         "engines.kinds",
         "mismatch",
-        "compare last_layers lost_updates ranges sensitivity",
+        "compare grouping last_layers lost_updates ranges sensitivity",
         "masks recording summary",
         "reasons.explaining_losses reasons.swamping",
         "reasons.explaining reasons.gradient_sums",
@@ -147,7 +147,7 @@ FLOORS = (
         "integrations.huggingface integrations.lightning",
         "integrations.__init__",
         "lab.errors lab.environment lab.devices lab.directions",
-        "lab.terminal",
+        "lab.printed lab.terminal",
     ),
     (
         "ada_loss.lab.tasks",
@@ -241,6 +241,7 @@ ENTERS = {
     "wandb": {"ada_loss.lab.results.trackers"},
     "typer": {"ada_loss.__main__"},
     "safetensors": {"fpsim.exporting"},
+    "rich": {"ada_loss.lab.printed"},
     "qtorch": set(),
 }
 WITHOUT_TORCH = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import partial
 from importlib.metadata import version
 from types import ModuleType
 
@@ -52,3 +53,20 @@ def test_arguments_and_errors_of_public_names_stand_under_headings(name: str) ->
     unheaded = [a for a in arguments_of(name) if re.search(rf"^(\w+, )*{a}(, \w+)*: ", text, re.MULTILINE)]
     assert unheaded == []
     assert not arguments_of(name) or "\nArgs:\n" in text
+
+
+@pytest.mark.parametrize("name", ["sweep", "resume", "search"])
+def test_help_of_the_lab_names_public_things_only(name: str) -> None:
+    """`help(ada_loss.sweep)` is all that a user has: "see `plan`" leads nowhere."""
+
+    def is_known(word: str) -> bool:
+        first, *rest = word.split(".")
+        homes = [{"fpsim": fpsim, "ada_loss": ada_loss}.get(first), getattr(ada_loss, first, None)]
+        return word in arguments or any(home is not None and all(map(partial(hasattr, home), rest)) for home in homes)
+
+    arguments = arguments_of(f"ada_loss.{name}")
+    words = re.findall(r"`([A-Za-z_.]+)`", documented()[f"ada_loss.{name}"])
+    assert words
+    assert [word for word in words if not is_known(word)] == []
+    documented_arguments = re.findall(r"^    ((?:\w+, )*\w+): ", documented()[f"ada_loss.{name}"], re.MULTILINE)
+    assert name != "sweep" or {a for line in documented_arguments for a in line.split(", ")} >= {*arguments}

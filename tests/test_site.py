@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 import ada_loss
 import fpsim
@@ -19,6 +21,7 @@ import fpsim
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "docs"))
 
+import reference  # noqa: E402
 import site_pages  # noqa: E402
 from check_links import broken_links  # noqa: E402
 
@@ -80,9 +83,76 @@ def test_every_name_has_its_row() -> None:
 
 
 def test_the_reference_has_every_public_name_once() -> None:
-    for package, text in ((fpsim, site_pages.reference_fpsim()), (ada_loss, site_pages.reference_ada_loss())):
-        named = re.findall(rf"^\.\. (?:auto\w+|py:data):: {package.__name__}\.(\w+)$", text, re.MULTILINE)
+    for package in (fpsim, ada_loss):
+        page = (ROOT / "docs" / f"{package.__name__}.md").read_text()
+        assert sorted(re.findall(r"^### `(\w+)`$", page, re.MULTILINE)) == sorted(package.__all__)
+        shown = site_pages.generated("docs/page", page)
+        named = re.findall(rf"^\.\. (?:auto\w+|py:data):: {package.__name__}\.(\w+)$", shown, re.MULTILINE)
         assert sorted(named) == sorted(package.__all__)
+
+
+@pytest.mark.parametrize("page", ["fpsim", "ada_loss", "formats", "scalers", "promises", "sweeps"])
+def test_a_page_of_reference_is_what_the_library_says_today(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    assert site_pages.PART.search(text)
+    assert site_pages.written(text) == text, "run `python docs/site_pages.py --write`"
+
+
+def test_the_page_of_the_command_line_is_what_the_commands_say_today() -> None:
+    text = (ROOT / "docs" / "command-line.md").read_text()
+    new = site_pages.written(text)
+    option = re.compile(r"^ +(?:-\w, )?(--[\w-]+)|^### (.*)$", re.MULTILINE)  # wherever a version of typer breaks lines
+    assert option.findall(new) == option.findall(text), "run `python docs/site_pages.py --write`"
+    pinned = re.search(r"^typer==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    if pinned and pinned[1] == version("typer") and sys.version_info < (3, 13):  # of argparse's layout
+        assert new == text, "run `python docs/site_pages.py --write`"
+
+
+def test_every_page_with_a_part_is_compared() -> None:
+    assert {path.stem for path in site_pages.pages()} == {
+        "fpsim", "ada_loss", "formats", "scalers", "promises", "command-line", "sweeps",
+    }  # fmt: skip
+
+
+def test_a_stale_part_is_made_again_and_what_stands_around_it_stays() -> None:
+    page = (
+        "# T\n\n<!-- generated: scale_rules -->\nold\n<!-- end of scale_rules -->\nafter <!-- end of scale_rules -->\n"
+    )
+    new = site_pages.written(page)
+    assert new.startswith("# T\n\n<!-- generated: scale_rules -->\n\n| rule | scale |")
+    assert new.endswith("\n\n<!-- end of scale_rules -->\nafter <!-- end of scale_rules -->\n")
+    assert "old" not in new
+    assert site_pages.written(new) == new
+
+
+def function_of_the_reference(x: torch.Tensor, *, scale: float = 2**-4, lost: object = object()) -> torch.Tensor:
+    """Multiply `x` by 2**4, e.g. by `2**4`. A second sentence.
+
+    Args:
+        x: any tensor, of 2**16 numbers
+            at most.
+        scale: `a*b` stays.
+
+    Raises:
+        ValueError: never.
+    """
+    return x * scale
+
+
+def test_the_reference_has_the_signature_the_first_sentence_and_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fpsim, "planted", function_of_the_reference, raising=False)
+    assert reference.entry("fpsim", "planted") == (
+        "### `planted`\n\n```python\n"
+        "fpsim.planted(x: torch.Tensor, *, scale: float = 0.0625, lost: object = ...) -> torch.Tensor\n```\n\n"
+        "Multiply `x` by 2\\*\\*4, e.g. by `2**4`.\n\n"
+        "- `x`: any tensor, of 2\\*\\*16 numbers at most.\n- `scale`: `a*b` stays."
+    )
+    shown = reference.entry("fpsim", "quantize")  # as one would type it
+    assert (
+        "    model: Model,\n    fmt: FormatLike,\n    *,\n    rounding: str | Mapping[str, str] | None = None,\n"
+        in shown
+    )
+    assert "- `.with_rounding(" in reference.entry("fpsim", "Policy")
 
 
 def test_sections_of_readme_are_those_of_readme_with_links_of_a_page() -> None:

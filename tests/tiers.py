@@ -45,6 +45,8 @@ SISTERS = {
         "test_distribution.py": {
             "the_wheel_rounds_where_only_its_requirements_are": WITHOUT_EXTRAS,
             "the_wheel_prints_what_readme_says": WITHOUT_EXTRAS,
+            "a_bare_clone_is_installed_with_the_extra_and_errors_name_it": WITHOUT_EXTRAS,
+            "the_quickstart_installs_and_runs_in_an_environment_without_the_library": WITHOUT_EXTRAS,
             "without_extras_every_part_of_the_lab_names_the_extra": WITHOUT_EXTRAS,
             "the_wheel_brings_its_types": WHEEL,
             "the_sdist_holds_every_file_of_the_repository": SDIST,

@@ -18,6 +18,8 @@ except ImportError:
 
 __all__ = ["tell", "use_scaler"]
 
+NEEDS_NO_SCALE = "mixed_precision='bf16' computes in bfloat16, which has float32's exponents and needs no loss scale"
+
 
 def use_scaler(loop: Any, scaler: GradScaler) -> None:
     """Scale the losses of an Accelerator, or of a transformers.Trainer, and step with it. No subclass is needed.
@@ -26,12 +28,13 @@ def use_scaler(loop: Any, scaler: GradScaler) -> None:
     the scale, and `accelerator.clip_grad_norm_` (`max_grad_norm` of the Trainer) clips what is unscaled.
 
     With mixed_precision="fp16" (the Trainer's fp16=True) the model is trained in real float16, and is not quantised.
+    With "bf16" it is quantised: its format is emulated inside of bfloat16 tensors, which hold formats of up to 8 bits.
 
     loop: an Accelerator before `prepare`, or a Trainer before `train`.
     scaler: with any rule, and in float16 with or without `layers`, given the model before `prepare`.
     Raises TypeError for another object; ValueError for an Accelerator that has prepared its optimizers, for DeepSpeed
-    and Megatron, for bfloat16, for float16 where the loop does not cast to it, and there for a quantised model, later,
-    as it is prepared.
+    and Megatron, for bfloat16 with `layers`, for float16 where the loop does not cast to it; and later, as the model is
+    prepared, for one that is quantised in float16, and for one that is not in bfloat16.
     """
     accelerator = getattr(loop, "accelerator", loop)
     if not isinstance(accelerator, Accelerator):
@@ -41,11 +44,16 @@ def use_scaler(loop: Any, scaler: GradScaler) -> None:
             f"{accelerator.distributed_type.value} scales losses itself, and calls no scaler. Expected: FSDP, DDP, or "
             f"one process."
         )
-    if accelerator.mixed_precision not in ("no", "fp16"):
+    if accelerator.mixed_precision not in ("no", "fp16", "bf16"):
         raise ValueError(
-            f"mixed_precision={accelerator.mixed_precision!r} casts tensors itself, besides the emulated format, and "
-            f"needs no loss scale without one. Expected here: 'no', or 'fp16' for a model that is not quantised. Leave "
-            f"bf16= of the Trainer out."
+            f"mixed_precision={accelerator.mixed_precision!r} scales its tensors itself. Expected here: 'no', 'bf16' "
+            f"for a quantised model, or 'fp16' for one that is not quantised."
+        )
+    is_bfloat16 = accelerator.mixed_precision == "bf16"
+    if is_bfloat16 and scaler.layers is not None:
+        raise ValueError(
+            f"{NEEDS_NO_SCALE}, and GradScaler(layers=...) scales float16. Expected: mixed_precision='fp16' on a GPU, "
+            f"or 'no'. Leave bf16= of the Trainer out."
         )
     is_half = accelerator.mixed_precision == "fp16"
     if is_half and not accelerator.native_amp:
@@ -62,7 +70,12 @@ def use_scaler(loop: Any, scaler: GradScaler) -> None:
             scaler.unscale_(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
     def prepare_model(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_quantised(model):
+        if is_bfloat16 and not is_quantised(model):
+            raise ValueError(
+                f"{NEEDS_NO_SCALE}, and {type(model).__name__} is not quantised. Leave use_scaler out; or, for another "
+                f"format's gradients, quantise the model first. mixed_precision='fp16' on a GPU needs a scaler."
+            )
+        if is_half and is_quantised(model):
             raise ValueError(
                 f"{type(model).__name__} is quantised, and mixed_precision='fp16' would cast its tensors to float16, "
                 f"where small gradients are lost before they are rounded. Expected: mixed_precision='no'."
@@ -70,7 +83,7 @@ def use_scaler(loop: Any, scaler: GradScaler) -> None:
         return prepare(model, *args, **kwargs)
 
     prepare = accelerator.prepare_model
-    if is_half:
+    if is_half or is_bfloat16:
         accelerator.prepare_model = prepare_model
     accelerator.scaler = scaler
     accelerator.unscale_gradients = unscale_gradients  # its own does nothing but under autocast in float16

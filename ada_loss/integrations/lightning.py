@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ada_loss.scalers import GradScaler
+from fpsim.scaling import listeners
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -19,6 +20,8 @@ except ImportError:
 
 __all__ = ["ScaledPrecision", "Tell"]
 
+NEEDS_NO_SCALE = "precision='bf16-mixed' computes in bfloat16, which has float32's exponents and needs no loss scale"
+
 
 class ScaledPrecision(Precision):  # type: ignore[misc]
     """Scales the loss, unscales before Lightning clips, and skips steps that are not finite.
@@ -27,19 +30,42 @@ class ScaledPrecision(Precision):  # type: ignore[misc]
 
     scaler: a `GradScaler`, or that of a job. With `layers`, those of the LightningModule.
     precision: "32-true" casts nothing: quantise the networks inside of the LightningModule. "16-mixed" is training in
-        real float16 on a GPU, under torch.autocast, of networks that are not quantised.
-    Raises ValueError for another precision, for a loss that "16-mixed" finds on a CPU, and for LBFGS.
+        real float16 on a GPU, under torch.autocast, of networks that are not quantised. "bf16-mixed" is torch.autocast
+        in bfloat16, of quantised networks: their format is emulated inside of bfloat16 tensors, which hold formats of
+        up to 8 bits.
+    Raises ValueError for another precision, for "bf16-mixed" with `layers` or without a quantised network, for a loss
+    that "16-mixed" finds on a CPU, and for LBFGS.
     """
 
     def __init__(self, scaler: GradScaler, precision: str = "32-true") -> None:
-        if precision not in ("32-true", "16-mixed"):
-            raise ValueError(f"precision={precision!r} is invalid. Expected: '32-true', '16-mixed'.")
+        if precision not in ("32-true", "16-mixed", "bf16-mixed"):
+            raise ValueError(f"precision={precision!r} is invalid. Expected: '32-true', '16-mixed', 'bf16-mixed'.")
+        if precision == "bf16-mixed" and scaler.layers is not None:
+            raise ValueError(f"{NEEDS_NO_SCALE}, and GradScaler(layers=...) scales float16. Expected: '16-mixed'.")
         self.scaler, self.precision = scaler, precision  # type: ignore[assignment]
+
+    def convert_module(self, module: Any) -> Any:
+        if self.precision == "bf16-mixed":  # type: ignore[comparison-overlap]
+            try:
+                listeners(module)
+            except ValueError:
+                raise ValueError(
+                    f"{NEEDS_NO_SCALE}, and nothing in {type(module).__name__} is quantised. Leave ScaledPrecision "
+                    f"out, and give the Trainer precision='bf16-mixed'; or quantise the networks inside of it first."
+                ) from None
+        return super().convert_module(module)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        is_half = self.precision == "16-mixed"
-        with torch.autocast("cuda", torch.float16, cache_enabled=False) if is_half else super().forward_context():
+        with ExitStack() as stack:
+            if self.precision == "16-mixed":
+                stack.enter_context(torch.autocast("cuda", torch.float16, cache_enabled=False))
+            elif self.precision == "bf16-mixed":  # type: ignore[comparison-overlap]
+                for device in ("cpu", "cuda"):  # wherever the batch is; autocast of a device that is not there warns
+                    if device == "cpu" or torch.cuda.is_available():
+                        stack.enter_context(torch.autocast(device, torch.bfloat16, cache_enabled=False))
+            else:
+                stack.enter_context(super().forward_context())
             yield
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ada_loss.lab.errors import printable
 from fpsim.checks import pip_install
@@ -15,9 +17,28 @@ try:
 except ImportError as error:
     raise ImportError(f"A sweep needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
-__all__ = ["say", "tqdm"]
+__all__ = ["offer", "say", "tqdm", "without_offers"]
 
 
 def say(words: str) -> None:
     """Print a line on stderr, above a bar if there is one; control characters are escaped."""
     tqdm.write(printable(words), file=sys.stderr)
+
+
+_is_offering = [True]
+
+
+def offer(words: str) -> None:
+    """Say what may be done next in Python; the command line has done it."""
+    if _is_offering[0]:
+        say(words)
+
+
+@contextmanager
+def without_offers() -> Iterator[None]:
+    """Offer nothing inside of the block."""
+    before, _is_offering[0] = _is_offering[0], False
+    try:
+        yield
+    finally:
+        _is_offering[0] = before

@@ -13,7 +13,7 @@ from fpsim.checks import did_you_mean, is_finite_number, is_whole, refuse, shown
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.codebooks import CODEBOOKS
 from fpsim.formats.fixed_point import FIXED_POINT_NAME, FixedPoint, named_fixed_point
-from fpsim.formats.floats import ALIASES, CATALOGUE, FloatFormat, as_float_format
+from fpsim.formats.floats import ALIASES, CATALOGUE, NAMES_OF_OTHERS, FloatFormat, as_float_format
 from fpsim.formats.foreign import from_other_library
 
 __all__ = [
@@ -544,7 +544,7 @@ def _parse(text: str) -> Format:
         return _from_words(name)  # type: ignore[return-value]
     if _CALL.fullmatch(text.strip()):
         return _from_repr(text)
-    hint = did_you_mean(name, [*BLOCKS, *CATALOGUE, *ALIASES, *CODEBOOKS], 3)
+    hint = did_you_mean(name, [*BLOCKS, *CATALOGUE, *ALIASES, *CODEBOOKS], 3, NAMES_OF_OTHERS)
     books, blocks = ", ".join(CODEBOOKS), ", ".join(BLOCKS)
     hint = f"{hint} Blocks: {blocks}, or such as 'e4m3fn per tensor fp32'. Code books: {books}."
     return as_float_format(text, hint)

@@ -10,7 +10,15 @@ from functools import cache, cached_property
 
 from fpsim.checks import did_you_mean, is_whole, number_of, refuse, shown
 
-__all__ = ["ALIASES", "CATALOGUE", "OVERFLOWS", "FloatFormat", "as_float_format"]
+__all__ = [
+    "ALIASES",
+    "CATALOGUE",
+    "NAMES_OF_OTHERS",
+    "OVERFLOWS",
+    "ROUNDINGS_OF_OTHERS",
+    "FloatFormat",
+    "as_float_format",
+]
 
 SPECIALS = {
     "ieee": "the top exponent holds inf and, with mantissa bits, NaN",
@@ -379,6 +387,50 @@ ALIASES: dict[str, str] = {
     "ue5m3": "e5m3fn",
 }
 
+# Words of other libraries and papers, which stand for no format here, and what an error names in their place.
+NAMES_OF_OTHERS: dict[str, tuple[str, ...]] = {
+    "fp4": ("e2m1fn", "mxfp4", "nvfp4"),
+    "fp4_e2m1": ("e2m1fn", "mxfp4"),  # microxcaling, as fp6_e3m2 and fp6_e2m3
+    "fp4_e2m1fn": ("e2m1fn", "mxfp4"),
+    "float4_e2m1fn_x2": ("e2m1fn", "mxfp4"),  # torch packs two
+    "fp6": ("e3m2fn", "e2m3fn", "mxfp6_e3m2", "mxfp6_e2m3"),
+    "fp6_e3m2": ("e3m2fn", "mxfp6_e3m2"),
+    "fp6_e2m3": ("e2m3fn", "mxfp6_e2m3"),
+    "fp8": ("e4m3fn", "e5m2"),
+    "fp8_e4m3fn": ("e4m3fn",),
+    "fp8_e4m3fnuz": ("e4m3fnuz",),
+    "fp8_e5m2fnuz": ("e5m2fnuz",),
+    "fp8_e3m4": ("e3m4",),
+    "hf8": ("e4m3fn",),  # Intel
+    "bf8": ("e5m2",),
+    "hfp8": ("hfp8_143", "e5m2"),  # Sun et al., NeurIPS 2019: forward and backward
+    "bfp": ("mxint8", "msfp16", "msfp12"),
+    "bfp8": ("mxint8", "msfp16"),  # integers of 8 bits that share an exponent, of 32 and of 16 numbers
+    "bfp16": ("msfp16",),
+    "bfp4": ("msfp12",),
+    "mxfp8": ("mxfp8_e4m3", "mxfp8_e5m2"),
+    "mxfp6": ("mxfp6_e3m2", "mxfp6_e2m3"),
+    "mxfp4_e2m1": ("mxfp4",),
+    "float": ("fp32",),
+    "single": ("fp32",),
+}
+
+# Words of IEEE 754, PTX, LLVM, MPFR, NumPy, qtorch and microxcaling, and what an error names in their place.
+ROUNDINGS_OF_OTHERS = {
+    word: names
+    for words, names in {
+        "rne rn rnte even round rint half_even nearest_ties_to_even ties_to_even tiestoeven": ("nearest_even",),
+        "rna rnta away half_away half_up ties_to_away tiestoaway": ("nearest_away",),
+        "rtz rz rtoz zero trunc truncate chop towardzero towards_zero round_toward_zero": ("toward_zero",),
+        "floor": ("down", "toward_zero"),  # microxcaling cuts magnitudes
+        "ru rup rp rtp ceil towardpositive": ("up",),
+        "rd rdn rm rtn towardnegative": ("down",),
+        "rto ro odd jam jamming von_neumann toodd": ("to_odd",),
+        "sr stoch stochastic_rounding random": ("stochastic",),
+    }.items()
+    for word in words.split()
+}
+
 _NAMES = {f: name for name, f in CATALOGUE.items()}
 _SYSTEMATIC = re.compile(r"e([1-8])m([0-9]{1,2})(fn|fnuz)?")
 _REPR = re.compile(r"FloatFormat\(([^()]*)\)")
@@ -418,7 +470,7 @@ def _parse(text: str, hint: str | None = None) -> FloatFormat:
         return FloatFormat(int(match[1]), int(match[2]), specials=match[3] or "ieee")
     if match := _REPR.fullmatch(text.strip()):
         return _from_repr(text, match[1])
-    hint = did_you_mean(name, [*CATALOGUE, *ALIASES], 3) if hint is None else hint
+    hint = did_you_mean(name, [*CATALOGUE, *ALIASES], 3, NAMES_OF_OTHERS) if hint is None else hint
     raise ValueError(
         f"Unknown format {shown(text)}.{hint} Known: {', '.join(CATALOGUE)}, or eXmY such as 'e5m10', "
         f"or FloatFormat(exponent_bits, mantissa_bits, ...)."

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fpsim.checks import require_mapping, require_whole, shown
 from fpsim.insight.rows import Rows
-from fpsim.models.optimizers import QuantizedOptimizer
+from fpsim.models.optimizers import OptimizerStore, QuantizedOptimizer
 from fpsim.models.parameter_store import ParameterStore
 from fpsim.models.storing import local_part, stored
 from fpsim.tensors.tally import CHUNK, UpdateCounts
@@ -52,7 +52,7 @@ def lost_updates(quantized: QuantizedOptimizer, every: int = 1) -> LostUpdates:
     return LostUpdates(quantized, every)
 
 
-def unrecorded(optimizers: Iterable[QuantizedOptimizer]) -> list[QuantizedOptimizer]:
+def unrecorded(optimizers: Iterable[OptimizerStore]) -> list[OptimizerStore]:
     """Those of some quantised optimizers whose lost updates nobody records yet."""
     return [q for q in optimizers if not any(isinstance(observer, LostUpdates) for observer in q.observers)]
 
@@ -80,8 +80,9 @@ class _Sums(UpdateCounts):
 class LostUpdates:
     """What was lost of an optimizer's updates; see `lost_updates`. As a block it detaches itself at the end."""
 
-    def __init__(self, quantized: QuantizedOptimizer, every: int) -> None:
-        if not isinstance(quantized, QuantizedOptimizer):
+    def __init__(self, quantized: QuantizedOptimizer | OptimizerStore, every: int) -> None:
+        quantized = quantized.store if isinstance(quantized, QuantizedOptimizer) else quantized
+        if not isinstance(quantized, OptimizerStore):
             raise TypeError(
                 f"quantized is {shown(quantized)}. Expected: what fpsim.quantize_optimizer(optimizer, update) returns."
             )
@@ -105,7 +106,7 @@ class LostUpdates:
         """The end of its block."""
         self.detach()
 
-    def is_of(self, quantized: QuantizedOptimizer) -> bool:
+    def is_of(self, quantized: OptimizerStore) -> bool:
         """Whether this is a record of this optimizer."""
         return self._of() is quantized
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import compress
 from typing import Any, NamedTuple, overload
 
 from torch import Tensor, nn
@@ -14,20 +13,22 @@ from torch.nn.utils.parametrize import ParametrizationList
 from fpsim.border import require_module
 from fpsim.emulation.scope import NO_SPECS
 from fpsim.formats.blocks import BlockFormat
-from fpsim.insight.rows import Rows, text_table
+from fpsim.insight.grouping import Line, grouped, shown_in
+from fpsim.insight.rows import Rows
 from fpsim.models.installed import emulated_forward
 from fpsim.models.optimizers import QuantizedOptimizer
 from fpsim.models.parameter_store import COMPENSATION, MASTER, SECOND, ParameterStore
 from fpsim.models.storing import states_in
 from fpsim.policies.policy import RoleSpecs, describe_cached
 from fpsim.policies.products import Products
+from fpsim.policies.recipes import is_layer
 from fpsim.policies.update import Storage
 from fpsim.torch_internals import is_compiled_wrapper
 
 __all__ = ["Summary", "SummaryRow", "summary"]
 
 FLOAT32, REMAINDER = 32, 16  # bits
-OPTIONAL = ("products", "wide", "cache")  # columns that are there where a row has something in them
+SHORT = 20  # rows that print one by one
 SIZES = ("weight", "copies", "states", "scales")
 
 
@@ -46,16 +47,24 @@ class SummaryRow(NamedTuple):
 
 
 class Summary(list[SummaryRow]):
-    """Rows of what is rounded where; prints as a table."""
+    """Rows of what is rounded where; prints as a table of 100 columns, long ones with equal modules on one line."""
+
+    def __init__(self, rows: Iterable[SummaryRow] = (), without_products: Iterable[str] = ()) -> None:
+        super().__init__(rows)
+        # the modules that multiply by no weight: their products are the policy's around them, and not printed
+        self._without = set(without_products)
 
     def to_frame(self) -> Any:
         """A pandas.DataFrame. Raises ImportError without pandas."""
         return Rows(row._asdict() for row in self).to_frame()
 
     def __str__(self) -> str:
-        heads = tuple("float32 on purpose" if name == "wide" else name for name in SummaryRow._fields)
-        used = [name not in OPTIONAL or any(getattr(r, name) for r in self) for name in SummaryRow._fields]
-        return text_table([*compress(heads, used)], [[*compress(row, used)] for row in self])
+        roles = SummaryRow._fields[2:6]
+        lines = []
+        for row in self:
+            products = "" if row.module in self._without else row.products
+            lines.append(Line(row.module, 1, row.type, row[2:6], products, row.wide, row.cache))
+        return shown_in(grouped(lines) if len(lines) > SHORT else lines, roles)
 
     __repr__ = __str__
 
@@ -73,9 +82,11 @@ def summary(model: nn.Module | QuantizedOptimizer) -> Summary | Rows:
 
     Modules without operations of their own pass their formats on. Those that were added later run under the formats
     around them; parametrizations, which compute weights, in float32. One column more says how operands of products are
-    quantised, if they are anywhere, one names the operations that ran in float32 on purpose when the model was last
-    called, such as `x.float().pow(2)`, if there were any, and one says how the modules that store keys and values round
-    them, if they do.
+    quantised, for modules that multiply by a weight, one names the operations that ran in float32 on purpose when the
+    model was last called, such as `x.float().pow(2)`, if there were any, and one says how the modules that store keys
+    and values round them, if they do. A table of more than 20 rows has one line
+    for modules that differ in the numbers of their names alone, `blocks.0-11.fc`; what makes it wider than 100 columns
+    stands below it. The rows are those of all modules.
 
     Of what `quantize_optimizer` returned: the bytes of each parameter in its formats, of the weight, its copies, the
     states that there are, and their scales, with the bytes that float32 takes.
@@ -109,18 +120,20 @@ def summary(model: nn.Module | QuantizedOptimizer) -> Summary | Rows:
     if isinstance(model, QuantizedOptimizer):
         return _stored_bytes(model)
     require_module(model)
-    rows = Summary()
+    rows, without = [], []
     for name, module, specs, products in _under(model, "", None, None, set()):
         words = [str(spec) if spec else "float32" for spec in specs]
         forward = emulated_forward(module)
         wide = "" if forward is None else ", ".join(forward.wide)
         operands = "" if products is None else str(products)
         stored = describe_cached((forward and forward.stored) or {})
+        if products is not None and not (products.attention or is_layer(module)):
+            without.append(name or "(model)")
         row = SummaryRow(name or "(model)", type(module).__name__, *words, products=operands, wide=wide)  # type: ignore[misc]
         rows.append(row._replace(cache=stored))
     if not rows:
         raise ValueError(f"{type(model).__name__} is not quantised. Call fpsim.quantize(model, fmt) first.")
-    return rows
+    return Summary(rows, without)
 
 
 def _under(

@@ -23,6 +23,7 @@ from fpsim.torch_internals import apart_from_compiler
 from fpsim.torch_modes import guard_step, hook_steps, unguard_step, unhook_steps
 
 __all__ = [
+    "OptimizerStore",
     "QuantizedOptimizer",
     "UpdateObserver",
     "quantize_optimizer",
@@ -42,7 +43,7 @@ class UpdateObserver(Protocol):
 
 
 # By the optimizer, which holds its own by its hooks.
-_installed: weakref.WeakKeyDictionary[Optimizer, QuantizedOptimizer] = weakref.WeakKeyDictionary()
+_installed: weakref.WeakKeyDictionary[Optimizer, OptimizerStore] = weakref.WeakKeyDictionary()
 
 
 @known_arguments()
@@ -70,7 +71,8 @@ def quantize_optimizer(
         seed: of the random bits of stochastic rounding. All ranks of a distributed run need the same one.
 
     Returns:
-        A handle with the update, `detach()`, and what was stored.
+        The optimizer once more, as a `QuantizedOptimizer`: its methods, `detach()`, and what was stored. Either may be
+        used from here on.
 
     Raises:
         TypeError: for what is not an optimizer, and for parameters that are not float32.
@@ -86,6 +88,18 @@ def quantize_optimizer(
     >>> model.weight.item()  # 1 - 2**-10 is nearer to 1 than to the next bfloat16
     1.0
     """
+    optimizer = _innermost(optimizer)
+    require_seed(seed)
+    if optimizer in _installed:
+        raise ValueError(
+            f"This {type(optimizer).__name__} is quantised already, as {_installed[optimizer].update}. Call detach() "
+            f"of what quantize_optimizer returned first."
+        )
+    return QuantizedOptimizer(optimizer, OptimizerStore(optimizer, update, _named(model), seed))
+
+
+def _innermost(optimizer: Any) -> Optimizer:
+    """The optimizer that accelerate's, or a `QuantizedOptimizer`, wraps: hooks on steps are its own."""
     require_optimizer(optimizer)
     while not isinstance(optimizer, Optimizer):
         inner = getattr(optimizer, "optimizer", None)  # of accelerate's, which passes no hooks on
@@ -94,21 +108,15 @@ def quantize_optimizer(
         optimizer = inner
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
-    require_seed(seed)
-    if optimizer in _installed:
-        raise ValueError(
-            f"This {type(optimizer).__name__} is quantised already, as {_installed[optimizer].update}. Call detach() "
-            f"of what quantize_optimizer returned first."
-        )
-    return QuantizedOptimizer(optimizer, update, _named(model), seed)
+    return optimizer
 
 
-def quantized_optimizer_of(optimizer: Optimizer) -> QuantizedOptimizer | None:
+def quantized_optimizer_of(optimizer: Optimizer) -> OptimizerStore | None:
     """What `quantize_optimizer` has put on this optimizer; None for a plain one."""
-    return _installed.get(optimizer)
+    return _installed.get(optimizer.optimizer if isinstance(optimizer, QuantizedOptimizer) else optimizer)
 
 
-def quantized_optimizers(model: nn.Module) -> list[QuantizedOptimizer]:
+def quantized_optimizers(model: nn.Module) -> list[OptimizerStore]:
     """The quantised optimizers that have parameters of a model."""
     parameters = set(model.parameters())
     return [one for one in _installed.values() if any(store.parameter in parameters for store in one.stores)]
@@ -128,8 +136,100 @@ def _named(model: Any) -> tuple[dict[Tensor, str], dict[str, list[type]]]:
     return {p: name for name, p in pairs}, {}
 
 
-class QuantizedOptimizer:
-    """What `quantize_optimizer` has put on an optimizer.
+class QuantizedOptimizer(Optimizer):
+    """What `quantize_optimizer` returns: the optimizer with its methods, and what is stored of it.
+
+    It goes where an optimizer goes: a scheduler, a GradScaler, the name `optimizer` of a script.
+
+    Args:
+        optimizer: the one that was quantised, which this keeps alive.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
+    >>> optimizer = torch.optim.SGD([weight], lr=2**-10)
+    >>> optimizer = quantize_optimizer(optimizer, Update(weight="bf16"))
+    >>> weight.sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.zero_grad()
+    >>> weight.item(), optimizer.steps, optimizer.param_groups[0]["lr"] == 2**-10
+    (1.0, 1, True)
+    """
+
+    def __init__(self, optimizer: Optimizer, store: OptimizerStore) -> None:
+        # torch's own __init__ would make groups and states anew. What it sets is the optimizer's, by __getattr__.
+        self.optimizer, self.store = optimizer, store
+
+    def __getattr__(self, name: str) -> Any:
+        # With torch's flag for fused steps a GradScaler would set found_inf here, where the step does not read it;
+        # without the flag it looks at the gradients itself.
+        if name in ("optimizer", "store", "_step_supports_amp_scaling"):
+            raise AttributeError(f"QuantizedOptimizer has no attribute {name!r}.")
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"QuantizedOptimizer({self.update})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "What quantize_optimizer returns belongs to its optimizer, and is neither copied nor pickled. Save "
+            "optimizer.state_dict(), and quantize the copy of the optimizer."
+        )
+
+    @property
+    def update(self) -> Update:
+        """The update of the optimizer, or of its first parameter group."""
+        return self.store.update
+
+    @property
+    def steps(self) -> int:
+        """How many steps have been stored."""
+        return self.store.steps
+
+    @property
+    def stores(self) -> list[ParameterStore]:
+        """What is stored of each parameter that is not plain float32."""
+        return self.store.stores
+
+    @property
+    def seed(self) -> int:
+        """The seed of the random bits of stochastic rounding."""
+        return self.store.seed
+
+    @property
+    def observers(self) -> list[UpdateObserver]:
+        """Who is told of each step."""
+        return self.store.observers
+
+    def stored(self) -> list[tuple[ParameterStore, dict[str, Any]]]:
+        """What is stored of each parameter, float32 ones too, and its states as the optimizer has them."""
+        return self.store.stored()
+
+    def detach(self) -> None:
+        """Let the optimizer store float32 from here on. Weights and states stay as they are, rounded."""
+        self.store.detach()
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Step as the optimizer does, and store what its update says."""
+        return self.optimizer.step(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as the optimizer does."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer, and what a run needs to go on to the same bits."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, also one of a plain optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with the update of the last one."""
+        self.optimizer.add_param_group(param_group)
+
+
+class OptimizerStore:
+    """What `quantize_optimizer` has put on an optimizer, which holds it by its hooks.
 
     update: of the optimizer, or of its first parameter group.
     steps: how many have been stored.
@@ -169,15 +269,6 @@ class QuantizedOptimizer:
             optimizer.register_load_state_dict_post_hook(self._load),
         ]
         _installed[optimizer] = self
-
-    def __repr__(self) -> str:
-        return f"QuantizedOptimizer({self.update})"
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "What quantize_optimizer returns belongs to its optimizer, and is neither copied nor pickled. Save "
-            "optimizer.state_dict(), and quantize the copy of the optimizer."
-        )
 
     def detach(self) -> None:
         """Let the optimizer store float32 from here on. Weights and states stay as they are, rounded."""

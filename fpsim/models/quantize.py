@@ -45,7 +45,12 @@ FEW_BITS = 4  # in 6 bits and more, nearest rounding keeps enough of a loss's gr
 
 @known_arguments()
 def quantize(
-    model: Model, fmt: FormatLike, *, rounding: str | Mapping[str, str] | None = None, inplace: bool = False
+    model: Model,
+    fmt: FormatLike,
+    *,
+    rounding: str | Mapping[str, str] | None = None,
+    overflow: str | Mapping[str, str | None] | None = None,
+    inplace: bool = False,
 ) -> Model:
     """A copy of `model` that computes, forward and backward, as hardware with format `fmt` would.
 
@@ -74,6 +79,8 @@ def quantize(
             float32. "recipe:" before the name of a recipe stands for `fpsim.recipe(name, model)`.
         rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, if there is no
             role.
+        overflow: what becomes of numbers beyond the largest value in every role, "inf", "nan" or "saturate", if not the
+            format's own (`round_to`) or the policy's.
         inplace: change `model` itself and return it.
 
     Raises:
@@ -88,7 +95,7 @@ def quantize(
     """
     require_module(model, remedy=" For functions use `with fpsim.emulate(fmt):`.")
     require_flag("inplace", inplace)
-    policies = _policies(model, fmt, rounding)
+    policies = _policies(model, fmt, rounding, overflow)
     for name, module in model.named_modules():
         _require_emulable(name, module, policies[name])
     _warn_of_a_head_in_few_bits(model, policies)
@@ -99,7 +106,13 @@ def quantize(
     return model
 
 
-def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str, str] | None = None) -> None:
+def set_policy(
+    model: nn.Module,
+    fmt: FormatLike,
+    *,
+    rounding: str | Mapping[str, str] | None = None,
+    overflow: str | Mapping[str, str | None] | None = None,
+) -> None:
     """Change the formats of a quantised model, effective from its next call.
 
     The parameters, the optimizer's state, a recording and a scaling of `ada_loss` stay as they are. Delayed scaling
@@ -108,7 +121,7 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
 
     Args:
         model: from `fpsim.quantize`, or a wrapper of one, such as DistributedDataParallel's.
-        fmt, rounding: as in `quantize`.
+        fmt, rounding, overflow: as in `quantize`.
 
     Raises:
         ValueError: for a model that is not quantised, or of which only parts are, and what `quantize` raises.
@@ -119,7 +132,7 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
     Linear(in_features=1, out_features=1, bias=False, fpsim: bf16 nearest_even)
     """
     whole, shared = _whole(model)
-    policies = _policies(whole, fmt, rounding)
+    policies = _policies(whole, fmt, rounding, overflow)
     _change(whole, policies, shared)
     _warn_of_a_cache(whole, policies, stacklevel=3)
 
@@ -127,7 +140,7 @@ def set_policy(model: nn.Module, fmt: FormatLike, *, rounding: str | Mapping[str
 def try_policy(model: nn.Module, fmt: FormatLike) -> None:
     """`set_policy` for a tool that tries modules by themselves, and may leave out those that store keys and values."""
     whole, shared = _whole(model)
-    _change(whole, _policies(whole, fmt, None), shared)
+    _change(whole, _policies(whole, fmt, None, None), shared)
 
 
 def _whole(model: nn.Module) -> tuple[nn.Module, Listeners]:
@@ -151,10 +164,10 @@ def _change(model: nn.Module, policies: Mapping[str, Policy], shared: Listeners)
     histories.load_state_dict(kept)
 
 
-def _policies(model: nn.Module, fmt: FormatLike, rounding: str | Mapping[str, str] | None) -> dict[str, Policy]:
+def _policies(model: nn.Module, fmt: FormatLike, rounding: Any, overflow: Any) -> dict[str, Policy]:
     """The policy of every module by name."""
     take_off_leftovers()
-    policy = as_policy(fmt, rounding, model=model)
+    policy = as_policy(fmt, rounding, overflow=overflow, model=model)
     policies = policy.for_modules(model)
     _warn_of_idle_bits(policy, policies.values())
     return policies

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,12 +60,34 @@ class RoleSpecs(NamedTuple):
         return ", ".join(f"{role}={word}" for role, word in words.items())
 
 
+def _names_its_role(policy: type[Policy]) -> type[Policy]:
+    """Warn of `Policy("e4m3fn")`, which is for weights alone: `quantize(model, "e4m3fn")` takes every role."""
+    made = policy.__init__
+
+    @wraps(made)
+    def checked(self: Policy, *formats: Any, **options: Any) -> None:
+        if len(formats) == 1:  # two and more are a list of roles, which nobody writes for a single format
+            given = shown(formats[0])
+            warnings.warn(
+                f"Policy({given}) is a format for weights alone, and an error from 1.0 on. Expected: "
+                f"Policy(weight={given}) for weights alone, or fpsim.as_policy({given}) for every role.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        made(self, *formats, **options)
+
+    policy.__init__ = checked  # type: ignore[method-assign]
+    return policy
+
+
+@_names_its_role
 @known_arguments()
 @dataclass(frozen=True)
 class Policy:
     """A format for each role, and other policies for some modules.
 
-    A role left at None stays float32.
+    A role left at None stays float32. Name the roles: a single format without a name is that of weights alone, and
+    warns.
 
     Args:
         weight: parameters, where they are used.
@@ -363,7 +387,7 @@ def policy_of_modules(by_module: Mapping[str, Policy]) -> Policy:
     module around it; `by_module[""]` is that of the model itself, float32 if it is missing. Overrides of the policies
     are ignored.
 
-    >>> list(policy_of_modules({"": Policy("bf16"), "body": Policy("bf16"), "head": Policy()}).overrides)
+    >>> list(policy_of_modules({"": Policy(weight="bf16"), "body": Policy(weight="bf16"), "head": Policy()}).overrides)
     ['head']
     """
     base = replace(by_module.get("", Policy()), overrides={})

@@ -19,7 +19,7 @@ from fpsim.policies.products import Products
 from fpsim.tensors.hadamard import Hadamard
 from fpsim.tensors.ops import round_to
 
-__all__ = ["RECIPE_PREFIX", "RecipeRow", "as_policy", "recipe", "recipes"]
+__all__ = ["RECIPE_PREFIX", "RecipeRow", "as_policy", "is_layer", "recipe", "recipes"]
 
 MOST_USED = ("fp8_current", "fp8_delayed")  # named first where a name is cut short
 RECIPE_PREFIX = "recipe:"  # before a recipe's name where a format may stand
@@ -127,7 +127,11 @@ def recipes() -> list[RecipeRow]:
 
 
 def as_policy(
-    fmt: FormatLike, rounding: str | Mapping[str, str] | None = None, *, model: nn.Module | None = None
+    fmt: FormatLike,
+    rounding: str | Mapping[str, str] | None = None,
+    *,
+    overflow: str | Mapping[str, str | None] | None = None,
+    model: nn.Module | None = None,
 ) -> Policy:
     """The policy that a format stands for, as `fpsim.quantize` reads it. Without a model, it checks a format's name.
 
@@ -137,6 +141,8 @@ def as_policy(
     Args:
         fmt: a format by name or as an object, a Policy, the name of a recipe after "recipe:", or None.
         rounding: the rounding of every role, or of all operands where every role is float32. None keeps the policy's.
+        overflow: what becomes of numbers beyond the largest value in every role, as in `round_to`. None keeps the
+            policy's.
         model: the model that a recipe is for; some recipes keep its last layers in high precision.
 
     Returns:
@@ -152,11 +158,21 @@ def as_policy(
     products: mxfp4 stochastic
     >>> as_policy("recipe:bf16").weight_grad is None
     True
+    >>> print(as_policy("e3m4", overflow="saturate"))
+    e3m4 nearest_even saturate
     """
     if model is not None:
         require_module(model)
     policy = _policy_named(fmt, model)
-    return policy if rounding is None else policy.with_rounding(rounding)
+    policy = policy if rounding is None else policy.with_rounding(rounding)
+    if overflow is None:
+        return policy
+    if not any(policy.specs()):  # blocks saturate already: OCP MX v1.0, 6.3
+        raise ValueError(
+            f"overflow={shown(overflow)} was given with {shown(fmt)}, in which every role is float32. Expected: a "
+            f"format of single numbers, such as 'e3m4'; for operands of products, fpsim.Operand(fmt, overflow=...)."
+        )
+    return replace(policy, overflow=overflow)
 
 
 def _policy_named(fmt: FormatLike, model: nn.Module | None) -> Policy:
@@ -197,7 +213,7 @@ def layers_in(model: nn.Module) -> list[str]:
     """The names of the layers that multiply by a weight, in the order of the model; the head is the last as a rule."""
     layers: list[str] = []
     for name, module in _named_modules(model):
-        if _is_layer(module) and not (layers and name.startswith(f"{layers[-1]}.")):
+        if is_layer(module) and not (layers and name.startswith(f"{layers[-1]}.")):
             layers.append(name)
     return layers
 
@@ -212,7 +228,8 @@ def _is_gate(model: nn.Module, name: str) -> bool:
     return own in ("gate", "router") and hasattr(model.get_submodule(around), "experts")
 
 
-def _is_layer(module: nn.Module) -> bool:
+def is_layer(module: nn.Module) -> bool:
+    """Whether this module multiplies by a weight of its own."""
     if isinstance(module, _LAYERS):
         return True
     is_leaf = next(module.children(), None) is None

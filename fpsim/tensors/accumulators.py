@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from fpsim.checks import did_you_mean, is_whole, refuse, shown
-from fpsim.formats.floats import CATALOGUE, FloatFormat, as_float_format
+from fpsim.formats.floats import CATALOGUE, ROUNDINGS_OF_OTHERS, FloatFormat, as_float_format
 from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.variants import MOST_BITS, require_variant
 
@@ -194,7 +194,9 @@ def _require_roundings(a: Accumulator) -> None:
         value = getattr(a, name)
         is_known = isinstance(value, str) and value in ROUNDINGS
         if not is_known and not (value is None and name == "outer_rounding"):
-            raise ValueError(refuse(f"Unknown {name} {shown(value)}", ROUNDINGS, word=value))
+            raise ValueError(
+                refuse(f"Unknown {name} {shown(value)}", ROUNDINGS, word=value, others=ROUNDINGS_OF_OTHERS)
+            )
     if a.product is None and a.product_rounding != "nearest_even":
         raise ValueError(
             f"product_rounding={shown(a.product_rounding)} was given without a product format, so that products stay "

@@ -15,7 +15,7 @@ from torch import Tensor
 from fpsim.checks import is_whole, refuse, shown
 from fpsim.formats.blocks import BlockFormat, Element, Format, as_element, as_format
 from fpsim.formats.codebook import Codebook
-from fpsim.formats.floats import CATALOGUE, FloatFormat
+from fpsim.formats.floats import CATALOGUE, ROUNDINGS_OF_OTHERS, FloatFormat
 from fpsim.kernels.core import ROUNDINGS, needs_wider_container, scale_limits
 from fpsim.kernels.variants import require_variant
 
@@ -180,7 +180,9 @@ def _new_spec(
 ) -> RoundingSpec:
     f = as_element(fmt)
     if not isinstance(rounding, str) or rounding not in ROUNDINGS:
-        raise ValueError(refuse(f"Unknown rounding {shown(rounding)}", ROUNDINGS, word=rounding))
+        raise ValueError(
+            refuse(f"Unknown rounding {shown(rounding)}", ROUNDINGS, word=rounding, others=ROUNDINGS_OF_OTHERS)
+        )
     if random_bits is not None:
         given = shown(random_bits)
         if rounding != "stochastic":
@@ -221,11 +223,28 @@ def container_width(spec: RoundingSpec, dtype: torch.dtype) -> int:
     if f.mantissa_bits > precision or f.largest > info.max or 2.0**smallest < info.smallest_normal * 2**-precision:
         raise ContainerError(
             f"A {str(dtype).removeprefix('torch.')} tensor cannot hold every value of {f}. "
-            f"Expected here: float32 or float64. Convert it with x.float() first."
+            f"Expected here: float32 or float64. {_how_to_have_float32(dtype)}"
         )
     if spec.is_float32:
         return 0
     return 64 if needs_wider_container(f) else 32
+
+
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _how_to_have_float32(dtype: torch.dtype) -> str:
+    """What to leave out where something else has made a tensor half, or what to call."""
+    short = _SHORT[dtype]
+    bits = short.replace("fp16", "16")  # Lightning's word
+    if any(torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on) is dtype for on in ("cpu", "cuda")):
+        return (
+            f"torch.autocast casts to it. Leave it out, the emulation has its own formats: precision='{bits}-mixed' of "
+            f"Lightning, mixed_precision='{short}' of Accelerate, {short}=True of transformers' Trainer."
+        )
+    if torch.get_default_dtype() is dtype:  # while Lightning's forward runs
+        return f"It is the default dtype. Leave precision='{bits}-true' of Lightning, or torch.set_default_dtype, out."
+    return "Convert it with x.float() first, and a model that has half parameters with model.float()."
 
 
 def log2_scale_limits(spec: RoundingSpec, dtype: torch.dtype) -> tuple[int, int]:

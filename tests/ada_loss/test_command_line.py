@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ada_loss.__main__ import app, main
 from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.results import Results
 from ada_loss.lab.studies.search import search
+from ada_loss.lab.sweep.config import SHIPPED, read_sweep
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.terminal import say
 from fpsim import ROLES
@@ -225,6 +227,42 @@ def test_a_search_prints_what_nothing_beats_and_the_answer_in_words(tmp_path: Pa
         assert all(cell["attempts"] == 1 for cell in ledger.rows())  # the second went over what was done
 
 
+def test_the_options_of_a_searched_training_are_set_on_the_command_line(tmp_path: Path) -> None:
+    options = ("--seeds", 1, "--roles", "error", "--trials", 1, "--tolerance", 1, "--out", tmp_path)
+    ada_loss("search", "sweep_tasks:tiny", *options, "--set", "task_options.epochs=2", "--set", "retry_failed=true")
+    with Ledger(tmp_path / "ledger.sqlite", readonly=True) as ledger:
+        assert {cell["config"]["options"]["epochs"] for cell in ledger.rows()} == {2}
+    said = ada_loss("search", "sweep_tasks:tiny", "--set", "epochs=2", code=2).stderr
+    assert "--set: unknown key 'epochs'. Did you mean task_options.epochs? Known: task, train, roles" in said
+    said = ada_loss("search", "sweep_tasks:tiny", "--set", "task_options.epoch=2", code=2).stderr
+    assert "Unknown key task_options.epoch. Did you mean 'epochs'?" in said
+
+
+def test_short_help_is_help_and_the_version_is_that_of_the_distribution() -> None:
+    assert ada_loss("-h").stdout == ada_loss("--help").stdout
+    assert ada_loss("table", "-h").stdout == ada_loss("table", "--help").stdout
+    assert ada_loss("--version").stdout.startswith(
+        f"ada-loss {version('ada-loss')}, torch {version('torch')}, Python 3."
+    )
+    said = subprocess.run(
+        [sys.executable, "-m", "fpsim", "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    assert said.startswith(f"fpsim {version('ada-loss')}, torch {torch.__version__}, numbers of version ")
+
+
+def test_a_file_that_comes_with_the_library_is_printed_to_start_from(tmp_path: Path) -> None:
+    done = alone("sweep", "--print", "operands")
+    assert done.stdout == SHIPPED["operands"].read_text()
+    assert done.stderr == ""
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(ada_loss("sweep", "digits", "--print").stdout)
+    assert read_sweep(mine) == read_sweep("digits")
+    assert ada_loss("sweep", mine, "--print").stdout == mine.read_text()
+    assert (
+        "There is no file 'operand'. Did you mean 'operands'?" in ada_loss("sweep", "operand", "--print", code=2).stderr
+    )
+
+
 @pytest.mark.full
 def test_json_of_a_search_with_one_seed_has_no_number_that_is_none(tmp_path: Path) -> None:
     options = ("--seeds", 1, "--roles", "activation, weight", "--roles", "error", "--trials", 1, "--scaling", 8)
@@ -284,7 +322,7 @@ def test_a_search_without_options_is_that_of_the_library() -> None:
     for name in ("device", "keep_old"):
         assert here.pop(name) == inspect.signature(sweep).parameters[name].default
     shared = here.keys() & there.keys() - {"task"}
-    assert shared == here.keys() - {"task", "as_json"}
+    assert shared == here.keys() - {"task", "as_json", "settings"}
     of_lists = {name: there[name] if there[name] == () and here[name] is None else here[name] for name in shared}
     assert of_lists == {name: there[name] for name in shared}
 

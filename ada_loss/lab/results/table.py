@@ -165,14 +165,20 @@ class Table:
         return "\n".join(lines) + "\n"
 
     def to_latex(self) -> str:
-        """A LaTeX tabular with the rules of booktabs."""
-        lines = [rf"\begin{{tabular}}{{l{'r' * len(self.across)}}}", r"\toprule"]
-        lines.append(" & ".join(["", *map(latex, self.across)]) + r" \\")
+        """A LaTeX table with a caption; the rules are those of booktabs."""
+        counts = sorted({len(values) for values in self.places.values()})
+        seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}" if counts else "no"
+        trainings = f"{seeds} training{'s' * (seeds != '1')}"
+        what = f"mean and standard deviation of {trainings}" if counts[-1:] > [1] else f"of {trainings} each"
+        lines = [r"% \usepackage{booktabs}", r"\begin{table}", r"\centering"]
+        lines.append(rf"\caption{{{latex(self.title)}: {what}}}")
+        lines += [rf"\begin{{tabular}}{{l{'r' * len(self.across)}}}", r"\toprule"]
+        lines.append(" & ".join(map(latex, [f"{self.rows} \\ {self.columns}", *self.across])) + r" \\")
         lines.append(r"\midrule")
         for row in self.down:
             places = (self.text(row, column, r" $\pm$ ") for column in self.across)
             lines.append(" & ".join([latex(row), *places]) + r" \\")
-        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 
     def to_csv(self) -> str:
         """`lines` as the content of a CSV file."""

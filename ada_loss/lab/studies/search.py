@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import inspect
 import math
 import os
 import statistics
@@ -29,7 +30,7 @@ from ada_loss.lab.tasks import find_task
 from fpsim import ROLES, Policy, Update
 from fpsim.checks import did_you_mean, is_number, is_whole, pip_install, refuse, require_flag, require_whole, shown
 
-__all__ = ["SearchResult", "StoredStudy", "require_optuna", "search"]
+__all__ = ["SETTABLE", "SearchResult", "StoredStudy", "require_optuna", "search"]
 
 HOPELESS = 5.0  # tolerances below float32 at which one seed is enough to reject a format
 
@@ -295,6 +296,11 @@ def _require_states(roles: Sequence[str], trained: Mapping[str, Any]) -> None:
             "Got 'states' among the roles, and SGD without momentum has none. Use task_options={'momentum': 0.9}, or "
             "another optimizer."
         )
+
+
+# What the command line may set: the arguments of `search`, those that it passes on to the execution among them.
+SETTABLE = [name for name in inspect.signature(search).parameters if name not in ("show_progress", "options")]
+SETTABLE += [f.name for f in fields(Execution) if f.name not in SETTABLE]
 
 
 def _require_options(options: Mapping[str, Any]) -> None:

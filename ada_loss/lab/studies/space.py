@@ -96,7 +96,7 @@ class Space:
         """Raise ValueError where a name matches no module of the model, and where two match the same one."""
         seen: dict[str, str] = {}
         for pattern in self.modules:
-            policies = Policy("fp16", overrides={pattern: None}).for_modules(model)
+            policies = Policy(weight="fp16", overrides={pattern: None}).for_modules(model)
             for name in (name for name, policy in policies.items() if policy.weight is None):
                 if name in seen:
                     raise ValueError(

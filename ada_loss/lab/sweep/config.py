@@ -23,13 +23,22 @@ try:
 except ImportError as error:
     raise ImportError(f"A sweep in a file needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
-__all__ = ["SHIPPED", "read_sweep", "with_settings"]
+__all__ = ["SHIPPED", "read_sweep", "text_of", "with_settings"]
 
 SHIPPED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 KEYS = [name for name in inspect.signature(sweep).parameters if name != "show_progress"]
 MOST_BYTES = 1 << 24
 DEEPEST, MOST_VALUES = 20, 100_000  # of a sweep: levels that values are nested, and values
 REQUIRED = (("task", "train"), ("formats",))  # one of each
+
+
+def text_of(name: str | Path) -> str:
+    """The text of a sweep's file, or of one that comes with the library: what one edits to have another.
+
+    >>> text_of("digits").splitlines()[2]
+    'task: digits'
+    """
+    return content_of(_path_of(name), MOST_BYTES).decode("utf-8")
 
 
 def read_sweep(name: str | Path) -> dict[str, Any]:
@@ -45,19 +54,7 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
     >>> read_sweep("digits")["task"]
     'digits'
     """
-    path = Path(name)
-    if not path.is_file():
-        if re.fullmatch(r"[\w.]+:\w+", str(name)):
-            raise FileNotFoundError(
-                f"{str(name)!r} is a task or a training function, not a file. Write a YAML file with `task: {name}` "
-                f"(or `train: {name}`) and `formats: [...]` in it, and give its path."
-            )
-        if str(name) not in SHIPPED:
-            raise FileNotFoundError(
-                f"There is no file {str(name)!r}.{did_you_mean(name, SHIPPED)} Expected: the path of a YAML file, or "
-                f"one of the sweeps that come with the library: {', '.join(SHIPPED)}."
-            )
-        path = SHIPPED[str(name)]
+    path = _path_of(name)
     written = content_of(path, MOST_BYTES)
     try:
         content = YAML(typ="safe", pure=True).load(written.decode("utf-8"))
@@ -84,10 +81,28 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
     return content
 
 
-def with_settings(arguments: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+def _path_of(name: str | Path) -> Path:
+    path = Path(name)
+    if not path.is_file():
+        if re.fullmatch(r"[\w.]+:\w+", str(name)):
+            raise FileNotFoundError(
+                f"{str(name)!r} is a task or a training function, not a file. Write a YAML file with `task: {name}` "
+                f"(or `train: {name}`) and `formats: [...]` in it, and give its path."
+            )
+        if str(name) not in SHIPPED:
+            raise FileNotFoundError(
+                f"There is no file {str(name)!r}.{did_you_mean(name, SHIPPED)} Expected: the path of a YAML file, or "
+                f"one of the sweeps that come with the library: {', '.join(SHIPPED)}."
+            )
+        path = SHIPPED[str(name)]
+    return path
+
+
+def with_settings(arguments: Mapping[str, Any], settings: Sequence[str], keys: Sequence[str] = KEYS) -> dict[str, Any]:
     """The arguments with some of them set to other values. `sweep` itself checks the values.
 
     settings: "key=value" or "key.inner=value"; the value is YAML, as in a file.
+    keys: those that there are.
     Raises ValueError for what is not a setting, for an unknown key, and for a value that is not YAML.
 
     >>> with_settings({"task": "digits", "task_options": {"epochs": 6}}, ["task_options.epochs=3", "seeds=[1, 2]"])
@@ -101,9 +116,9 @@ def with_settings(arguments: Mapping[str, Any], settings: Sequence[str]) -> dict
             raise ValueError(
                 f"--set is {shown(setting)}. Expected: key=value. Take task_options.epochs=3, for instance."
             )
-        if key not in KEYS:
-            where = f" Did you mean task_options.{key}?" if key in OPTIONS else did_you_mean(key, KEYS)
-            raise ValueError(f"--set: unknown key {shown(key)}.{where} Known: {', '.join(KEYS)}.")
+        if key not in keys:
+            where = f" Did you mean task_options.{key}?" if key in OPTIONS else did_you_mean(key, keys)
+            raise ValueError(f"--set: unknown key {shown(key)}.{where} Known: {', '.join(keys)}.")
         try:
             value = YAML(typ="safe", pure=True).load(text)
             _require_small(value)

@@ -20,8 +20,8 @@ from typing import Any
 
 import fpsim
 from ada_loss.files import ChangedFolder, content_of, folder_at, require_own, strict_json, write_atomically
-from ada_loss.lab.cells.cell_formats import label
-from ada_loss.lab.cells.cells import OPTIONS, Cell, plan_all, stored_cell
+from ada_loss.lab.cells.cell_formats import BASELINE, label
+from ada_loss.lab.cells.cells import OPTIONS, Cell, digest, plan_all, stored_cell
 from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_local, path_of
 from ada_loss.lab.cells.ledger import CannotWrite, Ledger, OtherBits, RowChanged
 from ada_loss.lab.cells.lock import lock_path, require_lockable
@@ -44,7 +44,7 @@ from ada_loss.lab.sweep.prepare import prepare
 from ada_loss.lab.sweep.progress import Progress
 from ada_loss.lab.sweep.work import WorkOrder, order_of, said, work
 from ada_loss.lab.tasks import find_task, is_of_library
-from ada_loss.lab.terminal import say
+from ada_loss.lab.terminal import offer, say
 from fpsim.checks import known_arguments, pip_install, require_flag
 
 __all__ = ["is_trusted", "remember", "resume", "run_cells", "sweep"]
@@ -103,13 +103,43 @@ def sweep(
     interrupted goes on from its checkpoint in `out`, to the same bits.
 
     Args:
-        task, formats, scaling, roundings, seeds, task_options, updates: the cells; see `plan`.
-        also: more cells for the same folder: mappings of these arguments, each with what differs; see `plan_all`.
+        task: what is trained: the name of a task (`ada-loss tasks` lists them), "module:function", or a function from a
+            seed to a `Task`.
+        formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`, of which "products" is
+            a mapping too: of "x", "w" and "dy" to the formats of operands, or of the fields of `fpsim.Products`.
+            {"schedule": {0: "fp16", 0.8: "bf16"}} is several in turn, from a fraction of all steps, or a step, on.
+            {"native": "fp16"} trains in real float16, under torch.autocast. {"name": "mine", "format": "mxfp4"} has a
+            name of your own.
+        scaling: how gradients are scaled: "none", a number for a constant, a loss rule's name ("torch", "nnabla"),
+            "adaptive" or a layer rule's name ("exact", "current").
         train: a training function of your own instead of a task. It is called with a `Job`, which has the format, the
             scaling method, the seed, the device and task_options, trains, and returns its metrics, {name: number}.
+        roundings: names, one for all roles each; "stochastic_gradients" rounds gradients alone stochastically. None is
+            nearest-even; but where adaptive or current scaling fits gradients to a format of at most 6 bits, it is
+            "stochastic_gradients".
+        seeds: how many, or which.
+        task_options: the options of the training: "optimizer", "learning_rate", "steps" and others, which the page
+            "What a sweep may say" lists.
+        updates: what the optimizer stores: names of `fpsim.UPDATES`, or mappings with the fields of `fpsim.Update`;
+            "float32" is an optimizer as it is.
+        also: more cells for the same folder: mappings of the arguments above, each with what differs. One with another
+            task has that task's options.
         baseline: whether float32, with which the report compares, is trained with each seed too.
-        workers, engine, device, time_limit, memory_limit, resources, engine_timeout: see `Execution`.
-        retry_failed, keep_states, keep_old: see `Execution`, too.
+        workers: the number of processes of this machine, and of cells at once in an executor of unknown size.
+        engine: what computes the cells: "here", this process; "local", processes of this machine; "tcp://HOST:PORT" or
+            "tls://HOST:PORT", the workers of a Dask scheduler; an executor of concurrent.futures. None is "here" for
+            one worker without a time limit, else "local".
+        device: where a cell computes, "cpu", "cuda" or one GPU such as "cuda:1".
+        time_limit: the seconds that one cell may take; None for no limit.
+        memory_limit: of one local worker, beyond which it is replaced: "auto" divides the machine's memory among them,
+            a number of bytes such as "4 GiB", 0 for no limit.
+        resources: what a cell needs of a Dask worker, such as {"GPU": 1}; each local worker has it.
+        engine_timeout: the seconds to wait for a scheduler, and for its first worker.
+        retry_failed: whether cells that failed run again.
+        keep_states: whether the states at which formats change are kept in the folder, so that cells that are added
+            later begin from them; each is as large as a checkpoint.
+        keep_old: whether a folder is gone on with whose cells have the numbers of another version of this library; see
+            `fpsim.BITS`.
         out: the folder that keeps everything.
         track: who else is told of the cells, while they train: "tensorboard", "mlflow" and "wandb", which write to the
             folder, or trackers.
@@ -124,7 +154,7 @@ def sweep(
         ValueError: for invalid arguments, and for a folder with numbers of another version of this library, before any
             work.
         TypeError: for arguments of another type, before any work.
-        RuntimeError: `SweepStopped`, where it cannot go on.
+        RuntimeError: where it cannot go on, with what to do.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)
@@ -139,7 +169,8 @@ def sweep(
         _say_what_is_decidable(cells)
     results = run_cells(cells, folder, execution, function, track=track, show_progress=show_progress, goals=said)
     if why and explain(folder, execution, function):
-        return Results(folder)
+        results = Results(folder)
+    _offer_the_report(results, show_progress)
     return results
 
 
@@ -192,7 +223,15 @@ def resume(
         find_task(path_of(name))
     for name in _functions_of(cells):
         _require_trust("operand", name, folder, trust)
-    return run_cells(cells, folder, execution, track=track, show_progress=show_progress)
+    results = run_cells(cells, folder, execution, track=track, show_progress=show_progress)
+    _offer_the_report(results, show_progress)
+    return results
+
+
+def _offer_the_report(results: Results, show_progress: bool) -> None:
+    """Name what a sweep from Python has not written; the command line writes it."""
+    if show_progress and results.counts["done"]:
+        offer(f"results.report() writes {results.out / 'report.html'}: verdict, tables, pictures and every cell.")
 
 
 def _require_trust(kind: str, name: str, folder: Path, trust: bool) -> None:
@@ -432,7 +471,8 @@ class _Driver:
         written = {"telemetry_bytes": len(telemetry), "telemetry_sha256": telemetry_digest(telemetry)}
         self._write(cell, "running", lambda: self.ledger.finish(cell.id, {**result, **written}))
         self.notifier.tell(cell.id, cell.config, result)
-        self.progress.compare(str(cell), result)
+        setting = digest({**cell.config, "seed": None})
+        self.progress.compare(str(cell), result, setting, cell.config["format"] == BASELINE)
         return True
 
     def _fail(self, cell: Cell, error: str, trace: str = "") -> None:

@@ -10,11 +10,13 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from statistics import stdev
 from types import TracebackType
 from typing import Any
 
 from ada_loss.files import content_of, remove_from, write_atomically
 from ada_loss.lab.directions import Directions, keep_directions
+from ada_loss.lab.results.table import is_share, mean_and_deviation, mean_of
 from ada_loss.lab.terminal import say, tqdm
 
 __all__ = ["Progress", "StepFile", "steps_path"]
@@ -54,7 +56,7 @@ class StepFile:
 
 
 class Progress:
-    """Shows how many cells are done, at which steps those are that run, and the best so far.
+    """Shows how many cells are done, at which steps those are that run, and the best mean so far.
 
     total, done: the number of cells, and of those that are done already.
     out: the folder of the sweep, where workers write their steps.
@@ -70,7 +72,8 @@ class Progress:
         self.best, self._first, self._began, self._said = "", done, time.monotonic(), time.monotonic()
         self.running: dict[str, None] = {}
         self.goals = dict(goals)
-        self._metric, self._best = "", math.nan
+        self._metric = ""
+        self._values: dict[str, tuple[str, bool, list[float]]] = {}  # (words, whether float32, of each seed) by setting
         self._bar, self._pause = None, FIRST_LINE
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -110,22 +113,46 @@ class Progress:
         if self._bar is not None and is_over:
             self._bar.update()
 
-    def compare(self, cell: str, result: Mapping[str, Any]) -> None:
-        """Remember a cell if it is the best so far by its first metric; keep the goals that its task states.
+    def compare(self, cell: str, result: Mapping[str, Any], setting: str = "", is_baseline: bool = False) -> None:
+        """Take a cell into the mean of its setting, by its first metric; keep the goals that its task states.
 
-        Nothing is best where nobody knows whether a larger or a smaller value is, and no training that diverged is.
-        The metric is that of the first cell: values of two metrics are not compared.
+        Nothing is best where nobody knows whether a larger or a smaller value is. A training that diverged makes its
+        setting none of the best. The metric is that of the first cell: values of two metrics are not compared.
+
+        cell: in words, "fp16 nearest_even none seed 0".
+        setting: what it shares with the cells of other seeds, and with no others; its words without the seed if "".
+        is_baseline: whether it is float32's, which stands beside the best.
         """
         told = {name: goal for name, goal in result.get("goals", {}).items() if name not in self.goals}
         if told:
             self.goals |= told
             keep_directions(self.out, told)
+        words = cell.rpartition(" seed ")[0] or cell
         for name, value in [*result["metrics"].items()][:1]:
-            sign = Directions(self.goals).sign(name)
-            if not sign or result.get("diverged") or math.isnan(value) or name != (self._metric or name):
+            if not Directions(self.goals).sign(name) or name != (self._metric or name):
                 continue
-            if not self._best >= sign * value:
-                self._metric, self._best, self.best = name, sign * value, f"best: {cell} {name} {value:.4g}"
+            self._metric = name
+            values = self._values.setdefault(setting or words, (words, is_baseline, []))[2]
+            values.append(math.nan if result.get("diverged") else value)
+        self.best = self._best_so_far()
+
+    def _best_so_far(self) -> str:
+        """The setting with the best mean so far, and float32's mean; how many seeds stand behind each."""
+        sign = Directions(self.goals).sign(self._metric) if self._metric else 0
+        parts = []
+        for wanted in (False, True):
+            means = [
+                (sign * mean_of(values), words, values)
+                for words, is_baseline, values in self._values.values()
+                if is_baseline == wanted and not math.isnan(mean_of(values))
+            ]
+            if means:
+                best, words, values = max(means)
+                deviation = stdev(values) if len(values) > 1 else math.nan
+                unit = " %" if is_share(self._metric) else ""
+                seeds = "1 seed" if len(values) == 1 else f"{len(values)} seeds"
+                parts.append(f"{words} {mean_and_deviation(self._metric, sign * best, deviation)}{unit} ({seeds})")
+        return f"best mean {self._metric}: {', '.join(parts)}" if parts else ""
 
     def _watch(self) -> None:
         while not self._over.wait(READ_EVERY):

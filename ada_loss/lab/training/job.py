@@ -96,7 +96,7 @@ class Job:
         self.update = None if as_update(update).is_float32 else as_update(update)
         self.fmt, self.rounding, self.scaling, self.seed, self.device = fmt, rounding, scaling, seed, device
         if rounding is not None:
-            fpsim.Policy("fp16", rounding=rounding)  # which raises for an unknown one
+            fpsim.Policy(weight="fp16", rounding=rounding)  # which raises for an unknown one
         if not isinstance(scaling, str) and not is_number(scaling):
             raise TypeError(f"scaling={shown(scaling)} is not a scaling method. Expected: a name or a number.")
         require_method(scaling)

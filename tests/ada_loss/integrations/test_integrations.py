@@ -158,16 +158,98 @@ def test_a_model_that_casts_to_float16_itself_is_trained_as_by_hand(
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_quantised_model_inside_of_bfloat16_is_trained_as_by_hand(tmp_path: Path, loop: str) -> None:
+    """The format is emulated inside of real bfloat16 tensors: what the loop by hand does, a loop with a scaler does."""
+    pytest.importorskip("lightning.pytorch" if loop == "lightning" else "accelerate")
+
+    class Cast(nn.Module):  # as the loops cast: around the forward alone
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = fpsim.quantize(network(), FORMAT)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.net(x)
+            return y.float()
+
+    parameters, _, _ = expected(1024.0, native=Cast())
+    assert not all(map(torch.equal, parameters, expected(1024.0)[0]))  # beside float32 tensors it is another training
+    model = fpsim.quantize(network(), FORMAT)
+    optimizer, scaler = sgd(model), GradScaler(loss_rule("static", scale=1024.0, skip_overflow=True))
+    if loop == "accelerate":
+        import accelerate
+
+        from ada_loss.integrations.huggingface import use_scaler
+
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+        use_scaler(accelerator, scaler)
+        prepared, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader([*zip(*data())], batch_size=4))
+        for x, y in loader:
+            loss = F.cross_entropy(prepared(x), y)
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(prepared.parameters(), NORM)
+            optimizer.step()
+        accelerate.state.AcceleratorState._reset_state(True)
+    elif loop == "trainer":
+        import accelerate
+
+        accelerate.state.AcceleratorState._reset_state(True)
+        trainer_of(Classifier(model), optimizer, scaler, tmp_path, bf16=True).train()
+        accelerate.state.AcceleratorState._reset_state(True)
+    else:
+        fit(model, optimizer, scaler, tmp_path, "bf16-mixed")
+    assert same(model, parameters)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_format_that_half_tensors_cannot_hold_names_the_option_to_leave_out(tmp_path: Path) -> None:
+    pytest.importorskip("lightning.pytorch")
+    model = fpsim.quantize(network(), "fp16")
+    x = data()[0][:4]
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError) as error:
+        model(x)
+    for option in ("precision='bf16-mixed' of Lightning", "mixed_precision='bf16' of Accelerate", "bf16=True of"):
+        assert option in str(error.value)
+    with pytest.raises(RuntimeError, match=r"Leave it out.*precision='bf16-mixed' of Lightning"):
+        fit(model, sgd(model), GradScaler(), tmp_path, "bf16-mixed")
+    with pytest.raises(RuntimeError, match=r"with model\.float\(\)"):
+        fpsim.quantize(network().bfloat16(), "fp16")(x.bfloat16())
+
+    def train(job: Job) -> dict[str, float]:
+        half = job.quantize(network(job.seed).bfloat16())
+        return {"loss": float(F.cross_entropy(half(x.bfloat16()).float(), data()[1][:4]))}
+
+    results = ada_loss.sweep(None, ["e5m2"], train=train, out=tmp_path / "sweep", show_progress=False)
+    assert [row["format"] for row in results.rows()] == ["e5m2"]  # which bfloat16 holds
+    (failure,) = results.failures()
+    assert failure["config"]["format"] == "fp32"  # the baseline
+    assert "a model that has half parameters with model.float()" in failure["error"]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_what_a_loop_does_not_scale_or_cast_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate = pytest.importorskip("accelerate")
     from ada_loss.integrations.huggingface import use_scaler
 
     accelerate.state.AcceleratorState._reset_state(True)
-    for scaler in (GradScaler(), GradScaler(layers=network())):
-        for precision, words in (("fp16", "casts nothing on cpu"), ("bf16", "needs no loss scale")):
-            with pytest.raises(ValueError, match=words):
-                use_scaler(accelerate.Accelerator(cpu=True, mixed_precision=precision), scaler)
-            accelerate.state.AcceleratorState._reset_state(True)
+    for scaler, precision, words in (
+        (GradScaler(), "fp16", "casts nothing on cpu"),
+        (GradScaler(layers=network()), "fp16", "casts nothing on cpu"),
+        (GradScaler(layers=network()), "bf16", r"needs no loss scale, and GradScaler\(layers=...\) scales float16"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            use_scaler(accelerate.Accelerator(cpu=True, mixed_precision=precision), scaler)
+        accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    use_scaler(accelerator, GradScaler())
+    with pytest.raises(
+        ValueError, match=r"needs no loss scale, and Sequential is not quantised\. Leave use_scaler out"
+    ):
+        accelerator.prepare(network())
+    accelerate.state.AcceleratorState._reset_state(True)
     accelerator = accelerate.Accelerator(cpu=True)
     for loop in (accelerate.DistributedType.DEEPSPEED, accelerate.DistributedType.MEGATRON_LM):
         monkeypatch.setattr(accelerator.state, "distributed_type", loop)
@@ -177,8 +259,14 @@ def test_what_a_loop_does_not_scale_or_cast_is_refused(tmp_path: Path, monkeypat
     pytest.importorskip("lightning.pytorch")
     from ada_loss.integrations.lightning import ScaledPrecision
 
-    with pytest.raises(ValueError, match="Expected: '32-true', '16-mixed'"):
-        ScaledPrecision(GradScaler(), "bf16-mixed")
+    with pytest.raises(ValueError, match="Expected: '32-true', '16-mixed', 'bf16-mixed'"):
+        ScaledPrecision(GradScaler(), "bf16-true")
+    with pytest.raises(ValueError, match=r"needs no loss scale, and GradScaler\(layers=...\) scales float16"):
+        ScaledPrecision(GradScaler(layers=network()), "bf16-mixed")
+    with pytest.raises(
+        ValueError, match=r"needs no loss scale, and nothing in .* is quantised\. Leave ScaledPrecision out"
+    ):
+        fit(network(), None, GradScaler(), tmp_path, "bf16-mixed")
     with pytest.raises(ValueError, match="where precision='16-mixed' casts nothing"):
         ScaledPrecision(GradScaler(), "16-mixed").pre_backward(torch.ones(()), None)
     with pytest.raises(ValueError, match="LBFGS calls its closure several times"):
@@ -316,7 +404,7 @@ def fit(
 
     module = Module()
     trainer = lightning.Trainer(
-        accelerator="cpu" if precision == "32-true" else "gpu",
+        accelerator="gpu" if precision == "16-mixed" else "cpu",
         max_epochs=1,
         gradient_clip_val=NORM,
         plugins=[ScaledPrecision(scaler, precision)],

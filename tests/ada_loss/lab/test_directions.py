@@ -186,7 +186,7 @@ def test_progress_names_the_smallest_loss(tmp_path: Path) -> None:
     progress = Progress(2, 0, tmp_path, "", False)
     for cell, value in (("worse", 1.6), ("better", 0.2), ("worst", 8.0)):
         progress.compare(cell, {"metrics": {"val_loss": value}})
-    assert progress.best == "best: better val_loss 0.2"
+    assert progress.best == "best mean val_loss: better 0.2000 (1 seed)"
     silent = Progress(2, 0, tmp_path, "", False)
     silent.compare("any", {"metrics": {"speed": 1.0}})
     assert silent.best == ""
@@ -202,7 +202,26 @@ def test_progress_calls_no_diverged_training_and_no_other_metric_the_best(tmp_pa
         ("worse", {"loss": 3.0}, False),
     ):
         progress.compare(cell, {"metrics": metrics, "diverged": diverged})
-    assert progress.best == "best: first loss 2"
+    assert progress.best == "best mean loss: first 2.0000 (1 seed)"
+
+
+def test_progress_compares_means_over_seeds_of_one_setting_and_names_float32_beside_the_best(tmp_path: Path) -> None:
+    progress = Progress(9, 0, tmp_path, "", False)
+
+    def tell(cell: str, accuracy: float, setting: str, is_baseline: bool = False, diverged: bool = False) -> None:
+        progress.compare(cell, {"metrics": {"accuracy": accuracy}, "diverged": diverged}, setting, is_baseline)
+
+    tell("fp16 nearest_even none seed 0", 0.99, "a")  # the best seed of all, of a setting that is not the best
+    tell("fp16 nearest_even none seed 1", 0.81, "a")
+    tell("e5m2 nearest_even torch seed 0", 0.94, "b")
+    tell("e5m2 nearest_even torch seed 1", 0.92, "b")
+    tell("e5m2 nearest_even torch seed 0", 0.10, "c")  # with other options: a setting of its own
+    tell("fp32 nearest_even none seed 0", 0.98, "d", is_baseline=True)
+    assert progress.best == (
+        "best mean accuracy: e5m2 nearest_even torch 93.0 ± 1.4 % (2 seeds), fp32 nearest_even none 98.0 % (1 seed)"
+    )
+    tell("e5m2 nearest_even torch seed 2", 0.99, "b", diverged=True)
+    assert "accuracy: fp16 nearest_even none 90.0 ± 12.7 % (2 seeds), fp32" in progress.best
 
 
 def test_a_sweep_states_directions_also_when_nothing_is_left_to_train(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class PartlyWide(nn.Module):
 
 @pytest.mark.parametrize(
     "policy",
-    ["fp16", fpsim.Policy("fp16", error="fp32", weight_grad="fp32"), "mxfp8_e4m3"],
+    ["fp16", fpsim.Policy(weight="fp16", error="fp32", weight_grad="fp32"), "mxfp8_e4m3"],
     ids=["fp16", "float32 gradients", "mxfp8"],
 )
 @pytest.mark.parametrize("is_scaled", [False, True], ids=["", "scaled"])

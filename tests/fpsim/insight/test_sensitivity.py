@@ -177,7 +177,7 @@ def test_where_no_module_repairs_the_loss_alone_a_pair_that_does_is_found() -> N
 def test_of_pairs_that_may_repair_a_loss_those_of_twelve_modules_are_tried(modules: int, tried: int) -> None:
     """66 = 12 * 11 / 2; 13 modules have 78 pairs."""
     policies: list[fpsim.Policy] = []
-    ranking = Sensitivity(fpsim.Policy("fp16"))
+    ranking = Sensitivity(fpsim.Policy(weight="fp16"))
     ranking.extend({"module": str(i)} for i in range(modules))
 
     class Broken:
@@ -252,7 +252,7 @@ def test_a_step_runs_the_model_itself_and_leaves_it_as_it_was() -> None:
 
 
 def test_the_seed_is_0_unless_it_is_given() -> None:
-    policy = fpsim.Policy("e4m3fn", rounding="stochastic")
+    policy = fpsim.Policy(weight="e4m3fn", rounding="stochastic")
     default, zero, one = (fpsim.sensitivity(three(), loss, policy, **seed) for seed in ({}, {"seed": 0}, {"seed": 1}))
     assert list(default) == list(zero)
     assert default.quantised != one.quantised

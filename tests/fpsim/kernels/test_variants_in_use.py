@@ -185,7 +185,7 @@ def test_a_variant_is_part_of_what_a_rounding_is(variant: str) -> None:
     assert policy.specs().activation == any_spec("fp16", "stochastic", None, 4)
     model = fpsim.quantize(torch.nn.Sequential(torch.nn.Linear(2, 2)), policy)
     assert f"fp16 stochastic 4 random bits variant {variant}" in str(fpsim.summary(model))
-    overridden = Policy("fp16", rounding="stochastic", random_bits=4, variant=variant, overrides={"0": "bf16"})
+    overridden = Policy(weight="fp16", rounding="stochastic", random_bits=4, variant=variant, overrides={"0": "bf16"})
     inner = overridden.for_modules(torch.nn.Sequential(torch.nn.Linear(2, 2)))["0"]
     assert inner.specs().error == any_spec("bf16", "stochastic", None, 4, variant)
 
@@ -195,7 +195,7 @@ def test_what_was_pickled_before_there_were_variants_is_variant_a() -> None:
         any_spec("e4m3fn", "stochastic", None, 4),
         Operand("e4m3fn", "stochastic", random_bits=4),
         Accumulator("bf16", "stochastic", random_bits=4),
-        Policy("fp16"),
+        Policy(weight="fp16"),
     ):
         older = object.__new__(type(value))
         older.__dict__.update({k: v for k, v in value.__dict__.items() if k != "variant"})
@@ -244,9 +244,9 @@ def test_products_take_it_and_another_rounding_leaves_it_behind() -> None:
         (lambda: Accumulator("fp16", variant="B"), "without a 'stochastic' rounding"),
         (lambda: Accumulator("fp32", "stochastic", random_bits=28, variant="C"), "from 1 to 27"),
         (lambda: Accumulator("fp16", "stochastic", variant="C"), "without random_bits"),
-        (lambda: Policy("fp16", rounding="stochastic", variant="C"), "without random_bits"),
-        (lambda: Policy("fp16", variant={"weigth": "C"}), "variant names 'weigth'"),
-        (lambda: Policy("fp16", variant="Z"), "Unknown variant 'Z'"),
+        (lambda: Policy(weight="fp16", rounding="stochastic", variant="C"), "without random_bits"),
+        (lambda: Policy(weight="fp16", variant={"weigth": "C"}), "variant names 'weigth'"),
+        (lambda: Policy(weight="fp16", variant="Z"), "Unknown variant 'Z'"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_remedy(call: Callable[[], object], error: str) -> None:

@@ -228,8 +228,8 @@ def test_a_forward_that_is_a_property_is_refused_before_anything_is_changed(inpl
     with pytest.raises(TypeError, match=r"1 \(Doubling\) has a property for its forward, which cannot be intercepted"):
         quantize(model, "fp16", inplace=inplace)
     assert "fpsim" not in repr(model)
-    expected = quantize(nn.Sequential(model[0]), Policy("fp16"))(x) * 2
-    model = quantize(model, Policy("fp16", overrides={"1": None}), inplace=inplace)
+    expected = quantize(nn.Sequential(model[0]), Policy(weight="fp16"))(x) * 2
+    model = quantize(model, Policy(weight="fp16", overrides={"1": None}), inplace=inplace)
     assert torch.equal(model(x), expected)
 
 
@@ -239,7 +239,7 @@ def test_a_forward_that_is_a_property_is_refused_before_anything_is_changed(inpl
     "compiled", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(6))], ids=["script", "trace"]
 )
 def test_a_part_in_torchscript_stays_in_float32(compiled: Callable[[nn.Module], Any], inplace: bool, x: Tensor) -> None:
-    layers, policy = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)], Policy("fp16", overrides={"1": None})
+    layers, policy = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)], Policy(weight="fp16", overrides={"1": None})
     expected = quantize(nn.Sequential(*layers), policy)(x)
     layers[1] = compiled(layers[1])
     whole = nn.Sequential(*layers)
@@ -443,7 +443,7 @@ def test_a_trace_is_refused(net: Net, x: Tensor) -> None:
 @pytest.mark.parametrize("bits", ["8", 0, 33, 1.5, {"error": "8"}])
 def test_random_bits_are_checked_where_nothing_is_stochastic_too(bits: object) -> None:
     with pytest.raises(ValueError, match=r"random_bits=.*Expected: 1 to 32"):
-        Policy("fp16", random_bits=bits)  # type: ignore[arg-type]
+        Policy(weight="fp16", random_bits=bits)  # type: ignore[arg-type]
 
 
 def test_a_layer_with_two_names_is_summarised_once() -> None:

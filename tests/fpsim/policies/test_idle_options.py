@@ -17,16 +17,18 @@ def test_random_bits_beside_rounding_to_nearest_warn() -> None:
         fpsim.quantize(nn.Linear(2, 2), Policy("bf16", "bf16", random_bits=8))
     model = fpsim.quantize(nn.Linear(2, 2), "bf16")
     with pytest.warns(UserWarning, match="random_bits=.*'error': 8.* changes nothing"):
-        fpsim.set_policy(model, Policy("bf16", random_bits={"error": 8}))
+        fpsim.set_policy(model, Policy(weight="bf16", random_bits={"error": 8}))
 
 
 def test_random_bits_that_a_role_uses_do_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fpsim.quantize(nn.Linear(2, 2), Policy("bf16", rounding="stochastic", random_bits=8))
-        fpsim.quantize(nn.Linear(2, 2), Policy("bf16", error="e5m2", rounding={"error": "stochastic"}, random_bits=8))
-        fpsim.quantize(nn.Linear(2, 2), Policy("bf16", random_bits={"error": None}))
-        inner = Policy("e5m2", rounding="stochastic")
+        fpsim.quantize(nn.Linear(2, 2), Policy(weight="bf16", rounding="stochastic", random_bits=8))
+        fpsim.quantize(
+            nn.Linear(2, 2), Policy(weight="bf16", error="e5m2", rounding={"error": "stochastic"}, random_bits=8)
+        )
+        fpsim.quantize(nn.Linear(2, 2), Policy(weight="bf16", random_bits={"error": None}))
+        inner = Policy(weight="e5m2", rounding="stochastic")
         fpsim.quantize(nn.Sequential(nn.Linear(2, 2)), Policy(random_bits=8, overrides={"0": inner}))
 
 

@@ -12,7 +12,7 @@ from fpsim.policies.policy import policy_of_modules
 
 PARENTS = {"a": "", "a.b": "a", "a.b.c": "a.b", "ab": ""}
 MODEL = nn.ModuleDict({"a": nn.ModuleDict({"b": nn.ModuleDict({"c": nn.Linear(1, 1)})}), "ab": nn.Linear(1, 1)})
-POLICIES = (Policy(), Policy("fp16", float32=("softmax",)), Policy(error="e5m2"))
+POLICIES = (Policy(), Policy(weight="fp16", float32=("softmax",)), Policy(error="e5m2"))
 
 
 def test_each_module_has_its_own_policy_and_an_override_only_where_its_parent_has_another() -> None:

@@ -111,8 +111,10 @@ def test_texts_name_the_products() -> None:
     )
     rows = fpsim.summary(model)
     assert [row.products for row in rows] == [text, text, text, ""]
-    assert text in str(rows)
-    assert "products" in str(rows).splitlines()[0]
+    printed = str(rows).splitlines()
+    assert f"A: {text}" in " ".join(str(rows).split())  # too long for a line of 100 columns
+    assert printed[0].endswith("products")
+    assert [line.endswith("  A") for line in printed[2:6]] == [False, True, False, False]  # the linear layer alone
     assert f"products: {text}" in str(model)
     assert str(Policy(products=HYBRID, overrides={"2": None})) == f"products: {text}; 2: float32"
     assert "products" not in str(fpsim.summary(quantize(nn.Linear(2, 2), "bf16")))

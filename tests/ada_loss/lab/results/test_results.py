@@ -72,13 +72,18 @@ def test_a_table_goes_to_markdown_latex_csv_and_json(tmp_path: Path) -> None:
     table = written(tmp_path, {("fp_16", "none"): (0.5,)}).table()
     assert table.to("markdown") == "| format \\ scaling | none |\n|---|---:|\n| fp_16 | 50.0 |\n"
     assert table.to("latex").splitlines() == [
+        r"% \usepackage{booktabs}",
+        r"\begin{table}",
+        r"\centering",
+        r"\caption{accuracy in \%: of 1 training each}",
         r"\begin{tabular}{lr}",
         r"\toprule",
-        r" & none \\",
+        r"format \textbackslash{} scaling & none \\",
         r"\midrule",
         r"fp\_16 & 50.0 \\",
         r"\bottomrule",
         r"\end{tabular}",
+        r"\end{table}",
     ]
     (line,) = csv.DictReader(table.to("csv").splitlines())
     assert (line["format"], line["accuracy mean"], line["cells"]) == ("fp_16", "0.5", "1")
@@ -89,6 +94,20 @@ def test_a_table_goes_to_markdown_latex_csv_and_json(tmp_path: Path) -> None:
     assert json.loads(table.to("json"), parse_constant=pytest.fail)[0]["accuracy mean"] is None
     with pytest.raises(ValueError, match=r"'word'\. Known: markdown, latex, csv, json"):
         table.to("word")
+
+
+def test_the_caption_of_a_table_in_latex_says_what_its_numbers_are(tmp_path: Path) -> None:
+    for name, places, words in (
+        ("one", {("fp16", "none"): (0.5, 0.6, 0.7)}, "mean and standard deviation of 3 trainings"),
+        (
+            "two",
+            {("fp16", "none"): (0.5, 0.6, 0.7), ("e5m2", "none"): (0.5,)},
+            "mean and standard deviation of 1 to 3 trainings",
+        ),
+    ):
+        assert (
+            rf"\caption{{accuracy in \%: {words}}}" in written(tmp_path / name, places).table().to("latex").splitlines()
+        )
 
 
 def test_options_that_follow_from_the_task_are_in_no_title(tmp_path: Path) -> None:
@@ -111,7 +130,7 @@ def test_options_that_follow_from_the_task_are_in_no_title(tmp_path: Path) -> No
 def test_a_policy_with_overrides_is_shown_in_latex_as_it_is(tmp_path: Path) -> None:
     table = written(tmp_path, {("overrides={'a_b': 50%} \\ ~ ^ $&#", "none"): (0.5,)}).table()
     safe = r"overrides=\{'a\_b': 50\%\} \textbackslash{} \textasciitilde{} \textasciicircum{} \$\&\#"
-    assert table.to("latex").splitlines()[4] == rf"{safe} & 50.0 \\"
+    assert table.to("latex").splitlines()[8] == rf"{safe} & 50.0 \\"
 
 
 def test_what_else_differs_makes_tables_of_its_own_and_is_never_averaged(tmp_path: Path) -> None:

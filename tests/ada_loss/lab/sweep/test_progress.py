@@ -18,6 +18,7 @@ from children import environment
 
 import ada_loss
 import fpsim
+from ada_loss.lab import terminal
 from ada_loss.lab.sweep import progress
 from ada_loss.lab.sweep.config import with_settings
 from ada_loss.lab.sweep.driver import resume, sweep
@@ -33,7 +34,10 @@ def test_without_a_terminal_there_are_plain_lines_from_the_first_moment_on(tmp_p
     said = subprocess.run([sys.executable, "-c", CODE, tmp_path], capture_output=True, text=True, env=environment())
     lines = said.stderr.splitlines()
     assert lines[0] == "6 cells; one at a time in this process"
-    assert re.fullmatch(r"6/6 cells, \d+ s; best: .* accuracy .*", lines[-1])
+    seeds = r"[\d.]+ ± [\d.]+ % \(3 seeds\)"
+    means = rf"e5m2 nearest_even none {seeds}, fp32 nearest_even none {seeds}"
+    assert re.fullmatch(rf"6/6 cells, \d+ s; best mean accuracy: {means}", lines[-2])
+    assert lines[-1].startswith(f"results.report() writes {tmp_path / 'report.html'}: verdict, tables")
     assert "\r" not in said.stderr
     assert said.stdout == ""
 
@@ -59,6 +63,22 @@ def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:
     assert b"6 cells; one at a time" in said
     assert b"6/6" in said
     assert b"\r" in said
+
+
+def test_a_sweep_from_python_offers_its_report_and_a_silent_one_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"task_options": {"epochs": 1}, "out": tmp_path, "baseline": False}
+    results = sweep("sweep_tasks:tiny", ["e5m2"], **options)
+    said = capsys.readouterr().err
+    (path,) = re.findall(r"^results\.report\(\) writes (.*?): ", said, re.MULTILINE)
+    assert not Path(path).exists()
+    assert str(results.report()) == path  # what was offered
+    sweep("sweep_tasks:tiny", ["e5m2"], show_progress=False, **options)
+    assert "report()" not in capsys.readouterr().err
+    with terminal.without_offers():  # as the command line has it, which writes the report
+        sweep("sweep_tasks:tiny", ["e5m2"], **options)
+    assert "report()" not in capsys.readouterr().err
 
 
 def test_the_steps_of_a_cell_are_told_while_it_runs(

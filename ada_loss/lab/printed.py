@@ -1,0 +1,136 @@
+"""What the command line prints: aligned tables with colour on a terminal, and the text itself where it is piped."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fpsim.checks import pip_install
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["is_terminal", "show", "show_lines", "show_table"]
+
+# Lines of a verdict, by their first words.
+COLOURS = {
+    "No more than": "green",
+    "Above": "green",
+    "Falls short": "red",
+    "Collapse": "red",
+    "Diverged": "red",
+    "Worse": "red",
+    "failed:": "red",
+    "Open": "yellow",
+    "Report:": "bold",
+    "Every training:": "bold",
+}
+WIDEST = 10_000
+NARROWEST = 24  # columns of names, where a table is wider than its terminal
+ROW = re.compile(r"\|(.*)\|")
+RULE = re.compile(r"\|(?::?-+:?\|)+")
+
+
+def show(text: object) -> None:
+    """Print a text; on a terminal the Markdown tables in it are drawn, and the lines of verdicts have colours."""
+    if not is_terminal():
+        print(text)
+        return
+    console = _console()
+    lines, table = str(text).splitlines(), []
+    for i, line in enumerate([*lines, ""]):  # the last ends a table
+        if ROW.fullmatch(line):
+            table.append(line)
+            continue
+        if table:
+            _draw(console, *_parsed(table))
+            table = []
+        if line or i < len(lines):
+            colour = next((c for words, c in COLOURS.items() if line.startswith(words)), "")
+            # as it is: brackets of intervals are no markup, and paths are not wrapped
+            console.print(line, style=colour, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_table(table: Any) -> None:
+    """Print a `Table` below its title; on a terminal the best mean of each row is bold."""
+    if not is_terminal():
+        print(f"{table.title}\n{table}")
+        return
+    console, sign = _console(), table.directions.sign(table.metric)
+    console.print(table.title, style="bold", markup=False, highlight=False)
+    rows, styles = [], []
+    for row in table.down:
+        means = [sign * table.mean(row, column) for column in table.across]
+        best = max((mean for mean in means if mean == mean), default=None) if sign else None
+        rows.append([row, *(table.text(row, column) for column in table.across)])
+        many = len({mean for mean in means if mean == mean}) > 1  # the only one is not the best of anything
+        styles.append(["", *("bold green" if many and mean == best else "" for mean in means)])
+    _draw(
+        console, [f"{table.rows} \\ {table.columns}", *table.across], rows, [False] + [True] * len(table.across), styles
+    )
+
+
+def show_lines(lines: Sequence[Sequence[str]]) -> None:
+    """Print aligned columns, of which the first line is their heads."""
+    if is_terminal():
+        _draw(_console(), lines[0], lines[1:], [False] * len(lines[0]))
+        return
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        print("  ".join(word.ljust(width) for word, width in zip(line, widths)).rstrip())
+
+
+def is_terminal() -> bool:
+    """Whether what is printed goes to a terminal that draws."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _console(width: int | None = None) -> Console:
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise ImportError(
+            f"The command line needs {error.name}, which is not installed: {pip_install('lab')}."
+        ) from None
+    return Console(width=width)  # which heeds NO_COLOR
+
+
+def _parsed(lines: Sequence[str]) -> tuple[list[str], list[list[str]], list[bool]]:
+    """The heads of a table in Markdown, its rows, and which columns are to the right."""
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line[1:-1])] for line in lines]
+    has_rule = len(lines) > 1 and RULE.fullmatch(lines[1]) is not None
+    to_the_right = [rule.endswith(":") for rule in cells[1]] if has_rule else [False] * len(cells[0])
+    return cells[0], cells[2:] if has_rule else cells[1:], to_the_right
+
+
+def _draw(
+    console: Console,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    to_the_right: Sequence[bool],
+    styles: Sequence[Sequence[str]] | None = None,
+) -> None:
+    from rich import box
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold cyan", pad_edge=False, show_edge=False)
+    for i, (head, is_right) in enumerate(zip(heads, to_the_right)):
+        # a long name breaks, and a number does not
+        table.add_column(Text(head), justify="right" if is_right else "left", overflow="fold", no_wrap=i > 0)
+    for i, row in enumerate(rows):
+        words = [Text(cell, style=styles[i][j] if styles else "") for j, cell in enumerate(row)]
+        for cell in words:
+            if cell.plain in ("-", "nan"):
+                cell.style = "dim" if cell.plain == "-" else "red"
+        table.add_row(*words)
+    natural = Measurement.get(console, console.options.update(width=WIDEST), table).maximum
+    longest = max(len(cells[0]) for cells in (heads, *rows))
+    needed = natural - longest + min(longest, NARROWEST)
+    if needed > console.width:  # the terminal breaks lines; rich would cut numbers off
+        console = _console(needed)
+    console.print(table)
