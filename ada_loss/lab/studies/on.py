@@ -29,6 +29,7 @@ __all__ = ["On", "OnRow", "function_at", "on", "runs"]
 
 LAST = 5  # the loss that a training ends with is the mean of its last fifth
 FLOAT32 = 32  # bits
+NOISE = 2.0**-20  # of the largest gradient of a module: float32 sums are not exacter
 WIDTH = 110  # of a printed line
 WORST = 3  # sites that are named
 
@@ -290,8 +291,21 @@ def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float
 
 
 def _worst(rows: Sequence[Mapping[str, Any]], role: str) -> tuple[tuple[str, float], ...]:
-    """The sites of a role with the largest errors, the largest first."""
-    found = [(row["site"], row["relative"]) for row in rows if row["role"] == role and row["relative"] is not None]
+    """The sites of a role with the largest errors, the largest first.
+
+    Not those whose float32 is noise: the gradient of a bias before a normalisation is zero but for roundings, and far
+    below that of the same module's weight.
+    """
+    of_role = [row for row in rows if row["role"] == role and row["relative"] is not None]
+    largest: dict[str, float] = {}
+    for row in of_role:
+        module = row["site"].rpartition(".")[0]
+        largest[module] = max(largest.get(module, 0.0), row["amax_a"] or 0.0)
+    found = [
+        (row["site"], row["relative"])
+        for row in of_role
+        if role != "weight_grad" or (row["amax_a"] or 0.0) >= NOISE * largest[row["site"].rpartition(".")[0]]
+    ]
     return tuple(sorted(found, key=lambda pair: -pair[1])[:WORST])
 
 
