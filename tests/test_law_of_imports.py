@@ -73,6 +73,7 @@ FLOORS = (
         "arguments calls",
         "aliases products promotion threads",
         "conversions product_calls roundings",
+        "without_graph",
         "short_way",
         "mode",
         "backward_code",

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.emulation.marks import ByIdentity, writes_to
+from fpsim.policies.products import ProductSpecs
 from fpsim.torch_modes import plain_tensors
 
-__all__ = ["KeptWeights"]
+__all__ = ["KeptWeights", "key_of_product"]
 
 _PATTERNS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by the size of a number in bytes
 
@@ -43,18 +44,27 @@ class KeptWeights:
         """Whether `x` is a parameter, or the kept copy of one."""
         return type(x) is nn.Parameter or self._copies.get(x) is not None
 
+    def find(self, x: Tensor, key: Hashable) -> Tensor | None:
+        """The copy that `copy_of` has made; None for none. Raises RuntimeError as that does."""
+        copies = self._kept.get(x)
+        kept = None if copies is None else copies.get(key)
+        if kept is None:
+            return None
+        if kept.writes != writes_to(x):
+            raise self._written(x)
+        return kept.copy
+
     def copy_of(self, x: Tensor, key: Hashable, make: Callable[[Tensor], Tensor]) -> Tensor:
         """The kept copy of a weight, which is `make(x)`. Raises RuntimeError where the weight was written to since."""
+        found = self.find(x, key)
+        if found is not None:
+            return found
         copies = self._kept.get(x)
         if copies is None:
             copies = self._kept[x] = {}
-        kept = copies.get(key)
-        if kept is None:
-            with plain_tensors():  # another call may need a gradient
-                kept = copies[key] = _Kept(writes_to(x), make(x), make)
-            self._copies[kept.copy] = True
-        elif kept.writes != writes_to(x):
-            raise self._written(x)
+        with plain_tensors():  # another call may need a gradient
+            kept = copies[key] = _Kept(writes_to(x), make(x), make)
+        self._copies[kept.copy] = True
         return kept.copy
 
     def require_unchanged(self) -> None:
@@ -72,6 +82,18 @@ class KeptWeights:
             f"{self._name_of(x)} was written to inside of fpsim.frozen(model), which rounds each weight once. What was "
             f"computed since may be of the old numbers. Write to weights outside of the block, and begin it again."
         )
+
+
+def key_of_product(specs: ProductSpecs, side: Hashable) -> Hashable | None:
+    """By what the second operand of a forward product is kept; None where each call quantises its own.
+
+    side: how it lies in the product.
+    """
+    first, operand = specs.fprop
+    if operand is None or operand.rounding == "stochastic" or operand.is_delayed or operand.is_own:
+        return None
+    is_changed = operand.ste == "clip" or (first is not None and first.hadamard is not None)
+    return None if is_changed else (str(operand), side)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -17,7 +18,9 @@ __all__ = [
     "MARK",
     "OF_A_WEIGHT",
     "WIDE",
+    "WIDE_MARK",
     "ByIdentity",
+    "alone_of",
     "forget",
     "forget_everywhere",
     "format_of",
@@ -37,7 +40,9 @@ __all__ = [
     "mark_as_view_of_weight",
     "mark_as_weight",
     "mark_like",
+    "mark_new",
     "mark_of",
+    "mark_of_new",
     "mark_rounded",
     "mark_wide",
     "note_inference_write",
@@ -61,6 +66,8 @@ MARK = "_fpsim"  # the attribute of a tensor where its mark is
 # later, has no place yet where its gradient is rounded. The mark WIDE stands for a dtype, not for values, and no write
 # changes it.
 Mark = tuple[str, int | None, Tensor | None, bool]
+
+WIDE_MARK: Mark = (WIDE, 0, None, True)  # all of what is float32 on purpose have this one: it is known by identity
 
 
 class _MarkAtScale(tuple[Any, ...]):
@@ -155,6 +162,12 @@ def mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
     x._fpsim = made if log2_scale is None else _MarkAtScale(made)  # type: ignore[attr-defined]
 
 
+@cache
+def mark_of_new(text: str) -> Mark:
+    """The mark of what was rounded as `text` says, has no gradient and was never written to; known by identity."""
+    return text, 0, None, False
+
+
 _has_wide = False
 
 
@@ -162,10 +175,10 @@ def mark_wide(x: Tensor) -> None:
     """Note that `x` is float32 on purpose, whatever is written to it."""
     global _has_wide
     _has_wide = True
-    x._fpsim = (WIDE, 0, None, True)  # type: ignore[attr-defined]
+    x._fpsim = WIDE_MARK  # type: ignore[attr-defined]
     if has_transform():  # what it is called outside of the transform
         for y in layers_behind(x):
-            y._fpsim = (WIDE, 0, None, True)  # type: ignore[attr-defined]
+            y._fpsim = WIDE_MARK  # type: ignore[attr-defined]
 
 
 def is_marked_wide(x: Tensor) -> bool:
@@ -184,6 +197,32 @@ def is_wide_tensor(x: Any) -> bool:
 def was_any_made_wide() -> bool:
     """Whether any tensor of this process was ever marked as float32 on purpose: until then nobody looks for it."""
     return _has_wide
+
+
+def mark_new(x: Tensor, made: Mark) -> None:
+    """`mark` of a result without a gradient. made: its mark if nothing was written to it, of `mark_of_new`."""
+    if x.is_inference():
+        mark(x, made[0])
+        return
+    writes = version_of(x)
+    x._fpsim = (made[0], writes, None, False) if writes else made  # type: ignore[attr-defined]
+
+
+def alone_of(x: Tensor, new: Mark) -> Mark | None:
+    """`new` or WIDE_MARK, where that much is known of a dense float32 and nothing else; None for any other tensor.
+
+    new: of `mark_of_new`. A tensor with another note on it, as one that is a weight, has a second attribute.
+    """
+    notes = x.__dict__
+    if len(notes) != 1 or x.dtype is not torch.float32 or x.layout is not torch.strided:
+        return None
+    mark = notes.get(MARK)
+    if mark is WIDE_MARK:
+        return WIDE_MARK
+    if mark is new:  # never of an inference tensor, which does not say how often it was written to
+        return None if version_of(x) or x.requires_grad else new
+    known = format_of(x)
+    return new if known == new[0] else WIDE_MARK if known == WIDE else None
 
 
 def mark_like(x: Tensor, known: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -156,6 +156,11 @@ def rounded_blocks(
     Raises ValueError for axes that `x` does not have.
     """
     return rounded_with_scales(x, spec, axis, across, key, scale, False, out)[0]
+
+
+def rounds_blocks(spec: BlockSpec, axis: int, across: int | None) -> Callable[[Tensor], Tensor]:
+    """`rounded_blocks` of many small tensors by one spec."""
+    return partial(rounded_blocks, spec=spec, axis=axis, across=across)
 
 
 def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None = None) -> Tensor:

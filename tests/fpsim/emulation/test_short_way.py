@@ -6,6 +6,8 @@ import copy
 import linecache
 import warnings
 from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +83,39 @@ def test_random_programs_show_the_same_by_either_way(name: str, ways: Counter[st
             for ways["is_long"] in (0, 1):
                 model = fpsim.quantize(copy.deepcopy(module), **SETTINGS[name])
                 shown.append(seen_of(model, inputs, program, number % 3 == 0))
+        linecache.cache.pop(space["__name__"], None)
+        assert shown[0] == shown[1], program.source()
+    assert ways["short"] > PROGRAMS
+
+
+WITHOUT_GRADIENTS = [torch.no_grad, torch.inference_mode]
+
+
+@pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen", "not frozen"])
+@pytest.mark.parametrize("off", WITHOUT_GRADIENTS, ids=lambda x: x.__name__)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_random_programs_without_a_graph_show_the_same_by_either_way(
+    name: str, off: Any, is_frozen: bool, ways: Counter[str]
+) -> None:
+    for number in range(PROGRAMS // 2):
+        program = replace(draw(random_genes(1000 + number), "bf16"), has_gradients=False)
+        space = space_of(program.source())
+        torch.default_generator.manual_seed(number)
+        module, inputs = space["Program"](), [torch.randn(4, 4) for _ in range(2)]
+        shown = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for ways["is_long"] in (0, 1):
+                model = fpsim.quantize(copy.deepcopy(module), **SETTINGS[name])
+                each = []
+                try:
+                    with fpsim.frozen(model) if is_frozen else nullcontext():
+                        for is_recorded in (False, number % 3 == 0, False):
+                            with off():
+                                each.append(seen_of(model, inputs, program, is_recorded))
+                except RuntimeError as error:  # a weight was written to
+                    each.append(str(error))
+                shown.append(each)
         linecache.cache.pop(space["__name__"], None)
         assert shown[0] == shown[1], program.source()
     assert ways["short"] > PROGRAMS

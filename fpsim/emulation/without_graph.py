@@ -1,0 +1,281 @@
+"""The shortest way of a call: under `torch.no_grad`, of tensors that such calls have made, and of weights.
+
+No gradient has a place then, so of all questions of the short way three are left: is each operand one that the format
+or float32 is known of, is nobody looking, and does the result lie in memory of its own? A token of a small model takes
+some three hundred calls, and one of them is shorter than the answers. Each way here is what `short_way`, `conversions`
+and `product_calls` do of such a call, in their order. A call that does not fit is left to them, and nothing done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.emulation.calls import LOOK_UPS, Action, Call, in_order
+from fpsim.emulation.casts import is_float32_island
+from fpsim.emulation.forms import Linear
+from fpsim.emulation.kept_weights import key_of_product
+from fpsim.emulation.marks import WIDE_MARK, alone_of, format_of, mark_new, mark_of_new, mark_wide
+from fpsim.emulation.operands import Rounds
+from fpsim.emulation.product_calls import CALLS
+from fpsim.emulation.scope import NO_SPECS, Scope
+from fpsim.policies.products import ProductSpecs
+from fpsim.tensors.launch import rounded, rounds_in_place
+from fpsim.tensors.shared_scales import rounds_blocks
+from fpsim.tensors.spec import BlockSpec
+from fpsim.torch_internals import share_storage
+
+__all__ = ["WORDS", "Way", "way_of"]
+
+# Kinds of arguments that hold no tensors. Not a dtype: it is asked what it stands for.
+WORDS = frozenset({int, float, bool, str, type(None), slice, type(...)})
+_SEQUENCES = (list, tuple, torch.Size)
+_Run = Callable[["Way", Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Product(NamedTuple):
+    """How the operands of linear layers are quantised.
+
+    key: by which the quantised weight is kept.
+    quantised: does it to x, with its leading axes flattened.
+    """
+
+    key: Hashable
+    quantised: Callable[[Tensor], Tensor]
+
+
+def _product_of(specs: ProductSpecs) -> _Product | None:
+    """None where more than the operands at hand is asked for."""
+    first, (side, side_of_weight) = specs.fprop[0], Linear.fprop
+    key = key_of_product(specs, side_of_weight)
+    if key is None or specs.accumulators is not None:
+        return None
+    if first is None or (spec := first.spec()) is None:
+        quantised: Callable[[Tensor], Tensor] = _as_it_is
+    elif first.is_delayed or first.is_own or first.hadamard is not None:
+        return None
+    elif isinstance(spec, BlockSpec):
+        quantised = rounds_blocks(spec, side.axis, side.across)
+    else:
+        quantised = partial(rounded, spec=spec)
+    return _Product((key, torch.float32), quantised)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+class Way:
+    """How one function is run in the modules of one policy.
+
+    run: gives NotImplemented for a call that does not fit.
+    mark: of a new tensor in the activations' format.
+    round_: rounds a new tensor to it, with -inf a number or a mask.
+    """
+
+    __slots__ = ("call", "mark", "name", "product", "round_", "rounds", "run", "scales")
+
+    def __init__(self, scope: Scope, call: Call, run: _Run, rounds: Rounds, scales: bool) -> None:
+        activation = scope.specs.activation
+        assert activation is not None
+        self.run, self.call, self.name, self.rounds, self.scales = run, call, call.name, rounds, scales
+        self.mark = mark_of_new(activation.text)
+        self.round_ = rounds_in_place(activation, False), rounds_in_place(activation, True)
+        self.product: _Product | None = None
+
+
+def way_of(scope: Scope, call: Call, is_computed: bool, rounds: Rounds, scales: bool) -> Way | None:
+    """The way of a function's calls; None where it has none.
+
+    is_computed: whether the short way computes and rounds it, or moves it.
+    rounds, scales: as of the short way's plan.
+    """
+    specs = scope.specs
+    if specs is NO_SPECS or specs.activation is None or specs.activation.rounding == "stochastic":
+        return None
+    if type(call) is not Call or call.in_place or call.name in scope.float32:
+        return None
+    if call.action is Action.CAST:
+        is_known = call.name in ("to", "float") and scope.dtype is not None
+        return Way(scope, call, _cast, rounds, scales) if is_known else None
+    if not is_computed or call.is_squared_difference:
+        return None
+    if call.action is Action.MOVE:
+        is_left = call.inplace_at is not None or call.name in LOOK_UPS
+        return None if is_left else Way(scope, call, _moved, rounds, scales)
+    products = scope.products
+    if products is None or call.name not in CALLS:
+        return Way(scope, call, _computed, rounds, scales)
+    if call.name == "scaled_dot_product_attention" and not products.attention:
+        return Way(scope, call, _computed, rounds, scales)
+    way = Way(scope, call, _linear, rounds, scales)
+    way.product = _product_of(products.specs) if call.name == "linear" else None
+    return None if way.product is None else way
+
+
+def _is_seen(scope: Scope) -> bool:
+    """Whether somebody looks at each rounding, or tensors are known to this one call alone."""
+    is_of_backward = scope.made is not None or scope.errors is not None
+    return is_of_backward or scope.listeners.observer is not None or bool(scope.weights)
+
+
+def _is_usual_weight(x: Any) -> bool:
+    return type(x) is nn.Parameter and x.dtype is torch.float32 and x.layout is torch.strided
+
+
+def _weight(emulation: Any, x: Tensor, rounds: Rounds) -> Tensor:
+    """A parameter in its format."""
+    kept = emulation.scope.listeners.kept_weights
+    if kept is not None and not emulation.aliases.may_know(x):
+        copy = kept.find(x, emulation.scope.weight)
+        if copy is not None:
+            return copy  # type: ignore[no-any-return]
+    return emulation.brought(x, format_of(x), rounds)  # type: ignore[no-any-return]
+
+
+def _moved(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is moved of tensors that were computed here, all in one format, is in that format."""
+    narrow, known, scope = way.mark, None, emulation.scope
+    if scope.listeners.observer is not None or scope.weights:
+        return NotImplemented
+    for x in kwargs.values():
+        if type(x) not in WORDS:
+            return NotImplemented
+    for arg in args:
+        kind = type(arg)
+        if kind in WORDS:
+            continue
+        if kind is not Tensor and kind not in _SEQUENCES:
+            return NotImplemented
+        for x in (arg,) if kind is Tensor else arg:
+            if type(x) is Tensor:
+                if (mark := alone_of(x, narrow)) is None or (known is not None and known is not mark):
+                    return NotImplemented
+                known = mark
+            elif type(x) not in WORDS:
+                return NotImplemented
+    if known is None or (known is WIDE_MARK and not emulation.has_wide) or emulation.aliases.may_know(args[0]):
+        return NotImplemented
+    out = func(*args, **kwargs) if kwargs else func(*args)
+    for x in (out,) if type(out) is Tensor else out:
+        if known is WIDE_MARK:
+            mark_wide(x)
+        else:
+            mark_new(x, narrow)
+    return out
+
+
+def _computed(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result is rounded, or it is float32 on purpose where all operands are."""
+    scope, narrow, wide = emulation.scope, way.mark, 0
+    if _is_seen(scope):
+        return NotImplemented
+    for x in kwargs.values():
+        if type(x) not in WORDS:
+            return NotImplemented
+    if way.call.inplace_at is not None and way.call.writes_to_first(args, kwargs):
+        return NotImplemented
+    floats: list[Tensor] = []
+    weights: list[int] = []
+    for i, x in enumerate(args):
+        kind = type(x)
+        if kind is Tensor:
+            mark = alone_of(x, narrow)
+            if mark is None:
+                if x.is_floating_point() or x.is_complex() or (way.call.promotes and x.dtype is not torch.bool):
+                    return NotImplemented
+                continue
+            wide += mark is WIDE_MARK
+            floats.append(x)
+        elif kind is nn.Parameter:
+            if not _is_usual_weight(x):
+                return NotImplemented
+            weights.append(i)
+            floats.append(x)
+        elif kind not in WORDS and (kind not in _SEQUENCES or any(isinstance(item, Tensor) for item in x)):
+            return NotImplemented
+    if wide:
+        if wide < len(floats) or not emulation.has_wide:
+            return NotImplemented
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        emulation.let_results_be_wide(out, way.call)
+        return out
+    if not floats or (way.scales and len(floats) == 1) or (weights and is_float32_island(emulation.autocast_depth)):
+        return NotImplemented
+    if weights:
+        prepared = [*args]
+        for i in weights:
+            prepared[i] = _weight(emulation, args[i], way.rounds)
+        args = tuple(prepared)
+        floats = [x for x in args if isinstance(x, Tensor) and x.dtype is torch.float32]
+    return _finished(way, emulation, func(*args, **kwargs) if kwargs else func(*args), args, kwargs, floats)
+
+
+def _finished(
+    way: Way, emulation: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[Tensor]
+) -> Any:
+    """The result in the format: `round_result`, of what lies in new memory and needs no gradient."""
+    call = way.call
+    is_new = type(out) is Tensor and out.dtype is torch.float32 and out.is_cpu and not out.requires_grad
+    if is_new:
+        for x in floats:
+            is_new = is_new and not share_storage(out, x)
+    if not is_new or out.layout is not torch.strided:
+        return emulation.round_results(out, call, (*args, *in_order(kwargs)), floats, None)
+    counts, name = emulation.scope.counts, way.name
+    counts[name] = counts.get(name, 0) + 1  # as of a site: the next call that is seen has its number
+    way.round_[not call.has_pole or (call.is_quotient and not isinstance(args[1], Tensor))](out)
+    mark_new(out, way.mark)
+    return out
+
+
+def _linear(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The product of a linear layer with quantised operands, and its result rounded."""
+    scope, product = emulation.scope, way.product
+    assert product is not None
+    if kwargs or not 2 <= len(args) <= 3 or _is_seen(scope):
+        return NotImplemented
+    x, w, bias = args if len(args) == 3 else (*args, None)
+    is_usual = type(x) is Tensor and _is_usual_weight(w) and (bias is None or _is_usual_weight(bias))
+    if not is_usual or alone_of(x, way.mark) is not way.mark or not x.is_cpu or x.is_neg() or w.dim() != 2:
+        return NotImplemented
+    if torch.is_autocast_enabled("cpu") or is_float32_island(emulation.autocast_depth) or not x.numel():
+        return NotImplemented
+    kept = scope.listeners.kept_weights
+    if kept is None or emulation.aliases.may_know(w) or (copy := kept.find(w, scope.weight)) is None:
+        return NotImplemented
+    if (quantised := kept.find(copy, product.key)) is None:
+        return NotImplemented
+    if bias is not None:
+        bias = _weight(emulation, bias, way.rounds)
+    form = Linear(x, quantised)
+    out = form.forward(product.quantised(form.arrange(x)), quantised, bias)
+    return _finished(way, emulation, out, args, kwargs, [])
+
+
+def _cast(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x.to(torch.float32)`, and `x.to` of torch's name of the format: `conversions.cast` of tensors made here."""
+    scope, narrow = emulation.scope, way.mark
+    asked = torch.float32 if way.name == "float" else args[1] if len(args) == 2 else None
+    is_wide, x = asked is torch.float32, args[0]
+    if kwargs or len(args) > 2 or type(x) is not Tensor or not (is_wide or asked is scope.dtype):
+        return NotImplemented
+    mark = alone_of(x, narrow)
+    if mark is None or not emulation.has_names or _is_seen(scope) or emulation.aliases.may_know(x):
+        return NotImplemented
+    if mark is (WIDE_MARK if is_wide else narrow):
+        return x
+    if is_wide:
+        out = x.clone()  # its mark is its own
+        emulation.mark_wide(out)
+        return out
+    if not x.is_cpu or x.is_neg():
+        return NotImplemented
+    scope.counts["activation"] = scope.counts.get("activation", 0) + 1
+    out = rounded(x, scope.specs.activation)
+    mark_new(out, narrow)
+    return out
