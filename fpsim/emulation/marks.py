@@ -200,12 +200,11 @@ def was_any_made_wide() -> bool:
 
 
 def mark_new(x: Tensor, made: Mark) -> None:
-    """`mark` of a result without a gradient. made: its mark if nothing was written to it, of `mark_of_new`."""
-    if x.is_inference():
+    """`mark` of a dense result without a gradient. made: its mark if nothing was written to it, of `mark_of_new`."""
+    if x.is_inference() or version_of(x):
         mark(x, made[0])
-        return
-    writes = version_of(x)
-    x._fpsim = (made[0], writes, None, False) if writes else made  # type: ignore[attr-defined]
+    else:
+        x._fpsim = made  # type: ignore[attr-defined]
 
 
 def alone_of(x: Tensor, new: Mark) -> Mark | None:
@@ -214,13 +213,15 @@ def alone_of(x: Tensor, new: Mark) -> Mark | None:
     new: of `mark_of_new`. A tensor with another note on it, as one that is a weight, has a second attribute.
     """
     notes = x.__dict__
-    if len(notes) != 1 or x.dtype is not torch.float32 or x.layout is not torch.strided:
+    if len(notes) != 1 or x.dtype is not torch.float32:
         return None
     mark = notes.get(MARK)
-    if mark is WIDE_MARK:
-        return WIDE_MARK
     if mark is new:  # never of an inference tensor, which does not say how often it was written to
         return None if version_of(x) or x.requires_grad else new
+    if x.layout is not torch.strided:
+        return None
+    if mark is WIDE_MARK:
+        return WIDE_MARK
     known = format_of(x)
     return new if known == new[0] else WIDE_MARK if known == WIDE else None
 

@@ -19,7 +19,7 @@ from fpsim.emulation.calls import LOOK_UPS, Action, Call, in_order
 from fpsim.emulation.casts import is_float32_island
 from fpsim.emulation.forms import Linear
 from fpsim.emulation.kept_weights import key_of_product
-from fpsim.emulation.marks import WIDE_MARK, alone_of, format_of, mark_new, mark_of_new, mark_wide
+from fpsim.emulation.marks import WIDE_MARK, alone_of, format_of, mark, mark_new, mark_of_new, mark_wide
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.product_calls import CALLS
 from fpsim.emulation.scope import NO_SPECS, Scope
@@ -27,7 +27,7 @@ from fpsim.policies.products import ProductSpecs
 from fpsim.tensors.launch import rounded, rounds_in_place
 from fpsim.tensors.shared_scales import rounds_blocks
 from fpsim.tensors.spec import BlockSpec
-from fpsim.torch_internals import share_storage
+from fpsim.torch_internals import base_of, share_storage
 
 __all__ = ["WORDS", "Way", "way_of"]
 
@@ -127,16 +127,6 @@ def _is_usual_weight(x: Any) -> bool:
     return type(x) is nn.Parameter and x.dtype is torch.float32 and x.layout is torch.strided
 
 
-def _weight(emulation: Any, x: Tensor, rounds: Rounds) -> Tensor:
-    """A parameter in its format."""
-    kept = emulation.scope.listeners.kept_weights
-    if kept is not None and not emulation.aliases.may_know(x):
-        copy = kept.find(x, emulation.scope.weight)
-        if copy is not None:
-            return copy  # type: ignore[no-any-return]
-    return emulation.brought(x, format_of(x), rounds)  # type: ignore[no-any-return]
-
-
 def _moved(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is moved of tensors that were computed here, all in one format, is in that format."""
     narrow, known, scope = way.mark, None, emulation.scope
@@ -153,9 +143,9 @@ def _moved(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, 
             return NotImplemented
         for x in (arg,) if kind is Tensor else arg:
             if type(x) is Tensor:
-                if (mark := alone_of(x, narrow)) is None or (known is not None and known is not mark):
+                if (one := alone_of(x, narrow)) is None or (known is not None and known is not one):
                     return NotImplemented
-                known = mark
+                known = one
             elif type(x) not in WORDS:
                 return NotImplemented
     if known is None or (known is WIDE_MARK and not emulation.has_wide) or emulation.aliases.may_know(args[0]):
@@ -164,8 +154,10 @@ def _moved(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, 
     for x in (out,) if type(out) is Tensor else out:
         if known is WIDE_MARK:
             mark_wide(x)
-        else:
+        elif x.layout is torch.strided and not x.requires_grad:
             mark_new(x, narrow)
+        else:
+            mark(x, narrow[0])
     return out
 
 
@@ -180,39 +172,54 @@ def _computed(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[An
     if way.call.inplace_at is not None and way.call.writes_to_first(args, kwargs):
         return NotImplemented
     floats: list[Tensor] = []
-    weights: list[int] = []
+    unknown: list[int] = []  # of the weights
+    prepared, kept = args, scope.listeners.kept_weights
     for i, x in enumerate(args):
         kind = type(x)
         if kind is Tensor:
-            mark = alone_of(x, narrow)
-            if mark is None:
+            known = alone_of(x, narrow)
+            if known is WIDE_MARK:
+                wide += 1
+            elif known is None:
                 if x.is_floating_point() or x.is_complex() or (way.call.promotes and x.dtype is not torch.bool):
                     return NotImplemented
                 continue
-            wide += mark is WIDE_MARK
             floats.append(x)
         elif kind is nn.Parameter:
             if not _is_usual_weight(x):
                 return NotImplemented
-            weights.append(i)
-            floats.append(x)
+            if kept is None or emulation.aliases.may_know(x) or (copy := kept.find(x, scope.weight)) is None:
+                unknown.append(i)
+            else:
+                prepared = (*prepared[:i], copy, *prepared[i + 1 :])
+                floats.append(copy)
         elif kind not in WORDS and (kind not in _SEQUENCES or any(isinstance(item, Tensor) for item in x)):
             return NotImplemented
     if wide:
-        if wide < len(floats) or not emulation.has_wide:
+        if wide < len(floats) or unknown or not emulation.has_wide:
             return NotImplemented
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        return _left_wide(way, emulation, func(*args, **kwargs) if kwargs else func(*args))
+    if not (floats or unknown) or (way.scales and len(floats) + len(unknown) == 1):
+        return NotImplemented
+    if (unknown or prepared is not args) and is_float32_island(emulation.autocast_depth):
+        return NotImplemented
+    for i in unknown:
+        made = emulation.brought(args[i], format_of(args[i]), way.rounds)
+        prepared = (*prepared[:i], made, *prepared[i + 1 :])
+        floats.append(made)
+    return _finished(way, emulation, func(*prepared, **kwargs) if kwargs else func(*prepared), prepared, kwargs, floats)
+
+
+def _left_wide(way: Way, emulation: Any, out: Any) -> Any:
+    """A result that is float32 on purpose: `let_results_be_wide`, where nobody observes it."""
+    if type(out) is not Tensor or out.dtype is not torch.float32:
         emulation.let_results_be_wide(out, way.call)
         return out
-    if not floats or (way.scales and len(floats) == 1) or (weights and is_float32_island(emulation.autocast_depth)):
-        return NotImplemented
-    if weights:
-        prepared = [*args]
-        for i in weights:
-            prepared[i] = _weight(emulation, args[i], way.rounds)
-        args = tuple(prepared)
-        floats = [x for x in args if isinstance(x, Tensor) and x.dtype is torch.float32]
-    return _finished(way, emulation, func(*args, **kwargs) if kwargs else func(*args), args, kwargs, floats)
+    mark_wide(out)
+    scope, name = emulation.scope, way.name
+    scope.counts[name] = scope.counts.get(name, 0) + 1
+    scope.wide[name] = None
+    return out
 
 
 def _finished(
@@ -221,9 +228,12 @@ def _finished(
     """The result in the format: `round_result`, of what lies in new memory and needs no gradient."""
     call = way.call
     is_new = type(out) is Tensor and out.dtype is torch.float32 and out.is_cpu and not out.requires_grad
-    if is_new:
+    if is_new and (out.is_inference() or base_of(out) is not None):  # of inference torch notes no bases
+        is_new = not any(share_storage(out, x) for x in floats)
+    elif is_new:
+        address = out.data_ptr()
         for x in floats:
-            is_new = is_new and not share_storage(out, x)
+            is_new = is_new and x.data_ptr() != address
     if not is_new or out.layout is not torch.strided:
         return emulation.round_results(out, call, (*args, *in_order(kwargs)), floats, None)
     counts, name = emulation.scope.counts, way.name
@@ -250,8 +260,8 @@ def _linear(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any,
         return NotImplemented
     if (quantised := kept.find(copy, product.key)) is None:
         return NotImplemented
-    if bias is not None:
-        bias = _weight(emulation, bias, way.rounds)
+    if bias is not None and (emulation.aliases.may_know(bias) or (bias := kept.find(bias, scope.weight)) is None):
+        return NotImplemented
     form = Linear(x, quantised)
     out = form.forward(product.quantised(form.arrange(x)), quantised, bias)
     return _finished(way, emulation, out, args, kwargs, [])
@@ -264,10 +274,10 @@ def _cast(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, .
     is_wide, x = asked is torch.float32, args[0]
     if kwargs or len(args) > 2 or type(x) is not Tensor or not (is_wide or asked is scope.dtype):
         return NotImplemented
-    mark = alone_of(x, narrow)
-    if mark is None or not emulation.has_names or _is_seen(scope) or emulation.aliases.may_know(x):
+    known = alone_of(x, narrow)
+    if known is None or not emulation.has_names or _is_seen(scope) or emulation.aliases.may_know(x):
         return NotImplemented
-    if mark is (WIDE_MARK if is_wide else narrow):
+    if known is (WIDE_MARK if is_wide else narrow):
         return x
     if is_wide:
         out = x.clone()  # its mark is its own
