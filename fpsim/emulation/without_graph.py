@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fpsim.emulation.calls import LOOK_UPS, Action, Call, in_order
@@ -41,11 +42,13 @@ class _Product(NamedTuple):
     """How the operands of linear layers are quantised.
 
     key: by which the quantised weight is kept.
-    quantised: does it to x, with its leading axes flattened.
+    flat: quantises x with its leading axes flattened.
+    whole: quantises x as it is; None where blocks lie in several tokens.
     """
 
     key: Hashable
-    quantised: Callable[[Tensor], Tensor]
+    flat: Callable[[Tensor], Tensor]
+    whole: Callable[[Tensor], Tensor] | None
 
 
 def _product_of(specs: ProductSpecs) -> _Product | None:
@@ -55,14 +58,17 @@ def _product_of(specs: ProductSpecs) -> _Product | None:
     if key is None or specs.accumulators is not None:
         return None
     if first is None or (spec := first.spec()) is None:
-        quantised: Callable[[Tensor], Tensor] = _as_it_is
+        flat: Callable[[Tensor], Tensor] = _as_it_is
+        whole: Callable[[Tensor], Tensor] | None = flat
     elif first.is_delayed or first.is_own or first.hadamard is not None:
         return None
     elif isinstance(spec, BlockSpec):
-        quantised = rounds_blocks(spec, side.axis, side.across)
+        flat = rounds_blocks(spec, side.axis, side.across)
+        is_of_several = spec.fmt.tile[0] != 1 and spec.fmt.block != "tensor"
+        whole = None if is_of_several else rounds_blocks(spec, -1, None)
     else:
-        quantised = partial(rounded, spec=spec)
-    return _Product((key, torch.float32), quantised)
+        flat = whole = partial(rounded, spec=spec)
+    return _Product((key, torch.float32), flat, whole)
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -262,8 +268,11 @@ def _linear(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any,
         return NotImplemented
     if bias is not None and (emulation.aliases.may_know(bias) or (bias := kept.find(bias, scope.weight)) is None):
         return NotImplemented
-    form = Linear(x, quantised)
-    out = form.forward(product.quantised(form.arrange(x)), quantised, bias)
+    if product.whole is not None and 2 <= x.dim() <= 3 and x.is_contiguous():
+        out = F.linear(product.whole(x), quantised, bias)  # the same call of BLAS as in the form, in fewer of torch
+    else:
+        form = Linear(x, quantised)
+        out = form.forward(product.flat(form.arrange(x)), quantised, bias)
     return _finished(way, emulation, out, args, kwargs, [])
 
 
