@@ -40,7 +40,6 @@ __all__ = [
     "mark_as_view_of_weight",
     "mark_as_weight",
     "mark_like",
-    "mark_new",
     "mark_of",
     "mark_of_new",
     "mark_rounded",
@@ -157,9 +156,15 @@ def is_leaf(x: Tensor) -> bool:
 
 def mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
     """Note that `x` was rounded as `text` says, at this scale."""
-    writes = _inference_version if x.is_inference() else version_of(x)  # as writes_to
-    made = (text, writes, log2_scale, x.requires_grad and not (base_of(x) is None and x.is_leaf))  # as is_leaf
-    x._fpsim = made if log2_scale is None else _MarkAtScale(made)  # type: ignore[attr-defined]
+    is_inference = x.is_inference()
+    writes = _inference_version if is_inference else version_of(x)  # as writes_to
+    has_place = x.requires_grad and not (base_of(x) is None and x.is_leaf)  # as is_leaf
+    if log2_scale is not None:
+        x._fpsim = _MarkAtScale((text, writes, log2_scale, has_place))  # type: ignore[attr-defined]
+    elif writes or has_place or is_inference:
+        x._fpsim = (text, writes, None, has_place)  # type: ignore[attr-defined]
+    else:
+        x._fpsim = mark_of_new(text)  # type: ignore[attr-defined]
 
 
 @cache
@@ -199,14 +204,6 @@ def was_any_made_wide() -> bool:
     return _has_wide
 
 
-def mark_new(x: Tensor, made: Mark) -> None:
-    """`mark` of a dense result without a gradient. made: its mark if nothing was written to it, of `mark_of_new`."""
-    if x.is_inference() or version_of(x):
-        mark(x, made[0])
-    else:
-        x._fpsim = made  # type: ignore[attr-defined]
-
-
 def alone_of(x: Tensor, new: Mark) -> Mark | None:
     """`new` or WIDE_MARK, where that much is known of a dense float32 and nothing else; None for any other tensor.
 
@@ -215,11 +212,11 @@ def alone_of(x: Tensor, new: Mark) -> Mark | None:
     notes = x.__dict__
     if len(notes) != 1 or x.dtype is not torch.float32:
         return None
+    if x.layout is not torch.strided:
+        return None
     mark = notes.get(MARK)
     if mark is new:  # never of an inference tensor, which does not say how often it was written to
         return None if version_of(x) or x.requires_grad else new
-    if x.layout is not torch.strided:
-        return None
     if mark is WIDE_MARK:
         return WIDE_MARK
     known = format_of(x)

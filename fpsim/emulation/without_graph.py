@@ -20,7 +20,7 @@ from fpsim.emulation.calls import LOOK_UPS, Action, Call, in_order
 from fpsim.emulation.casts import is_float32_island
 from fpsim.emulation.forms import Linear
 from fpsim.emulation.kept_weights import key_of_product
-from fpsim.emulation.marks import WIDE_MARK, alone_of, format_of, mark, mark_new, mark_of_new, mark_wide
+from fpsim.emulation.marks import WIDE_MARK, alone_of, format_of, mark, mark_of_new, mark_wide
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.product_calls import CALLS
 from fpsim.emulation.scope import NO_SPECS, Scope
@@ -141,27 +141,30 @@ def _moved(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, 
     for x in kwargs.values():
         if type(x) not in WORDS:
             return NotImplemented
-    for arg in args:
-        kind = type(arg)
-        if kind in WORDS:
-            continue
-        if kind is not Tensor and kind not in _SEQUENCES:
-            return NotImplemented
-        for x in (arg,) if kind is Tensor else arg:
-            if type(x) is Tensor:
-                if (one := alone_of(x, narrow)) is None or (known is not None and known is not one):
-                    return NotImplemented
-                known = one
-            elif type(x) not in WORDS:
+    for x in args:
+        kind = type(x)
+        if kind is Tensor:
+            one = alone_of(x, narrow)
+            if one is None or (known is not None and known is not one):
                 return NotImplemented
+            known = one
+        elif kind in _SEQUENCES:
+            for item in x:
+                if type(item) is Tensor:
+                    one = alone_of(item, narrow)
+                    if one is None or (known is not None and known is not one):
+                        return NotImplemented
+                    known = one
+                elif type(item) not in WORDS:
+                    return NotImplemented
+        elif kind not in WORDS:
+            return NotImplemented
     if known is None or (known is WIDE_MARK and not emulation.has_wide) or emulation.aliases.may_know(args[0]):
         return NotImplemented
     out = func(*args, **kwargs) if kwargs else func(*args)
     for x in (out,) if type(out) is Tensor else out:
         if known is WIDE_MARK:
             mark_wide(x)
-        elif x.layout is torch.strided and not x.requires_grad:
-            mark_new(x, narrow)
         else:
             mark(x, narrow[0])
     return out
@@ -234,18 +237,23 @@ def _finished(
     """The result in the format: `round_result`, of what lies in new memory and needs no gradient."""
     call = way.call
     is_new = type(out) is Tensor and out.dtype is torch.float32 and out.is_cpu and not out.requires_grad
-    if is_new and (out.is_inference() or base_of(out) is not None):  # of inference torch notes no bases
+    if not is_new or out.layout is not torch.strided:
+        return emulation.round_results(out, call, (*args, *in_order(kwargs)), floats, None)
+    address = out.data_ptr()
+    if out.is_inference() or base_of(out) is not None:  # of inference torch notes no bases
         is_new = not any(share_storage(out, x) for x in floats)
-    elif is_new:
-        address = out.data_ptr()
+    else:
         for x in floats:
             is_new = is_new and x.data_ptr() != address
-    if not is_new or out.layout is not torch.strided:
+    if not is_new:
         return emulation.round_results(out, call, (*args, *in_order(kwargs)), floats, None)
     counts, name = emulation.scope.counts, way.name
     counts[name] = counts.get(name, 0) + 1  # as of a site: the next call that is seen has its number
-    way.round_[not call.has_pole or (call.is_quotient and not isinstance(args[1], Tensor))](out)
-    mark_new(out, way.mark)
+    if call.has_pole:
+        way.round_[call.is_quotient and not isinstance(args[1], Tensor)](out, address)
+    else:
+        way.round_[True](out, address)
+    mark(out, way.mark[0])
     return out
 
 
@@ -296,5 +304,5 @@ def _cast(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, .
         return NotImplemented
     scope.counts["activation"] = scope.counts.get("activation", 0) + 1
     out = rounded(x, scope.specs.activation)
-    mark_new(out, narrow)
+    mark(out, narrow[0])
     return out
