@@ -123,9 +123,13 @@ def test_a_write_that_torch_does_not_count_is_seen_at_the_end(fmt: str, write: C
 
 def test_a_write_behind_the_first_of_many_numbers_is_seen_at_the_end() -> None:
     model = fpsim.quantize(nn.Linear(400, 300), "e4m3fn")
-    with torch.no_grad(), pytest.raises(RuntimeError, match="The weight 'weight' was written to"), fpsim.frozen(model):
+    block = fpsim.frozen(model)
+    block.__enter__()
+    with torch.no_grad():
         model(torch.ones(1, 400))
-        model.weight.data[-1, -1] = 9.0
+    model.weight.data[-1, -1] = 9.0
+    with pytest.raises(RuntimeError, match="The weight 'weight' was written to"):
+        block.__exit__(None, None, None)
 
 
 def test_an_operand_is_quantised_once(monkeypatch: pytest.MonkeyPatch) -> None:
