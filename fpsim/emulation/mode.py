@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from fpsim.emulation import recurrent
@@ -132,13 +133,13 @@ class Emulation(Roundings, TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func == DTYPE_OF:
-            return dtype_of(self, inspect.currentframe(), args[0])  # no variable: a frame in itself is a cycle
         kwargs, scope = kwargs or {}, self.scope
-        if not torch.compiler.is_dynamo_compiling():
+        if not is_dynamo_compiling():
             out = by_short_way(self, func, args, kwargs)
             if out is not NotImplemented:
                 return out
+        if func == DTYPE_OF:
+            return dtype_of(self, inspect.currentframe(), args[0])  # no variable: a frame in itself is a cycle
         call = call_of(func)
         action = call.action
         if action is Action.DTYPE:

@@ -20,7 +20,7 @@ from fpsim.emulation.calls import LOOK_UPS, Action, Call, in_order
 from fpsim.emulation.casts import is_float32_island
 from fpsim.emulation.forms import Linear
 from fpsim.emulation.kept_weights import key_of_product
-from fpsim.emulation.marks import WIDE_MARK, alone_of, format_of, mark, mark_of_new, mark_wide
+from fpsim.emulation.marks import MARK, WIDE_MARK, alone_of, format_of, mark, mark_of_new, mark_wide
 from fpsim.emulation.operands import Rounds
 from fpsim.emulation.product_calls import CALLS
 from fpsim.emulation.scope import NO_SPECS, Scope
@@ -28,7 +28,7 @@ from fpsim.policies.products import ProductSpecs
 from fpsim.tensors.launch import rounded, rounds_in_place
 from fpsim.tensors.shared_scales import rounds_blocks
 from fpsim.tensors.spec import BlockSpec
-from fpsim.torch_internals import base_of, share_storage
+from fpsim.torch_internals import base_of, share_storage, version_of
 
 __all__ = ["WORDS", "Way", "way_of"]
 
@@ -125,8 +125,9 @@ def way_of(scope: Scope, call: Call, is_computed: bool, rounds: Rounds, scales: 
 
 def _is_seen(scope: Scope) -> bool:
     """Whether somebody looks at each rounding, or tensors are known to this one call alone."""
-    is_of_backward = scope.made is not None or scope.errors is not None
-    return is_of_backward or scope.listeners.observer is not None or bool(scope.weights)
+    if scope.weights or scope.listeners.observer is not None:
+        return True
+    return scope.made is not None or scope.errors is not None
 
 
 def _is_usual_weight(x: Any) -> bool:
@@ -239,8 +240,8 @@ def _finished(
     is_new = type(out) is Tensor and out.dtype is torch.float32 and out.is_cpu and not out.requires_grad
     if not is_new or out.layout is not torch.strided:
         return emulation.round_results(out, call, (*args, *in_order(kwargs)), floats, None)
-    address = out.data_ptr()
-    if out.is_inference() or base_of(out) is not None:  # of inference torch notes no bases
+    address, is_inference = out.data_ptr(), out.is_inference()
+    if is_inference or base_of(out) is not None:  # of inference torch notes no bases
         is_new = not any(share_storage(out, x) for x in floats)
     else:
         for x in floats:
@@ -253,7 +254,10 @@ def _finished(
         way.round_[call.is_quotient and not isinstance(args[1], Tensor)](out, address)
     else:
         way.round_[True](out, address)
-    mark(out, way.mark[0])
+    if is_inference or version_of(out):
+        mark(out, way.mark[0])
+    else:  # as `mark` does
+        setattr(out, MARK, way.mark)
     return out
 
 
