@@ -207,7 +207,7 @@ TOKENS = 32
 
 
 def llama(width: int = 384) -> nn.Module:
-    """A Llama of four layers: 10 million weights, 5 million of a width of 256."""
+    """A Llama of four layers, and 4,096 words."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": width, "intermediate_size": width * 8 // 48 * 16, "num_attention_heads": width // 64}
