@@ -206,12 +206,13 @@ def timed() -> dict[str, Timed]:
 TOKENS = 32
 
 
-def llama() -> nn.Module:
-    """A Llama of 11 million weights."""
+def llama(width: int = 384) -> nn.Module:
+    """A Llama of four layers, and 4,096 words."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 6}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=4096, bos_token_id=1, eos_token_id=2, **sizes)).eval()
+    sizes = {"hidden_size": width, "intermediate_size": width * 8 // 48 * 16, "num_attention_heads": width // 64}
+    words = {"vocab_size": 4096, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **sizes, **words)).eval()
 
 
 def generated(model: nn.Module, is_frozen: bool = False) -> Repeated:
@@ -227,6 +228,30 @@ def generated(model: nn.Module, is_frozen: bool = False) -> Repeated:
                     out = model(token, past_key_values=out.past_key_values, use_cache=True)
 
     return work
+
+
+def rolled_out(model: nn.Module, is_frozen: bool = False) -> Repeated:
+    """Texts of so many tokens, as `generate` of transformers makes them with its cache."""
+    prompt = torch.randint(3, 4096, (1, 8))
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            with torch.no_grad(), fpsim.frozen(model) if is_frozen else nullcontext():
+                model.generate(prompt, min_new_tokens=TOKENS, max_new_tokens=TOKENS, do_sample=False)
+
+    return work
+
+
+def rollouts() -> dict[str, Timed]:
+    """`generate` of a model 256 wide, frozen and not."""
+    plain, rows = llama(256), {}
+    for fmt, goal in (("bf16", 2.0), ("recipe:fp8_current", 2.5), ("recipe:mxfp8", 2.5)):
+        model = fpsim.quantize(plain, fmt)
+        rows[f"generate {TOKENS} tokens, {fmt}, frozen"] = Timed(
+            rolled_out(plain), rolled_out(model, True), goal, pairs=9
+        )
+        rows[f"generate {TOKENS} tokens, {fmt}"] = Timed(rolled_out(plain), rolled_out(model), None, pairs=9)
+    return rows
 
 
 def evaluated(model: nn.Module, texts: int, is_frozen: bool = False) -> Repeated:
@@ -283,6 +308,7 @@ def main() -> None:
     parser.add_argument("--time", action="store_true", help="time small calls too")
     parser.add_argument("--list", action="store_true", help="list the functions that each call enters")
     parser.add_argument("--generate", action="store_true", help="time generation and evaluation of a small Llama too")
+    parser.add_argument("--rollouts", action="store_true", help="time generate of transformers too")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name, (calls, goal) in counts().items():
@@ -298,6 +324,7 @@ def main() -> None:
         print(f"{times:8} {function}")
     rows = [*timed().items()] if options.time else []
     rows += [*generations().items()] if options.generate else []
+    rows += [*rollouts().items()] if options.rollouts else []
     for name, row in rows:
         plain, ours, ratio = paired(row)
         goal = "" if row.goal is None else f"   goal <= {row.goal:g} {'us' if row.per_call else 'times'}"

@@ -117,10 +117,8 @@ def is_watched() -> bool:
 def is_unwatched() -> bool:
     """Whether no mode of dispatch, transform or forward-mode differentiation is there, and nothing packs what is saved.
 
-    `is_watched` and `hooks_of_saved_tensors` in one, for who asks them in each call. False where Dynamo asks.
+    `is_watched` and `hooks_of_saved_tensors` in one, for who asks them in each call. Dynamo is not to come here.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return False
     return not (_dispatch_modes() or has_transform() or forward_ad._current_level >= 0 or _top_hooks(False))
 
 

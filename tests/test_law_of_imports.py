@@ -79,6 +79,7 @@ FLOORS = (
         "aliases lineage products promotion threads",
         "attended conversions",
         "product_calls roundings",
+        "without_graph",
         "short_way",
         "mode",
         "backward_code",

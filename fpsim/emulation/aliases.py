@@ -103,6 +103,10 @@ class Aliases:
         """What is known of this tensor."""
         return self._known.get(x) if self._known.held else None
 
+    def may_know(self, x: Tensor) -> bool:
+        """Whether something may be known of this tensor: `of` in one look-up, for who asks it in each call."""
+        return id(x) in self._known.held
+
     def add(self, x: Tensor, alias: Alias) -> None:
         """Know this tensor."""
         if self.is_blank:

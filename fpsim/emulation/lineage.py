@@ -12,7 +12,7 @@ from fpsim.emulation.calls import LOOK_UPS, Action, Call
 from fpsim.emulation.marks import is_roundable, is_view_of_weight, mark_as_view_of_weight
 from fpsim.emulation.scope import Attended, Scope
 
-__all__ = ["attended_among", "follow_attention", "note_views_of_weights", "weights_among"]
+__all__ = ["attended_among", "follow_attention", "know_copy", "note_views_of_weights", "weights_among"]
 
 
 def weights_among(scope: Scope, originals: tuple[Any, ...], prepared: tuple[Any, ...]) -> dict[int, Tensor]:
@@ -62,6 +62,12 @@ def follow_attention(
         is_moved = call.action is Action.MOVE and source is first
         if known.get(x) is None and (is_moved or x.shape[-2:-1] == source.shape[-2:-1]):
             known[x] = _moved(found, source, x, function, call, args, kwargs)
+
+
+def know_copy(scope: Scope, x: Tensor, copy: Tensor) -> None:
+    """Know of a copy what is known of a tensor."""
+    if (found := scope.listeners.attended.get(x)) is not None:
+        scope.listeners.attended[copy] = found
 
 
 def _moved(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -17,7 +18,9 @@ __all__ = [
     "MARK",
     "OF_A_WEIGHT",
     "WIDE",
+    "WIDE_MARK",
     "ByIdentity",
+    "alone_of",
     "forget",
     "forget_everywhere",
     "format_of",
@@ -38,6 +41,7 @@ __all__ = [
     "mark_as_weight",
     "mark_like",
     "mark_of",
+    "mark_of_new",
     "mark_rounded",
     "mark_wide",
     "note_inference_write",
@@ -61,6 +65,8 @@ MARK = "_fpsim"  # the attribute of a tensor where its mark is
 # later, has no place yet where its gradient is rounded. The mark WIDE stands for a dtype, not for values, and no write
 # changes it.
 Mark = tuple[str, int | None, Tensor | None, bool]
+
+WIDE_MARK: Mark = (WIDE, 0, None, True)  # all of what is float32 on purpose have this one: it is known by identity
 
 
 class _MarkAtScale(tuple[Any, ...]):
@@ -150,9 +156,21 @@ def is_leaf(x: Tensor) -> bool:
 
 def mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
     """Note that `x` was rounded as `text` says, at this scale."""
-    writes = _inference_version if x.is_inference() else version_of(x)  # as writes_to
-    made = (text, writes, log2_scale, x.requires_grad and not (base_of(x) is None and x.is_leaf))  # as is_leaf
-    x._fpsim = made if log2_scale is None else _MarkAtScale(made)  # type: ignore[attr-defined]
+    is_inference = x.is_inference()
+    writes = _inference_version if is_inference else version_of(x)  # as writes_to
+    has_place = x.requires_grad and not (base_of(x) is None and x.is_leaf)  # as is_leaf
+    if log2_scale is not None:
+        x._fpsim = _MarkAtScale((text, writes, log2_scale, has_place))  # type: ignore[attr-defined]
+    elif writes or has_place or is_inference:
+        x._fpsim = (text, writes, None, has_place)  # type: ignore[attr-defined]
+    else:
+        x._fpsim = mark_of_new(text)  # type: ignore[attr-defined]
+
+
+@cache
+def mark_of_new(text: str) -> Mark:
+    """The mark of what was rounded as `text` says, has no gradient and was never written to; known by identity."""
+    return text, 0, None, False
 
 
 _has_wide = False
@@ -162,10 +180,10 @@ def mark_wide(x: Tensor) -> None:
     """Note that `x` is float32 on purpose, whatever is written to it."""
     global _has_wide
     _has_wide = True
-    x._fpsim = (WIDE, 0, None, True)  # type: ignore[attr-defined]
+    x._fpsim = WIDE_MARK  # type: ignore[attr-defined]
     if has_transform():  # what it is called outside of the transform
         for y in layers_behind(x):
-            y._fpsim = (WIDE, 0, None, True)  # type: ignore[attr-defined]
+            y._fpsim = WIDE_MARK  # type: ignore[attr-defined]
 
 
 def is_marked_wide(x: Tensor) -> bool:
@@ -184,6 +202,25 @@ def is_wide_tensor(x: Any) -> bool:
 def was_any_made_wide() -> bool:
     """Whether any tensor of this process was ever marked as float32 on purpose: until then nobody looks for it."""
     return _has_wide
+
+
+def alone_of(x: Tensor, new: Mark) -> Mark | None:
+    """`new` or WIDE_MARK, where that much is known of a dense float32 and nothing else; None for any other tensor.
+
+    new: of `mark_of_new`. A tensor with another note on it, as one that is a weight, has a second attribute.
+    """
+    notes = x.__dict__
+    if len(notes) != 1 or x.dtype is not torch.float32:
+        return None
+    if x.layout is not torch.strided:
+        return None
+    mark = notes.get(MARK)
+    if mark is new:  # never of an inference tensor, which does not say how often it was written to
+        return None if version_of(x) or x.requires_grad else new
+    if mark is WIDE_MARK:
+        return WIDE_MARK
+    known = format_of(x)
+    return new if known == new[0] else WIDE_MARK if known == WIDE else None
 
 
 def mark_like(x: Tensor, known: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from fpsim.emulation import recurrent
@@ -63,7 +64,7 @@ from fpsim.emulation.conversions import (
     set_data,
 )
 from fpsim.emulation.flex import flex_attention
-from fpsim.emulation.lineage import attended_among, follow_attention, note_views_of_weights, weights_among
+from fpsim.emulation.lineage import attended_among, follow_attention, know_copy, note_views_of_weights, weights_among
 from fpsim.emulation.marks import (
     WIDE,
     format_of,
@@ -134,13 +135,13 @@ class Emulation(Roundings, TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func == DTYPE_OF:
-            return dtype_of(self, inspect.currentframe(), args[0])  # no variable: a frame in itself is a cycle
         kwargs, scope = kwargs or {}, self.scope
-        if not torch.compiler.is_dynamo_compiling():
+        if not is_dynamo_compiling():
             out = by_short_way(self, func, args, kwargs)
             if out is not NotImplemented:
                 return out
+        if func == DTYPE_OF:
+            return dtype_of(self, inspect.currentframe(), args[0])  # no variable: a frame in itself is a cycle
         call = call_of(func)
         action = call.action
         if action is Action.DTYPE:
@@ -221,8 +222,7 @@ class Emulation(Roundings, TorchFunctionMode):
             if out is not first:  # in a program it is a copy
                 if (known := format_of(first)) is not None:
                     mark_like(out, known)
-                if (found := self.scope.listeners.attended.get(first)) is not None:
-                    self.scope.listeners.attended[out] = found
+                know_copy(self.scope, first, out)
             return out
         if call.is_of_each and len(moved := [*tensors_in(args)]) > 1:
             return self._each_moved(func, call, moved, args, kwargs)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fpsim.emulation.accumulated import in_matrices, in_order
 from fpsim.emulation.forms import Form, Side
+from fpsim.emulation.kept_weights import key_of_product
 from fpsim.emulation.marks import is_roundable
 from fpsim.emulation.scope import Attended, Listeners, Observer, Scope
 from fpsim.formats.blocks import BlockFormat, Delayed
@@ -259,22 +260,15 @@ class Product:
 
     def _kept(self, w: Tensor) -> Tensor | None:
         """The quantised w of an earlier call, while the model is frozen; None where each call quantises its own."""
-        kept, (first, operand), side = self.listeners.kept_weights, self.specs.fprop, self.form.fprop[1]
-        if kept is None or operand is None or self.listeners.observer is not None or not kept.is_kept(w):
+        kept, operand, side = self.listeners.kept_weights, self.specs.fprop[1], self.form.fprop[1]
+        if kept is None or self.listeners.observer is not None or not kept.is_kept(w):
             return None
-        if (
-            operand.rounding == "stochastic"
-            or operand.is_delayed
-            or operand.is_own
-            or operand.ste == "clip"
-            or (first is not None and first.hadamard is not None)
-        ):
-            return None
+        key = key_of_product(self.specs, side)
 
         def quantised(x: Tensor) -> Tensor:
             return self.quantised(x.detach().to(self.working), operand, side, "fprop.w")
 
-        return kept.copy_of(w, (str(operand), side, self.working), quantised) if is_plain(w) else None
+        return kept.copy_of(w, (key, self.working), quantised) if key is not None and is_plain(w) else None
 
     @property
     def takes_used(self) -> tuple[bool, bool]:

@@ -161,7 +161,7 @@ class Roundings:
                 values = alias.rounded  # a Function or a reentrant checkpoint gave the view a gradient since
         kept = scope.listeners.kept_weights
         if kept is not None and type(x) is nn.Parameter and spec is not None and self._may_keep(x, spec):
-            return kept.copy_of(x, scope.weight, partial(_rounded_weight, spec, scope.weight))
+            return kept.copy_of(x, scope.weight, partial(_rounded_weight, spec, scope.weight), True)
         copies = self._operands.setdefault(x, {})
         key = spec and spec.text, backward and backward.text
         state_then, rounded, had_grad = copies.get(key, (None, x, False))

@@ -24,13 +24,12 @@ from fpsim.emulation.operands import Rounds
 from fpsim.emulation.product_calls import compute_products, has_products
 from fpsim.emulation.products import ProductCall
 from fpsim.emulation.scope import NO_SPECS, Scope
+from fpsim.emulation.without_graph import WORDS, way_of
 from fpsim.tensors.spec import ContainerError
 from fpsim.torch_modes import is_unwatched
 
 __all__ = ["by_short_way"]
 
-# Kinds of arguments that hold no tensors. Not a dtype: it is asked what it stands for.
-_WORDS = frozenset({int, float, bool, str, type(None), slice, type(...)})
 _SEQUENCES = (list, tuple, torch.Size)
 
 
@@ -43,10 +42,11 @@ class Plan:
     scales: whether a mask may be lost where a tensor is multiplied by a number.
     is_product: whether its operands may be those of products.
     asks: whether it matters who sees the call, packs what it saves, or makes it a part of something else.
+    shortest: how it is done where no graph is made, of what fits; None for nothing.
     may_write: whether it writes to its first argument, if it is told to.
     """
 
-    __slots__ = ("asks", "call", "is_product", "may_write", "rounds", "run", "scales")
+    __slots__ = ("asks", "call", "is_product", "may_write", "rounds", "run", "scales", "shortest")
 
     def __init__(self, scope: Scope, call: Call) -> None:
         self.call, self.run = call, _way_of(scope, call)
@@ -54,6 +54,7 @@ class Plan:
         self.is_product = has_products(scope, call.name)
         self.rounds = Rounds.ALL if call.narrows else Rounds.ALL_BUT_WIDE
         self.scales = call.scales and scope.specs.activation is not None and scope.specs.activation.dtype is None
+        self.shortest = way_of(scope, call, self.run in (_moved, _computed), self.rounds, self.scales)
 
 
 def by_short_way(emulation: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,9 +63,16 @@ def by_short_way(emulation: Any, function: Callable[..., Any], args: tuple[Any, 
     plan = scope.plans.get(function)
     if plan is None:
         plan = scope.plans[function] = Plan(scope, call_of(function))
-    if plan.run is None:
+    shortest = plan.shortest
+    if plan.run is None and shortest is None:
         return NotImplemented
     if plan.asks and not (emulation.step is None and is_unwatched() and not has_process_group()):
+        return NotImplemented
+    if shortest is not None and not torch.is_grad_enabled():
+        out = shortest.run(shortest, emulation, function, args, kwargs)
+        if out is not NotImplemented:
+            return out
+    if plan.run is None:
         return NotImplemented
     try:
         return plan.run(plan, emulation, function, args, kwargs)
@@ -143,7 +151,7 @@ def _computed(
                 places.append(i)
             elif x.is_floating_point() or x.is_complex() or (call.promotes and x.dtype is not torch.bool):
                 return NotImplemented
-        elif kind not in _WORDS and (kind not in _SEQUENCES or any(isinstance(item, Tensor) for item in x)):
+        elif kind not in WORDS and (kind not in _SEQUENCES or any(isinstance(item, Tensor) for item in x)):
             return NotImplemented
     if wide == 0 < len(places):
         return _rounded(plan, emulation, func, args, kwargs, values, places, unknown)
@@ -186,7 +194,7 @@ def _rounded(
 def _are_words(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether no argument that was given by name is a tensor, and none is written to."""
     for x in kwargs.values():
-        if type(x) not in _WORDS:
+        if type(x) not in WORDS:
             return False
     return call.inplace_at is None or not call.writes_to_first(args, kwargs)
 
@@ -205,7 +213,7 @@ def _one_format_of(scope: Scope, args: Sequence[Any], promotes: bool) -> str | N
     found = ""
     for x in args:
         kind = type(x)
-        if kind in _WORDS:
+        if kind in WORDS:
             continue
         if kind is Tensor:
             if x.dtype is not torch.float32 or x.layout is not torch.strided:

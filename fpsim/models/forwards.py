@@ -206,7 +206,7 @@ class EmulatedForward:
         method = self._method
         if call is not None:
             forward = call
-        elif vars(type(module)).get("forward") is method and method is not None:  # still: somebody may replace it
+        elif type(module).__dict__.get("forward") is method and method is not None:  # still: somebody may replace it
             forward = MethodType(method, module)
         else:
             forward = self.true_forward(module)
@@ -510,14 +510,16 @@ def _prepared(module: nn.Module, around: Weights) -> Weights:
     parameters, buffers, children, hooks = held_by(module)
     if hooks or "parametrizations" in children:
         adopt(module)
-    for b in buffers.values():
-        # functional_call puts there what it is given: what is a weight around stays one
-        if b is not None and not is_state(b) and not isinstance(b, nn.Parameter) and id(b) not in around:
-            mark_as_state(b)
+    if buffers:
+        for b in buffers.values():
+            # functional_call puts there what it is given: what is a weight around stays one
+            if b is not None and not is_state(b) and not isinstance(b, nn.Parameter) and id(b) not in around:
+                mark_as_state(b)
     weights = around
-    for p in parameters.values() if FORMER not in vars(module) else direct_parameters(module):
-        is_one = type(p) is nn.Parameter or p is None or isinstance(p, nn.Parameter)
-        if not (is_one or id(p) in weights):
+    for p in parameters.values() if FORMER not in module.__dict__ else direct_parameters(module):
+        if type(p) is nn.Parameter or p is None:
+            continue
+        if not (isinstance(p, nn.Parameter) or id(p) in weights):
             weights = {**weights} if weights is around else weights
             weights[id(p)] = weakref.ref(p)  # type: ignore[index]
     return weights

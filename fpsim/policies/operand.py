@@ -125,6 +125,10 @@ class Operand:
         return isinstance(self.fmt, OwnFormat)
 
     def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:  # by which a kept weight is looked up in every product
         words = ["as" if self.fmt is None else str(self.fmt) if self.is_own else str(self.spec())]
         if self.source == "fprop":
             words.append("in fprop" if self.fmt is None else "of what fprop used")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, cached_property
@@ -309,6 +309,30 @@ def round_memory_(
     else:
         memory = _each_once(x.detach().data)
         memory.copy_(rounded(memory, spec, key, log2_scale, keep_masks, keep_infinity))
+
+
+def rounds_in_place(spec: RoundingSpec, keep_infinity: bool) -> Callable[[Tensor, int], None]:
+    """`round_memory_` with masks, for who rounds many small results by one spec: what they share is asked once.
+
+    It takes a float32 tensor on the CPU, and where its memory begins.
+    """
+    kernel, container = _kernel_and_container(spec, torch.float32, True, keep_infinity)
+
+    def round_any_(x: Tensor, start: int) -> None:
+        round_memory_(x, spec, None, None, True, keep_infinity)
+
+    if kernel is None or container is not torch.float32 or spec.rounding == "stochastic":
+        return round_any_
+    address = kernel.address
+
+    def round_(x: Tensor, start: int) -> None:
+        n = x.numel()
+        if start and 0 < n < PARALLEL_FROM and x.is_contiguous():
+            kernel.loop(start, start, n, address, NO_KEY_ADDRESS, 0, _NO_SCALE_ADDRESS)
+        else:
+            round_any_(x, start)
+
+    return round_
 
 
 def _each_once(x: Tensor) -> Tensor:

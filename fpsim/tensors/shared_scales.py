@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import struct
+from array import array
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -158,6 +160,30 @@ def rounded_blocks(
     return rounded_with_scales(x, spec, axis, across, key, scale, False, out)[0]
 
 
+def rounds_blocks(spec: BlockSpec, axis: int, across: int | None) -> Callable[[Tensor], Tensor]:
+    """`rounded_blocks`, for who rounds many small tensors by one spec: what they share is asked once."""
+    round_any, f = partial(rounded_blocks, spec=spec, axis=axis, across=across), spec.fmt
+    has_more = f.is_delayed or f.tensor_scale is not False or isinstance(f.scale_rule, Choose)
+    if has_more or spec.element.rounding == "stochastic":
+        return round_any
+    plan, is_of_tensor, lands_on = block_plan(spec), f.block == "tensor", f.lands_on
+    nothing_shared = _NOTHING_SHARED.data_ptr()
+
+    def round_blocks(x: Tensor) -> Tensor:
+        source = x.data_ptr()
+        is_usual = x.is_cpu and x.dtype is torch.float32 and x.is_contiguous() and not x.is_neg()
+        if not is_usual or not source or not 0 < x.numel() < PARALLEL_FROM:
+            return round_any(x)
+        work, out = _kept(spec, x.shape, axis, across, False)[2], torch.empty_like(x)
+        assert isinstance(work, _Units)
+        shared = array("q", _shared_on_cpu(x, f, plan, lands_on)) if is_of_tensor else None
+        address = nothing_shared if shared is None else shared.buffer_info()[0]
+        work.loop(source, out.data_ptr(), *work.addresses, NO_KEY_ADDRESS, address, 0, 0, work.total)
+        return out
+
+    return round_blocks
+
+
 def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None = None) -> Tensor:
     """The scales of the blocks of `x`, a value of the block being element * scale.
 
@@ -187,7 +213,6 @@ def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale
     source: a contiguous float32.
     scale: of delayed scaling.
     """
-    divides = plan.kind == blocks.DIVIDED
     if not isinstance(f.tensor_scale, bool):
         amaxes = second_amaxes(source, f, plan.parameters[blocks.COUNTED])
         length = (source.shape[-1] if source.dim() else 1) if f.tensor_scale == "row" else f.tensor_scale
@@ -204,14 +229,21 @@ def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale
     if scale is not None:
         number = int(scale.detach().reshape(()).view(torch.int32))
     elif f.block == "tensor":
-        number, has_specials = _amax_on_cpu(source, plan)
-        if divides and number >= blocks.INFINITY:
-            number = BINARY32.bits(f.scale_of_infinity)  # which is NaN or 1, as its inverse
-        elif divides:
-            number = _multiplier_on_cpu(number, f.lands_on)
+        number, _, has_specials = _shared_on_cpu(source, f, plan, f.lands_on)
     of_tensor = _amax_on_cpu(source, plan)[0] if f.tensor_scale else -1
     # from numpy: a default device of torch's is not meant for it, and it takes a third of the time of torch.tensor
     return torch.from_numpy(np.array((number, of_tensor, has_specials)))
+
+
+def _shared_on_cpu(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, lands_on: float) -> tuple[int, int, int]:
+    """`shared_numbers` of a tensor that is one block and has no second scale. lands_on: of the format."""
+    number, has_specials = _amax_on_cpu(source, plan)
+    if plan.kind == blocks.DIVIDED:
+        if number >= blocks.INFINITY:
+            number = BINARY32.bits(f.scale_of_infinity)  # which is NaN or 1, as its inverse
+        else:
+            number = _multiplier_on_cpu(number, lands_on)
+    return number, -1, has_specials
 
 
 def asked_of(f: BlockFormat, plan: blocks.BlockPlan) -> int:
@@ -444,9 +476,13 @@ def _multiplier_on_cpu(amax: int, largest: float) -> int:
         return BINARY32.bits(1.0)
     field, mantissa = amax >> 23, amax & 0x7FFFFF
     value = math.ldexp(mantissa | (0x800000 if field else 0), max(field, 1) - 150)  # right where subnormals are flushed
-    return min(BINARY32.bits(largest / value), _LARGEST)
+    quotient = largest / value
+    if 2.0**-126 <= quotient < 2.0**127:  # a normal number, whose pattern the processor finds sooner
+        return int(_PATTERN.unpack(_NUMBER.pack(quotient))[0])
+    return min(BINARY32.bits(quotient), _LARGEST)
 
 
+_NUMBER, _PATTERN = struct.Struct("=f"), struct.Struct("=i")
 _NOTHING_SHARED = torch.full((3,), -1, dtype=torch.int64, device="cpu")
 
 

@@ -6,6 +6,8 @@ import copy
 import linecache
 import warnings
 from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,6 +86,143 @@ def test_random_programs_show_the_same_by_either_way(name: str, ways: Counter[st
         linecache.cache.pop(space["__name__"], None)
         assert shown[0] == shown[1], program.source()
     assert ways["short"] > PROGRAMS
+
+
+WITHOUT_GRADIENTS = [torch.no_grad, torch.inference_mode]
+
+
+@pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen", "not frozen"])
+@pytest.mark.parametrize("off", WITHOUT_GRADIENTS, ids=lambda x: x.__name__)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_random_programs_without_a_graph_show_the_same_by_either_way(
+    name: str, off: Any, is_frozen: bool, ways: Counter[str]
+) -> None:
+    for number in range(PROGRAMS // 2):
+        program = replace(draw(random_genes(1000 + number), "bf16"), has_gradients=False)
+        space = space_of(program.source())
+        torch.default_generator.manual_seed(number)
+        module, inputs = space["Program"](), [torch.randn(4, 4) for _ in range(2)]
+        shown = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for ways["is_long"] in (0, 1):
+                model = fpsim.quantize(copy.deepcopy(module), **SETTINGS[name])
+                each = []
+                try:
+                    with fpsim.frozen(model) if is_frozen else nullcontext():
+                        for is_recorded in (False, number % 3 == 0, False):
+                            with off():
+                                each.append(seen_of(model, inputs, program, is_recorded))
+                except RuntimeError as error:  # a weight was written to
+                    each.append(str(error))
+                shown.append(each)
+        linecache.cache.pop(space["__name__"], None)
+        assert shown[0] == shown[1], program.source()
+    assert ways["short"] > PROGRAMS
+
+
+class Layer(nn.Module):
+    """A layer as language models have it: float32 on purpose, moves, a product with heads, and a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32, bias=i == 1) for i in range(3))
+        self.up, self.down, self.gain = nn.Linear(32, 48), nn.Linear(48, 32), nn.Parameter(torch.rand(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        h = self.gain * wide.to(x.dtype)
+        q, k, v = (f(h).view(*h.shape[:-1], 4, 8).transpose(1, 2) for f in (self.q, self.k, self.v))
+        turned = torch.cat((-q[..., 4:], q[..., :4]), -1)
+        out = F.scaled_dot_product_attention(q + turned, k, v).transpose(1, 2).reshape(x.shape).contiguous()
+        x = x + out
+        y: Tensor = x + self.down(F.silu(self.up(x)) / 3)
+        return y
+
+
+@pytest.fixture
+def shortest(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many calls took the shortest way, by function."""
+    counted: Counter[str] = Counter()
+    way_of = short_way.way_of
+
+    def counting(*args: Any) -> Any:
+        way = way_of(*args)
+        if way is not None:
+            run = way.run
+
+            def counted_run(*given: Any) -> Any:
+                out = run(*given)
+                counted[way.name] += out is not NotImplemented
+                return out
+
+            way.run = counted_run
+        return way
+
+    monkeypatch.setattr(short_way, "way_of", counting)
+    return counted
+
+
+@pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen", "not frozen"])
+@pytest.mark.parametrize("off", WITHOUT_GRADIENTS, ids=lambda x: x.__name__)
+@pytest.mark.parametrize("fmt", ["bf16", "e4m3fn", "recipe:fp8_current", "recipe:mxfp8"])
+def test_a_layer_without_a_graph_gives_the_same_by_every_way(
+    fmt: str, off: Any, is_frozen: bool, ways: Counter[str], shortest: Counter[str]
+) -> None:
+    torch.default_generator.manual_seed(0)
+    module, shown = nn.Sequential(Layer(), Layer(), Layer()), []
+    texts = [torch.randn(2, 3, 32), torch.randn(1, 1, 32), torch.zeros(1, 2, 32), torch.randn(2, 3, 32) * torch.inf]
+    for ways["is_long"] in (0, 1):
+        model = fpsim.quantize(copy.deepcopy(module), fmt)
+        with fpsim.frozen(model) if is_frozen else nullcontext(), off():
+            outs = [model(x) for x in texts * 2]
+        shown.append([(bits(x), format_of(x)) for x in outs])
+    assert shown[0] == shown[1]
+    expected = {"add", "mul", "rsqrt", "mean", "pow", "cat", "neg", "transpose", "silu", "scaled_dot_product_attention"}
+    expected |= {"linear"} if is_frozen else set()
+    expected |= {"to"} if fmt == "bf16" else set()
+    assert expected <= {name for name, n in shortest.items() if n}
+
+
+def test_what_changes_after_a_way_was_found_is_seen(shortest: Counter[str]) -> None:
+    torch.default_generator.manual_seed(0)
+    model, x = fpsim.quantize(nn.Sequential(Layer(), Layer()), "bf16"), torch.randn(2, 3, 32)
+    with torch.no_grad():
+        before = model(x)
+        model[0].gain.mul_(2.0)  # a write to a weight
+        doubled = model(x)
+        model[0].gain.div_(2.0)
+        assert not torch.equal(doubled, before)
+        assert torch.equal(model(x), before)
+        fpsim.set_policy(model, "recipe:fp8_current")  # another policy
+        narrow = model(x)
+        assert torch.equal(narrow, fpsim.quantize(fpsim.dequantize(model), "recipe:fp8_current")(x))
+    model, said = fpsim.quantize(fpsim.dequantize(model), "bf16"), shortest["add"]
+    with torch.no_grad(), fpsim.record(model) as recording:  # somebody looks
+        assert torch.equal(model(x), before)
+    assert any(row["site"].startswith("1:add") for row in recording.rows())
+    out = model(x)  # with a graph
+    assert torch.equal(out, before)
+    assert out.requires_grad
+    assert shortest["add"] == said
+
+
+def test_what_is_written_to_after_a_call_is_rounded_again() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + x
+            y.data.copy_(torch.full_like(x, 1.01))
+            y[0] = 3.0
+            z = y * 1.0
+            y.requires_grad_()
+            return z + y
+
+    x, shown = torch.rand(4), []
+    for is_off in (True, False):
+        with torch.no_grad() if is_off else nullcontext():
+            shown.append(bits(fpsim.quantize(Writes(), "e5m2")(x).detach()))
+    assert shown[0] == shown[1]
 
 
 def test_most_calls_of_a_network_take_the_short_way(ways: Counter[str]) -> None:

@@ -71,7 +71,8 @@ def test_a_weight_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad(), fpsim.frozen(model):
         for _ in range(3):
             model(x)
-    assert seen.count(torch.Size([7, 5])) == 1 + 1  # once more at the end, to be compared
+    assert seen.count(torch.Size([7, 5])) == 1
+    assert seen.count(torch.Size([7 * 5])) == 1  # once more at the end, flat, to be compared
     seen.clear()
     with torch.no_grad():
         model(x), model(x)
@@ -118,6 +119,17 @@ def test_a_write_that_torch_does_not_count_is_seen_at_the_end(fmt: str, write: C
             block.__exit__(None, None, None)
         expected = fpsim.quantize(fpsim.dequantize(model), fmt)(x)
         assert torch.equal(model(x), expected)  # nothing is kept
+
+
+def test_a_write_behind_the_first_of_many_numbers_is_seen_at_the_end() -> None:
+    model = fpsim.quantize(nn.Linear(400, 300), "e4m3fn")
+    block = fpsim.frozen(model)
+    block.__enter__()
+    with torch.no_grad():
+        model(torch.ones(1, 400))
+    model.weight.data[-1, -1] = 9.0
+    with pytest.raises(RuntimeError, match="The weight 'weight' was written to"):
+        block.__exit__(None, None, None)
 
 
 def test_an_operand_is_quantised_once(monkeypatch: pytest.MonkeyPatch) -> None:
