@@ -229,7 +229,8 @@ def written(text: str) -> str:
 
 def generated(docname: str, text: str) -> str:
     """A page as the site has it."""
-    text = PART.sub(lambda m: (ON_SITE.get(m[1]) or PARTS[m[1]])(), text)
+    # what has no other form stays as it was written: autodoc replaces defaults of functions while it reads them
+    text = PART.sub(lambda m: ON_SITE[m[1]]() if m[1] in ON_SITE else m[0], text)
     text = MARK.sub(lambda m: of_readme(m[1]), text)
     # the picture is drawn by a script of the forge that shows the repository, which the site does not have
     return rooms.BLOCK.sub(lambda _: rooms.table(), text)
