@@ -1,4 +1,4 @@
-"""The command line: `python -m fpsim verify --device cpu|cuda [--quick|--full]`, `python -m fpsim why script.py`."""
+"""The command line: `python -m fpsim verify --device cpu|cuda [--quick|--full]`, `why script.py`, `warm`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import platform
 import runpy
 import sys
+import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any
 
 import torch
 
+from fpsim.compiling.kept import folder_of_code
 from fpsim.insight.why import why
 from fpsim.tensors.golden import replay
 from fpsim.tensors.verify import verify
+from fpsim.warming import STEPS, compile_steps
 
 _NAMES: dict[str, tuple[Callable[[Any], bool], str]] = {  # of `why`, which a script may define
     "optimizer": (lambda x: isinstance(x, torch.optim.Optimizer), "a torch.optim.Optimizer"),
@@ -27,7 +30,7 @@ _NAMES: dict[str, tuple[Callable[[Any], bool], str]] = {  # of `why`, which a sc
 def main(arguments: list[str] | None = None) -> int:
     """Run a command, and return its exit status: 1 if a comparison differs, or a cause was found; 0 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m fpsim", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="verify|why")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="verify|why|warm")
     command = commands.add_parser(
         "verify", help="compare the kernels of this machine with golden vectors and a second definition"
     )
@@ -41,8 +44,16 @@ def main(arguments: list[str] | None = None) -> int:
         help="a Python file that defines `model` and `step`, and may define `optimizer`, `scaler` and `batches`; what "
         'stands under `if __name__ == "__main__":` is not run',
     )
+    command = commands.add_parser(
+        "warm", help="compile in about a minute what common formats, recipes and updates run, and keep it on disk"
+    )
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     chosen = parser.parse_args(arguments)
-    return _why(parser, chosen.script) if chosen.command == "why" else _verify(parser, chosen)
+    if chosen.command == "why":
+        return _why(parser, chosen.script)
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda was given, and torch sees no card. Expected here: --device cpu.")
+    return _warm(parser, chosen.device) if chosen.command == "warm" else _verify(chosen)
 
 
 def _why(parser: argparse.ArgumentParser, script: str) -> int:
@@ -77,10 +88,35 @@ def _given(script: str, names: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _verify(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
+def _warm(parser: argparse.ArgumentParser, device: str) -> int:
+    """Compile what is not on disk yet, behind a progress bar on stderr."""
+    try:
+        folder = folder_of_code()
+    except OSError as error:
+        parser.error(f"Machine code cannot be kept ({error}). Set NUMBA_CACHE_DIR to a folder that can be written.")
+    begin, total = time.monotonic(), len(STEPS)
+    _show_progress(0, total, "starting")
+    try:
+        for done, name in enumerate(compile_steps(device), 1):
+            _show_progress(done, total, name)
+    except KeyboardInterrupt:
+        print("\nInterrupted. What is compiled is kept; the same command goes on.", file=sys.stderr)
+        return 130
+    finally:
+        print(file=sys.stderr)
+    print(f"Machine code is in {folder}, after {time.monotonic() - begin:.0f} seconds.")
+    return 0
+
+
+def _show_progress(done: int, total: int, name: str) -> None:
+    """A bar that overwrites itself on a terminal; a line for each step elsewhere."""
+    bar = ("#" * (30 * done // total)).ljust(30, ".")
+    end = "\r" if sys.stderr.isatty() else "\n"
+    print(f"[{bar}] {done}/{total} {name:28}", end=end, file=sys.stderr, flush=True)
+
+
+def _verify(chosen: argparse.Namespace) -> int:
     """Print a table of what was compared and measured."""
-    if chosen.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda was given, and torch sees no card. Expected here: --device cpu.")
     name = torch.cuda.get_device_name() if chosen.device == "cuda" else platform.processor() or platform.machine()
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {name}")
     failed = total = 0

@@ -32,7 +32,7 @@ FLOORS = (
     ),
     (
         "fpsim.compiling",
-        "__init__ callees sources",
+        "__init__ callees notice sources",
         "deferred shipped",
         "compile kept",
         "card native",
@@ -114,6 +114,7 @@ FLOORS = (
     ),
     (
         "fpsim",
+        "warming",
         "__init__ __main__",
     ),
     (
