@@ -52,6 +52,7 @@ MARKERS = "osD^vP*X<>h"
 DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))  # each line can be told from the others in print
 # where a training diverged, at the edge of a panel
 CROSS = {"marker": "x", "markersize": 7, "color": COLOURS[5], "linestyle": "", "label": "diverged", "clip_on": False}
+MOST_NUMBERED = 14  # pairs of bars, beyond which their numbers would touch
 MOST_DOTS = 200  # seeds of a place that are drawn
 PANELS_A_ROW = 4
 LETTERS_AN_INCH = 13  # of the labels of plot_table
@@ -293,13 +294,15 @@ def plot_rescue(rows: Sequence[dict[str, Any]]) -> Figure:
     for i, (column, words) in enumerate((("underflow_unscaled", "without scaling"), ("underflow", "at its scale"))):
         shares = [100 * statistics.mean(r[column] for r in chosen if r["site"] == site) for site in sites]
         places = [x + 0.4 * i - 0.2 for x in range(len(sites))]
-        axes.bar(
+        bars = axes.bar(
             places, shares, 0.38, color=COLOURS[i], label=words, hatch="///" * i, edgecolor=rcParams["axes.facecolor"]
         )
+        if len(sites) <= MOST_NUMBERED:  # a bar of 0.05 % is not seen, and its number is
+            axes.bar_label(bars, [f"{s:.0f}" if s >= 10 else f"{s:.2g}" for s in shares], fontsize=7, padding=1)
     axes.set_xticks(range(len(sites)), [*map(plain, sites)], rotation=45, ha="right", fontsize=8)
     axes.set_ylabel("gradients lost in %")
     axes.set_xlabel("where, from input to output")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))  # above: each place may have a bar
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
