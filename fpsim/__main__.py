@@ -1,5 +1,5 @@
 """The command line: `python -m fpsim verify --device cpu|cuda [--quick|--full]`, `python -m fpsim why script.py`, and
-`python -m fpsim mismatch FILE:make_a FILE:make_b --batch FILE:batch`.
+`python -m fpsim mismatch FILE:make_a FILE:make_b --batch FILE:batch`, `python -m fpsim warm`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import argparse
 import platform
 import runpy
 import sys
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from itertools import chain
@@ -18,10 +19,12 @@ import torch
 
 from fpsim.changes import BITS
 from fpsim.checks import DISTRIBUTION
+from fpsim.compiling.kept import folder_of_code
 from fpsim.insight.mismatch import mismatch
 from fpsim.insight.why import why
 from fpsim.tensors.golden import replay
 from fpsim.tensors.verify import verify
+from fpsim.warming import STEPS, compile_steps
 
 _NAMES: dict[str, tuple[Callable[[Any], bool], str]] = {  # of `why`, which a script may define
     "optimizer": (lambda x: isinstance(x, torch.optim.Optimizer), "a torch.optim.Optimizer"),
@@ -35,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fpsim", description=__doc__)
     words = f"fpsim {version(DISTRIBUTION)}, torch {torch.__version__}, numbers of version {BITS}"
     parser.add_argument("--version", action="version", version=words)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="verify|why|mismatch")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="verify|why|mismatch|warm")
     command = commands.add_parser(
         "verify", help="compare the kernels of this machine with golden vectors and a second definition"
     )
@@ -56,9 +59,16 @@ def main(arguments: list[str] | None = None) -> int:
         "--batch", required=True, metavar="FILE:batch", help="what the models are called with, or a function for it"
     )
     command.add_argument("--attribution", choices=("both", "back", "none"), default="both")
+    command = commands.add_parser(
+        "warm", help="compile in about a minute what common formats, recipes and updates run, and keep it on disk"
+    )
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     chosen = parser.parse_args(arguments)
-    commands_of = {"why": lambda: _why(parser, chosen.script), "mismatch": lambda: _mismatch(parser, chosen)}
-    return commands_of.get(chosen.command, lambda: _verify(parser, chosen))()
+    if chosen.command in ("why", "mismatch"):
+        return _why(parser, chosen.script) if chosen.command == "why" else _mismatch(parser, chosen)
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda was given, and torch sees no card. Expected here: --device cpu.")
+    return _warm(parser, chosen.device) if chosen.command == "warm" else _verify(chosen)
 
 
 def _mismatch(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
@@ -117,10 +127,35 @@ def _given(script: str, names: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _verify(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
+def _warm(parser: argparse.ArgumentParser, device: str) -> int:
+    """Compile what is not on disk yet, behind a progress bar on stderr."""
+    try:
+        folder = folder_of_code()
+    except OSError as error:
+        parser.error(f"Machine code cannot be kept ({error}). Set NUMBA_CACHE_DIR to a folder that can be written.")
+    begin, total = time.monotonic(), len(STEPS)
+    _show_progress(0, total, "starting")
+    try:
+        for done, name in enumerate(compile_steps(device), 1):
+            _show_progress(done, total, name)
+    except KeyboardInterrupt:
+        print("\nInterrupted. What is compiled is kept; the same command goes on.", file=sys.stderr)
+        return 130
+    finally:
+        print(file=sys.stderr)
+    print(f"Machine code is in {folder}, after {time.monotonic() - begin:.0f} seconds.")
+    return 0
+
+
+def _show_progress(done: int, total: int, name: str) -> None:
+    """A bar that overwrites itself on a terminal; a line for each step elsewhere."""
+    bar = ("#" * (30 * done // total)).ljust(30, ".")
+    end = "\r" if sys.stderr.isatty() else "\n"
+    print(f"[{bar}] {done}/{total} {name:28}", end=end, file=sys.stderr, flush=True)
+
+
+def _verify(chosen: argparse.Namespace) -> int:
     """Print a table of what was compared and measured."""
-    if chosen.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda was given, and torch sees no card. Expected here: --device cpu.")
     name = torch.cuda.get_device_name() if chosen.device == "cuda" else platform.processor() or platform.machine()
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {name}")
     failed = total = 0

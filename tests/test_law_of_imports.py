@@ -32,7 +32,7 @@ FLOORS = (
     ),
     (
         "fpsim.compiling",
-        "__init__ callees sources",
+        "__init__ callees notice sources",
         "deferred shipped",
         "compile kept",
         "card native",
@@ -122,7 +122,7 @@ FLOORS = (
     ),
     (
         "fpsim",
-        "exporting",
+        "exporting warming",
         "__init__ __main__",
     ),
     (

@@ -36,6 +36,16 @@ def pictures_of(path: Path) -> list[bytes]:
     return [base64.b64decode(data["image/png"]) for data in shown if "image/png" in data]
 
 
+# These draw pictures and run single trainings by functions that are no promise: a list that may only get shorter.
+PRIVATE = {"1-formats.ipynb", "2-gradient-scaling.ipynb", "5-products-and-scales.ipynb", "6-mixed-precision.ipynb"}
+
+
+def test_other_notebooks_import_public_names_only() -> None:
+    imports = re.compile(r"^(?:from|import) ((?:fpsim|ada_loss)\.\S+)", re.MULTILINE)
+    found = {path.name: imports.findall("\n".join(code for code, _ in outputs_of(path))) for path in NOTEBOOKS}
+    assert {name for name, modules in found.items() if modules} == PRIVATE
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_the_notebook_shows_what_it_stores(path: Path) -> None:

@@ -194,6 +194,11 @@ SISTERS = {
         "ada_loss/integrations/test_integrations.py": {
             "a_sweep_runs_over_transformers_trainer": "transformers_trainer_takes_the_steps_of_the_loop_by_hand",
         },
+        "fpsim/test_warming.py": {
+            "after_it_the_first_step_of_each_format_and_update_compiles_nothing": (
+                "it_runs_every_recipe_and_every_update"
+            ),
+        },
         "test_first_call.py": {
             "a_second_process_finds_what_the_first_has_compiled": (
                 "fpsim/compiling/test_compile.py::test_an_edit_of_a_file_that_is_compiled_in_compiles_anew"

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from fpsim.compiling.notice import announced
 from fpsim.compiling.sources import digest_of_imported, have_changed
 
 try:
@@ -150,8 +151,15 @@ def keep(name: str, code: bytes) -> None:
 def one_process_for(name: str) -> Iterator[None]:
     """Inside, no other process on this folder makes what is kept under this name, unless it takes very long.
 
-    Without a lock, where the system has none, processes make the same code several times.
+    Without a lock, where the system has none, processes make the same code several times. Where making it or waiting
+    for the lock takes long, a line on stderr says so.
     """
+    with announced(name.partition("-")[0]), _locked(name):
+        yield
+
+
+@contextmanager
+def _locked(name: str) -> Iterator[None]:
     descriptor = -1
     try:
         if fcntl is not None:

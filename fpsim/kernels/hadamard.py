@@ -116,28 +116,30 @@ def cpu_loop(size: int, width: int) -> Loop:
         while line < last:
             group, column = line // inner, line % inner
             start = group * size * inner + column
-            if inner >= LANES:  # the lanes are neighbours in memory
-                m = min(LANES, inner - column, last - line)
-                for e in range(size):
+            are_neighbours = inner >= LANES  # the lanes, in memory
+            m = min(LANES, last - line)
+            if are_neighbours:
+                m = min(m, inner - column)
+                for e in range(count):
                     for lane in range(m):
                         rows[e * LANES + lane] = x[start + e * inner + lane] * before[e]
-                stages(rows, count)
-                for e in range(size):
-                    for lane in range(m):
-                        y[start + e * inner + lane] = rows[e * LANES + lane] * after[e]
             else:
-                m = min(LANES, last - line)
                 for lane in range(m):
                     other = line + lane
                     bases[lane] = other // inner * size * inner + other % inner
                 for lane in range(m):
                     base = bases[lane]
-                    for e in range(size):
+                    for e in range(count):
                         rows[e * LANES + lane] = x[base + e * inner] * before[e]
-                stages(rows, count)
+            stages(rows, count)  # in one place for both: LLVM would compile it twice
+            if are_neighbours:
+                for e in range(count):
+                    for lane in range(m):
+                        y[start + e * inner + lane] = rows[e * LANES + lane] * after[e]
+            else:
                 for lane in range(m):
                     base = bases[lane]
-                    for e in range(size):
+                    for e in range(count):
                         y[base + e * inner] = rows[e * LANES + lane] * after[e]
             line += m
 

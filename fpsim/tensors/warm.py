@@ -7,7 +7,9 @@ from collections.abc import Iterable
 import torch
 
 from fpsim.checks import require_iterable, shown
-from fpsim.formats.blocks import Format
+from fpsim.formats.blocks import BLOCKS, Format
+from fpsim.formats.codebooks import CODEBOOKS
+from fpsim.formats.floats import CATALOGUE
 from fpsim.kernels.block_dense import SIZES
 from fpsim.kernels.variants import require_variant
 from fpsim.tensors.cuts import Cut
@@ -22,7 +24,7 @@ __all__ = ["warm_up"]
 
 def warm_up(
     device: str | torch.device,
-    formats: Iterable[str | Format],
+    formats: Iterable[str | Format] | None = None,
     roundings: Iterable[str] = ("nearest_even",),
     variants: Iterable[str] = ("A",),
 ) -> None:
@@ -32,11 +34,12 @@ def warm_up(
     is compiled is kept on disk: a process that finds it there loads it in milliseconds. No noise is drawn.
 
     Adaptive scales, products in an accumulator and Hadamard transforms have kernels of their own. Run a step of such
-    a model once before it is captured, as torch asks for too.
+    a model once before it is captured, as torch asks for too. `python -m fpsim warm` runs steps of all recipes and
+    updates, and keeps what they compile on disk.
 
     Args:
         device: a CUDA device, or the CPU, whose loops are compiled at their first call too.
-        formats: formats or their names.
+        formats: formats or their names; None for every named format, which takes the CPU about half a minute.
         roundings: rounding rules, each for every format.
         variants: of stochastic rounding, as in `round_to`; each has kernels of its own, for any number of random bits.
 
@@ -56,6 +59,8 @@ def warm_up(
             f"device='{device}' is not here: torch finds {torch.cuda.device_count()} CUDA devices. Expected: 'cpu', "
             f"or the device that the tensors are on."
         )
+    if formats is None:
+        formats = [*CATALOGUE, *BLOCKS, *CODEBOOKS]
     formats = require_iterable("formats", formats, "['fp16']")
     roundings = require_iterable("roundings", roundings, "['nearest_even']")
     variants = require_iterable("variants", variants, "['A']")

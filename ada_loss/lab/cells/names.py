@@ -61,7 +61,7 @@ def short_name(fmt: Any) -> str:
     >>> [short_name(fmt) for fmt in ("fp16", "recipe:bf16", "recipe:fp8_current", "mxfp4", "e4m3fn per tensor fp32")]
     ['fp16', 'bf16', 'fp8_current recipe', 'MXFP4', 'FP8, a scale per tensor']
     >>> short_name({"products": {"x": "e2m1fn per tensor fp32", "w": "e2m1fn per tensor fp32", "dy": "e2m1fn"}})
-    'FP4, gradients unscaled'
+    'FP4, gradients by method'
     >>> short_name({"products": {"dy": "e5m2 per row fp32"}}), short_name({"error": "e5m2", "weight_grad": "e5m2"})
     ('FP8 e5m2 gradients, a scale per row', 'e5m2 gradients')
     >>> short_name({"format": "fp32", "update": "bf16_sr"}), short_name({"format": "mxfp4", "update": "bf16_sr"})
@@ -130,7 +130,7 @@ def _of_operands(products: Mapping[str, str]) -> str:
         return ""
     (element,) = elements
     if not parts["dy"][1]:
-        return f"{element}, gradients unscaled" if parts["x"][1] == parts["w"][1] else ""
+        return f"{element}, gradients by method" if parts["x"][1] == parts["w"][1] else ""
     if all(fmt.endswith(TILES) for fmt in products.values()) and len({*products.values()}) > 1:
         return f"{element}, a scale per tile"
     return f"{element}, {parts['x'][1]}" if len({*products.values()}) == 1 else ""

@@ -30,6 +30,7 @@ __all__ = [
     "MOST_DOTS",
     "colour",
     "evenly",
+    "far_off",
     "figure_bytes",
     "in_the_dark",
     "ink",
@@ -52,6 +53,8 @@ MARKERS = "osD^vP*X<>h"
 DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))  # each line can be told from the others in print
 # where a training diverged, at the edge of a panel
 CROSS = {"marker": "x", "markersize": 7, "color": COLOURS[5], "linestyle": "", "label": "diverged", "clip_on": False}
+FAR = 5  # times the distance of the setting before, from which on settings are off the axis
+MOST_NUMBERED = 14  # pairs of bars, beyond which their numbers would touch
 MOST_DOTS = 200  # seeds of a place that are drawn
 PANELS_A_ROW = 4
 LETTERS_AN_INCH = 13  # of the labels of plot_table
@@ -293,13 +296,15 @@ def plot_rescue(rows: Sequence[dict[str, Any]]) -> Figure:
     for i, (column, words) in enumerate((("underflow_unscaled", "without scaling"), ("underflow", "at its scale"))):
         shares = [100 * statistics.mean(r[column] for r in chosen if r["site"] == site) for site in sites]
         places = [x + 0.4 * i - 0.2 for x in range(len(sites))]
-        axes.bar(
+        bars = axes.bar(
             places, shares, 0.38, color=COLOURS[i], label=words, hatch="///" * i, edgecolor=rcParams["axes.facecolor"]
         )
+        if len(sites) <= MOST_NUMBERED:  # a bar of 0.05 % is not seen, and its number is
+            axes.bar_label(bars, [f"{s:.0f}" if s >= 10 else f"{s:.2g}" for s in shares], fontsize=7, padding=1)
     axes.set_xticks(range(len(sites)), [*map(plain, sites)], rotation=45, ha="right", fontsize=8)
     axes.set_ylabel("gradients lost in %")
     axes.set_xlabel("where, from input to output")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))  # above: each place may have a bar
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -334,7 +339,8 @@ def plot_table(
     """A dot for each seed, a diamond and a bar for mean and standard deviation: methods down, a panel for each format.
 
     Values that are not finite are marked at the left edge. Where half of the panels' lines or more would be empty, and
-    with one method alone, formats and methods go down together in one panel.
+    with one method alone, formats and methods go down together in one panel. What is not a share has no ends: settings
+    far off float32 are marked at the edge, by an arrow and their mean, and the axis is that of the others.
 
     places: {(format, method): values}.
     title: what the values are, for the axis.
@@ -355,7 +361,10 @@ def plot_table(
     size = (width, (0.75 + 0.3 * len(methods)) * rows + 0.35)
     figure = new_picture(*size)
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    finite = [v for values in places.values() for v in _spread(values)]
+    line = factor * statistics.fmean(baseline) if baseline else math.nan
+    means = {place: statistics.fmean(values) for place, values in places.items() if values}
+    far = far_off({place: mean - line for place, mean in means.items()}) if factor == 1 else set()
+    finite = [v for place, values in places.items() if place not in far for v in _spread(values)]
     lowest, highest = (min(finite), max(finite)) if finite else (0.0, 1.0)
     margin = 0.06 * (highest - lowest) or max(0.01 * abs(highest), 1e-3)
     for i, axes in enumerate(panels.flat):
@@ -363,9 +372,13 @@ def plot_table(
             axes.set_visible(False)
             continue
         if baseline:
-            axes.axvline(factor * statistics.fmean(baseline), color=ink(), linewidth=0.8, linestyle=(0, (4, 2)))
+            axes.axvline(line, color=ink(), linewidth=0.8, linestyle=(0, (4, 2)))
         for y, method in enumerate(methods):
-            _draw(axes, y, places.get((formats[i], method), []), lowest - margin / 2)
+            place, values = (formats[i], method), places.get((formats[i], method), [])
+            if place in far:
+                _point_to(axes, y, means[place], lowest - margin, highest + margin)
+            else:
+                _draw(axes, y, values, lowest - margin / 2)
         axes.set_title(plain(formats[i]) if len(formats) > 1 else "", fontsize=9)
         axes.set_yticks(range(len(methods)), [_words(method) for method in methods], fontsize=8)
         axes.tick_params(axis="x", labelsize=8)
@@ -375,9 +388,28 @@ def plot_table(
         axes.set_axisbelow(True)
     panels[0, 0].set_ylim(len(methods) - 0.5, -0.5)
     panels[0, 0].set_xlim(lowest - margin, highest + margin)
-    words = title + ("; dashed: float32" if baseline else "")
+    words = title + ("; dashed: float32" if baseline else "") + ("; arrows: means off the axis" if far else "")
     figure.supxlabel(textwrap.fill(plain(words), round(LETTERS_AN_INCH * size[0])), fontsize=9)
     return figure
+
+
+def far_off(distances: Mapping[Any, float]) -> set[Any]:
+    """Of settings by their distance from the baseline, those that leave no room on an axis for the others.
+
+    They begin where the distance grows most from one setting to the next, five times or more. They are fewer than half.
+
+    >>> sorted(far_off({"a": 0.0, "b": 0.01, "c": -0.1, "d": 1.0, "e": 3.4}))
+    ['d', 'e']
+    >>> far_off({"a": 0.1, "b": 0.3, "c": 1.0}), far_off({"a": 0.1, "b": 1.0, "c": 1.1, "d": math.nan})
+    (set(), set())
+    """
+    ordered = sorted((abs(d), i, name) for i, (name, d) in enumerate(distances.items()) if math.isfinite(d))
+    steps = [
+        (ordered[i][0] / ordered[i - 1][0], i)
+        for i in range(len(ordered) // 2 + 1, len(ordered))
+        if ordered[i][0] >= FAR * ordered[i - 1][0] > 0
+    ]
+    return {name for _, _, name in ordered[max(steps)[1] :]} if steps else set()
 
 
 def evenly(values: Sequence[float], most: int) -> list[float]:
@@ -409,6 +441,15 @@ def _draw(axes: Any, y: int, values: Sequence[float], edge: float) -> None:
     behind = {"pad": 0.7, "facecolor": axes.get_facecolor(), "edgecolor": "none"}  # hides the line of float32 there
     place = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "fontsize": 6.5}
     axes.annotate(f"{mean:#.3g}".rstrip("."), (mean, y), **place, bbox=behind, zorder=2.5)
+
+
+def _point_to(axes: Any, y: int, mean: float, left: float, right: float) -> None:
+    """An arrow at the edge beyond which the mean of a setting lies, and that mean."""
+    is_right = mean > right
+    at, towards = (right, -1) if is_right else (left, 1)
+    axes.plot([at], [y], linestyle="", marker=">" if is_right else "<", markersize=6, color=COLOURS[5], clip_on=False)
+    place = {"xytext": (7 * towards, 0), "textcoords": "offset points", "ha": "right" if is_right else "left"}
+    axes.annotate(f"{mean:#.3g}".rstrip("."), (at, y), **place, va="center", fontsize=6.5)
 
 
 def _words(method: str) -> str:

@@ -492,14 +492,14 @@ def test_a_scaling_that_no_format_takes_warns() -> None:
 
 SPOKEN = {  # names that can be said in a talk, and the format that each stands for
     "bf16": "recipe:bf16",
-    "FP8, gradients unscaled": {
+    "FP8, gradients by method": {
         "products": {"x": "e4m3fn per tensor fp32", "w": "e4m3fn per tensor fp32", "dy": "e4m3fn"}
     },
     "FP8, a scale per tensor": "e4m3fn per tensor fp32",
     "MXFP8": "mxfp8_e4m3",
     "MXFP4": "mxfp4",
     "NVFP4": "nvfp4",
-    "FP4, gradients unscaled": {
+    "FP4, gradients by method": {
         "products": {"x": "e2m1fn per tensor fp32", "w": "e2m1fn per tensor fp32", "dy": "e2m1fn"}
     },
     "FP4, a scale per tensor": "e2m1fn per tensor fp32",

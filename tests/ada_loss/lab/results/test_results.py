@@ -261,6 +261,26 @@ def test_a_long_label_stays_inside_of_its_picture() -> None:
     assert label.get_window_extent().width <= figure.bbox.width
 
 
+def test_settings_far_off_float32_are_arrows_at_the_edge_and_leave_the_axis_to_the_others() -> None:
+    bits = {"a": [3.57, 3.58], "b": [3.6, 3.61], "c": [3.66, 3.67], "d": [7.0, 6.8], "e": [3.58, 3.6]}
+    figure = plot_table({(fmt, "none"): v for fmt, v in bits.items()}, "bits", baseline=[3.57])
+    (axes,) = figure.axes
+    low, high = axes.get_xlim()
+    assert low > 3.5
+    assert high < 3.75
+    (arrow,) = [line for line in axes.lines if line.get_marker() == ">"]
+    assert (arrow.get_xdata()[0], arrow.get_ydata()[0]) == (high, 3)
+    assert "6.90" in [text.get_text() for text in axes.texts]
+    assert "arrows: means off the axis" in figure.get_supxlabel()
+
+
+def test_a_share_has_ends_and_all_of_it_is_on_the_axis() -> None:
+    shares = {"a": [0.95], "b": [0.949], "c": [0.94], "d": [0.1], "e": [0.951]}
+    figure = plot_table({(fmt, "none"): v for fmt, v in shares.items()}, "accuracy in %", 100, [0.95])
+    assert figure.axes[0].get_xlim()[0] < 10
+    assert "off the axis" not in figure.get_supxlabel()
+
+
 def test_the_scales_of_layers_are_drawn_by_site_and_step(tmp_path: Path) -> None:
     results = written(tmp_path, {("e5m2", "adaptive"): (0.5,), ("fp16", "adaptive"): (0.5,)})
     with pytest.raises(ValueError, match=r"scaled layer by layer.*'adaptive'.*record_every"):
