@@ -59,6 +59,7 @@ WORDS = {
 }
 # Errors that neither a TypeError nor a ValueError of ours is: (callable, argument): classes, and why.
 LISTED: dict[tuple[str, str], tuple[tuple[type[Exception], ...], str]] = {
+    ("Ranks.run", "step"): ((Exception,), "a function of the user's, which is called, may raise anything"),
     ("mismatch", "batch"): ((Exception,), "the models are called with it, and say themselves what they cannot take"),
     ("mismatch", "a"): ((ValueError,), "a module that has no name in common with b, or another output"),
     ("mismatch", "b"): ((ValueError,), "a module that has no name in common with a, or another output"),

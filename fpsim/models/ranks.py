@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fpsim.tensors.reductions import all_reduce
 __all__ = ["Ranks"]
 
 MIB = 1 << 20  # of DDP's first bucket
+MOST_RANKS = 1024  # each is a thread
 
 
 class Ranks:
@@ -137,9 +139,12 @@ class Ranks:
             raise TypeError(f"step={shown(step)} cannot be called. Expected: a function of a batch.")
         if not isinstance(batches, Iterable):
             raise TypeError(f"batches={shown(batches)}. Expected: a list with the batch of each rank.")
-        each = [*batches]
-        if not each:
-            raise ValueError("There is no batch. Expected: one for each rank.")
+        each = [*islice(batches, MOST_RANKS + 1)]
+        if not 0 < len(each) <= MOST_RANKS:
+            count = f"more than {MOST_RANKS}" if each else "none"
+            raise ValueError(
+                f"batches={shown(batches)} has {count}. Expected: one for each rank, at most {MOST_RANKS}."
+            )
         meeting, arrived = Meeting(len(each), self._model), dict[nn.Parameter, None]()
 
         def note(p: nn.Parameter) -> None:
