@@ -308,7 +308,8 @@ def spec_of_memory(emulation: Any, x: Tensor) -> RoundingSpec | None:
     """How numbers are rounded that are written to `x`; None for parameters and buffers, which take them as they are."""
     alias = emulation.aliases.of(x)
     base = x if alias is None else alias.base
-    return None if is_state(x) or _is_weight(emulation, base) else emulation.scope.specs.activation
+    is_as_it_is = is_state(x) or _is_weight(emulation, base) or not is_roundable(x)
+    return None if is_as_it_is else emulation.scope.specs.activation
 
 
 def round_seen_(x: Tensor, spec: RoundingSpec) -> None:

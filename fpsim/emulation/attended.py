@@ -26,7 +26,7 @@ _ROWS = Side(-1, -2)
 def weighted(call: ProductCall, weights: Tensor, value: Tensor, found: Attended | None, **rest: Any) -> Tensor:
     """o = p v of an attention with points. found: what is known of the weights."""
     points = _points(call)
-    if points.block_kv is None:
+    if points.block_kv is None or not weights.shape[-1]:
         make = partial(_OfWeights, points)
         return call.compute(Batched(weights, value), weights, value, specs=points.pv, make=make, **rest)
     if found is None or found.scores is None or found.is_turned or found.writes != writes_to(found.scores):
@@ -42,11 +42,23 @@ def weighted(call: ProductCall, weights: Tensor, value: Tensor, found: Attended 
 def softmax(call: ProductCall, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     """The weights of an attention from its scores; any other softmax is torch's."""
     known, points = call.scope.listeners.attended, _points(call)
-    if known.get(input) is None or dim is None or dim % input.dim() != input.dim() - 1:
+    if known.get(input) is None or dim is None:
         return NotImplemented
+    is_turned = dim % input.dim() == input.dim() - 2
+    if not is_turned and dim % input.dim() != input.dim() - 1:
+        if points.block_kv is None and points.diff is None and points.exp is None:
+            return NotImplemented
+        raise NotImplementedError(
+            f"softmax at {call.site} is over axis {dim} of scores with {input.dim()} axes. Expected: the last axis, or "
+            f"the last but one, for an attention with block_kv, diff or exp."
+        )
     scores = input if dtype is None else input.to(dtype)
-    weights = _weights(call, points, scores)
-    known[weights] = Attended(None, None) if points.block_kv is None else Attended(scores, None, writes_to(scores))
+    weights = _weights(call, points, scores.mT).mT.contiguous() if is_turned else _weights(call, points, scores)
+    found = Attended(None, None)
+    if points.block_kv is not None:
+        scores = scores.clone()  # whatever is written to them since
+        found = Attended(scores, None, writes_to(scores), is_turned)
+    known[weights] = found.of(weights)
     return weights
 
 
@@ -60,10 +72,11 @@ def dropout(call: ProductCall, input: Tensor, p: float = 0.5, *args: Any, **kwar
     is_on = rest.get("training", rest.get("train", True))
     if not is_on:
         return NotImplemented
+    found = found if found.is_still(input) else Attended(None, None)
     keep = F.dropout(torch.ones_like(input), p)
-    out = input.mul_(keep) if rest.get("inplace", False) else input * keep
+    out = input.mul_(keep) if rest.get("inplace", False) or call.operation == "dropout_" else input * keep
     both = keep if found.keep is None else found.keep * keep
-    known[out] = found if found.scores is None else found._replace(keep=both)
+    known[out] = (found if found.scores is None else found._replace(keep=both)).of(out)
     return out
 
 
@@ -90,7 +103,7 @@ def _points(call: ProductCall) -> Attention:
 
 def _weights(call: ProductCall, points: Attention, scores: Tensor) -> Tensor:
     """softmax over the last axis, with the points `diff` and `exp` of one block of all keys."""
-    if points.diff is None and points.exp is None:
+    if (points.diff is None and points.exp is None) or not scores.shape[-1]:
         return torch.softmax(scores, -1)
     specs = ProductSpecs((None, None), (None, None), (None, None), None, None, None)
     product = Product(Batched(scores, scores.mT), f"{call.site}.softmax", specs, call.scope.listeners, scores)

@@ -12,7 +12,8 @@ import operator
 import os
 import sys
 from collections.abc import Callable
-from functools import cache
+from contextlib import AbstractContextManager
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
@@ -29,6 +30,7 @@ __all__ = [
     "WIDE_DTYPES",
     "asks_for_float32",
     "autocast_depth",
+    "autocast_here",
     "dtype_in",
     "has_process_group",
     "is_called_by_sharding",
@@ -135,6 +137,12 @@ def _is_between(file: str) -> bool:
 
 
 _LOOK: Any = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)  # torch says the depth as it changes
+
+
+def autocast_here() -> list[Callable[[], AbstractContextManager[Any]]]:
+    """What enters, in another thread, the autocast that is on in this one."""
+    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    return [partial(torch.autocast, device, torch.get_autocast_dtype(device)) for device in devices]
 
 
 def autocast_depth() -> int:

@@ -40,7 +40,8 @@ def attended_among(scope: Scope, originals: tuple[Any, ...], prepared: tuple[Any
     if not known.held:
         return {}
     pairs = zip(tensors_in(originals), tensors_in(prepared), strict=True)
-    return {id(made): found for x, made in pairs if (found := known.get(x)) is not None}
+    found = ((x, made, one) for x, made in pairs if (one := known.get(x)) is not None)
+    return {id(made): one if one.is_still(x) else Attended(None, None) for x, made, one in found}
 
 
 def follow_attention(
@@ -51,8 +52,9 @@ def follow_attention(
     if scope.products is None or scope.products.points is None or not known.held:
         return
     first = args[0] if args else None
-    if isinstance(first, Tensor) and known.get(first) is not None and call.writes_to_first(args, kwargs):
-        known[first] = Attended(None, None)
+    if isinstance(first, Tensor) and known.get(first) is not None:
+        if call.name == "data" or call.writes_to_first(args, kwargs):  # nobody counts what is written to x.data
+            known[first] = Attended(None, None)
     source = next((x for x in typed_in(args, kwargs) if known.get(x) is not None), None)
     if source is None:
         return
@@ -61,13 +63,14 @@ def follow_attention(
     for x in tensors_in(out):
         is_moved = call.action is Action.MOVE and source is first
         if known.get(x) is None and (is_moved or x.shape[-2:-1] == source.shape[-2:-1]):
-            known[x] = _moved(found, source, x, function, call, args, kwargs)
+            moved = _moved(found, source, x, function, call, args, kwargs) if found.is_still(source) else None
+            known[x] = Attended(None, None) if moved is None else moved.of(x)
 
 
 def know_copy(scope: Scope, x: Tensor, copy: Tensor) -> None:
     """Know of a copy what is known of a tensor."""
     if (found := scope.listeners.attended.get(x)) is not None:
-        scope.listeners.attended[copy] = found
+        scope.listeners.attended[copy] = found.of(copy)
 
 
 def _moved(
@@ -86,13 +89,16 @@ def _moved(
         axes = _permuted(call.name, args[1:], last + 1)
         place = None if axes is None or kwargs else axes.index(last - found.is_turned)
         return Attended(None, None) if place is None or place < last - 1 else found.moved(move, place == last - 1)
-    if x.shape == source.shape:
-        return found
-    if source is not args[0] or x.shape[-2:] != source.shape[-2:]:
+    is_kept = call.action is Action.CAST or call.name in KEEPING
+    if not is_kept or source is not args[0] or x.shape[-2:] != source.shape[-2:]:
         return Attended(None, None)
-    return found.moved(move)
+    return found if x.shape == source.shape else found.moved(move)
 
 
+# what moves no number along the axes of queries and keys, where these stay the last two
+KEEPING = frozenset(
+    "contiguous clone view reshape view_as reshape_as unsqueeze squeeze flatten unflatten expand expand_as".split()
+)
 PERMUTATIONS = frozenset("mT mH adjoint t T H transpose swapaxes swapdims permute".split())
 
 

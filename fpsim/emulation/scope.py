@@ -88,12 +88,22 @@ class Attended(NamedTuple):
     keep: what dropout multiplied the weights by; None for nothing.
     writes: how often the scores had been written to then.
     is_turned: whether keys lie along the last axis but one.
+    own: how often the tensor itself had been written to when that was noted.
     """
 
     scores: Tensor | None
     keep: Tensor | None
     writes: int = 0
     is_turned: bool = False
+    own: int = 0
+
+    def of(self, x: Tensor) -> Attended:
+        """The same of a tensor, as long as nobody writes to it."""
+        return self._replace(own=0 if x.is_inference() else writes_to(x))
+
+    def is_still(self, x: Tensor) -> bool:
+        """Whether nobody has written to the tensor since, through no view of it either."""
+        return x.is_inference() or self.own == writes_to(x)
 
     def moved(self, move: Callable[[Tensor], Tensor], is_turned: bool | None = None) -> Attended:
         """The same of weights that were moved so. is_turned: whether they are then; None for as before."""

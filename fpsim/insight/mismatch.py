@@ -31,11 +31,13 @@ from fpsim.insight.engines.sides import Pair, require_names
 from fpsim.insight.rows import Rows, number, text_table
 from fpsim.models.installed import emulated_forward, emulated_forwards
 from fpsim.policies.policy import Policy
+from fpsim.tensors.noise import keep_random_numbers
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
 __all__ = ["Mismatch", "mismatch"]
 
+WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 ATTRIBUTIONS = ("both", "back", "none")
 COLUMNS = ("module", "kind", "local", "floor", "put_back", "added")
 SHOWN, TOP, MOST_BACK = 12, 5, 8
@@ -203,20 +205,20 @@ def mismatch(
     there) and by adding it (a with b's there); the two differ where errors compensate. Its kind is one of: formula,
     rounding point, format or scale of an operand, accumulator or order, cache or state, weights.
 
-    Both models run without gradients and are left as they were. Sides run in threads of their own, so that neither's
-    formats, autocast or modes reach the other.
+    Both models run in eval mode, without gradients, and are left as they were. Sides run in threads of their own, so
+    that neither's formats, autocast or modes reach the other.
 
     Args:
-        a, b: modules, quantised or not, in eval or train mode; dropout draws the same numbers in both.
+        a, b: modules, quantised or not.
         batch: what the models are called with: ids (batch, time), a tuple, or a mapping such as transformers'; or an
-            iterable of such, as a DataLoader.
+            iterable of such, as a DataLoader (a list is the arguments of one call).
         logits: from an output to (batch, time, vocabulary); None takes `output.logits` or the output itself.
         tokens, mask: from a batch to ids and to what is no padding, (batch, time); None takes `input_ids` and
             `attention_mask`. Padding counts nowhere.
         names: modules of b that have other names in a, or their beginnings: {"transformer.h": "model.layers"}.
         eps: ratios p / q outside of 1 - eps to 1 + eps are counted.
         attribution: "both", "back" (half of the passes) or "none".
-        seed: of dropout, noise and the intervals.
+        seed: of stochastic rounding and of the intervals.
         progress: called after each pass.
 
     Returns:
@@ -336,6 +338,7 @@ def _found(
     a: nn.Module, b: nn.Module, batches: list[Any], readers: Any, names: dict[str, str], eps: float, attribution: str,
     seed: int, progress: Any, undo: Undo,
 ) -> Mismatch:  # fmt: skip
+    keep_random_numbers(undo)
     pair = Pair(a, b, names, seed, undo)
     if not any(name for name in pair.names):
         raise ValueError(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.autograd.function import once_differentiable
 
+from fpsim.emulation.casts import autocast_here
+from fpsim.emulation.scope import active
 from fpsim.torch_modes import PlainFunction
 
 __all__ = ["Meeting", "in_turns"]
@@ -105,15 +106,24 @@ def in_turns(meeting: Meeting, step: Callable[[int], Any], modules: Mapping[str,
     An error of one rank ends the others and is raised; gradients and buffers are then those of before.
     """
     ranks, grad = len(meeting.turns), torch.is_grad_enabled()
+    if active.emulation is not None:
+        raise RuntimeError(
+            "Ranks run in threads, which a block of fpsim.emulate around them misses. Use it in the step."
+        )
     results: list[Any] = [None] * ranks
+    shared, own, autocast = _Shared(meeting, modules), torch.batch_norm, autocast_here()
     before, buffers = [p.grad for p in meeting.parameters], [b.clone() for b in meeting.buffers]
 
     def run(rank: int) -> None:
         try:
             meeting.begin(rank)
             # in the thread of the rank: a card's own thread would wait for its next task
-            in_this_thread = torch.autograd.set_multithreading_enabled(False)
-            with torch.set_grad_enabled(grad), in_this_thread, _Statistics(meeting, modules):
+            shared.threads.add(threading.get_ident())
+            with ExitStack() as stack:
+                stack.enter_context(torch.set_grad_enabled(grad))
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+                for enter in autocast:
+                    stack.enter_context(enter())
                 results[rank] = step(rank)
         except BaseException as error:
             meeting.error = meeting.error or error
@@ -121,11 +131,19 @@ def in_turns(meeting: Meeting, step: Callable[[int], Any], modules: Mapping[str,
             meeting.end(rank)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    meeting.turns[0].release()
-    for thread in threads:
-        thread.join()
+    torch.batch_norm = shared  # type: ignore[assignment]
+    try:
+        for thread in threads:
+            thread.start()
+        meeting.turns[0].release()
+        for thread in threads:
+            thread.join()
+        if meeting.error is None:
+            shared.require_met(modules)
+    except BaseException as error:
+        meeting.error = meeting.error or error
+    finally:
+        torch.batch_norm = own
     kept = buffers if meeting.error is not None else meeting.final_buffers[0]
     meeting.put(before, kept)
     if meeting.error is not None:
@@ -133,32 +151,45 @@ def in_turns(meeting: Meeting, step: Callable[[int], Any], modules: Mapping[str,
     return results
 
 
-class _Statistics(TorchFunctionMode):
-    """Gives batch norms of some modules, which are known by their running mean, the statistics of all ranks.
+class _Shared:
+    """Stands in for `torch.batch_norm` while ranks run: known batch norms have the statistics of all ranks.
 
-    It is around the emulation's mode, which has brought the operands into their formats and rounds the result.
+    There, and not in a mode of functions: an emulation has brought the operands into their formats when it calls this,
+    and rounds the result; and a checkpoint that computes again in the backward pass comes here too, where torch has
+    taken all modes off. A batch norm is known by its running mean. Other threads are given torch's own.
     """
 
     def __init__(self, meeting: Meeting, modules: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self._meeting = meeting
+        self._meeting, self._own = meeting, torch.batch_norm
         self._names = {id(module.running_mean): name for name, module in modules.items()}
+        self.met: set[str] = set()
+        self.threads: set[int] = set()
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is not F.batch_norm:
-            return func(*args, **(kwargs or {}))
-        call = inspect.signature(F.batch_norm).bind(*args, **(kwargs or {}))
-        call.apply_defaults()
-        named = call.arguments
-        name = self._names.get(id(named["running_mean"]))
-        if name is None or not named["training"]:
-            return func(*args, **(kwargs or {}))
-        x, weight, bias, eps = (named[word] for word in ("input", "weight", "bias", "eps"))
-        y, mean, variance, count = _BatchNorm.apply(self._meeting, name, x, weight, bias, eps)
+    def __call__(
+        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+        running_var: Tensor | None, training: bool, momentum: float, eps: float, cudnn_enabled: bool,
+    ) -> Tensor:  # fmt: skip
+        name = self._names.get(id(running_mean))
+        if name is None or running_mean is None or running_var is None or threading.get_ident() not in self.threads:
+            return self._own(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
+        self.met.add(name)
+        if not training:
+            return self._own(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
+        y, mean, variance, count = _BatchNorm.apply(self._meeting, name, input, weight, bias, eps)
         with torch.no_grad():
-            for running, new in ((named["running_mean"], mean), (named["running_var"], variance * count / (count - 1))):
-                running.lerp_(new.to(running.dtype), named["momentum"])
-        return y
+            for running, new in ((running_mean, mean), (running_var, variance * count / (count - 1))):
+                running.lerp_(new.to(running.dtype), momentum)
+        return y  # type: ignore[no-any-return]
+
+    def require_met(self, modules: Mapping[str, nn.Module]) -> None:
+        """Raise RuntimeError for a module in training mode whose statistics nobody has asked for here."""
+        missing = [name for name, module in modules.items() if module.training and name not in self.met]
+        if missing:
+            raise RuntimeError(
+                f"{', '.join(missing[:3])} {'is' if len(missing) == 1 else 'are'} to have the statistics of all ranks, "
+                f"and no rank called F.batch_norm there. Expected: modules that the step calls, whose forward is that "
+                f"of torch's batch norms."
+            )
 
 
 def _over_ranks(parts: list[list[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,7 +210,7 @@ class _BatchNorm(PlainFunction):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
         axes = [i for i in range(x.dim()) if i != 1]
-        variance, mean = torch.var_mean(wide, axes, correction=0)
+        variance, mean = torch.var_mean(wide, axes, correction=0) if wide.numel() else wide.new_zeros(2, x.shape[1])
         here = torch.tensor(float(x.numel() // x.shape[1]), dtype=wide.dtype, device=x.device)
         count, mean, variance = _over_ranks(meeting.gather(f"the batch norm {name}", [here, mean, variance]))
         if count <= 1:
@@ -195,7 +226,8 @@ class _BatchNorm(PlainFunction):
         return y.to(x.dtype, copy=True), mean, variance, count
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:  # type: ignore[override]
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
         normal, inverse, weight = ctx.saved_tensors
         wide = dy.to(normal.dtype)
         sums = [wide.sum(ctx.axes), (wide * normal).sum(ctx.axes)]

@@ -225,7 +225,7 @@ def _batch_norms(model: nn.Module, patterns: Any) -> dict[str, nn.Module]:
             raise ValueError(no_match(pattern, modules))
         found.update(matched)
     for name, module in found.items():
-        if getattr(module, "running_mean", None) is None or "BatchNorm" not in type(module).__name__:
+        if getattr(module, "running_mean", None) is None:
             raise TypeError(
                 f"synchronised has {name or 'the model'}, {type(module).__name__}. Expected: batch norms with "
                 f"running statistics, by which they are known."

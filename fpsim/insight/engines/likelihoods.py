@@ -81,6 +81,11 @@ def read_batch(batch: Any, tokens: Any, mask: Any) -> tuple[Tensor, Tensor]:
             f"The mask has shape {tuple(valid.shape)}, and the ids {tuple(ids.shape)}. Expected: one for each token, "
             f"True where it is no padding."
         )
+    if not bool((valid[:, :-1] & valid[:, 1:]).any()):
+        raise ValueError(
+            f"The batch has ids of shape {tuple(ids.shape)}, and no token behind another that is no padding: nothing "
+            f"is predicted. Expected: sequences of at least two tokens."
+        )
     return ids, valid
 
 
@@ -88,7 +93,8 @@ def likelihoods(
     output: Any, ids: Tensor, valid: Tensor, logits: Callable[[Any], Tensor] | None, side: str
 ) -> Likelihoods:
     """The log-probabilities in a model's output. Raises ValueError for logits of another shape, or that are NaN."""
-    found = logits(output) if logits is not None else getattr(output, "logits", output)
+    named = output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
+    found = logits(output) if logits is not None else named
     found = found[0] if isinstance(found, tuple | list) and found else found
     if not isinstance(found, Tensor) or found.dim() != 3 or found.shape[:2] != ids.shape or found.shape[-1] < 2:
         what = tuple(found.shape) if isinstance(found, Tensor) else shown(found)
@@ -111,7 +117,7 @@ def likelihoods(
 def compared(a: Likelihoods, b: Likelihoods, eps: float) -> Figures:
     """The figures of b beside a."""
     valid = a.valid
-    change = (a.chosen - b.chosen)[valid]
+    change = torch.where(a.chosen == b.chosen, 0.0, a.chosen - b.chosen)[valid]  # -inf in both is no difference
     ratio = change.exp()
     p = a.all.exp()
     kl = torch.where(p > 0, p * (a.all - b.all), 0.0).sum(-1)

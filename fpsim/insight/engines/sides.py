@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.checks import shown
+from fpsim.emulation.casts import autocast_here
 from fpsim.emulation.scope import active
 from fpsim.insight.stepping import called
 from fpsim.tensors.noise import keep_random_numbers, noise_of_torch
@@ -72,10 +73,14 @@ class Pair:
         self._chosen: Choice = lambda name: "a"
         self._visitor: Visitor | None = None
         self._modes: list[Callable[[], Any]] = []
-        self._autocast = _autocast_here()
+        self._autocast = autocast_here()
         self._dtypes = {side: _dtype_of(model) for side, model in self.models.items()}
+        self._buffers = [(b, b.detach().clone()) for model in self.models.values() for b in model.buffers()]
+        undo.by(self._restore)
         for side in SIDES:
             for door in self.doors[side].values():
+                undo.by(partial(setattr, door.module, "training", door.module.training))
+                door.module.training = False
                 undo.by(partial(_close, door.module, vars(door.module).get(CALL_SLOT)))
                 vars(door.module)[CALL_SLOT] = door
 
@@ -93,12 +98,19 @@ class Pair:
         root = self.models[chosen("")]
 
         def seeded(undo: Undo) -> Any:
+            undo.by(self._restore)  # a run may write to them
             keep_random_numbers(undo)
             torch.manual_seed(self.seed)
             with self._choosing(chosen, visitor), self._inside(mode):
                 return self._apart(lambda: called(root, batch))
 
         return undone(seeded)
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
     def come(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call of a module gives: its own side's code, or the other side's."""
@@ -243,12 +255,3 @@ def cloned(tree: Any) -> Any:
 
     with without_torch_function():
         return map_leaves(copied, tree)
-
-
-def _autocast_here() -> list[Callable[[], Any]]:
-    """What enters the autocast that is on here."""
-    found: list[Callable[[], Any]] = []
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            found.append(partial(torch.autocast, device, torch.get_autocast_dtype(device)))
-    return found

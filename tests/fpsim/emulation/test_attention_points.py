@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -310,16 +311,80 @@ def test_weights_that_are_no_softmax_any_more_are_refused_in_blocks_and_rounded_
     assert torch.equal(found[0], native(torch.softmax(q @ k.mT, -1).detach() * 0.5, "e4m3fn") @ v.detach())
 
 
-def test_scores_that_are_written_to_behind_their_softmax_are_refused() -> None:
-    class Written(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-            scores = q @ k.mT
-            weights = torch.softmax(scores, -1)
-            scores.zero_()
-            return weights @ v
+class Changed(nn.Module):
+    """Weights that something happens to between softmax and product."""
 
-    with torch.no_grad(), pytest.raises(NotImplementedError, match="block_kv=None"):
-        quantize(Written(), policy(Attention(block_kv=4)))(*inputs()[:3], None)
+    def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT
+        return self.change(scores, torch.softmax(scores, -1)) @ v
+
+
+def _written(scores: Tensor, weights: Tensor, write: Callable[[Tensor], object]) -> Tensor:
+    write(weights)
+    return weights
+
+
+CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "tril": lambda s, w: w.tril(),
+    "flip": lambda s, w: w.flip(-1),
+    "roll": lambda s, w: w.roll(1, -1),
+    "index": lambda s, w: w[..., torch.arange(10).flip(0)],
+    "sort": lambda s, w: w.sort(-1).values,
+    "gather": lambda s, w: w.gather(-1, torch.zeros_like(w, dtype=torch.int64)),
+    "unbind": lambda s, w: torch.stack(w.unbind(0)),
+    "a view": lambda s, w: _written(s, w, lambda w: w[:, 0].zero_()),
+    "data": lambda s, w: _written(s, w, lambda w: w.data.mul_(2)),
+    "item": lambda s, w: _written(s, w, lambda w: w.__setitem__((0, 0, 0), 0.0)),
+    "dropout_": lambda s, w: _written(s, w, lambda w: torch.dropout_(w, 0.5, True)),
+    "scores": lambda s, w: (s.zero_(), w)[1],
+    "scores' data": lambda s, w: (s.data.zero_(), w)[1],
+    "a clone": lambda s, w: w.clone(),
+    "turned twice": lambda s, w: w.mT.contiguous().mT,
+    "split heads": lambda s, w: w.flatten(0, 1).unflatten(0, w.shape[:2]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_are_changed_have_torchs_result_or_are_refused_in_blocks(change: str) -> None:
+    q, k, v, _ = (x.detach() for x in inputs())
+    module = Changed(CHANGES[change])
+    torch.manual_seed(0)
+    expected = module(q, k, v)
+    torch.manual_seed(0)
+    model = quantize(module, policy(Attention(block_kv=3)))
+    if change in ("scores", "scores' data", "a clone", "turned twice", "split heads"):
+        assert worst([model(q, k, v)], [expected]) < FLOAT32
+    else:
+        with pytest.raises(NotImplementedError, match=r"Expected: .*block_kv=None"):
+            model(q, k, v)
+
+
+def test_keys_may_lie_along_the_axis_before_the_last() -> None:
+    class Turned(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+            return torch.softmax((q @ k.mT).mT * 0.25, -2).mT @ v
+
+    points = Attention(p="e4m3fn", v="e4m3fn", exp="bf16", block_kv=4)
+    found = stepped(quantize(Turned(), policy(points)), inputs())
+    for a, b in zip(found, stepped(quantize(Written("matmul"), policy(points)), inputs()), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(NotImplementedError, match="is over axis 1"):
+        quantize(Elsewhere(), policy(points))(*[x.detach() for x in inputs()[:3]])
+
+
+class Elsewhere(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(q @ k.mT, 1) @ v
+
+
+@pytest.mark.parametrize("points", [Attention(exp="bf16"), Attention(block_kv=2)], ids=["one", "blocks"])
+def test_without_keys_the_result_is_zero(points: Attention) -> None:
+    q, k, v = (x.detach()[..., :n, :] for x, n in zip(inputs(), (3, 0, 0), strict=False))
+    assert torch.equal(quantize(Written("matmul"), policy(points))(q, k, v), torch.zeros(2, 3, 3, 16))
 
 
 @tiers.parametrize("impl", ["eager", "sdpa"], keep={"eager"})

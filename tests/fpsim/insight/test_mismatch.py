@@ -367,6 +367,7 @@ def test_models_are_left_as_they_were_even_where_one_raises() -> None:
         ({"batch": 3}, TypeError, "Expected: ids, a tuple, a mapping"),
         ({"b": nn.Sequential(nn.Embedding(WORDS, WORDS))}, ValueError, "has the name of one of a"),
         ({"eps": 0}, ValueError, "eps"),
+        ({"batch": IDS[:, :1]}, ValueError, "nothing is predicted"),
         ({"attribution": "all"}, ValueError, "attribution"),
         ({"mask": lambda batch: torch.ones(3)}, ValueError, "The mask has shape"),
         ({"logits": lambda out: out[0]}, ValueError, "logits"),
@@ -378,6 +379,26 @@ def test_wrong_arguments_are_refused(change: dict[str, Any], error: type[Excepti
     a, b, batch = (given.pop(name) for name in ("a", "b", "batch"))
     with pytest.raises((error, TypeError), match=words):
         mismatch(a, b, batch, **given)
+
+
+def test_dropout_and_batch_norms_of_models_in_training_are_those_of_eval() -> None:
+    class Net(nn.Sequential):
+        def forward(self, ids: Tensor) -> Tensor:
+            return self[3](self[2](self[1](self[0](ids)).transpose(1, 2)).transpose(1, 2))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    a = Net(nn.Embedding(WORDS, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, WORDS))
+    a(IDS)
+    b = copy.deepcopy(a)
+    b[3].register_forward_hook(lambda module, given, out: out.half().float())
+    before = [x.clone() for x in (*a.buffers(), *b.buffers())]
+    found = mismatch(a, b, IDS)
+    assert [row["module"] for row in found] == ["3"]
+    assert all(map(torch.equal, before, (*a.buffers(), *b.buffers())))
+    assert a.training
+    assert b[1].training
+    with pytest.raises(ValueError, match="one module"):
+        mismatch(a, a, IDS)
 
 
 def test_nan_is_an_error_that_names_the_side() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradient
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import fpsim
 from fpsim import Accumulator, Policy, Products, all_reduce, matmul, round_to
@@ -405,6 +406,49 @@ def test_ranks_with_one_batch_for_all_are_as_one_rank_with_it(fmt: str) -> None:
     bound = {"fp32": 2.0**-18, "bf16": 2.0**-8, "mxfp8_e4m3": 2.0**-8}[fmt]  # where a last bit of it is rounded away
     for p, q in zip(together.parameters(), alone.parameters(), strict=True):
         assert (p.grad - q.grad).norm() < bound * largest  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "an empty batch", "torch.batch_norm"])
+def test_statistics_of_all_ranks_wherever_they_are_asked_for(way: str) -> None:
+    class Direct(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            mean, var = self.running_mean, self.running_var
+            return torch.batch_norm(x, self.weight, self.bias, mean, var, self.training, 0.1, self.eps, False)
+
+    class Again(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=way == "reentrant")  # type: ignore[no-any-return]
+
+    torch.manual_seed(2)
+    norm = Direct(6) if way == "torch.batch_norm" else nn.BatchNorm1d(6)
+    layers = nn.Linear(4, 6), norm, nn.Tanh(), nn.Linear(6, 2)
+    model = Again(*layers) if "reentrant" in way else nn.Sequential(*layers)
+    whole, x = copy.deepcopy(model), torch.randn(9, 4)
+    sizes = [4, 0, 5] if way == "an empty batch" else [3, 3, 3]
+    emulated = fpsim.Ranks(model, synchronised=["1"], averages=False)
+    emulated.run(lambda batch: model(batch.requires_grad_()).square().sum().backward(), x.clone().split(sizes))
+    emulated.reduce()
+    whole(x.clone().requires_grad_()).square().sum().backward()
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5)  # type: ignore[arg-type]
+    for name in ("running_mean", "running_var"):
+        assert torch.allclose(getattr(model[1], name), getattr(whole[1], name), rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_run_under_the_autocast_around_them_and_refuse_what_threads_miss() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    ranks = fpsim.Ranks(model, synchronised=["1"])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (
+            ranks.run(lambda x: model[0](x).dtype if model(x) is not None else None, torch.ones(2, 3, 4))
+            == [torch.bfloat16] * 2
+        )
+    ranks.reduce()
+    with fpsim.emulate("bf16"), pytest.raises(RuntimeError, match="Use it in the step"):
+        ranks.run(lambda x: model(x), torch.ones(2, 3, 4))
+    with pytest.raises(RuntimeError, match=r"no rank called F\.batch_norm there"):
+        ranks.run(lambda x: model[0](x), torch.ones(2, 3, 4))
+    assert type(torch.batch_norm) is type(torch.relu)
 
 
 def test_ranks_that_do_not_meet_are_an_error_and_change_nothing() -> None:
