@@ -338,9 +338,10 @@ def plot_table(
 ) -> Figure:
     """A dot for each seed, a diamond and a bar for mean and standard deviation: methods down, a panel for each format.
 
-    Values that are not finite are marked at the left edge. Where half of the panels' lines or more would be empty, and
-    with one method alone, formats and methods go down together in one panel. What is not a share has no ends: settings
-    far off float32 are marked at the edge, by an arrow and their mean, and the axis is that of the others.
+    Values that are not finite are marked at the left edge. Where two fifths of the panels' lines or more would be
+    empty, and with one method alone, formats and methods go down together in one panel. What is not a share has no
+    ends: settings far off float32 are marked at the edge, by an arrow and their mean, and the axis is that of the
+    others.
 
     places: {(format, method): values}.
     title: what the values are, for the axis.
@@ -349,7 +350,7 @@ def plot_table(
     """
     places = {place: [factor * v for v in values] for place, values in places.items()}
     formats, methods = ([*dict.fromkeys(place[i] for place in places)] for i in (0, 1))
-    if len(methods) == 1 or 2 * len(places) <= len(formats) * len(methods):
+    if len(methods) == 1 or 5 * len(places) <= 3 * len(formats) * len(methods):
         alone = [fmt for fmt in formats if sum(fmt == other for other, _ in places) == 1]
         names = {(f, m): f if f in alone else f"{f}, {method_words(m)}" for f, m in places}
         places = {(title, names[place]): values for place, values in places.items()}

@@ -59,7 +59,8 @@ def test_the_first_command_of_the_readme_is_a_part_of_the_whole_comparison() -> 
     for name in ("operands", "granularity"):
         read = read_sweep(name)
         grid = {"scaling": ["none"], "roundings": ["nearest_even"]}
-        grid |= {key: read[key] for key in ("task", "formats", "seeds", "task_options")}
+        grid |= {key: read[key] for key in ("task", "formats", "task_options")}
+        grid["seeds"] = 3  # the first of the one command's, and those of the other
         ids.append({cell.id for cell in plan_all(grid, read["also"])})
     assert ids[0] < ids[1]
 
