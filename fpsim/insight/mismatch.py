@@ -254,19 +254,13 @@ def mismatch(
     for name, function in (("logits", logits), ("tokens", tokens), ("mask", mask), ("progress", progress)):
         if function is not None:
             require_callable(name, function, "lambda output: output.logits")
+    a, b = (getattr(model, "_orig_mod", model) for model in (a, b))  # of torch.compile, whose programs have no doors
+    a, b = (model.module if isinstance(model, WRAPPERS) else model for model in (a, b))
+    if a is b:
+        raise ValueError("a and b are one module. Expected: two, as b = copy.deepcopy(a).")
+    readers = logits, tokens, mask
     return undone(
-        partial(
-            _found,
-            a,
-            b,
-            _batches(batch),
-            (logits, tokens, mask),
-            require_names(names),
-            eps,
-            attribution,
-            seed,
-            progress,
-        )
+        partial(_found, a, b, _batches(batch), readers, require_names(names), eps, attribution, seed, progress)
     )
 
 

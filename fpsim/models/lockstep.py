@@ -107,9 +107,7 @@ def in_turns(meeting: Meeting, step: Callable[[int], Any], modules: Mapping[str,
     """
     ranks, grad = len(meeting.turns), torch.is_grad_enabled()
     if active.emulation is not None:
-        raise RuntimeError(
-            "Ranks run in threads, which a block of fpsim.emulate around them misses. Use it in the step."
-        )
+        raise RuntimeError("Ranks run in threads, which fpsim.emulate around them does not reach. Use it in the step.")
     results: list[Any] = [None] * ranks
     shared, own, autocast = _Shared(meeting, modules), torch.batch_norm, autocast_here()
     before, buffers = [p.grad for p in meeting.parameters], [b.clone() for b in meeting.buffers]
