@@ -136,6 +136,9 @@ SISTERS = {
         },
         "ada_loss/scalers/test_updater.py": {
             "an_overflow_on_one_rank_is_retried_on_both_and_scales_agree": RANKS,
+            "gradients_that_are_not_summed_stay_a_ranks_own_and_their_overflow_is_retried_on_both": (
+                "grads_are_parameters_of_the_optimizer_and_go_with_a_group"
+            ),
         },
         "ada_loss/layerwise/test_native_on_ranks.py": {
             "on_two_ranks_gradients_are_those_of_a_plain_pass_and_shards_in_float16_keep_small_ones": (
