@@ -102,6 +102,7 @@ FLOORS = (
         "__init__ pictures rows stepping reasons.__init__ reasons.event reasons.widening",
         "compare last_layers lost_updates ranges sensitivity",
         "masks recording summary",
+        "snapshots",
         "reasons.explaining_losses reasons.swamping",
         "reasons.explaining reasons.gradient_sums",
         "reasons.timeline",
