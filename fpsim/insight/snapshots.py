@@ -72,8 +72,8 @@ class Snapshot(NamedTuple):
             )
         except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error, RuntimeError) as error:
             raise ValueError(
-                f"{path} is not a snapshot ({type(error).__name__}: {error}). Expected: a file that fpsim.snapshots "
-                f"has written."
+                f"path={shown(str(path))} is not a snapshot ({type(error).__name__}: {error}). Expected: a file that "
+                f"fpsim.snapshots has written."
             ) from None
 
     def plot(self) -> Any:
