@@ -144,7 +144,7 @@ FLOORS = (
     ),
     (
         "ada_loss.lab.tasks",
-        "scenes spread task",
+        "resnets scenes spread task",
         "chars detection digits image_files images own_data phonemes segmentation",
         "__init__",
     ),
@@ -220,6 +220,7 @@ ENTERS = {
     "matplotlib": {"ada_loss.lab.results.figures", "ada_loss.lab.results.heat", "fpsim.insight.pictures"},
     "scipy": {"ada_loss.lab.results.comparison", "ada_loss.lab.results.judgement"},
     "PIL": {"ada_loss.lab.tasks.image_files"},
+    "torchvision": {"ada_loss.lab.tasks.image_files"},
     "sklearn": {"ada_loss.lab.tasks.digits", "ada_loss.lab.tasks.images"},
     "sqlite3": {"ada_loss.lab.cells.ledger"},
     "distributed": {"ada_loss.lab.sweep.engines"},
