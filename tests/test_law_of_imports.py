@@ -144,8 +144,10 @@ FLOORS = (
     ),
     (
         "ada_loss.lab.tasks",
-        "resnets scenes spread task",
-        "chars detection digits image_files images own_data phonemes segmentation",
+        "boxes resnets scenes spread task",
+        "chars digits image_files images own_data phonemes",
+        "camvid voc",
+        "detection segmentation",
         "__init__",
     ),
     (

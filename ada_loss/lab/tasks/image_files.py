@@ -21,7 +21,7 @@ from ada_loss.lab.tasks.resnets import resnet
 from ada_loss.lab.tasks.task import Task, accuracy, made_of, settled_by, trained_with
 from fpsim.checks import is_whole, pip_install, refuse, shown
 
-__all__ = ["fashion", "mnist5k", "normalised", "pictures", "read_picture"]
+__all__ = ["fashion", "mnist5k", "normalised", "pictures", "read_labels", "read_picture"]
 
 DEBIAN = "/usr/share/datasets/fashion-mnist"  # of the package dataset-fashion-mnist
 SIDE = 28
@@ -188,8 +188,8 @@ def _pictures_for(model: str, files: Mapping[str, list[Path]], side: int, seed: 
         from torchvision import models
     except (ImportError, RuntimeError) as error:  # the latter where it is of another version of torch
         raise ImportError(
-            f"model={shown(model)} needs torchvision, of a version for torch {torch.__version__} ({error}): pip install "
-            f"torchvision."
+            f"model={shown(model)} needs torchvision, of a version for torch {torch.__version__} ({error}): "
+            f"pip install torchvision."
         ) from None
     known = models.list_models(module=models)
     if model not in known:
@@ -267,15 +267,27 @@ def _pictures(files: Mapping[str, list[Path]], side: int) -> Split:
     return both[0], both[1]
 
 
-def read_picture(file: Path, extents: tuple[int, int]) -> NDArray[np.uint8]:
-    """A picture as (3, height, width) bytes, scaled. extents: width and height."""
+def read_picture(file: Path, extents: tuple[int, int] | None = None) -> NDArray[np.uint8]:
+    """A picture as (3, height, width) bytes. extents: width and height to which it is scaled; None leaves it."""
+    return _read(file, "RGB", extents).transpose(2, 0, 1).copy()
+
+
+def read_labels(file: Path) -> NDArray[np.uint8]:
+    """A picture whose pixels are numbers of classes, or of colours in its palette, as (height, width) bytes."""
+    return _read(file, None, None)
+
+
+def _read(file: Path, mode: str | None, extents: tuple[int, int] | None) -> NDArray[np.uint8]:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise ImportError(f"Pictures of a folder need Pillow: {pip_install('lab')}.") from None
     try:
         with Image.open(file) as image:
-            scaled = image.convert("RGB").resize(extents, Image.Resampling.BILINEAR)
+            if mode is None and image.mode not in ("L", "P"):
+                raise ValueError(f"{file} has the mode {image.mode}. Expected: a byte for each pixel, its class.")
+            read = image if mode is None else image.convert(mode)
+            pixels = np.array(read if extents is None else read.resize(extents, Image.Resampling.BILINEAR))
     except (UnidentifiedImageError, OSError) as error:
         raise ValueError(f"{file} is not a picture that Pillow reads ({error}). Remove it.") from None
-    return np.asarray(scaled, dtype=np.uint8).transpose(2, 0, 1).copy()
+    return pixels.astype(np.uint8)

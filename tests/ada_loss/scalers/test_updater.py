@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +386,16 @@ def found_by_ranks(which: str, system: str, folder: Path) -> list[dict[str, Any]
             each.kill()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As many as a rank has: with more, a BLAS adds up in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 @pytest.mark.full
 def test_gradients_that_are_not_summed_stay_a_ranks_own_and_their_overflow_is_retried_on_both(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_the_hash_of_a_name_stands_before_its_settings(album: Path) -> None:
 
 def test_a_model_of_torchvision_is_found_by_its_name(album: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(ImportError, match="model='resnet18' needs torchvision, .*: pip install torchvision"):
+    with pytest.raises(ImportError, match=r"model='resnet18' needs torchvision, .*: pip install torchvision"):
         find_task(f"pictures={album},model=resnet18")(0)
     monkeypatch.undo()
     models = pytest.importorskip("torchvision.models", exc_type=(ImportError, RuntimeError))  # type: ignore[arg-type]
