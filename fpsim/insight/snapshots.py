@@ -64,12 +64,8 @@ class Snapshot(NamedTuple):
             raise TypeError(f"path is {shown(path)}. Expected: the path of a file that fpsim.snapshots has written.")
         try:
             words, tensors = _read(Path(path))
-            return Snapshot(
-                *(words[name] for name in ("site", "role", "format", "rounding")),
-                int(words["call"]),
-                tensors["before"],
-                tensors["after"],
-            )
+            site, role, fmt, rounding = (words[name] for name in ("site", "role", "format", "rounding"))
+            return Snapshot(site, role, fmt, rounding, int(words["call"]), tensors["before"], tensors["after"])
         except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error, RuntimeError) as error:
             raise ValueError(
                 f"path={shown(str(path))} is not a snapshot ({type(error).__name__}: {error}). Expected: a file that "

@@ -48,7 +48,7 @@ class SegNetBasic(nn.Module):
             x, place = F.max_pool2d(x, 2, ceil_mode=True, return_indices=True)  # 45 rows become 23, and 45 again
             places.append((place, shape))
         for block, (place, shape) in zip(self.decoder, reversed(places)):
-            x = block(F.max_unpool2d(x, place, 2, output_size=list(shape)))
+            x = block(F.max_unpool2d(x, place, [2, 2], output_size=list(shape)))
         return self.classifier(x)  # type: ignore[no-any-return]
 
 

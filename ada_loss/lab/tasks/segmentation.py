@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> float:
     return float(right.sum() / (targets >= 0).sum().clamp(min=1))
 
 
-METRICS = {"mean_iou": mean_iou, "accuracy": accuracy}
+METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {"mean_iou": mean_iou, "accuracy": accuracy}
 
 
 @made_of("path")

@@ -192,7 +192,10 @@ def voc(seed: int, path: str | os.PathLike[str], size: int = 300) -> Task:
     anchors = train.anchors
     batch = min(BATCH, len(train))
     loader: Any = DataLoader(train, batch, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(seed))
-    metrics = {"mean_average_precision": anchors.mean_average_precision, "voc07": anchors.voc07_average_precision}
+    metrics: dict[str, Any] = {
+        "mean_average_precision": anchors.mean_average_precision,
+        "voc07": anchors.voc07_average_precision,
+    }
     goal = {"mean_average_precision": "maximize", "voc07": "maximize"}
     return Task("detection", model, loader, DataLoader(test, BATCH), anchors.loss, metrics, goal=goal)
 
