@@ -18,7 +18,7 @@ __all__ = ["Cerebras", "CerebrasTensorflow", "Fairseq", "Metaseq"]
 TWO = number("2, the only multiplier of this system", lambda v: v == 2)
 CEREBRAS_FLOOR = number("a finite number, 2**-14 or more", lambda v: v >= 2.0**-14)
 # Cerebras' documentation of GradScaler prints the powers of two without their caret, as decimal exponents.
-CEREBRAS_MISPRINTS = {2e-14: "2.0**-14", 2e15: "2.0**15", 2e31: "2.0**31"}
+CEREBRAS_MISPRINTS = {2e-14: ("2e-14", "2.0**-14"), 2e15: ("2e15", "2.0**15"), 2e31: ("2e31", "2.0**31")}
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,10 @@ class _CerebrasRule(LossRule):
         for name in ("initial_loss_scale", "min_loss_scale", "max_loss_scale"):
             given = getattr(self, name)
             # 2e15 would be cut to the ceiling 2**15, and nobody would see that it was not what the page means
-            meant = CEREBRAS_MISPRINTS.get(given) if is_number(given) else None
-            if meant is not None:
+            if is_number(given) and given in CEREBRAS_MISPRINTS:
+                printed, meant = CEREBRAS_MISPRINTS[given]
                 raise ValueError(
-                    f"{name}={given!r} makes no rule {self.system!r}: Cerebras' page prints {given!r} and means "
+                    f"{name}={printed} makes no rule {self.system!r}: Cerebras' page prints {printed} and means "
                     f"{meant}. Give {name}={meant}."
                 )
         super().__post_init__()
