@@ -21,6 +21,7 @@ from fpsim.insight.lost_updates import LostUpdates, lost_updates
 from fpsim.insight.mismatch import Mismatch, mismatch
 from fpsim.insight.recording import Recording, record
 from fpsim.insight.sensitivity import Sensitivity, sensitivity
+from fpsim.insight.snapshots import Snapshot, Snapshots, snapshots
 from fpsim.insight.summary import summary
 from fpsim.insight.watch import Watch, watch
 from fpsim.insight.why import Why, why
@@ -78,6 +79,8 @@ __all__ = [
     "Recording",
     "Rounder",
     "Sensitivity",
+    "Snapshot",
+    "Snapshots",
     "Tally",
     "Update",
     "Watch",
@@ -116,6 +119,7 @@ __all__ = [
     "sensitivity",
     "set_policy",
     "set_scaling_group",
+    "snapshots",
     "summary",
     "tally",
     "warm_up",

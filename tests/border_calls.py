@@ -75,6 +75,22 @@ def _record(model: Any, every: Any = 1, into: Any = None) -> None:
         model(batch())
 
 
+def _snapshots(model: Any, folder: Any, sites: Any = "*", roles: Any = "error", every: Any = 1) -> None:
+    with fpsim.snapshots(model, folder, sites, roles, every):
+        pass
+
+
+def _snapshot() -> fpsim.Snapshot:
+    return fpsim.Snapshot("0:linear", "error", "fp16", "nearest_even", 1, torch.ones(2), torch.ones(2))
+
+
+def _snapshot_file() -> str:
+    found = quantised()
+    with fpsim.snapshots(found, Path(Folder.path) / "tensors") as kept:
+        found(batch()).sum().backward()
+    return str(kept.files[0])
+
+
 def _compare() -> Made:
     return fpsim.compare, {"model": model(), "a": None, "b": "fp16", "batch": batch()}
 
@@ -313,6 +329,9 @@ CALLS = [
     Call("summary", lambda: (fpsim.summary, {"model": quantised()})),
     Call("emulate", _constructor(_emulate, fmt="fp16")),
     Call("record", lambda: (_record, {"model": quantised()})),
+    Call("snapshots", lambda: (_snapshots, {"model": quantised(), "folder": str(Path(Folder.path) / "tensors")})),
+    Call("Snapshot.load", lambda: (fpsim.Snapshot.load, {"path": _snapshot_file()})),
+    Call("Snapshot.plot", _method(_snapshot, "plot")),
     Call("watch", lambda: (_watch, {"model": model()})),
     Call("Watch.table", _method(_watching, "table")),
     Call("Watch.policy", _method(_watching, "policy", underflow=1.0, overflow=1.0, sqnr_db=-100.0)),

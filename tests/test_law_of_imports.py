@@ -110,6 +110,7 @@ FLOORS = (
         "mismatch",
         "compare grouping last_layers lost_updates ranges sensitivity",
         "masks recording summary",
+        "snapshots",
         "reasons.explaining_losses reasons.swamping",
         "reasons.explaining reasons.gradient_sums",
         "reasons.timeline",
@@ -152,8 +153,10 @@ FLOORS = (
     ),
     (
         "ada_loss.lab.tasks",
-        "scenes spread task",
-        "chars detection digits image_files images own_data phonemes segmentation",
+        "boxes resnets scenes spread task",
+        "chars digits image_files images own_data phonemes",
+        "camvid voc",
+        "detection segmentation",
         "__init__",
     ),
     (
@@ -228,6 +231,7 @@ ENTERS = {
     "matplotlib": {"ada_loss.lab.results.figures", "ada_loss.lab.results.heat", "fpsim.insight.pictures"},
     "scipy": {"ada_loss.lab.results.comparison", "ada_loss.lab.results.judgement"},
     "PIL": {"ada_loss.lab.tasks.image_files"},
+    "torchvision": {"ada_loss.lab.tasks.image_files"},
     "sklearn": {"ada_loss.lab.tasks.digits", "ada_loss.lab.tasks.images"},
     "sqlite3": {"ada_loss.lab.cells.ledger"},
     "distributed": {"ada_loss.lab.sweep.engines"},

@@ -150,6 +150,15 @@ SISTERS = {
         },
         "ada_loss/scalers/test_updater.py": {
             "an_overflow_on_one_rank_is_retried_on_both_and_scales_agree": RANKS,
+            "gradients_that_are_not_summed_stay_a_ranks_own_and_their_overflow_is_retried_on_both": (
+                "grads_are_parameters_of_the_optimizer_and_go_with_a_group"
+            ),
+        },
+        "ada_loss/lab/tasks/test_pictures_on_ranks.py": {
+            "two_ranks_train_a_network_on_pictures_as_one_process_would": RANKS,
+        },
+        "ada_loss/lab/tasks/test_voc_and_camvid.py": {
+            "ssd300_takes_a_step_with_a_scale_for_each_layer": "segnet_basic_trains_with_a_scale_for_each_layer",
         },
         "ada_loss/layerwise/test_native_on_ranks.py": {
             "on_two_ranks_gradients_are_those_of_a_plain_pass_and_shards_in_float16_keep_small_ones": (

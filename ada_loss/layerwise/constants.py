@@ -22,13 +22,16 @@ TO_NEAREST = ("nearest_even", "nearest_away", "stochastic")  # roundings that fl
 class Constants:
     """Constant tensors by device, and the buffer to which kernels on the CPU write a scale.
 
-    u_min: what rules keep gradients above: "smallest", "flush" or "normal".
+    u_min: what rules keep gradients above: "smallest", "flush", "normal" or a number.
+    u_max: what they keep them below; None for the format's largest magnitude.
     factor_bound: the largest factor of one product, or None.
     scale_bound: the largest scale, or None.
     """
 
-    def __init__(self, u_min: str, factor_bound: float | None, scale_bound: float | None) -> None:
-        self._u_min = u_min
+    def __init__(
+        self, u_min: str | float, u_max: float | None, factor_bound: float | None, scale_bound: float | None
+    ) -> None:
+        self._u_min, self._u_max = u_min, u_max
         self._factor_bound = math.inf if factor_bound is None else float(factor_bound)
         self._scale_bound = math.inf if scale_bound is None else float(scale_bound)
         self._found: dict[Any, Tensor] = {}
@@ -59,10 +62,10 @@ class Constants:
     def _make_limits(self, spec: RoundingSpec, dtype: torch.dtype) -> Limits:
         fmt = spec.fmt
         lowest, highest = log2_scale_limits(spec, dtype)
-        u_min = {"smallest": fmt.smallest, "flush": fmt.smallest / 2, "normal": fmt.smallest_normal}[self._u_min]
+        words = {"smallest": fmt.smallest, "flush": fmt.smallest / 2, "normal": fmt.smallest_normal}
         return Limits(
-            u_min=u_min,
-            u_max=fmt.largest,
+            u_min=words[self._u_min] if isinstance(self._u_min, str) else self._u_min,
+            u_max=fmt.largest if self._u_max is None else self._u_max,
             lowest=lowest,
             highest=highest,
             factor_bound=self._factor_bound,
@@ -72,6 +75,9 @@ class Constants:
 
     def _lost_exponent(self, spec: RoundingSpec) -> int:
         """The exponent of the largest power of two up to which, or below which, magnitudes are lost."""
+        if not isinstance(self._u_min, str):
+            mantissa, exponent = math.frexp(self._u_min)  # the histogram counts powers of two: u_min is rounded up
+            return exponent - 1 if mantissa == 0.5 else exponent
         lost_below = spec.fmt.smallest_normal if self._u_min == "normal" else spec.fmt.smallest
         # stochastic rounding flushes on average what nearest rounding flushes: up to half of the smallest magnitude
         flushed = 1 if self._u_min != "normal" and spec.rounding in TO_NEAREST else 0
@@ -80,13 +86,16 @@ class Constants:
     def loses_ties(self, spec: RoundingSpec) -> bool:
         """Whether a magnitude of exactly 2**lost_exponent is lost, and not only what is below.
 
-        It is what rounding makes zero of, or, for u_min="normal", less than the smallest normal number. Of stochastic
+        It is what rounding makes zero of, or, for u_min="normal", less than the smallest normal number, or less than
+        a number in its place. Of stochastic
         rounding, which keeps every second one of half the smallest number, all are counted.
         """
         loses = self._loses_ties.get(spec)
         if loses is None:
             magnitude = 2.0 ** self._lost_exponent(spec)
-            if self._u_min == "normal":
+            if not isinstance(self._u_min, str):
+                loses = False
+            elif self._u_min == "normal":
                 loses = magnitude < spec.fmt.smallest_normal
             elif spec.rounding == "stochastic":
                 loses = True

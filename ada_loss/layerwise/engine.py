@@ -116,7 +116,7 @@ class Engine:
         # sites of steps between updates, with what tells their scales: used again in the next such step
         self.unlinked: dict[tuple[str, str], tuple[GradientSite, Callable[[Tensor, bool], Tensor]]] = {}
         self.schedule = Schedule(options.update_every, self._holds_scales, self.states)
-        self.constants = Constants(options.u_min, options.scale_upper_bound, options.accum_upper_bound)
+        self.constants = Constants(options.u_min, options.u_max, options.scale_upper_bound, options.accum_upper_bound)
         self._chooser = ScaleChooser(options, self.constants)
 
     def load(self, step: int, last_update: int, sites: Iterable[Mapping[str, Any]]) -> None:
@@ -162,6 +162,8 @@ class Engine:
                 f"or a policy with rounding='nearest_even'.",
                 stacklevel=2,
             )
+        if self._options.has_range:
+            self._options.require_range_of(spec, f"the gradient at {site}")
         graph_task = current_graph_task()
         is_linked = self.schedule.links_sites(graph_task)
         if not is_linked and (earlier := self.unlinked.get((site, role))) is not None:

@@ -56,8 +56,10 @@ class NativeScaling:
         update_every: factors are chosen in each n-th backward pass, and held in between.
         scale_upper_bound: the largest factor of one product, None for no bound.
         accum_upper_bound: the largest scale that factors may add up to, None for no bound.
-        u_min: what the rule keeps gradients above, "smallest", "flush" or "normal". Subnormal numbers lose digits, and
-            attention's gradients have heavier tails than the rule's normal distribution, so the default is "normal".
+        u_min: what the rule keeps gradients above, "smallest", "flush", "normal" or a number. Subnormal numbers lose
+            digits, and attention's gradients have heavier tails than the rule's normal distribution, so the default is
+            "normal".
+        u_max: what the rule keeps gradients and sums of products below, None for 65504, float16's largest number.
 
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     >>> x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
@@ -82,7 +84,8 @@ class NativeScaling:
         update_every: int = 1,
         scale_upper_bound: float | None = None,
         accum_upper_bound: float | None = None,
-        u_min: str = "normal",
+        u_min: str | float = "normal",
+        u_max: float | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"layers is {shown(model)}, of type {type(model).__name__}. Expected: a torch.nn.Module.")
@@ -98,19 +101,22 @@ class NativeScaling:
         require_hooks_of_nodes()
         rule = native_rule(rule)
         bounds = scale_upper_bound, accum_upper_bound
-        self.options = Options(rule, 1.0, update_every, *bounds, "exact", u_min, None, True)
+        self.options = Options(rule, 1.0, update_every, *bounds, "exact", u_min, u_max, None, True)
+        self._spec = _error_spec()
+        if self.options.has_range:
+            self.options.require_range_of(self._spec, "a gradient")
         self.model = model
         self.states: dict[tuple[str, str], SiteState] = {}
         self.limits: dict[str, int] = {}  # log2 of the largest scale of a site where numbers overflowed
         self.schedule = Schedule(update_every, True, self.states)
-        self._constants = Constants(u_min, *bounds)
+        self._constants = Constants(self.options.u_min, self.options.u_max, *bounds)
         predicting = rule
         if isinstance(rule, ApproxRange):
             # Native code sees an overflow only when it has happened: the kernel bounds each factor by the worst case.
             predicting = replace(rule, bound="measured")
         self._kernel, self._parameters = carried_factor_kernel(predicting.core()), predicting.parameters()
-        self._largest = 0.0 if rule.is_constant else torch.finfo(HALF).max  # of a product's results; 0 for any
-        self._spec = _error_spec()
+        # of a product's results; 0 for any
+        self._largest = 0.0 if rule.is_constant else self.options.u_max or torch.finfo(HALF).max
         self._weights: dict[int, Tensor] = {}  # moments of parameters in this update, by id
         self._events: dict[torch.device, Any] = {}  # at which the factors of the last update are on the host
         self._order: list[str] = []  # sites in the order of the last backward pass

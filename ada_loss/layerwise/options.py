@@ -9,6 +9,7 @@ from typing import Any
 
 from ada_loss.rules.layer import LayerRule
 from fpsim.checks import is_finite_number, is_whole, shown
+from fpsim.scaling import RoundingSpec
 
 __all__ = ["Options"]
 
@@ -18,7 +19,7 @@ U_MINS = ("smallest", "flush", "normal")
 
 def _is_scale(value: Any) -> bool:
     """Whether this is a number above 0 that float64 holds."""
-    return is_finite_number(value) and 0 < value <= sys.float_info.max
+    return is_finite_number(value) and value > 0 and (not isinstance(value, int) or value <= sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Options:
     scale_upper_bound: float | None
     accum_upper_bound: float | None
     branches: str
-    u_min: str
+    u_min: str | float
+    u_max: float | None
     modules: frozenset[str] | None
     scales_casts: bool
 
@@ -55,8 +57,25 @@ class Options:
             raise ValueError(f"branches={shown(self.branches)} is invalid. Expected: 'exact' or 'original'.")
         if not self.predicts:
             self._check_what_is_measured()
-        if not isinstance(self.u_min, str) or self.u_min not in U_MINS:
-            raise ValueError(f"u_min={shown(self.u_min)} is invalid. Expected: 'smallest', 'flush' or 'normal'.")
+        self._check_range()
+
+    def _check_range(self) -> None:
+        u_min, u_max = self.u_min, self.u_max
+        if not (_is_scale(u_min) or (isinstance(u_min, str) and u_min in U_MINS)):
+            raise ValueError(
+                f"u_min={shown(u_min)} is invalid. Expected: 'smallest', 'flush' or 'normal', or a finite number above "
+                f"0, which the format holds, such as 6e-8."
+            )
+        if not (u_max is None or _is_scale(u_max)):
+            raise ValueError(
+                f"u_max={shown(u_max)} is invalid. Expected: a finite number above 0, which the format holds, or None "
+                f"for its largest."
+            )
+        for name, given in (("u_min", u_min), ("u_max", u_max)):
+            if not (given is None or isinstance(given, str)):
+                object.__setattr__(self, name, float(given))  # as the JSON of a state has it
+        if not isinstance(u_min, str) and u_max is not None and not u_min < u_max:
+            raise ValueError(f"u_min={u_min!r} is not below u_max={u_max!r}. Expected: a range. Exchange the two.")
 
     def _check_what_is_measured(self) -> None:
         """Refuse what says nothing to a rule that measures each gradient: it has no factors, and nothing to hold."""
@@ -94,6 +113,31 @@ class Options:
         modules = None if self.modules is None else sorted(self.modules)
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**plain, "rule": self.rule.name, "params": asdict(self.rule), "modules": modules}
+
+    @property
+    def has_range(self) -> bool:
+        """Whether a number stands for a limit of the format, which not every format holds."""
+        return self.u_max is not None or not isinstance(self.u_min, str)
+
+    def require_range_of(self, spec: RoundingSpec, place: str) -> None:
+        """Raise ValueError where a numeric u_min or u_max is beyond the numbers of a format.
+
+        spec: how gradients are rounded.
+        place: where, for the error.
+        """
+        fmt = spec.fmt
+        u_min = self.u_min if isinstance(self.u_min, float) else fmt.smallest
+        u_max = fmt.largest if self.u_max is None else self.u_max
+        # up to half of the smallest magnitude rounding gives 0, so a rule would keep gradients above nothing
+        if not fmt.smallest / 2 <= u_min < u_max <= fmt.largest:
+            given = [
+                f"{name}={getattr(self, name)!r}" for name in ("u_min", "u_max") if getattr(self, name) is not None
+            ]
+            raise ValueError(
+                f"{' and '.join(given)} was given, and {place} is rounded to {fmt}, whose magnitudes are "
+                f"{fmt.smallest!r} to {fmt.largest!r}. Expected: numbers of that range, u_min from half the smallest "
+                f"on. Use u_min='smallest' and u_max=None, which follow each format."
+            )
 
     @property
     def init_log2_scale(self) -> int:

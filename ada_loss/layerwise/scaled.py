@@ -73,7 +73,13 @@ class AdaLossScaled:
             their scales, which is lowered until the sum fits. "original" rounds each at its own scale, and the sum at
             the scale that the original chooses; between updates it reuses factors, not scales. For rules that predict.
         u_min: what the rules keep gradients above: "smallest", the format's smallest magnitude; "flush", the half of
-            it, where rounding flushes; "normal", the smallest with all its digits, which suits 8-bit formats.
+            it, where rounding flushes; "normal", the smallest with all its digits, which suits 8-bit formats; or a
+            number that every format of a gradient holds (the original: 6e-8). "exact", which counts powers of two,
+            takes the next one from that number up.
+        u_max: what the rules keep gradients below: None, the largest magnitude of each format, or a number that every
+            format holds (the original: 60000, then 65504). Scales are lowered until no gradient exceeds it.
+        power_of_two: True only. The original takes other factors if it is told so. Here a gradient is rounded at its
+            scale and divided by it, which is exact for powers of two alone.
 
     >>> import fpsim
     >>> model = fpsim.quantize(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)), "fp16")
@@ -98,7 +104,9 @@ class AdaLossScaled:
         scale_upper_bound: float | None = None,
         accum_upper_bound: float | None = None,
         branches: str = "exact",
-        u_min: str = "smallest",
+        u_min: str | float = "smallest",
+        u_max: float | None = None,
+        power_of_two: bool = True,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -113,6 +121,12 @@ class AdaLossScaled:
                 f"ada_loss.GradScaler(layers=model)."
             ) from None
         _require_unscaled(self._listeners)
+        if power_of_two is not True:
+            raise ValueError(
+                f"power_of_two={shown(power_of_two)} is refused. A gradient is divided by its scale after it is "
+                f"rounded, which is exact only for powers of two: any other scale rounds every number again. "
+                f"Expected: power_of_two=True. Omit it."
+            )
         self._options = Options(
             as_layer_rule(rule),
             init_scale,
@@ -121,6 +135,7 @@ class AdaLossScaled:
             accum_upper_bound,
             branches,
             u_min,
+            u_max,
             *_selected(model, transforms),
         )
         self.model = model
@@ -165,9 +180,14 @@ class AdaLossScaled:
         return self._options.branches
 
     @property
-    def u_min(self) -> str:
-        """What the rules keep gradients above, "smallest", "flush" or "normal"."""
+    def u_min(self) -> str | float:
+        """What the rules keep gradients above, "smallest", "flush", "normal" or a number."""
         return self._options.u_min
+
+    @property
+    def u_max(self) -> float | None:
+        """What the rules keep gradients below, None for each format's largest magnitude."""
+        return self._options.u_max
 
     @property
     def step(self) -> int:

@@ -18,6 +18,7 @@ __all__ = [
     "all_reduce_",
     "clip_to_norm_",
     "gradients_of",
+    "join_overflows_",
     "largest_of",
     "one_on",
     "parameters_of",
@@ -124,3 +125,20 @@ def all_reduce_(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
         for parameter, count, total in zip(alike, counts.tolist(), sums):
             if count:
                 parameter.grad = total.view_as(parameter)
+
+
+def join_overflows_(kept: Iterable[Tensor], summed: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Make gradients NaN on every rank if one that is not summed is not finite on some rank: all skip the step then.
+
+    kept: the parameters whose gradients each rank keeps for itself.
+    summed: those whose gradients are the same on all ranks. They are made NaN too, for a rank may have none of `kept`.
+    """
+    kept, summed = list(kept), list(summed)
+    grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in kept if p.grad is not None]
+    lost = torch.zeros(1, device=summed[0].device)
+    for grad in grads:
+        lost += (~torch.isfinite(grad).all()).to(lost.device)
+    dist.all_reduce(lost, group=group)
+    for parameter in (*kept, *summed):
+        if parameter.grad is not None and not parameter.grad.is_sparse:
+            parameter.grad.masked_fill_((lost > 0).to(parameter.grad.device), float("nan"))

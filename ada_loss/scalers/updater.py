@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from ada_loss.checks import COUNT, NOT_NEGATIVE, POSITIVE, STEPS, require
 from ada_loss.scalers.grad_scaler import GradScaler
-from ada_loss.scalers.gradients import all_reduce_, parameters_of
-from fpsim.checks import shown
+from ada_loss.scalers.gradients import all_reduce_, join_overflows_, parameters_of
+from fpsim.checks import require_iterable, shown
 from fpsim.scaling import require_optimizer
 
 __all__ = ["Updater"]
@@ -37,6 +37,8 @@ class Updater:
             parameters and an equal rule; then all see the same gradients, and skip, retry and adjust together.
         clip: clips the unscaled gradients to this global norm.
         max_retries: how often a skipped step is tried again.
+        grads: the parameters whose gradients are summed over `process_group`; None for all. The others keep the
+            gradient of their rank, and one of these that overflows on one rank is retried on all.
 
     Raises:
         ValueError: for an invalid value.
@@ -62,6 +64,7 @@ class Updater:
         process_group: dist.ProcessGroup | None = None,
         clip: float | None = None,
         max_retries: int = 100,
+        grads: Iterable[Tensor] | None = None,
     ) -> None:
         for name, function in (("loss_fn", loss_fn), ("data_feeder", data_feeder)):
             if not callable(function) or (isinstance(function, type) and issubclass(function, nn.Module)):
@@ -81,6 +84,7 @@ class Updater:
         self.optimizer, self.loss_fn, self.data_feeder, self.scaler = optimizer, loss_fn, data_feeder, scaler
         self.accumulate, self.weight_decay, self.clip = accumulate, weight_decay, clip
         self.process_group, self.max_retries = process_group, max_retries
+        self.grads = None if grads is None else self._summed(grads)
 
     def update(self) -> Tensor | None:
         """One step. Returns the sum of its losses, not scaled, or None if all tries overflowed: nothing is changed."""
@@ -106,9 +110,37 @@ class Updater:
             self.scaler.scale(loss).backward()
             total = loss.detach() if total is None else total + loss.detach()
         if self.process_group is not None:
-            all_reduce_(parameters_of(self.optimizer), self.process_group)
+            self._sum_over(self.process_group)
         assert total is not None
         return total
+
+    def _sum_over(self, group: dist.ProcessGroup) -> None:
+        if self.grads is None:
+            all_reduce_(parameters_of(self.optimizer), group)
+            return
+        all_reduce_(self.grads, group)
+        if self.scaler.rule.skips:
+            summed = set(map(id, self.grads))
+            join_overflows_((p for p in parameters_of(self.optimizer) if id(p) not in summed), self.grads, group)
+
+    def _summed(self, grads: Iterable[Tensor]) -> list[Tensor]:
+        """The parameters of `grads`, checked."""
+        listed = require_iterable("grads", grads, "list(model.body.parameters())")
+        if not listed:
+            raise ValueError("grads is empty, and nothing would be summed. Omit it for all gradients.")
+        known = set(map(id, parameters_of(self.optimizer)))
+        for given in listed:
+            if id(given) not in known:
+                what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else shown(given)
+                raise ValueError(
+                    f"grads holds {what}, which is no parameter of the optimizer. Expected: some of its parameters, "
+                    f"such as list(model.body.parameters())."
+                )
+        if self.process_group is None:
+            raise ValueError(
+                "grads was given without process_group: one process sums nothing. Give process_group, or omit grads."
+            )
+        return listed
 
     def _decay(self, rate: float) -> None:
         for parameter in parameters_of(self.optimizer):

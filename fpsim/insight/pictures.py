@@ -26,6 +26,7 @@ __all__ = [
     "new_picture",
     "plot_costs",
     "plot_errors",
+    "plot_magnitudes",
     "plot_ranges",
     "plot_sites",
     "plot_watch",
@@ -238,6 +239,31 @@ def plot_sites(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
     if is_share and not any(values):
         axes.set_xlim(0, 1)  # around nothing matplotlib would show shares below zero
     axes.set_title(title, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    return picture
+
+
+def plot_magnitudes(
+    counts: Mapping[int, int], lost: Mapping[int, int], limits: Mapping[str, float], title: str
+) -> Figure:
+    """How many magnitudes of a tensor have each exponent, and how many of these rounding made zero.
+
+    counts, lost: by exponent.
+    limits: {name: log2 of a magnitude}, drawn as lines.
+    """
+    picture = new_picture(7.2, 3.2)
+    axes = picture.subplots()
+    exponents = range(min(counts), max(counts) + 1) if counts else range(0)
+    axes.bar(exponents, [counts.get(k, 0) for k in exponents], width=0.9, align="edge", color=BLUE, label="elements")
+    if lost:
+        axes.bar(exponents, [lost.get(k, 0) for k in exponents], width=0.9, align="edge", color=RED, label="made zero")
+        axes.legend(fontsize=7, frameon=False)
+    for name, place in limits.items():
+        axes.axvline(place, color=ORANGE, linewidth=1)
+        axes.annotate(name, (place, 0.98), xycoords=("data", "axes fraction"), fontsize=7, rotation=90, va="top")
+    axes.set_xlabel("log2 of the magnitude")
+    axes.set_ylabel("elements")
+    axes.set_title(title, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     return picture
 

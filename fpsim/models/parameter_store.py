@@ -39,7 +39,8 @@ class ParameterStore:
         self._states: dict[str, Storage | None] = {}
         self.visible: Tensor | None = None  # what the model sees, while the optimizer works on another copy
         self._version = -1  # of the parameter when it was stored
-        self._before: Tensor | None = None  # the weight before a step, where a compensation needs it
+        # the weight before a step, where a compensation needs it, or what becomes of a lost update
+        self._before: Tensor | None = None
         self._at_begin = -1  # the parameter's version when the optimizer was given it
 
     def _master_storage(self) -> Storage | None:
@@ -121,7 +122,7 @@ class ParameterStore:
         if self.update.has_copy:
             self.visible = self.parameter.detach().clone()
             self.parameter.copy_(self.value)
-        elif self.update.compensation == "kahan":
+        elif self.update.compensation == "kahan" or self.update.lost is not None:
             self._before = self.parameter.detach().clone()
 
     @property
@@ -179,11 +180,11 @@ class ParameterStore:
         if self.update.is_in_format:
             return
         x = self.parameter.detach()
-        if self._before is not None:
+        if COMPENSATION in self.kept and self._before is not None:
             self._store_compensated(x, self._before)
         elif MASTER in self.kept:
             if self._master is not None:
-                store_(x, self._master, self._key(self._master, seed, step, "master"))
+                self._store_changed(x, self._master, self.kept[MASTER], self._key(self._master, seed, step, "master"))
             self.kept[MASTER].copy_(x)
             assert self.weight is not None
             store_(x, self.weight, self._key(self.weight, seed, step, "weight"))
@@ -194,8 +195,21 @@ class ParameterStore:
             self.kept[SECOND].copy_(whole - x)
             store_(self.kept[SECOND], self.weight)
         elif self.weight is not None:
-            store_(x, self.weight, self._key(self.weight, seed, step, "weight"))
+            self._store_changed(x, self.weight, self._before, self._key(self.weight, seed, step, "weight"))
         self._end()
+
+    def _store_changed(self, x: Tensor, storage: Storage, before: Tensor | None, key: Tensor | None) -> None:
+        """Round `x` in place. With lost="least", what would be as before the step is the neighbour of that instead."""
+        if self.update.lost is None or before is None:
+            store_(x, storage, key)
+            return
+        asked, old = local_part(x).clone(), local_part(before)
+        store_(x, storage, key)
+        new = local_part(x)
+        for rounding, is_due in (("up", asked > old), ("down", asked < old)):
+            neighbour = stored(asked, storage.rounded_by(rounding))
+            # the largest number has no neighbour above
+            new.copy_(torch.where((new == old) & is_due & neighbour.isfinite(), neighbour, new))
 
     def _store_compensated(self, x: Tensor, before: Tensor) -> None:
         """Kahan's sum in float32, its weight and its compensation rounded once."""

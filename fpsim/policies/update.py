@@ -22,6 +22,10 @@ COMPENSATIONS = {
     "pair": "the weight is a sum of two numbers of its format (Collage, arXiv 2405.03637)",
     "remainder16": "bfloat16 weights and the 16 bits that make them float32 (TransformerEngine, FusedAdam)",
 }
+LOST = {
+    "least": "an update that rounding would lose changes the number by the least that its format has there (as "
+    "chainerlp's LpMomentumSGD(rule='deterministic'), whose update of 0 becomes the least magnitude)"
+}
 ARITHMETICS = ("float32", "format", "torch")
 DECAYS = ("inside", "before_uncompensated")
 UPDATE_SCALES = {
@@ -79,6 +83,10 @@ class Update:
         random_bits: as in `round_to`, for what is rounded stochastically.
         compensation: what is kept of what rounding the weight loses: None, "kahan", "pair" (two numbers of the
             weight's format) or "remainder16" (the 16 bits that a bfloat16 lacks of a float32).
+        lost: what becomes of an update after which rounding to nearest gives the old number again: None, nothing;
+            "least", the number goes to its neighbour in the direction of the update, as 0 to the least magnitude. That
+            is biased: updates however small count as a whole spacing. `rounding="stochastic"` is not. For the copy
+            where there is one, else for the weight, in formats of single numbers.
         master: the format of a copy of the weights that the optimizer updates in their place.
         states: {name: format}, with names as in `optimizer.state[parameter]` and * for any characters; one format for
             all states that have the parameter's shape, or its number of elements where they lie in a dict or a list.
@@ -119,11 +127,17 @@ class Update:
     decay: str | None = None
     scale: str | None = None
     overrides: Mapping[str | type[nn.Module], UpdateLike] = field(default_factory=dict)
+    lost: str | None = None
 
     def __post_init__(self) -> None:
         require_word("arithmetic", self.arithmetic, ARITHMETICS)
         require_whole("min_size", self.min_size, 0)
-        for name, known in (("compensation", COMPENSATIONS), ("decay", DECAYS), ("scale", UPDATE_SCALES)):
+        for name, known in (
+            ("compensation", COMPENSATIONS),
+            ("decay", DECAYS),
+            ("scale", UPDATE_SCALES),
+            ("lost", LOST),
+        ):
             if getattr(self, name) is not None:
                 require_word(name, getattr(self, name), known)
         if not isinstance(self.rounding, str | Mapping):
@@ -140,6 +154,7 @@ class Update:
             )
         _require_compensation(self)
         _require_arithmetic(self)
+        _require_lost(self)
         _require_overrides(self)
 
     # What is stored, and how
@@ -215,6 +230,7 @@ class Update:
             if storage is not None
         ]
         words += [f"compensation={self.compensation}"] * (self.compensation is not None)
+        words += [f"lost={self.lost}"] * (self.lost is not None)
         words += [f"min_size={self.min_size}"] * (self.min_size > 0)
         if self.is_in_format:
             decay = "inside" if self.decays_inside else "before_uncompensated"
@@ -339,6 +355,39 @@ def _require_arithmetic(update: Update) -> None:
                 f"are in the weight's format, and each operation is rounded to nearest even. Omit {name}, or use "
                 f"arithmetic='float32'."
             )
+
+
+def _require_lost(update: Update) -> None:
+    """Raise ValueError where no update is lost, or where a number has no neighbour that is known before the step."""
+    if update.lost is None:
+        return
+    given = f"lost={update.lost!r}"
+    name = WEIGHT if update.master is None else MASTER
+    stepped = update.weight_storage if update.master is None else update.master_storage
+    if stepped is None:
+        raise ValueError(
+            f"{given} was given without a format of the weight, where no update is lost. Add weight='bf16'."
+        )
+    if stepped.shares_scales:
+        raise ValueError(
+            f"{given} was given with {name}={stepped.spec.fmt}, whose numbers share a scale that each step changes. "
+            f"Use a format of single numbers, such as {name}='bf16'."
+        )
+    if update.compensation is not None:
+        raise ValueError(
+            f"{given} was given with compensation={update.compensation!r}, which loses no update. Omit one of them."
+        )
+    if update.is_in_format:
+        raise ValueError(
+            f"{given} was given with arithmetic={update.arithmetic!r}, whose operations are those of torch. Use "
+            f"arithmetic='float32'."
+        )
+    rounding = update._rounding_of(name)
+    if rounding not in ("nearest_even", "nearest_away"):
+        raise ValueError(
+            f"{given} was given with rounding={rounding!r} of the {name}. An update is lost that rounding to nearest "
+            f"takes. Omit rounding, or lost."
+        )
 
 
 def _require_overrides(update: Update) -> None:

@@ -14,7 +14,7 @@ from ada_loss.lab.tasks.detection import detection
 from ada_loss.lab.tasks.digits import deep_digits, digits
 from ada_loss.lab.tasks.image_files import fashion, mnist5k, pictures
 from ada_loss.lab.tasks.images import cifar10, cifar100, patches
-from ada_loss.lab.tasks.own_data import is_of_own_data, on_data
+from ada_loss.lab.tasks.own_data import is_of_own_data, on_data, parted, settled
 from ada_loss.lab.tasks.phonemes import phonemes
 from ada_loss.lab.tasks.segmentation import segmentation
 from ada_loss.lab.tasks.task import Task, accuracy, trained_with
@@ -57,7 +57,7 @@ def find_task(name: str) -> Callable[[int], Task]:
     """The function of a task.
 
     name: that of a task of the library, or an import path "package.module:function". A task that takes data of the
-        user's own is "chars=book.txt".
+        user's own is "chars=book.txt"; one with settings, "cifar10,depth=56".
     Raises ValueError for an unknown name, and for a path that leads to no function; TypeError for what is not a word.
 
     >>> find_task("digits") is digits
@@ -68,6 +68,9 @@ def find_task(name: str) -> Callable[[int], Task]:
     """
     if not isinstance(name, str):
         raise TypeError(f"The task is {shown(name)}. Expected: {', '.join(TASKS)}, or your own as 'module:function'.")
+    base, settings = parted(name)
+    if settings:
+        return settled(find_task(base), name, settings)
     if is_of_own_data(name):
         return on_data(find_task(name.partition("=")[0]), name)
     module, colon, function = name.partition(":")
@@ -113,7 +116,8 @@ def is_of_library(name: str) -> bool:
     >>> is_of_library("chars"), is_of_library("chars=book.txt"), is_of_library("mine:task")
     (True, True, False)
     """
-    return (name.partition("=")[0] if is_of_own_data(name) else name) in TASKS
+    base, _ = parted(name)
+    return (base.partition("=")[0] if is_of_own_data(name) else base) in TASKS
 
 
 def add_to_path(folder: str | os.PathLike[str]) -> None:

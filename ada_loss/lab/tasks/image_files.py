@@ -6,6 +6,7 @@ import gzip
 import importlib.resources
 import os
 import struct
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,11 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
 
-from ada_loss.lab.tasks.task import Task, accuracy, made_of, trained_with
-from fpsim.checks import pip_install, shown
+from ada_loss.lab.tasks.resnets import resnet
+from ada_loss.lab.tasks.task import Task, accuracy, made_of, settled_by, trained_with
+from fpsim.checks import is_whole, pip_install, refuse, shown
 
-__all__ = ["fashion", "mnist5k", "pictures"]
+__all__ = ["fashion", "mnist5k", "normalised", "pictures", "read_labels", "read_picture"]
 
 DEBIAN = "/usr/share/datasets/fashion-mnist"  # of the package dataset-fashion-mnist
 SIDE = 28
@@ -26,6 +29,9 @@ IDX_BYTES = 0x08  # the type of the elements in an idx file, of which the images
 FASHION_TRAINED, FASHION_TESTED = 6000, 2000
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 FOLDER_SIDE = 32  # to which pictures of a folder are scaled
+MODEL_SIDE = 224  # and for a network of torchvision
+BATCH = 32  # pictures, where they are read when they are needed
+IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # torchvision.transforms' own
 
 Split = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -43,14 +49,17 @@ class ImageNet(nn.Sequential):
         )
 
 
-def _task(name: str, data: Split, classes: int, seed: int) -> Task:
-    """A task of uint8 images (n, channels, side, side), each channel normalised as those of the training are."""
+def _task(name: str, data: Split, classes: int, seed: int, make_model: Callable[[], nn.Module] | None = None) -> Task:
+    """A task of uint8 images (n, channels, side, side), each channel normalised as those of the training are.
+
+    make_model: None for a small network.
+    """
     x = data[0][0].float()
     mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True).clamp(min=1.0)
     train, test = (((images.float() - mean) / deviation, labels) for images, labels in data)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = ImageNet(x.shape[1], x.shape[2], classes)
+        model = ImageNet(x.shape[1], x.shape[2], classes) if make_model is None else make_model()
     return Task(name, model, train, test, F.cross_entropy, {"accuracy": accuracy})
 
 
@@ -133,26 +142,88 @@ def read_idx(folder: Path, name: str, dimensions: int) -> NDArray[np.uint8]:
         raise ValueError(f"{path} is not an idx file of {dimensions} dimensions and bytes ({error}).") from None
 
 
+@settled_by(depth=int, version=int, model=str, size=int)
 @made_of("path")
 @trained_with(optimizer="sgd", learning_rate=0.02, epochs=6, batch_size=32)
-def pictures(seed: int = 0, path: str | os.PathLike[str] = "") -> Task:
-    """Pictures of your own in a folder for each class, scaled to 32x32 pixels in colour; a fifth is for the test.
+def pictures(
+    seed: int = 0,
+    path: str | os.PathLike[str] = "",
+    depth: int | None = None,
+    version: int = 1,
+    model: str | None = None,
+    size: int | None = None,
+) -> Task:
+    """Pictures of your own in a folder for each class, in colour; a fifth is for the test.
 
     Args:
         seed: of the weights.
         path: the folder of folders. In a sweep: "pictures=PATH".
+        depth, version: those of a ResNet, in the place of a small network: "pictures=PATH,depth=56".
+        model: the name of a network of torchvision, with weights of its own beginning: "pictures=PATH,model=resnet18".
+            Pictures are read in batches of 32, whenever they are needed.
+        size: to how many pixels each side is scaled; 32, or 224 with a model.
 
     Raises:
         FileNotFoundError: where there is no such folder.
-        ValueError: for fewer than two classes, or fewer than five pictures in one, or a file that is not a picture.
-        ImportError: without Pillow.
+        ValueError: for fewer than two classes, or fewer than five pictures in one, or a file that is not a picture; for
+            an unknown model, and a depth that no ResNet has.
+        ImportError: without Pillow, and for a model without torchvision.
     """
-    data, classes = _pictures(str(path))
-    return _task("pictures", data, classes, seed)
+    if model is not None and depth is not None:
+        raise ValueError(f"model={shown(model)} was given with depth={shown(depth)}. Give one of them.")
+    if size is not None and not is_whole(size, 8):
+        raise ValueError(f"size={shown(size)} is not a side in pixels. Expected: a whole number, 8 or more.")
+    files = _files_by_class(str(path))
+    if model is not None:
+        return _pictures_for(model, files, size or MODEL_SIDE, seed)
+    data = _pictures(files, size or FOLDER_SIDE)
+    if depth is None:
+        return _task("pictures", data, len(files), seed)
+    return _task("pictures", data, len(files), seed, lambda: resnet(depth, len(files), version))
 
 
-def _pictures(path: str) -> tuple[Split, int]:
-    """The pictures of a folder, and how many classes there are."""
+def _pictures_for(model: str, files: Mapping[str, list[Path]], side: int, seed: int) -> Task:
+    """Pictures that are read when they are needed, for a network of torchvision."""
+    try:
+        from torchvision import models
+    except (ImportError, RuntimeError) as error:  # the latter where it is of another version of torch
+        raise ImportError(
+            f"model={shown(model)} needs torchvision, of a version for torch {torch.__version__} ({error}): "
+            f"pip install torchvision."
+        ) from None
+    known = models.list_models(module=models)
+    if model not in known:
+        raise ValueError(refuse(f"Unknown model={shown(model)}", known, word=model))
+    train, test = (Pictures(part, side) for part in _split(files))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = models.get_model(model, weights=None, num_classes=len(files))
+    shuffled = DataLoader(train, BATCH, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(seed))
+    return Task("pictures", network, shuffled, DataLoader(test, BATCH), F.cross_entropy, {"accuracy": accuracy})
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    """Pictures in files, each read when it is needed: (3, side, side), about 0, and the number of its class."""
+
+    def __init__(self, files: list[tuple[Path, int]], side: int) -> None:
+        self._files, self._side = files, side
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        file, label = self._files[i]
+        return normalised(torch.from_numpy(read_picture(file, (self._side, self._side)))), label
+
+
+def normalised(pixels: Tensor) -> Tensor:
+    """Bytes (..., 3, height, width) as float32, by ImageNet's means and deviations, as torchvision's models expect."""
+    mean, deviation = (torch.tensor(x)[:, None, None] for x in (IMAGENET_MEAN, IMAGENET_DEVIATION))
+    return (pixels.float() / 255 - mean) / deviation
+
+
+def _files_by_class(path: str) -> dict[str, list[Path]]:
+    """The pictures of each folder in a folder."""
     place = Path(path)
     if not path or not place.is_dir():
         raise FileNotFoundError(
@@ -169,28 +240,54 @@ def _pictures(path: str) -> tuple[Split, int]:
             f"{shown(path)} has {counts}. Expected two folders or more, one for each class, with five pictures or more "
             f"each ({', '.join(SUFFIXES)})."
         )
-    train, test = [], []
+    return files
+
+
+def _split(files: Mapping[str, list[Path]]) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
+    """The pictures for the training and for the test, each with the number of its class."""
+    train: list[tuple[Path, int]] = []
+    test: list[tuple[Path, int]] = []
     for label, inner in enumerate(files.values()):
         order = np.random.default_rng(0).permutation(len(inner))
         split = max(len(inner) // 5, 1)
-        test += [(_picture(inner[i]), label) for i in order[:split]]
-        train += [(_picture(inner[i]), label) for i in order[split:]]
+        test += [(inner[i], label) for i in order[:split]]
+        train += [(inner[i], label) for i in order[split:]]
+    return train, test
+
+
+def _pictures(files: Mapping[str, list[Path]], side: int) -> Split:
+    """The pictures as bytes, all in memory."""
     both = [
-        (torch.from_numpy(np.stack([image for image, _ in part])), torch.tensor([label for _, label in part]))
-        for part in (train, test)
+        (
+            torch.from_numpy(np.stack([read_picture(file, (side, side)) for file, _ in part])),
+            torch.tensor([label for _, label in part]),
+        )
+        for part in _split(files)
     ]
-    return (both[0], both[1]), len(files)
+    return both[0], both[1]
 
 
-def _picture(file: Path) -> NDArray[np.uint8]:
-    """A picture as (3, 32, 32) bytes."""
+def read_picture(file: Path, extents: tuple[int, int] | None = None) -> NDArray[np.uint8]:
+    """A picture as (3, height, width) bytes. extents: width and height to which it is scaled; None leaves it."""
+    return _read(file, "RGB", extents).transpose(2, 0, 1).copy()
+
+
+def read_labels(file: Path) -> NDArray[np.uint8]:
+    """A picture whose pixels are numbers of classes, or of colours in its palette, as (height, width) bytes."""
+    return _read(file, None, None)
+
+
+def _read(file: Path, mode: str | None, extents: tuple[int, int] | None) -> NDArray[np.uint8]:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise ImportError(f"Pictures of a folder need Pillow: {pip_install('lab')}.") from None
     try:
         with Image.open(file) as image:
-            scaled = image.convert("RGB").resize((FOLDER_SIDE, FOLDER_SIDE), Image.Resampling.BILINEAR)
+            if mode is None and image.mode not in ("L", "P"):
+                raise ValueError(f"{file} has the mode {image.mode}. Expected: a byte for each pixel, its class.")
+            read = image if mode is None else image.convert(mode)
+            pixels = np.array(read if extents is None else read.resize(extents, Image.Resampling.BILINEAR))
     except (UnidentifiedImageError, OSError) as error:
         raise ValueError(f"{file} is not a picture that Pillow reads ({error}). Remove it.") from None
-    return np.asarray(scaled, dtype=np.uint8).transpose(2, 0, 1)
+    return pixels.astype(np.uint8)

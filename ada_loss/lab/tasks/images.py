@@ -1,4 +1,4 @@
-"""ResNet-20 on 32x32 colour images: CIFAR, and patches of photographs that come with libraries."""
+"""ResNets on 32x32 colour images: CIFAR, and patches of photographs that come with libraries."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ada_loss.files import write_atomically
-from ada_loss.lab.tasks.task import Task, accuracy, trained_with
+from ada_loss.lab.tasks.resnets import resnet
+from ada_loss.lab.tasks.task import Task, accuracy, settled_by, trained_with
 from fpsim.checks import pip_install
 
-__all__ = ["CIFAR", "Cifar", "cifar10", "cifar100", "patches", "resnet20"]
+__all__ = ["CIFAR", "Cifar", "cifar10", "cifar100", "patches"]
 
 PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "hubble_deep_field", "immunohistochemistry", "retina", "rocket")
 SIDE, STRIDE = 32, 12
@@ -29,53 +30,34 @@ MOST_PLAIN = 8  # of 255: patches of a plain background look the same in every p
 TRAINED, TESTED = 200, 60  # patches of each photograph
 
 
-class BasicBlock(nn.Module):
-    """Two convolutions beside a shortcut without parameters, He et al. 2016, option A."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outputs)
-        self.stride, self.padding = stride, outputs - inputs
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
-        if self.padding:
-            x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.padding))
-        return torch.relu(x + y)
-
-
-def resnet20(classes: int, width: int = 16) -> nn.Sequential:
-    """The ResNet of He et al. 2016 for CIFAR's sizes: (batch, 3, 32, 32) -> (batch, classes)."""
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    inputs = width
-    for stage in range(3):
-        for block in range(3):
-            outputs = width << stage
-            layers.append(BasicBlock(inputs, outputs, 2 if stage and not block else 1))
-            inputs = outputs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
-
-
-def _task(name: str, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], classes: int, seed: int) -> Task:
+def _task(
+    name: str,
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    classes: int,
+    seed: int,
+    depth: int = 20,
+    version: int = 1,
+) -> Task:
     """A task of uint8 images, (n, 3, 32, 32), each channel normalised by mean and deviation of the training images."""
     x = train[0].float()
     mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = resnet20(classes)
+        model = resnet(depth, classes, version)
     data = tuple(((images.float() - mean) / deviation, labels) for images, labels in (train, test))
     return Task(name, model, data[0], data[1], F.cross_entropy, {"accuracy": accuracy})
 
 
+@settled_by(depth=int, version=int)
 @trained_with(epochs=8, learning_rate=0.1, weight_decay=1e-4)
-def patches(seed: int = 0) -> Task:
+def patches(seed: int = 0, depth: int = 20, version: int = 1) -> Task:
     """32x32 patches of the nine colour photographs in scikit-image and scikit-learn; the class is the photograph.
 
     Training patches come from the left 70 % of a photograph and test patches from the rest, so that none overlap: the
     network has to learn the subject, not the position. In float32 0.77 (seed 0), in a minute on a slow core.
+
+    depth, version: of the ResNet. In a sweep: "patches,depth=56,version=2".
 
     >>> task = patches()
     >>> task.train[0].shape, task.test[0].shape
@@ -105,7 +87,7 @@ def patches(seed: int = 0) -> Task:
         images = torch.from_numpy(np.stack([image for images in chosen[part] for image in images])).permute(0, 3, 1, 2)
         labels = torch.arange(len(photographs)).repeat_interleave(len(chosen[part][0]))
         splits.append((images, labels))
-    return _task("patches", splits[0], splits[1], len(photographs), seed)
+    return _task("patches", splits[0], splits[1], len(photographs), seed, depth, version)
 
 
 class Cifar:
@@ -191,18 +173,23 @@ CIFAR = {
 }
 
 
-def _cifar(classes: int, seed: int) -> Task:
+def _cifar(classes: int, seed: int, depth: int, version: int) -> Task:
     train, test = CIFAR[classes].read(Path(os.environ.get("ADA_LOSS_DATA", "data")))
-    return _task(f"cifar{classes}", train, test, classes, seed)
+    return _task(f"cifar{classes}", train, test, classes, seed, depth, version)
 
 
+@settled_by(depth=int, version=int)
 @trained_with(epochs=30, batch_size=128, learning_rate=0.1, weight_decay=1e-4)
-def cifar10(seed: int = 0) -> Task:
-    """CIFAR-10's 60,000 images, without augmentation, in the folder ADA_LOSS_DATA ("data"); downloaded if need be."""
-    return _cifar(10, seed)
+def cifar10(seed: int = 0, depth: int = 20, version: int = 1) -> Task:
+    """CIFAR-10's 60,000 images, without augmentation, in the folder ADA_LOSS_DATA ("data"); downloaded if need be.
+
+    depth, version: of the ResNet: 20, 56, 110 and others; 2 for its second paper's. In a sweep: "cifar10,depth=56".
+    """
+    return _cifar(10, seed, depth, version)
 
 
+@settled_by(depth=int, version=int)
 @trained_with(epochs=30, batch_size=128, learning_rate=0.1, weight_decay=1e-4)
-def cifar100(seed: int = 0) -> Task:
+def cifar100(seed: int = 0, depth: int = 20, version: int = 1) -> Task:
     """CIFAR-100's 60,000 images with the hundred fine labels, likewise."""
-    return _cifar(100, seed)
+    return _cifar(100, seed, depth, version)

@@ -1,9 +1,13 @@
-"""Tasks of a file or a folder of the user's own: "chars=book.txt", and the hash that tells one content from another."""
+"""What the name of a task says besides: a file or a folder of the user's own, with its hash, and settings.
+
+"chars=book.txt", "cifar10,depth=56", "pictures=FOLDER#0a1b2c3d,model=resnet18".
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +15,41 @@ from typing import Any
 from ada_loss.lab.tasks.task import Task
 from fpsim.checks import shown
 
-__all__ = ["is_of_own_data", "on_data", "with_hash"]
+__all__ = ["is_of_own_data", "on_data", "parted", "settled", "with_hash"]
 
+# At the end of a name; of these words alone, for a path may have commas.
+SETTING = re.compile(r",\s*(depth|version|model|size)=([\w.-]+)$")
 DIGITS = 8  # of a hash
 CHUNK = 1 << 20  # bytes that are read at once
+
+
+def parted(name: str) -> tuple[str, dict[str, str]]:
+    """The name of a task without its settings, and these.
+
+    >>> parted("pictures=my, own,model=resnet18,size=64")
+    ('pictures=my, own', {'model': 'resnet18', 'size': '64'})
+    """
+    settings: dict[str, str] = {}
+    while (found := SETTING.search(name)) is not None:
+        name, settings = name[: found.start()], {found[1]: found[2], **settings}
+    return name, settings
+
+
+def settled(make_task: Callable[..., Task], name: str, settings: Mapping[str, str]) -> Callable[[int], Task]:
+    """The function of a task, bound to the settings in its name. Raises ValueError for those that it does not have."""
+    kinds: dict[str, type] = getattr(make_task, "settings", {})
+    values = {}
+    for word, text in settings.items():
+        if word not in kinds:
+            known = f"It has: {', '.join(kinds)}" if kinds else "It has none"
+            raise ValueError(f"The task {shown(name)} names {word}={text}, which is no setting of it. {known}.")
+        try:
+            values[word] = kinds[word](text)
+        except ValueError:
+            raise ValueError(f"The task {shown(name)} has {word}={text}. Expected: a whole number.") from None
+    bound: Any = partial(make_task, **values)
+    bound.options = getattr(make_task, "options", {})
+    return bound  # type: ignore[no-any-return]
 
 
 def is_of_own_data(name: str) -> bool:
@@ -23,7 +58,8 @@ def is_of_own_data(name: str) -> bool:
     >>> is_of_own_data("chars=book.txt"), is_of_own_data("chars"), is_of_own_data("mine:task")
     (True, False, False)
     """
-    return ":" not in name.partition("=")[0] and "=" in name
+    base, _ = parted(name)
+    return ":" not in base.partition("=")[0] and "=" in base
 
 
 def on_data(make_task: Callable[..., Task], name: str) -> Callable[[int], Task]:
@@ -48,6 +84,7 @@ def on_data(make_task: Callable[..., Task], name: str) -> Callable[[int], Task]:
         )
     bound: Any = partial(make_task, **{argument: path})
     bound.options = getattr(make_task, "options", {})
+    bound.settings = getattr(make_task, "settings", {})
     return bound  # type: ignore[no-any-return]
 
 
@@ -56,9 +93,10 @@ def with_hash(name: str) -> str:
 
     Raises FileNotFoundError where there is nothing.
     """
-    task, _, rest = name.partition("=")
+    base, _ = parted(name)
+    task, _, rest = base.partition("=")
     path, known = _parts(rest)
-    return name if known else f"{task}={path}#{_digest(path)}"
+    return name if known else f"{task}={path}#{_digest(path)}{name[len(base) :]}"
 
 
 def _parts(rest: str) -> tuple[str, str]:

@@ -1,13 +1,17 @@
-"""The class of each pixel of drawn scenes, by a small SegNet."""
+"""The class of each pixel: of drawn scenes by a small SegNet, of CamVid's pictures by SegNet-Basic."""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ada_loss.lab.tasks.camvid import camvid
 from ada_loss.lab.tasks.scenes import SHAPES, drawn_scenes
-from ada_loss.lab.tasks.task import Task, trained_with
+from ada_loss.lab.tasks.task import Task, made_of, trained_with
 
 __all__ = ["segmentation"]
 
@@ -51,35 +55,51 @@ def balanced_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def mean_iou(outputs: Tensor, targets: Tensor) -> float:
-    """Intersection over union of the predicted and the true pixels, mean over the classes; NaN outputs are in none."""
+    """Intersection over union of the predicted and the true pixels, mean over the classes that either has.
+
+    NaN outputs are in no class, and pixels with targets below 0 do not count.
+    """
     predicted = torch.where(outputs.isnan().any(dim=1), -1, outputs.argmax(dim=1))
-    shares = [
-        ((predicted == k) & (targets == k)).sum() / ((predicted == k) | (targets == k)).sum().clamp(min=1)
-        for k in range(CLASSES)
-    ]
-    return float(torch.stack(shares).mean())
+    predicted = torch.where(targets < 0, -1, predicted)
+    shares = []
+    for k in range(outputs.shape[1]):
+        union = int(((predicted == k) | (targets == k)).sum())
+        if union:
+            shares.append(int(((predicted == k) & (targets == k)).sum()) / union)
+    return sum(shares) / max(len(shares), 1)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Share of the pixels whose class is right; those with NaN outputs are wrong."""
+    """Share of the pixels whose class is right, of those that have one; those with NaN outputs are wrong."""
     right = (outputs.argmax(dim=1) == targets) & ~outputs.isnan().any(dim=1)
-    return float(right.float().mean())
+    return float(right.sum() / (targets >= 0).sum().clamp(min=1))
 
 
+METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {"mean_iou": mean_iou, "accuracy": accuracy}
+
+
+@made_of("path")
 @trained_with(optimizer="adam", learning_rate=0.01, warmup=30, epochs=6, batch_size=16)
-def segmentation(seed: int = 0) -> Task:
+def segmentation(seed: int = 0, path: str | os.PathLike[str] | None = None) -> Task:
     """The pixels of 768 drawn scenes, by a small SegNet, tested on 256 others; judged by the mean IoU of four classes.
 
     The loss is the mean over all pixels of a batch, as SegNet's is: the gradient of one is divided by 10,000, which is
     what small formats without scaling lose.
 
+    Args:
+        seed: of the weights.
+        path: the folder of CamVid, for SegNet-Basic in the size of its paper. In a sweep: "segmentation=CamVid"; see
+            `ada_loss.lab.tasks.camvid`.
+
     >>> task = segmentation()
     >>> task.model(task.train[0][:2]).shape, task.train[1][:2].shape
     (torch.Size([2, 4, 32, 32]), torch.Size([2, 32, 32]))
     """
+    if path is not None:
+        return camvid(seed, path, METRICS)
     train, test = drawn_scenes(TRAINED, 0), drawn_scenes(TESTED, 1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = SmallSegNet()
     data = (train.images, train.pixels), (test.images, test.pixels)
-    return Task("segmentation", model, *data, balanced_cross_entropy, {"mean_iou": mean_iou, "accuracy": accuracy})
+    return Task("segmentation", model, *data, balanced_cross_entropy, METRICS)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ada_loss.lab.directions import goals_of
 from fpsim.checks import did_you_mean, require_callable, require_mapping, shown
 
-__all__ = ["Task", "accuracy", "is_pair", "made_of", "trained_with", "types_of_pair"]
+__all__ = ["Task", "accuracy", "is_pair", "made_of", "settled_by", "trained_with", "types_of_pair"]
 
 
 # Iterables of something else than batches.
@@ -144,3 +144,16 @@ def made_of(argument: str) -> Callable[[Make], Make]:
         return make_task
 
     return with_argument
+
+
+def settled_by(**kinds: type) -> Callable[[Make], Make]:
+    """Let arguments of a task's function be given in its name, as in "cifar10,depth=56".
+
+    kinds: int or str for each argument.
+    """
+
+    def with_settings(make_task: Make) -> Make:
+        make_task.settings = kinds  # type: ignore[attr-defined]
+        return make_task
+
+    return with_settings

@@ -90,7 +90,8 @@ class Nnabla(CountingRule):
 
     scale: the initial scale.
     scaling_factor: the factor by which the scale grows and shrinks.
-    N: the number of good steps that is exceeded before the scale grows.
+    N: the number of good steps that is exceeded before the scale grows; with 0 it grows at every good step but the
+        first.
 
     >>> from ada_loss import trajectory
     >>> trajectory(Nnabla(scale=8.0, N=1), [True] * 5)
@@ -102,7 +103,7 @@ class Nnabla(CountingRule):
 
     scale: float = param(8.0, POSITIVE)
     scaling_factor: float = param(2.0, ABOVE_ONE)
-    N: int = param(2000, STEPS)
+    N: int = param(2000, COUNT)
 
     def _due(self) -> bool:
         return self.good > self.N

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ada_loss.checks import ABOVE_ONE, AT_LEAST_ONE, COUNT, NOT_NEGATIVE, POSITIVE, STEPS, number, param
 from ada_loss.rules.loss.base import FLOAT32, LossRule, float32, state, stopped
 from ada_loss.rules.loss.counting import CountingRule
+from fpsim.checks import is_number
 
 if TYPE_CHECKING:
     from typing import Self
@@ -16,6 +17,8 @@ __all__ = ["Cerebras", "CerebrasTensorflow", "Fairseq", "Metaseq"]
 
 TWO = number("2, the only multiplier of this system", lambda v: v == 2)
 CEREBRAS_FLOOR = number("a finite number, 2**-14 or more", lambda v: v >= 2.0**-14)
+# Cerebras' documentation of GradScaler prints the powers of two without their caret, as decimal exponents.
+CEREBRAS_MISPRINTS = {2e-14: ("2e-14", "2.0**-14"), 2e15: ("2e15", "2.0**15"), 2e31: ("2e31", "2.0**31")}
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,18 @@ class _CerebrasRule(LossRule):
     overflow_tolerance: float = param(0.0, NOT_NEGATIVE)
     steps: int = state(0, COUNT)  # since the last change of the scale
     overflows: int = state(0, COUNT)
+
+    def __post_init__(self) -> None:
+        for name in ("initial_loss_scale", "min_loss_scale", "max_loss_scale"):
+            given = getattr(self, name)
+            # 2e15 would be cut to the ceiling 2**15, and nobody would see that it was not what the page means
+            if is_number(given) and given in CEREBRAS_MISPRINTS:
+                printed, meant = CEREBRAS_MISPRINTS[given]
+                raise ValueError(
+                    f"{name}={printed} makes no rule {self.system!r}: Cerebras' page prints {printed} and means "
+                    f"{meant}. Give {name}={meant}."
+                )
+        super().__post_init__()
 
     def _start(self) -> float:
         return min(self.initial_loss_scale, self.max_loss_scale)

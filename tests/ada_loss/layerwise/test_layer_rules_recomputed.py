@@ -90,7 +90,8 @@ class Settings:
     update_every: int = 1
     factor_bound: float = math.inf
     scale_bound: float = math.inf
-    u_min: str = "smallest"
+    u_min: str | float = "smallest"
+    u_max: float | None = None
     init_log2: int = 0
     casts: bool = True
 
@@ -121,13 +122,18 @@ class Recomputed:
 
     def u_min(self) -> float:
         f = self.fmt
+        if isinstance(self.s.u_min, float):
+            return self.s.u_min
         return {"smallest": f.smallest, "flush": f.smallest / 2, "normal": 2.0**f.lowest}[self.s.u_min]
+
+    def u_max(self) -> float:
+        return self.fmt.largest if self.s.u_max is None else self.s.u_max
 
     # Factors, of the gradient as it is carried: times its scale.
 
     def factor(self, g: Array, w: Array | None) -> float:
         """The raw factor of a product g @ w, of a gate g * w (w: one dimension), or of a cast."""
-        s, u_min, u_max = self.s, self.u_min(), self.fmt.largest
+        s, u_min, u_max = self.s, self.u_min(), self.u_max()
         if s.rule == "fixed":
             return float(s.params["fixed_loss_scale"])
         k, amax = 1 if w is None or w.ndim == 1 else len(w), float(np.abs(g).max())
@@ -178,20 +184,20 @@ class Recomputed:
             lost: Callable[[Array], Array] = {
                 "smallest": lambda x: f.round(x) == 0,
                 "normal": lambda x: np.abs(x) < 2.0**f.lowest,
-            }[s.u_min]
+            }.get(s.u_min, lambda x: np.abs(x) < next(2.0**k for k in range(-200, 200) if 2.0**k >= self.u_min()))
             nonzero, k = g[g != 0], 0
             while len(nonzero) and lost(np.ldexp(nonzero, k)).mean() > s.params.get("n_uf_threshold", 1e-3):
                 k += 1
         elif s.rule == "current":
-            k = fitting(amax, f.largest) - s.params.get("margin", 0) if amax else arriving
+            k = fitting(amax, self.u_max()) - s.params.get("margin", 0) if amax else arriving
         elif s.rule == "mse":
-            fits = fitting(amax, f.largest) if amax else arriving
+            fits = fitting(amax, self.u_max()) if amax else arriving
             errors = [float(np.sum((f.at_scale(g, fits + i) - g) ** 2)) for i in range(4)]
             k = fits + errors.index(min(errors))
         else:
             seen = self.history.setdefault(site, [])
             largest = max([*seen[-s.params.get("length", 16) :], 0.0]) or amax
-            k = fitting(largest, f.largest) - s.params.get("margin", 0) if largest else 0
+            k = fitting(largest, self.u_max()) - s.params.get("margin", 0) if largest else 0
             seen.append(amax)
         return k if s.scale_bound == math.inf else min(k, power_below(s.scale_bound))
 
@@ -205,7 +211,7 @@ class Recomputed:
                 self.held[site] = k
             k = self.held[site]
         if g.any() and self.s.rule != "mse":
-            k = min(k, fitting(float(np.abs(g).max()), self.fmt.largest))
+            k = min(k, fitting(float(np.abs(g).max()), self.u_max()))
         self.scales[site] = k
         return self.fmt.at_scale(g, k), k
 
@@ -232,12 +238,12 @@ class Recomputed:
             return total, max(k for _, k in branches)
         rounded = []
         for g, k in branches:
-            k = min(k, fitting(float(np.abs(g).max()), self.fmt.largest)) if g.any() else k
+            k = min(k, fitting(float(np.abs(g).max()), self.u_max())) if g.any() else k
             rounded.append((self.fmt.at_scale(g, k), k))
         largest = max(float(np.abs(g).max()) for g, _ in rounded)
-        fits = [k for _, k in rounded if largest * 2.0**k < self.fmt.largest]
+        fits = [k for _, k in rounded if largest * 2.0**k < self.u_max()]
         k = max(fits) if fits else min(k for _, k in rounded)
-        while k >= -3 and largest * 2.0**k >= self.fmt.largest:
+        while k >= -3 and largest * 2.0**k >= self.u_max():
             k -= 1
         return sum((g for g, _ in rounded), np.zeros(())), k
 
@@ -347,6 +353,7 @@ def same_in_torch_and_numpy(
         accum_upper_bound=None if settings.scale_bound == math.inf else settings.scale_bound,
         branches=settings.branches,
         u_min=settings.u_min,
+        u_max=settings.u_max,
     ) as handle:
         for number, size in enumerate(steps, 1):
             g = rng.integers(-3, 4, (4, 8)) * 2.0 ** (size - rng.integers(0, 5, (4, 8)))
@@ -457,6 +464,16 @@ def test_what_rules_keep_gradients_above_is_the_recomputations(fmt: str, rule: s
     name, params = PREDICTING[rule]
     settings = Settings(name, params, u_min=u_min)
     same_in_torch_and_numpy("residual", fmt, settings, (SIZES[fmt], SIZES[fmt] - 5))
+
+
+@pytest.mark.parametrize("rule", [*PREDICTING, *MEASURING])
+@pytest.mark.parametrize("which", NETWORKS)
+def test_numbers_for_the_limits_of_a_format_are_the_recomputations(which: str, rule: str) -> None:
+    name, params = {**PREDICTING, **MEASURING}[rule]
+    # 6e-8 and 60000 are those of the original's first version; 1/3 and 3000 are no powers of two, and bind
+    for u_min, u_max in ((6e-8, 60000.0), (1 / 3, 3000.0), (2.0**-20, None), ("normal", 2.0**6)):
+        settings = Settings(name, params, u_min=u_min, u_max=u_max)
+        same_in_torch_and_numpy(which, "fp16", settings, (SIZES["fp16"], SIZES["fp16"] - 5, SIZES["fp16"] + 20))
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-3, 0.2])

@@ -162,7 +162,8 @@ SETTINGS: dict[str, Any] = {
     "scale_upper_bound": 16.0,
     "accum_upper_bound": 1024.0,
     "branches": "original",
-    "u_min": "flush",
+    "u_min": 6e-8,
+    "u_max": 6e4,
 }
 
 

@@ -503,3 +503,31 @@ def test_what_has_nothing_to_scale_is_refused() -> None:
         copy.deepcopy(scaling)
     # nothing is left hooked
     assert all(torch.equal(a, b) for a, b in zip(backward(model, x, 1.0), backward(deep(2), x, 1.0), strict=True))
+
+
+def test_numbers_stand_for_the_limits_of_float16() -> None:
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    scales = {}
+    for name, options in {
+        "normal": {"u_min": "normal"},
+        "2**-14": {"u_min": 2.0**-14},
+        "2**-9": {"u_min": 2.0**-9},
+        "low": {"u_min": 2.0**-9, "u_max": 2.0**-5},
+    }.items():
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)])
+        for layer in model:
+            layer.weight.data.fill_(2.0**-6)
+        layers = NativeScaling(model, rule=ApproxRange(bound="worst_case"), **options)
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(x).float().sum() * 2.0**-20
+        layers.scale(loss).backward()
+        scales[name] = layers.log2_scales()
+    assert scales["2**-14"] == scales["normal"]
+    linear = [site for site in scales["normal"] if "linear" in site]
+    assert len(linear) == 3
+    # u_min is 2**5 times as large: so is the first factor, and the layers keep the size of the gradient
+    assert all(scales["2**-9"][site] == scales["normal"][site] + 5 for site in linear)
+    # the gradient is 2**-20 everywhere: 2**15 times that is u_max, and no scale may be larger
+    assert all(scales["low"][site] == 15 for site in linear)
+    with pytest.raises(ValueError, match=r"u_max=70000\.0 was given, and a gradient is rounded to fp16"):
+        NativeScaling(nn.Linear(2, 2), u_max=70000.0)

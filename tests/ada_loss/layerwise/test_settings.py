@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,8 @@ def test_the_settings_can_be_read_and_not_set() -> None:
         "scale_upper_bound": 16.0,
         "accum_upper_bound": 1024.0,
         "branches": "original",
-        "u_min": "normal",
+        "u_min": 6e-8,
+        "u_max": 6e4,
     }
     with AdaLossScaled(quantize(nn.Linear(2, 2), "fp16"), **given) as handle:  # type: ignore[arg-type]
         assert {name: getattr(handle, name) for name in given} == given
@@ -63,6 +65,13 @@ def test_bad_input_is_refused_with_what_to_do() -> None:
         ({"branches": np.array(["exact", "original"])}, "Expected: 'exact' or 'original'"),
         ({"u_min": "half"}, "u_min='half'"),
         ({"u_min": np.array(["smallest", "flush"])}, "Expected: 'smallest', 'flush' or 'normal'"),
+        ({"u_min": 0.0}, "u_min=0.0 is invalid. Expected: 'smallest', 'flush' or 'normal', or a finite number"),
+        ({"u_min": True}, "u_min=True is invalid"),
+        ({"u_min": math.nan}, "u_min=nan is invalid"),
+        ({"u_max": math.inf}, "u_max=inf is invalid. Expected: a finite number above 0"),
+        ({"u_max": "largest"}, "u_max='largest' is invalid"),
+        ({"u_min": 2.0, "u_max": 1.0}, "u_min=2.0 is not below u_max=1.0"),
+        ({"power_of_two": False}, "power_of_two=False is refused.*exact only for powers of two.*Omit it"),
         ({"rule": "exact", "branches": "original"}, "branches='original' was given with the rule 'exact'"),
         *(
             ({"rule": rule, **given}, "{}={} was given with the rule '{}'".format(*next(iter(given.items())), rule))
@@ -83,6 +92,33 @@ def test_bad_input_is_refused_with_what_to_do() -> None:
     AdaLossScaled(product, rule="element_wise_range")
     with pytest.raises(NotImplementedError, match=r"matmul at :matmul is not a linear layer.*transforms="):
         product(torch.ones(2, 2, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "options", "said"),
+    [
+        ("e4m3fn", {"u_min": 6e-8}, r"u_min=6e-08 was given, and the gradient at 0:weight is rounded to e4m3fn, whose"),
+        ("fp16", {"u_max": 70000.0}, r"u_max=70000\.0 was given.*fp16.*to 65504\.0"),
+        ("fp16", {"u_min": 2.0**-26, "u_max": 1.0}, r"u_min=1\.\d+e-08 and u_max=1\.0 was given"),
+        ("fp16", {"u_max": 2.0**-25}, "u_max=2.9"),
+    ],
+)
+def test_numbers_beyond_the_format_of_a_gradient_are_refused_at_its_site(
+    fmt: str, options: dict[str, Any], said: str
+) -> None:
+    model = quantize(nn.Sequential(nn.Linear(2, 2)), fmt)
+    with AdaLossScaled(model, **options), pytest.raises(ValueError, match=said):
+        model(torch.ones(1, 2))
+    with AdaLossScaled(model, u_min="smallest"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_half_the_smallest_magnitude_and_the_largest_are_numbers_of_the_format() -> None:
+    model = quantize(nn.Sequential(nn.Linear(2, 2)), "fp16")
+    with AdaLossScaled(model, u_min=np.float32(2.0**-25), u_max=65504) as scaled:
+        model(torch.ones(1, 2)).sum().backward()
+    assert (scaled.u_min, scaled.u_max) == (2.0**-25, 65504.0)
+    assert type(scaled.u_min) is type(scaled.u_max) is float
 
 
 class Product(nn.Module):
@@ -143,7 +179,7 @@ def test_a_rule_either_predicts_or_says_what_it_measures() -> None:
 @pytest.mark.parametrize("branches", ["exact", "original"])
 @pytest.mark.parametrize("update_every", [1, 2])
 def test_scales_are_held_between_updates_where_branches_are_exact(branches: str, update_every: int) -> None:
-    bounds = {"scale_upper_bound": None, "accum_upper_bound": None, "u_min": "smallest"}
+    bounds = {"scale_upper_bound": None, "accum_upper_bound": None, "u_min": "smallest", "u_max": None}
     options = Options(
         layer_rule("abs_range"), 1.0, update_every, branches=branches, modules=None, scales_casts=True, **bounds
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
@@ -533,6 +534,39 @@ def test_cerebras_clips_its_start_to_the_ceiling() -> None:
     assert loss_rule("cerebras", initial_loss_scale=2.0**31, max_loss_scale=2.0**31).scale == 2.0**31
 
 
+@pytest.mark.parametrize("system", ["cerebras", "cerebras_tf"])
+@pytest.mark.parametrize(
+    ("name", "printed", "meant"),
+    [
+        ("min_loss_scale", 2e-14, "2.0**-14"),
+        ("initial_loss_scale", 2e15, "2.0**15"),
+        ("max_loss_scale", 2e15, "2.0**15"),
+        ("initial_loss_scale", np.float64(2e31), "2.0**31"),
+    ],
+)
+def test_what_cerebras_page_prints_is_refused_with_what_it_means(
+    system: str, name: str, printed: float, meant: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"{name}=.*prints .* and means {re.escape(meant)}\. Give {name}="):
+        loss_rule(system, **{name: printed})
+    loss_rule(system, **{"max_loss_scale": 2.0**31, name: 2.0 ** int(meant.removeprefix("2.0**"))})
+
+
+def test_nnabla_with_n_0_grows_at_every_good_step_but_the_first() -> None:
+    """Against the updater's own statements: `if counter > N` is tested before the step is counted."""
+    scale, counter, seen = 8.0, 0, []
+    oks = [True, True, True, False, True, True, True]
+    for ok in oks:
+        seen.append(scale)
+        if not ok:
+            scale, counter = scale / 2.0, 0
+            continue
+        if counter > 0:
+            scale, counter = scale * 2.0, 0
+        counter += 1
+    assert trajectory(loss_rule("nnabla", N=0), oks) == [*seen, scale]
+
+
 def test_a_fraction_that_float32_lacks_is_kept_as_its_system_keeps_it() -> None:
     assert loss_rule("torch", init_scale=0.1).scale == float(np.float32(0.1))
     assert loss_rule("nnabla", scale=0.1).scale == 0.1
@@ -569,7 +603,7 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any]]] = [
     ("torch", {"scale": math.inf}),
     ("torch", {"good": -1}),
     ("nnabla", {"scaling_factor": 1.0}),
-    ("nnabla", {"N": 0}),
+    ("nnabla", {"N": -1}),
     ("nnabla", {"scale": math.inf}),
     ("cerebras", {"min_loss_scale": 2.0**-15}),
     ("cerebras", {"min_loss_scale": 16.0, "max_loss_scale": 8.0}),

@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,26 @@ def test_data_that_cannot_be_called_is_refused() -> None:
         Updater(optimizer, model, batches(1), GradScaler())  # type: ignore[arg-type]
 
 
+def test_grads_are_parameters_of_the_optimizer_and_go_with_a_group(tmp_path: Path) -> None:
+    model = model_of()
+    with pytest.raises(ValueError, match=r"grads was given without process_group.*or omit grads"):
+        updater_of(model, [], GradScaler(), grads=[model[0].weight])
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        for grads, message in (
+            ([], "grads is empty"),
+            ([torch.ones(3)], r"a tensor of shape \(3,\), which is no"),
+            (["0"], "holds '0'"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                updater_of(model, [], GradScaler(), grads=grads, process_group=dist.group.WORLD)
+        updater_of(
+            model, batches(1), GradScaler(), grads=model[0].parameters(), process_group=dist.group.WORLD
+        ).update()
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse.*")
 def test_a_parameter_without_a_gradient_does_not_decay() -> None:
     model = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
@@ -291,6 +311,48 @@ def train_as_rank(rank: int, store: str, system: str) -> dict[str, Any]:
     return found_by(model, [*scales, scaler.get_scale()])
 
 
+def train_a_part_as_rank(rank: int, store: str, system: str) -> dict[str, Any]:
+    """Train with the gradients of the first layer alone summed; the second layer's overflow on rank 1, once."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model, scaler, data = model_of(), GradScaler(system, **RULES[system]), data_of(rank)
+    feed, attempts = feeder(data), iter(range(STEPS + 1))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        attempt = next(attempts)
+        y = model(x).pow(2).sum()
+        lost = model[1].bias.sum() * (math.inf if rank == 1 and attempt == 1 else 0.0)
+        return y + lost
+
+    sgd = torch.optim.SGD(model.parameters(), **SGD)
+    shared = list(model[0].parameters())
+    updater = Updater(sgd, loss, feed, scaler, process_group=dist.group.WORLD, grads=shared)
+    for _ in range(STEPS):
+        updater.update()
+    dist.destroy_process_group()
+    first, second = ([value.hex() for p in part.parameters() for value in p.flatten().tolist()] for part in model)
+    return {"scale": scaler.get_scale(), "first": first, "second": second}
+
+
+def train_a_part_in_one(system: str) -> list[dict[str, Any]]:
+    """What both ranks should find: models of their own, the first layers' gradients added by hand, no scaling."""
+    models = [model_of(), model_of()]
+    optimizers = [torch.optim.SGD(m.parameters(), **SGD) for m in models]
+    rule = loss_rule(system, **RULES[system])
+    for attempt, both in enumerate(zip(data_of(0), data_of(1))):
+        rule = rule.adjust(attempt != 1)
+        if attempt == 1:
+            continue
+        for model, optimizer, x in zip(models, optimizers, both):
+            optimizer.zero_grad()
+            model(x).pow(2).sum().backward()
+        for p, q in zip(models[0][0].parameters(), models[1][0].parameters()):
+            p.grad, q.grad = p.grad + q.grad, p.grad + q.grad
+        for optimizer in optimizers:
+            optimizer.step()
+    parts = [[[v.hex() for p in part.parameters() for v in p.flatten().tolist()] for part in m] for m in models]
+    return [{"scale": rule.scale, "first": first, "second": second} for first, second in parts]
+
+
 def train_in_one(system: str) -> dict[str, Any]:
     """What both ranks should find: both losses in a sum, no scaling, the second attempt left out."""
     model, rule, scales = PartlyUsed(), loss_rule(system, **RULES[system]), []
@@ -311,24 +373,48 @@ def train_in_one(system: str) -> dict[str, Any]:
     return found_by(model, [*scales, rule.scale])
 
 
+def found_by_ranks(which: str, system: str, folder: Path) -> list[dict[str, Any]]:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    ranks = []
+    for rank in ("0", "1"):
+        command = [sys.executable, __file__, which, rank, str(folder / "store"), system]
+        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+    try:
+        return [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As many as a rank has: with more, a BLAS adds up in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
+@pytest.mark.full
+def test_gradients_that_are_not_summed_stay_a_ranks_own_and_their_overflow_is_retried_on_both(tmp_path: Path) -> None:
+    found, expected = found_by_ranks("part", "nnabla", tmp_path), train_a_part_in_one("nnabla")
+    assert found == expected
+    assert found[0]["first"] == found[1]["first"]
+    assert found[0]["second"] != found[1]["second"]
+
+
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 @pytest.mark.full
 @pytest.mark.parametrize("system", RULES)  # each is two processes
 def test_an_overflow_on_one_rank_is_retried_on_both_and_scales_agree(system: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    ranks = []
-    for rank in ("0", "1"):
-        command = [sys.executable, __file__, rank, str(tmp_path / "store"), system]
-        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
-    try:
-        found = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
-    finally:
-        for each in ranks:
-            each.kill()
+    found = found_by_ranks("all", system, tmp_path)
     assert found[0] == found[1] == train_in_one(system)
     assert found[0]["idle"]  # a gradient that no rank has stays missing
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(train_as_rank(int(sys.argv[1]), sys.argv[2], sys.argv[3])))
+    train = train_as_rank if sys.argv[1] == "all" else train_a_part_as_rank
+    print(json.dumps(train(int(sys.argv[2]), sys.argv[3], sys.argv[4])))

@@ -39,6 +39,13 @@ REFUSED = [
     ({"states": {"exp_avg": "e4m3fn per tensor"}, "scale": "power_of_to"}, "Did you mean 'power_of_two"),
     ({"states": {"exp_avg": "e4m3fn per 2x2 fp32"}, "scale": "amax_te"}, "tiles of exp_avg"),
     ({"states": {"exp_avg": "e4m3fn per tensor delayed"}}, "whose scale is delayed"),
+    ({"weight": "bf16", "lost": "most"}, "Unknown lost='most'"),
+    ({"lost": "least"}, "where no update is lost"),
+    ({"weight": "mxfp4", "lost": "least"}, "share a scale that each step changes"),
+    ({"weight": "bf16", "master": "fp16 per tensor", "lost": "least"}, "master=fp16 per tensor"),
+    ({"weight": "bf16", "compensation": "kahan", "lost": "least"}, "which loses no update"),
+    ({"weight": "bf16", "arithmetic": "format", "lost": "least"}, "arithmetic='format'"),
+    ({"weight": "bf16", "rounding": "stochastic", "lost": "least"}, "rounding='stochastic' of the weight"),
     ({"weight": "bf16", "overrides": {"a": Update(overrides={"b": None})}}, "overrides of its own"),
     ({"weight": "bf16", "overrides": {"a": "bf16_rs"}}, "Unknown update 'bf16_rs'. Did you mean 'bf16_sr"),
 ]

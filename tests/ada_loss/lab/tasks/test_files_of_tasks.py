@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import gzip
 import importlib.resources
+import re
 import struct
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from ada_loss.lab.tasks import fashion, find_task, mnist5k, phonemes, pictures
+from ada_loss.lab.tasks.own_data import with_hash
 from ada_loss.lab.training.loop import train
 
 
@@ -174,6 +176,46 @@ def test_a_folder_of_pictures_has_a_class_for_each_folder_in_it(album: Path) -> 
     assert bool((means[:16, 2] > means[16:, 2].max()).all())  # the first class, by name, is blue
     assert bool((means[16:, 0] > means[:16, 0].max()).all())
     assert train(task, steps=12, learning_rate=0.02, batch_size=16).metrics["accuracy"] > 0.9
+
+
+def test_a_resnet_of_any_depth_and_other_sizes_take_the_place_of_the_small_network(album: Path) -> None:
+    task = find_task(with_hash(f"pictures={album},depth=20,size=16"))(0)
+    assert task.train[0].shape == (32, 3, 16, 16)
+    assert len([m for m in task.model.modules() if isinstance(m, torch.nn.Conv2d)]) == 19
+    assert task.model(task.train[0][:2]).shape == (2, 2)
+    for words, message in (
+        ("depth=20,model=resnet18", "model='resnet18' was given with depth=20"),
+        ("size=4", "size=4 is not a side"),
+        ("depth=21", "depth=21 is not that of a ResNet"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            find_task(f"pictures={album},{words}")(0)
+
+
+def test_the_hash_of_a_name_stands_before_its_settings(album: Path) -> None:
+    name = with_hash(f"pictures={album},model=resnet18")
+    assert re.fullmatch(rf"pictures={re.escape(str(album))}#[0-9a-f]{{8}},model=resnet18", name)
+    assert with_hash(name) == name
+    (album / "red" / "1.png").unlink()
+    with pytest.raises(ValueError, match="has changed since the sweep began"):
+        find_task(name)
+
+
+def test_a_model_of_torchvision_is_found_by_its_name(album: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(ImportError, match=r"model='resnet18' needs torchvision, .*: pip install torchvision"):
+        find_task(f"pictures={album},model=resnet18")(0)
+    monkeypatch.undo()
+    models = pytest.importorskip("torchvision.models", exc_type=(ImportError, RuntimeError))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Unknown model='resnet17'"):
+        find_task(f"pictures={album},model=resnet17")(0)
+    task = find_task(f"pictures={album},model=resnet18,size=64")(0)
+    assert type(task.model) is models.ResNet
+    ((x, y),) = list(task.train)
+    assert (x.shape, y.shape) == ((32, 3, 64, 64), (32,))
+    assert len(torch.cat([labels for _, labels in task.test])) == 8
+    run = train(task, steps=3, learning_rate=0.02, fmt="fp16", scaling="adaptive")
+    assert len(run.losses) == 3
 
 
 def test_a_folder_that_has_changed_is_read_again(album: Path) -> None:

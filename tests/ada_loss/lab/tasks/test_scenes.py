@@ -10,17 +10,14 @@ import torch
 
 import fpsim
 from ada_loss.lab.tasks import detection, segmentation
-from ada_loss.lab.tasks.detection import (
-    _anchors,
-    _corners,
-    iou,
-    matched,
-    mean_average_precision,
-    multibox_loss,
-)
+from ada_loss.lab.tasks.boxes import corners, iou
+from ada_loss.lab.tasks.detection import scene_anchors
 from ada_loss.lab.tasks.scenes import SHAPES, drawn_scenes
 from ada_loss.lab.tasks.segmentation import mean_iou
 from ada_loss.lab.training.loop import train
+
+ANCHORS = scene_anchors()
+matched, mean_average_precision, multibox_loss = ANCHORS.matched, ANCHORS.mean_average_precision, ANCHORS.loss
 
 
 def test_a_box_is_the_smallest_around_its_pixels_and_shapes_do_not_overlap() -> None:
@@ -65,7 +62,7 @@ def test_every_shape_is_some_anchors_and_an_anchor_is_the_shape_it_covers_most()
     scenes = drawn_scenes(40, seed=3)
     for boxes, classes in zip(scenes.boxes, scenes.classes):
         found, there = matched(boxes, classes), classes > 0
-        overlaps = iou(_corners(_anchors()), boxes[there])
+        overlaps = iou(corners(ANCHORS.boxes), boxes[there])
         own = classes[there]
         assert set(found[:, 0].tolist()) == {0.0, *own.float().tolist()}
         for k in range(len(own)):
@@ -77,7 +74,7 @@ def test_every_shape_is_some_anchors_and_an_anchor_is_the_shape_it_covers_most()
 
 def perfect(targets: torch.Tensor, scale: float = 20.0) -> torch.Tensor:
     """Outputs that say what the targets want."""
-    wanted = targets[:, : 5 * len(_anchors())].view(len(targets), -1, 5)
+    wanted = targets[:, : 5 * len(ANCHORS.boxes)].view(len(targets), -1, 5)
     return torch.cat([scale * torch.nn.functional.one_hot(wanted[..., 0].long(), 4), wanted[..., 1:]], dim=2)
 
 
@@ -100,11 +97,11 @@ def test_perfect_outputs_have_no_loss_and_find_every_box_and_others_find_fewer()
 def test_a_wrong_box_that_is_surer_costs_precision_and_a_double_does_too() -> None:
     truth = torch.zeros(1, 15)
     truth[0, :5] = torch.tensor([1.0, 2, 2, 10, 10])
-    anchors = len(_anchors())
+    anchors = len(ANCHORS.boxes)
     targets = torch.cat([torch.zeros(1, 5 * anchors), truth], dim=1)
     outputs = torch.zeros(1, anchors, 8)
     outputs[..., 0] = 50.0
-    at = {name: int((_anchors() == torch.tensor(box)).all(dim=1).nonzero()) for name, box in BOXES.items()}
+    at = {name: int((ANCHORS.boxes == torch.tensor(box)).all(dim=1).nonzero()) for name, box in BOXES.items()}
     outputs[0, at["right"], 1] = 55.0
     assert mean_average_precision(outputs, targets) == pytest.approx(1 / 3, abs=1e-5)  # one class of three is there
     outputs[0, at["wrong"], 1] = 60.0
@@ -116,7 +113,7 @@ BOXES = {"right": (6.0, 6.0, 8.0, 8.0), "wrong": (26.0, 26.0, 8.0, 8.0)}
 
 
 def test_the_loss_counts_three_negatives_for_each_positive_the_worst_ones() -> None:
-    anchors = len(_anchors())
+    anchors = len(ANCHORS.boxes)
     targets = torch.zeros(1, 5 * anchors + 15)
     targets[0, 0] = 2.0  # one positive anchor, of class 2, without an offset
     outputs = torch.zeros(1, anchors, 8)

@@ -14,8 +14,18 @@ import tiers
 import torch
 
 from ada_loss.lab.cells.cells import OPTIONS, plan
-from ada_loss.lab.tasks import TASKS, Task, chars, cifar10, cifar100, find_task, patches, trained_with
-from ada_loss.lab.tasks.images import resnet20
+from ada_loss.lab.tasks import (
+    TASKS,
+    Task,
+    chars,
+    cifar10,
+    cifar100,
+    find_task,
+    is_of_library,
+    patches,
+    trained_with,
+)
+from ada_loss.lab.tasks.resnets import resnet
 from ada_loss.lab.training.loop import train
 
 IN_FILES = ("cifar10", "cifar100", "fashion", "pictures")  # which nothing installs
@@ -38,11 +48,63 @@ def test_a_seed_makes_the_weights_and_nothing_else(name: str) -> None:
         assert torch.equal(getattr(first, part)[1], getattr(other, part)[1])
 
 
-def test_resnet20_has_the_parameters_of_the_paper() -> None:
-    # He et al. 2016, table 6: 0.27 M, here without the two batch normalisations' running statistics
-    model = resnet20(10)
-    assert sum(p.numel() for p in model.parameters()) == 269_722
-    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+@pytest.mark.parametrize(
+    ("depth", "version", "millions"),
+    # He et al. 2016, table 6, and He et al. 2016b, table 4
+    [(20, 1, 0.27), (32, 1, 0.46), (44, 1, 0.66), (56, 1, 0.85), (110, 1, 1.7), (164, 2, 1.7)],
+)
+def test_a_resnet_has_the_layers_and_the_parameters_of_its_paper(depth: int, version: int, millions: float) -> None:
+    model = resnet(depth, 10, version)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2 if millions < 1 else 1) == millions
+    weights = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]
+    shortcuts = 3 if version == 2 else 0
+    assert len(weights) == depth + shortcuts
+    with torch.no_grad():
+        assert model.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+
+
+@pytest.mark.parametrize(
+    ("depth", "version", "message"),
+    [
+        (21, 1, r"depth=21 is not that of a ResNet of version 1\. Expected: 6 n \+ 2, such as 20"),
+        (2, 1, "depth=2 is not"),
+        (32, 2, r"9 n \+ 2, such as 20, 56, 110, 164"),
+        (True, 1, "depth=True"),
+        (20, 3, "version=3 is not a ResNet's"),
+    ],
+)
+def test_a_depth_that_no_resnet_has_is_refused(depth: int, version: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resnet(depth, 10, version)
+
+
+def test_a_resnet_of_the_second_paper_is_its_formula() -> None:
+    """Three times convolution of relu of bn, plus the shortcut, a convolution of what the first relu gives."""
+    block = resnet(20, 10, version=2)[1]
+    x = torch.randn(2, 16, 8, 8)
+    given, y = [], x
+    for bn, conv in ((block.bn1, block.conv1), (block.bn2, block.conv2), (block.bn3, block.conv3)):
+        flat = y.transpose(0, 1).flatten(1)
+        normal = (flat - flat.mean(1, keepdim=True)) / (flat.var(1, unbiased=False, keepdim=True) + bn.eps).sqrt()
+        given.append(normal.view(y.shape[1], 2, 8, 8).transpose(0, 1).clamp(min=0))
+        y = torch.nn.functional.conv2d(given[-1], conv.weight, padding=conv.padding)
+    expected = y + torch.nn.functional.conv2d(given[0], block.shortcut.weight)
+    torch.testing.assert_close(block(x), expected, rtol=1e-4, atol=1e-5)  # sums of 144 float32 in another order
+
+
+def test_settings_in_a_tasks_name_are_arguments_of_its_function() -> None:
+    make_task = find_task("patches,depth=56,version=2")
+    assert make_task.options == TASKS["patches"].options  # type: ignore[attr-defined]
+    assert is_of_library("patches,depth=56")
+    with pytest.raises(ValueError, match=r"names model=resnet18, which is no setting of it\. It has: depth, version"):
+        find_task("cifar10,model=resnet18")
+    with pytest.raises(ValueError, match=r"digits,depth=20.* It has none"):
+        find_task("digits,depth=20")
+    with pytest.raises(ValueError, match=r"has depth=deep\. Expected: a whole number"):
+        find_task("cifar10,depth=deep")
+    pytest.importorskip("skimage")
+    with pytest.raises(ValueError, match="depth=21 is not that of a ResNet"):
+        find_task("patches,depth=21")(0)
 
 
 def test_no_test_patch_shares_a_pixel_with_a_training_patch() -> None:
@@ -76,7 +138,7 @@ def test_characters_are_followed_by_the_next_ones_and_the_test_is_the_end_of_the
 def test_patches_can_be_learned_in_eight_bits() -> None:
     task = patches()
     small = Task(
-        "few", resnet20(9, width=4), task.train, (task.test[0][::4], task.test[1][::4]), task.loss, task.metrics
+        "few", resnet(20, 9, width=4), task.train, (task.test[0][::4], task.test[1][::4]), task.loss, task.metrics
     )
     run = train(small, "e5m2", scaling="adaptive", steps=40, learning_rate=0.1)
     assert run.losses[-1] < run.losses[0] - 0.4

@@ -109,8 +109,8 @@ def test_a_spoilt_state_is_refused_and_changes_nothing(spoilt: str) -> None:
     elif spoilt == "no number":
         state["scale"] = math.nan
     else:
-        state["M" if spoilt == "unknown" else "N"] = 0
-    with pytest.raises((RuntimeError, ValueError), match=r"'N'|'M'|N=0|scale=nan"):
+        state["M" if spoilt == "unknown" else "N"] = -1
+    with pytest.raises((RuntimeError, ValueError), match=r"'N'|'M'|N=-1|scale=nan"):
         scaler.load_state_dict(state)
     assert scaler.rule == loss_rule("nnabla")
 

@@ -1,0 +1,160 @@
+"""Single-shot detection, Liu et al. 2016: what anchors are to say of an image, the loss, and mean average precision."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["LARGEST_OVERLAP", "Anchors", "by_anchor", "corners", "iou"]
+
+MATCHED = 0.5  # IoU from which on an anchor is an object's
+NEGATIVES = 3  # for each positive
+VARIANCES = (0.1, 0.2)  # of offsets and of logarithms of extents, as in SSD
+LEAST_SCORE, LARGEST_OVERLAP = 0.05, 0.45  # of what is found, and of two that are not the same
+RIGHT = 0.5  # IoU from which on a box is right
+LEVELS = 11  # of recall, in the metric of VOC 2007
+
+
+def by_anchor(x: Tensor, numbers: int) -> Tensor:
+    """(batch, anchors of a cell * numbers, height, width) -> (batch, anchors, numbers)."""
+    return x.permute(0, 2, 3, 1).reshape(len(x), -1, numbers)
+
+
+def corners(boxes: Tensor) -> Tensor:
+    """Boxes (..., 4) by centre and extents -> by left, top, right and bottom."""
+    return torch.cat([boxes[..., :2] - boxes[..., 2:] / 2, boxes[..., :2] + boxes[..., 2:] / 2], dim=-1)
+
+
+def iou(a: Tensor, b: Tensor) -> Tensor:
+    """Intersection over union of boxes by their corners, (m, 4) and (n, 4) -> (m, n).
+
+    >>> iou(torch.tensor([[0.0, 0, 2, 2]]), torch.tensor([[0.0, 0, 2, 2], [1, 0, 3, 2], [5, 5, 6, 6]]))
+    tensor([[1.0000, 0.3333, 0.0000]])
+    """
+    least, most = torch.maximum(a[:, None, :2], b[None, :, :2]), torch.minimum(a[:, None, 2:], b[None, :, 2:])
+    shared = (most - least).clamp(min=0).prod(dim=2)
+    areas = [(boxes[:, 2:] - boxes[:, :2]).prod(dim=1) for boxes in (a, b)]
+    return shared / (areas[0][:, None] + areas[1][None, :] - shared).clamp(min=1e-9)
+
+
+class Anchors:
+    """The anchors of a detector, and what follows from them.
+
+    Outputs are (batch, anchors, classes + 4): logits and offsets. Targets are (batch, 5 * anchors + 5 * most): the
+    class and the offsets that each anchor is to give, and the true classes and corners.
+
+    boxes: (anchors, 4): centre, width and height in pixels, in the order of the network's outputs.
+    classes: with the background, which is 0.
+    most: objects of one image; where there are fewer, classes are 0.
+    """
+
+    def __init__(self, boxes: Tensor, classes: int, most: int) -> None:
+        self.boxes, self.classes, self.most = boxes, classes, most
+
+    def matched(self, boxes: Tensor, classes: Tensor) -> Tensor:
+        """What the anchors are to say of an image, (anchors, 5): the class, and the offsets of the box.
+
+        An anchor is the object's with which its IoU is largest, if it is 0.5 or more, or if it is that object's best
+        one.
+        """
+        anchors, there = self.boxes, classes > 0
+        boxes, classes = boxes[there], classes[there]
+        if not len(boxes):
+            return torch.zeros(len(anchors), 5)
+        overlaps = iou(corners(anchors), boxes)
+        largest, owner = overlaps.max(dim=1)
+        best = overlaps.argmax(dim=0)
+        owner[best], largest[best] = torch.arange(len(boxes)), 1.0
+        own = boxes[owner]
+        offsets = ((own[:, :2] + own[:, 2:]) / 2 - anchors[:, :2]) / anchors[:, 2:] / VARIANCES[0]
+        extents = torch.log((own[:, 2:] - own[:, :2]) / anchors[:, 2:]) / VARIANCES[1]
+        labels = torch.where(largest >= MATCHED, classes[owner], 0)
+        return torch.cat([labels[:, None].float(), offsets, extents], dim=1)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy of the classes and smooth L1 of the boxes, over the number of positive anchors (eq. 1).
+
+        Of the negative anchors of an image three times as many as it has positive ones count: the worst.
+        """
+        anchors = outputs.shape[1]
+        targets = targets[:, : 5 * anchors].view(-1, anchors, 5)
+        classes = targets[..., 0].long()
+        positive = classes > 0
+        each = F.cross_entropy(outputs[..., : self.classes].flatten(0, 1), classes.flatten(), reduction="none")
+        each = each.view(-1, anchors)
+        hard = each.detach().masked_fill(positive, -torch.inf).argsort(dim=1, descending=True).argsort(dim=1)
+        counts = positive | (hard < NEGATIVES * positive.sum(dim=1, keepdim=True))
+        box = F.smooth_l1_loss(outputs[..., self.classes :], targets[..., 1:], reduction="none").sum(dim=2)
+        return ((each * counts).sum() + (box * positive).sum()) / positive.sum().clamp(min=1)
+
+    def mean_average_precision(self, outputs: Tensor, targets: Tensor) -> float:
+        """Mean over the classes of the area under precision by recall, where a box is right from an IoU of 0.5 on.
+
+        NaN outputs find nothing.
+        """
+        curves = self._curves(outputs, targets)
+        return sum(_area(*curve) for curve in curves) / len(curves)
+
+    def voc07_average_precision(self, outputs: Tensor, targets: Tensor) -> float:
+        """The same in the metric of VOC 2007: the mean of the precisions at recalls of 0, 0.1, ... 1."""
+        curves = self._curves(outputs, targets)
+        return sum(_at_levels(*curve) for curve in curves) / len(curves)
+
+    def _curves(self, outputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Recall and precision of each class, detection by detection."""
+        outputs, targets = outputs.float().cpu(), targets.float().cpu()
+        truths = targets[:, 5 * outputs.shape[1] :].view(len(targets), self.most, 5)
+        scores = outputs[..., : self.classes].softmax(dim=2)
+        anchors = self.boxes
+        centres = anchors[:, :2] + VARIANCES[0] * outputs[..., self.classes : self.classes + 2] * anchors[:, 2:]
+        extents = anchors[:, 2:] * torch.exp((VARIANCES[1] * outputs[..., self.classes + 2 :]).clamp(max=8))
+        boxes = corners(torch.cat([centres, extents], dim=2))
+        return [_curve(scores[..., k], boxes, truths, k) for k in range(1, self.classes)]
+
+
+def _curve(scores: Tensor, boxes: Tensor, truths: Tensor, label: int) -> tuple[Tensor, Tensor]:
+    """Recall and precision of one class, with every found box that is not a double, in the order of their scores.
+
+    A true object of the class -label is a difficult one: whether it is found counts for nothing.
+    """
+    detections: list[tuple[float, bool]] = []
+    total = int((truths[..., 0] == label).sum())
+    for score, box, truth in zip(scores, boxes, truths):
+        chosen = (score > LEAST_SCORE).nonzero().flatten()  # NaN is not
+        order = chosen[score[chosen].argsort(descending=True)]
+        own = truth[truth[:, 0].abs() == label]
+        doubles, rights = iou(box[order], box[order]), iou(box[order], own[:, 1:])
+        kept: list[int] = []
+        free = torch.ones(len(own), dtype=torch.bool)
+        for i in range(len(order)):
+            if kept and float(doubles[i, kept].max()) > LARGEST_OVERLAP:
+                continue
+            kept.append(i)
+            is_right = False
+            if len(own):
+                best = int(rights[i].argmax())
+                if rights[i, best] >= RIGHT and own[best, 0] < 0:
+                    continue
+                is_right = bool(rights[i, best] >= RIGHT and free[best])
+                free[best] &= not is_right
+            detections.append((float(score[order[i]]), is_right))
+    if not total or not detections:
+        return torch.zeros(0), torch.zeros(0)
+    detections.sort(key=lambda one: -one[0])
+    right = torch.tensor([float(is_right) for _, is_right in detections]).cumsum(dim=0)
+    precision = right / torch.arange(1, len(detections) + 1)
+    precision = precision.flip(0).cummax(dim=0).values.flip(0)  # the largest at this recall or a larger one
+    return right / total, precision
+
+
+def _area(recall: Tensor, precision: Tensor) -> float:
+    return float((torch.cat([torch.zeros(1), recall]).diff() * precision).sum())
+
+
+def _at_levels(recall: Tensor, precision: Tensor) -> float:
+    """The mean precision at the levels of recall; 0 at those that are not reached."""
+    steps = [level / (LEVELS - 1) - 1e-6 for level in range(LEVELS)]
+    return (
+        sum(float(precision[recall >= step].max()) if bool((recall >= step).any()) else 0.0 for step in steps) / LEVELS
+    )

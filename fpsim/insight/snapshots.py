@@ -1,0 +1,273 @@
+"""Whole tensors of chosen sites, before and after they are rounded: a safetensors file for each n-th call."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import struct
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import torch
+from torch import Tensor, nn
+
+from fpsim.checks import require_iterable, require_whole, shown
+from fpsim.emulation.entering import take_off_leftovers
+from fpsim.emulation.scope import Listeners
+from fpsim.formats.blocks import Format, as_format
+from fpsim.insight.recording import is_of_role
+from fpsim.models.quantize import listeners
+from fpsim.tensors.cuts import Cut
+from fpsim.tensors.spec import Spec, holds_numbers
+from fpsim.undoing import Block, Undo
+
+__all__ = ["Snapshot", "Snapshots", "snapshots"]
+
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+LENGTH = struct.Struct("<Q")  # of the header, the first eight bytes of a safetensors file
+MOST_HEADER = 1 << 20  # bytes; that of a snapshot has a few hundred
+ALIGNMENT = 8  # bytes, to which the header is filled up with spaces
+NAMED = 12  # sites that a warning names
+
+
+class Snapshot(NamedTuple):
+    """A tensor of one site, before and after it was rounded.
+
+    site, role: where, as in `record`.
+    format, rounding: to which format, and how.
+    call: the number of the site's call, from 1 on.
+    before, after: the tensor; gradients have their true size, also where they are rounded at a scale.
+    """
+
+    site: str
+    role: str
+    format: str
+    rounding: str
+    call: int
+    before: Tensor
+    after: Tensor
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Snapshot:
+        """The snapshot in a file. Raises ValueError for one that is none or cannot be read."""
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"path is {shown(path)}. Expected: the path of a file that fpsim.snapshots has written.")
+        try:
+            words, tensors = _read(Path(path))
+            site, role, fmt, rounding = (words[name] for name in ("site", "role", "format", "rounding"))
+            return Snapshot(site, role, fmt, rounding, int(words["call"]), tensors["before"], tensors["after"])
+        except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error, RuntimeError) as error:
+            raise ValueError(
+                f"path={shown(str(path))} is not a snapshot ({type(error).__name__}: {error}). Expected: a file that "
+                f"fpsim.snapshots has written."
+            ) from None
+
+    def plot(self) -> Any:
+        """A histogram of the magnitudes by powers of two, and which of them rounding made zero; needs matplotlib."""
+        from fpsim.insight.pictures import plot_magnitudes
+
+        before = self.before.double().abs()
+        is_counted = (before > 0) & before.isfinite()
+        exponents = torch.frexp(before[is_counted])[1] - 1
+        lost = exponents[self.after.double()[is_counted] == 0]
+        counts, lost_counts = (Counter(x.tolist()) for x in (exponents, lost))
+        fmt = as_format(self.format)
+        title = f"{self.site} {self.role}, {fmt} {self.rounding}, call {self.call}: {self.before.numel():,} elements, "
+        title += f"{int((before == 0).sum()):,} of them zero"
+        return plot_magnitudes(counts, lost_counts, _range_of(fmt), title)
+
+
+def _range_of(fmt: Format) -> dict[str, float]:
+    """log2 of the magnitudes between which a format has numbers; {} for one whose numbers share scales."""
+    if not all(hasattr(fmt, name) for name in ("smallest", "largest")):
+        return {}
+    return {"smallest": math.log2(fmt.smallest), "largest": math.log2(fmt.largest)}  # type: ignore[union-attr]
+
+
+class Snapshots:
+    """The files that a block of `snapshots` writes.
+
+    folder: where they are.
+    files: their paths, in the order of their calls.
+    """
+
+    def __init__(self, folder: Path, sites: tuple[str, ...], roles: tuple[str, ...], every: int) -> None:
+        self.folder, self.files = folder, list[Path]()
+        self._sites, self._roles, self._every = sites, roles, every
+        self._seen: Counter[tuple[str, str]] = Counter()
+
+    def wants(self, site: str, role: str) -> bool:
+        """Whether this call of a site is one of those that are kept."""
+        self._seen[site, role] += 1
+        is_due = (self._seen[site, role] - 1) % self._every == 0
+        return is_due and self._is_chosen(site, role)
+
+    def _is_chosen(self, site: str, role: str) -> bool:
+        is_of_roles = any(is_of_role(role, wanted) for wanted in self._roles)
+        return is_of_roles and any(fnmatchcase(site, pattern) for pattern in self._sites)
+
+    def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
+        """The observer: called by the emulation for each tensor that it wants, before and after it is rounded."""
+        if not holds_numbers(before):
+            return
+        call = self._seen[site, role]
+        words = {"site": site, "role": role, "format": repr(spec.fmt), "rounding": spec.rounding, "call": str(call)}
+        path = self.folder / f"{quote(site, safe=' ')}.{role}.{call:06d}.safetensors"
+        _write(path, words, {"before": before, "after": after})
+        self.files.append(path)
+
+    def warn_if_empty(self) -> None:
+        """Warn where sites ran, and none was chosen."""
+        if not self._seen or any(self._is_chosen(*key) for key in self._seen):
+            return
+        seen = sorted({f"{site} {role}" for site, role in self._seen})
+        more = f", and {len(seen) - NAMED} more" if len(seen) > NAMED else ""
+        warnings.warn(
+            f"No snapshot was written: sites={list(self._sites)} with roles={list(self._roles)} match none of those "
+            f"that ran: {', '.join(seen[:NAMED])}{more}.",
+            stacklevel=2,
+        )
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"Snapshots({str(self.folder)!r}, {len(self.files)} files)"
+
+
+def snapshots(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    sites: str | Iterable[str] = "*",
+    roles: str | Iterable[str] = "error",
+    every: int = 1,
+) -> AbstractContextManager[Snapshots]:
+    """Keep whole tensors of a quantised model, before and after they are rounded, while the block runs it.
+
+    Each file is written whole or not at all, and named by site, role and call: "layer1.conv1%3Aconv2d.error.000001
+    .safetensors" has the tensors `before` and `after`, and site, role, format, rounding and call as its metadata. The
+    safetensors package reads it, and `fpsim.Snapshot.load`, which plots a histogram. The host waits for each tensor
+    that is kept; the others cost nothing. Snapshots change no result.
+
+    Args:
+        model: from `fpsim.quantize`.
+        folder: where the files are written; it is made if it is missing. Files of the same names are replaced.
+        sites: which sites: names as `record` has them, with * for any characters; one or several.
+        roles: "weight", "activation", "error", "weight_grad", or operands of products such as "dgrad.dy"; one or
+            several. "error" is those of gradients of activations too.
+        every: keep the first call of a site and each n-th after it: in a training, of each n-th step.
+
+    Raises:
+        ValueError: for a model that is not quantised, and for one that is being recorded already.
+
+    >>> import fpsim, tempfile
+    >>> model = fpsim.quantize(nn.Linear(2, 1, bias=False), "fp16")
+    >>> with tempfile.TemporaryDirectory() as folder, snapshots(model, folder, ":linear") as kept:
+    ...     (model(torch.ones(2, 2)) * 1e-8).sum().backward()
+    ...     found = fpsim.Snapshot.load(kept.files[0])
+    >>> found.site, found.call, found.before.flatten(), found.after.flatten()
+    (':linear', 1, tensor([1.0000e-08, 1.0000e-08]), tensor([0., 0.]))
+    """
+    return Block(partial(_snapshots, model, folder, sites, roles, every))
+
+
+def _snapshots(model: nn.Module, folder: Any, sites: Any, roles: Any, every: int, undo: Undo) -> Snapshots:
+    if not isinstance(folder, str | os.PathLike) or not str(folder).strip():
+        raise TypeError(f"folder is {shown(folder)}. Expected: the path of a folder, such as 'runs/snapshots'.")
+    require_whole("every", every, 1)
+    chosen = _words("sites", sites, "['layer1.*']"), _words("roles", roles, "['error', 'weight_grad']")
+    take_off_leftovers()
+    registered = listeners(model)
+    if any(listener.observer is not None for listener in registered):
+        raise ValueError(
+            "This model is being recorded already. Leave the other `with fpsim.record(...)` or "
+            "`with fpsim.snapshots(...)` block first."
+        )
+    kept = Snapshots(Path(folder), *chosen, every)
+    undo.by(kept.warn_if_empty)
+    undo.by(partial(_leave, registered, kept))
+    for listener in registered:
+        listener.observer = kept
+    return kept
+
+
+def _leave(registered: list[Listeners], kept: Snapshots) -> None:
+    for listener in registered:
+        if listener.observer is kept:  # else another block has begun since
+            listener.observer = None
+
+
+def _words(name: str, given: Any, example: str) -> tuple[str, ...]:
+    words = (given,) if isinstance(given, str) else tuple(require_iterable(name, given, example))
+    for word in words:
+        if not isinstance(word, str):
+            raise TypeError(f"{name} holds {shown(word)}, which is not a string. Expected: such as {example}.")
+    if not words or not all(words):
+        raise ValueError(f"{name}={shown(given)} names nothing. Expected: such as {example}.")
+    return words
+
+
+# The files: https://github.com/huggingface/safetensors#format
+
+
+def _write(path: Path, words: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file beside the target and rename it, so that a reader finds a whole one or none."""
+    header: dict[str, Any] = {"__metadata__": dict(words)}
+    parts, begin = [], 0
+    for name, tensor in tensors.items():
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        parts.append(_swapped(flat, tensor.element_size()).numpy().tobytes())
+        end = begin + len(parts[-1])
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(b"".join((LENGTH.pack(len(text)), text, *parts)))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def _swapped(flat: Tensor, size: int) -> Tensor:
+    """The bytes with the smallest of each number first, as files have them on every machine."""
+    return flat if sys.byteorder == "little" else flat.view(-1, size).flip(1).reshape(-1)
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors of a safetensors file. Raises ValueError and others for what is none."""
+    content = path.read_bytes()
+    (length,) = LENGTH.unpack_from(content)
+    if length > MOST_HEADER:
+        raise ValueError(f"its header would have {length:,} bytes")
+    header = json.loads(content[LENGTH.size : LENGTH.size + length])
+    data, tensors = content[LENGTH.size + length :], {}
+    names = {word: dtype for dtype, word in DTYPES.items()}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        dtype = names[entry["dtype"]]
+        flat = torch.frombuffer(bytearray(data[begin:end]), dtype=torch.uint8) if end > begin else torch.empty(0)
+        flat = _swapped(flat.to(torch.uint8), dtype.itemsize)
+        tensors[name] = flat.view(dtype).reshape(entry["shape"])
+    return header["__metadata__"], tensors
