@@ -186,8 +186,11 @@ FLOORS = (
     ),
     (
         "ada_loss.lab.studies",
-        "depth describe space",
+        "classics.frame depth describe space",
         "search",
+        "classics.bf16_updates classics.depth_scales classics.fixed_point classics.rollouts classics.swamping "
+        "classics.underflow",
+        "classics.__init__",
         "__init__",
     ),
     (
