@@ -105,7 +105,7 @@ def says(rows: Rows) -> str:
         )
         if mean(random) > mean(plain) + ALIKE:
             largest = fpsim.FixedPoint(WORD, fraction).largest
-            words.append(f"There stochastic rounding does not reach float32: what is beyond {largest:.3g} saturates.")
+            words.append(f"There stochastic rounding does not reach float32; no number beyond {largest:.3g} is left.")
     if of(rows, fraction=APART, rounding="gradients to nearest"):
         alone, rest = (_ends(rows, APART, f"gradients {rounding}") for rounding in ("to nearest", "stochastic"))
         words.append(
@@ -131,7 +131,7 @@ def draw(rows: Rows) -> Any:
         axes.set_title(f"{WORD - fraction} bits before, {fraction} behind the point", fontsize=9)
         axes.set(xlabel="epoch", ylim=(0, 100))
         axes.spines[["top", "right"]].set_visible(False)
-    picture.axes[0].set_ylabel("wrong answers in %, mean over the seeds")
+    picture.axes[0].set_ylabel("wrong answers in %")
     most = max(picture.axes, key=lambda axes: len(axes.lines))
     picture.legend(*most.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     return picture

@@ -95,7 +95,7 @@ def reproduce(
     """Measure each setting with each seed, unless the folder has it already, and write the three files.
 
     Each measurement is a file of its own, written whole or not at all, so that a run that was killed goes on, and two
-    may share a folder. One of another version of the numbers or of torch is computed again.
+    may share a folder. One of another release, or of another torch or device, is not used.
 
     Args:
         name, title: of the classic.
@@ -151,8 +151,7 @@ def _seeds(seeds: object, quick: bool) -> list[int]:
 
 def _measured(classic: Classic, asked: dict[str, Any], device: str, folder: Path) -> dict[str, Any]:
     """The rows of a setting and a seed, and the seconds that they took: from the folder, if they are there."""
-    made_with = {"bits": fpsim.BITS, "torch": versions()["torch"], "device": device}
-    key = json.dumps({**asked, **made_with}, sort_keys=True)
+    key = json.dumps({**asked, **_made_with(device)}, sort_keys=True)
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
     kept = mapping_in(path)  # {} for a damaged one, which is measured again
     if kept.get("asked") == key:
@@ -165,6 +164,11 @@ def _measured(classic: Classic, asked: dict[str, Any], device: str, folder: Path
     kept = {"asked": key, "seconds": time.process_time() - began, "rows": rows}
     write_atomically(path, json.dumps(kept).encode())
     return kept
+
+
+def _made_with(device: str) -> dict[str, Any]:
+    """On what a measurement depends besides its setting and seed; one of another release is measured again."""
+    return {"bits": fpsim.BITS, "device": device, **{name: versions()[name] for name in ("ada-loss", "torch")}}
 
 
 @contextmanager

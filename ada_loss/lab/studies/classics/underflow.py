@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
@@ -71,7 +72,7 @@ def says(rows: Rows) -> str:
         ends = [spread([row["metric"] for row in part], ".1f") for part in (at_one, low, high)]
         words.append(
             f"{task.capitalize()}: {plain} % in float32. "
-            + (f"Scales from 2^{fits[0]} to 2^{fits[-1]} reach that. " if fits else "No scale reaches that. ")
+            + _repair(fits, exponents)
             + f"Without a scale {100 * mean(row['underflow'] for row in at_one):.1f} % of the gradients become zero, "
             f"and it is {ends[0]} %: so small a network {'does not need' if 0 in fits else 'needs'} one. Gradients "
             f"{2 ** -exponents[0]:,} times smaller underflow: {100 * mean(row['underflow'] for row in low):.0f} % of "
@@ -79,6 +80,18 @@ def says(rows: Rows) -> str:
             f"steps overflow, and it is {ends[2]} %."
         )
     return " ".join(words)
+
+
+def _repair(fits: Sequence[int], exponents: Sequence[int]) -> str:
+    """Which scales fit, and which constants repair a loss that is too small: to scale by powers of two is to shift."""
+    if not fits:
+        return "No scale reaches that. "
+    words = f"Scales from 2^{fits[0]} to 2^{fits[-1]} reach that"
+    lost = [k for k in exponents if k < fits[0]]
+    if lost:
+        words += f"; a loss 2^{-lost[-1]} times smaller does not, "
+        words += f"and a constant from 2^{fits[0] - lost[-1]} to 2^{fits[-1] - lost[-1]} repairs it"
+    return f"{words}. "
 
 
 def draw(rows: Rows) -> Any:
@@ -98,7 +111,7 @@ def draw(rows: Rows) -> Any:
         axes.spines[["top", "right"]].set_visible(False)
     learnt.set_ylabel("metric in %; dashed: float32")
     lost.set_ylabel("gradients that become zero, in %")
-    learnt.legend(fontsize=8, frameon=False, loc="center left")
+    lost.legend(fontsize=8, frameon=False, loc="upper right")
     return picture
 
 
