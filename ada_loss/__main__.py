@@ -116,6 +116,13 @@ def complete_updates(incomplete: str) -> list[str]:
     return [name for name in ("float32", *fpsim.UPDATES) if name.startswith(incomplete)]
 
 
+def complete_classics(incomplete: str) -> list[str]:
+    """Names that begin so."""
+    from ada_loss.lab.studies.classics import CLASSICS
+
+    return [name for name in CLASSICS if name.startswith(incomplete)]
+
+
 @contextmanager
 def _errors_as_exit_codes(hint: str = "") -> Iterator[None]:
     """Report an error as one line on stderr and an exit code; a traceback is left for errors of this library itself.
@@ -587,6 +594,35 @@ def on(
         with tqdm(total=runs(hardware, max(seeds, 0)), unit="run", leave=False) as bar:  # on stderr
             found = run(hardware, *functions, loss=chosen, progress=bar.update, **options)
         print(strict_json(found.as_dict()) if as_json else found)
+
+
+@app.command()
+def reproduce(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Which classic: swamping, ...", show_default=False, autocompletion=complete_classics),
+    ] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Print the classics and their papers.")] = False,
+    seeds: Annotated[int | None, typer.Option(help="How many seeds.", show_default="5, with --quick 2")] = None,
+    device: Device = None,
+    out: Annotated[Path, typer.Option(help="The folder for NAME.png, .csv and .md.")] = Path("runs/classics"),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter measurements: half a minute.")] = False,
+) -> None:
+    """Reproduce a published effect in minutes: a picture, its numbers, and a paragraph on what they show.
+
+    Run it again to go on where it was stopped.
+    """
+    command = shlex.join(["ada-loss", *sys.argv[1:]])
+    with _errors_as_exit_codes(f" Go on with: {command}"):
+        from ada_loss.lab.studies.classics import CLASSICS, reproduce_classic
+
+        if listed or name is None:
+            for key, paper in CLASSICS.items():
+                print(f"{key:13} {paper}")
+            return
+        result = reproduce_classic(name, **_given(seeds=seeds, device=device), out=out, quick=quick, progress=_say)
+        print(f"{result}\n\n{result.seconds:.0f} s of the processor")
+        print(f"Written: {', '.join(map(str, result.files))}")
 
 
 def main() -> None:

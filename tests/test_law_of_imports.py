@@ -198,8 +198,11 @@ FLOORS = (
     ),
     (
         "ada_loss.lab.studies",
-        "depth describe hardware space",
+        "classics.frame depth describe hardware space",
         "on search",
+        "classics.bf16_updates classics.depth_scales classics.fixed_point classics.rollouts classics.swamping "
+        "classics.underflow",
+        "classics.__init__",
         "__init__",
     ),
     (

@@ -78,6 +78,9 @@ SISTERS = {
             "a_local_cluster_listens_on_the_loopback_alone": "every_engine_gives_equal_results",
             "nobody_else_connects_to_a_local_cluster": "every_engine_gives_equal_results",
         },
+        "ada_loss/lab/studies/test_classics.py": {
+            "a_quick_run_shows_the_effect_with_seeds_that_nobody_looked_at": ("the_effect_is_there_at_a_small_size"),
+        },
         "ada_loss/lab/studies/test_search.py": {
             "a_search_from_a_ranking_takes_fewer_trials_and_its_answer_is_as_small_and_as_proven": (
                 "a_search_is_the_same_for_a_seed_and_trains_nothing_twice"

@@ -1,0 +1,210 @@
+"""What all classics share: measuring by setting and seed, going on where it was killed, and the three files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fpsim
+from ada_loss.files import csv_bytes, folder_at, mapping_in, write_atomically
+from ada_loss.lab.devices import device_problem, float32_in_full, require_device_name
+from ada_loss.lab.environment import versions
+from ada_loss.lab.results.figures import figure_bytes
+from ada_loss.lab.tasks import Task
+from ada_loss.lab.training.generators import kept_generators, seed_generators
+from fpsim.checks import is_whole, shown
+
+__all__ = ["Classic", "Reproduction", "Rows", "data_of", "of", "reproduce", "spread"]
+
+Rows = list[dict[str, Any]]
+SEEDS, QUICK_SEEDS = 5, 2  # all of 5 seeds on one side: 1 in 32 by chance
+MOST_SEEDS = 1000
+
+
+@dataclass(frozen=True)
+class Classic:
+    """A published effect, and how it is measured, judged, told and drawn.
+
+    claim: the paper's, in a sentence or two.
+    limits: what is not shown at this size.
+    settings: whether it is the quick run -> the settings, each of names and words or numbers.
+    measure: a setting, a seed and a device -> rows of numbers. The generators begin with the seed.
+    holds: the rows of one seed -> whether they show the effect, in direction and size.
+    says: all rows -> what one sees, in numbers.
+    draw: all rows -> a matplotlib figure.
+    """
+
+    claim: str
+    limits: str
+    settings: Callable[[bool], Sequence[dict[str, Any]]]
+    measure: Callable[[dict[str, Any], int, str], Rows]
+    holds: Callable[[Rows], bool]
+    says: Callable[[Rows], str]
+    draw: Callable[[Rows], Any]
+
+    def verdict(self, rows: Rows) -> str:
+        """In how many seeds the effect is there, in words: in all of them, in none, or one cannot tell."""
+        seeds = sorted({row["seed"] for row in rows})
+        count = sum(self.holds(of(rows, seed=seed)) for seed in seeds)
+        if count == len(seeds):
+            return f"The effect is there in all of {count} seeds."
+        if count == 0:
+            return f"The effect is not there in any of {len(seeds)} seeds."
+        return f"One cannot tell whether the effect is there: it is in {count} of {len(seeds)} seeds."
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """What `reproduce` gave. `str` is its paragraphs.
+
+    rows: a row for each number, or for several of one place: the setting, the seed, what was measured.
+    seconds: of the processor, those of measurements from an earlier run included.
+    files: the picture, the rows as CSV, the paragraphs as Markdown.
+    """
+
+    rows: Rows
+    text: str
+    seconds: float
+    files: list[Path]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def reproduce(
+    name: str,
+    classic: Classic,
+    title: str,
+    *,
+    seeds: int | Sequence[int] | None = None,
+    device: str = "cpu",
+    out: str | Path = "runs/classics",
+    quick: bool = False,
+    progress: Callable[[str], object] | None = None,
+) -> Reproduction:
+    """Measure each setting with each seed, unless the folder has it already, and write the three files.
+
+    Each measurement is a file of its own, written whole or not at all, so that a run that was killed goes on, and two
+    may share a folder. One of another release, or of another torch or device, is not used.
+
+    Args:
+        name, title: of the classic.
+        classic: what is measured.
+        seeds: how many, from 0, or which; None for 5, with `quick` 2.
+        device: "cpu" or "cuda".
+        out: the folder for NAME.png, NAME.csv, NAME.md and the measurements; NAME-quick of a quick run.
+        quick: fewer and shorter measurements, some 30 seconds.
+        progress: called with a line after each measurement.
+
+    Raises:
+        ValueError: for seeds, a device or a folder that cannot be.
+    """
+    folder, chosen = folder_at(out), _seeds(seeds, quick)
+    require_device_name(device)
+    if problem := device_problem(device):
+        raise ValueError(problem)
+    asked = [{**setting, "seed": seed} for setting in classic.settings(quick) for seed in chosen]
+    rows: Rows = []
+    seconds = 0.0
+    for i, one in enumerate(asked, 1):
+        found = _measured(classic, one, device, folder / name)
+        rows += [{**one, **row} for row in found["rows"]]
+        seconds += found["seconds"]
+        if progress is not None:
+            words = ", ".join(f"{key} {value}" for key, value in one.items())
+            progress(f"{i} of {len(asked)}: {words}: {found['seconds']:.1f} s of the processor")
+    text = "\n\n".join(
+        (f"# {title}", f"**Claim.** {classic.claim}", f"**What you see.** {classic.verdict(rows)} {classic.says(rows)}")
+        + (f"**What is not shown at this size.** {classic.limits}",)
+    )
+    columns = [*dict.fromkeys(key for row in rows for key in row)]
+    contents = {"png": figure_bytes(classic.draw(rows)), "csv": csv_bytes(rows, columns), "md": f"{text}\n".encode()}
+    files = [folder / f"{name}{'-quick' * quick}.{kind}" for kind in contents]
+    for path, content in zip(files, contents.values(), strict=True):
+        write_atomically(path, content)
+    return Reproduction(rows, text, seconds, files)
+
+
+def _seeds(seeds: object, quick: bool) -> list[int]:
+    if seeds is None:
+        seeds = QUICK_SEEDS if quick else SEEDS
+    if is_whole(seeds, 1) and seeds <= MOST_SEEDS:  # type: ignore[operator]
+        return list(range(int(seeds)))  # type: ignore[call-overload]
+    is_list = isinstance(seeds, Sequence) and not isinstance(seeds, str) and 0 < len(seeds) == len({*seeds})
+    if is_list and all(is_whole(seed, 0) and seed < 2**32 for seed in seeds):  # type: ignore[attr-defined]
+        return [int(seed) for seed in seeds]  # type: ignore[attr-defined]
+    raise ValueError(
+        f"seeds={shown(seeds)} is neither how many nor which. Expected: 1 to {MOST_SEEDS}, or different integers from "
+        f"0 to 2**32 - 1."
+    )
+
+
+def _measured(classic: Classic, asked: dict[str, Any], device: str, folder: Path) -> dict[str, Any]:
+    """The rows of a setting and a seed, and the seconds that they took: from the folder, if they are there."""
+    key = json.dumps({**asked, **_made_with(device)}, sort_keys=True)
+    path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
+    kept = mapping_in(path)  # {} for a damaged one, which is measured again
+    if kept.get("asked") == key:
+        return kept
+    began = time.process_time()
+    with _alone(device):
+        seed_generators(asked["seed"])
+        setting = {name: value for name, value in asked.items() if name != "seed"}
+        rows = classic.measure(setting, asked["seed"], device)
+    kept = {"asked": key, "seconds": time.process_time() - began, "rows": rows}
+    write_atomically(path, json.dumps(kept).encode())
+    return kept
+
+
+def _made_with(device: str) -> dict[str, Any]:
+    """On what a measurement depends besides its setting and seed; one of another release is measured again."""
+    return {"bits": fpsim.BITS, "device": device, **{name: versions()[name] for name in ("ada-loss", "torch")}}
+
+
+@contextmanager
+def _alone(device: str) -> Iterator[None]:
+    """One thread, in which sums have one order and processor time is wall time; generators as they were, afterwards."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with kept_generators([device] * device.startswith("cuda")), float32_in_full(device):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def data_of(task: Task, device: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Inputs and targets for the training and for the test, on a device: of a task that has tensors."""
+    assert isinstance(task.train, tuple)
+    assert isinstance(task.test, tuple)
+    train, test = ((x.to(device), y.to(device)) for x, y in (task.train, task.test))
+    return train, test
+
+
+def of(rows: Rows, **wanted: Any) -> Rows:
+    """The rows that have these values.
+
+    >>> of([{"seed": 0, "loss": 2.0}, {"seed": 1, "loss": 3.0}], seed=1)
+    [{'seed': 1, 'loss': 3.0}]
+    """
+    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+
+
+def spread(values: Sequence[float], form: str = ".3g") -> str:
+    """The mean and the standard deviation over seeds, in words.
+
+    >>> spread([1.0, 2.0, 3.0]), spread([1.0])
+    ('2 ± 1', '1')
+    """
+    deviation = f" ± {stdev(values):{form.removeprefix('+')}}" if len(values) > 1 else ""
+    return f"{mean(values):{form}}{deviation}"
