@@ -238,10 +238,8 @@ def stream_in_bf16(case: Engines) -> Truth:
 def rotary_in_bf16(case: Engines) -> Truth:
     rotary = case.b.get_submodule(ROTARY)
     if case.source.random() < 0.5:
-        rewrite(
-            rotary,
-            lambda original, *args, **kwargs: tuple(_halved(torch.bfloat16)(x) for x in original(*args, **kwargs)),
-        )
+        halved = _halved(torch.bfloat16)
+        rewrite(rotary, lambda original, *args, **kwargs: tuple(map(halved, original(*args, **kwargs))))
         return Truth(ROTARY, "cos and sin in bfloat16")
 
     def forward(original: Any, self: Any, x: Tensor, position_ids: Tensor) -> Any:

@@ -3,8 +3,9 @@
     python tests/planted_engines.py --cases 200 --controls 100 --seed 0 [--kinds weights] [--out FILE]
 
 A case is an architecture of transformers, small and random, in float32, under a policy or natively in bfloat16, on a
-batch with padding or without, and a way of `planted_engine_kinds`. Kinds come in turn, by seed. A difference that leaves the
-logits equal to the bit is drawn again. A control is two equal copies; in half of them b sums in another order.
+batch with padding or without, and a way of `planted_engine_kinds`. Kinds come in turn, by seed. A difference that
+leaves the logits equal to the bit is drawn again. A control is two equal copies; in half of them b sums in another
+order.
 
 Prints each case that is not right, with its seed (`--seed S --cases 1` runs it again), then tables. A place is right if
 it is that of the first row; a kind, if its word is in the line of the largest place. Where two kinds are as true, the
