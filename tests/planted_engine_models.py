@@ -184,6 +184,8 @@ def per_column(x: Tensor, axis: int) -> Tensor:
 
 def quantised(x: Tensor, axis: int | None, factor: float = 1.0, amax: Tensor | float | None = None) -> Tensor:
     """x in e4m3fn and back, with one scale for all of it, or for each vector along `axis`."""
+    if not x.numel():  # of an expert without tokens
+        return x
     y = x.float()
     if amax is None:
         amax = y.abs().max() if axis is None else y.abs().amax(axis, keepdim=True)
