@@ -15,9 +15,51 @@ from planted_engine_kinds import ATTENTIVE, KINDS, WAYS
 from planted_engine_models import FAMILIES, Engines, attend_by, attention_forward, layer_forward, rewrite
 from planted_engines import asked, asked_control, described, is_right
 
-QUICK: tuple[int, ...] = ()  # one of each kind
-SEEDS: tuple[int, ...] = (*QUICK,)  # those that `mismatch` gets right
-CONTROLS: tuple[int, ...] = ()
+QUICK: tuple[int, ...] = (6, 13, 8, 15, 22, 59)  # one of each kind
+SEEDS: tuple[int, ...] = (
+    *QUICK,
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    11,
+    12,
+    17,
+    18,
+    23,
+    24,
+    26,
+    27,
+    28,
+    29,
+    30,
+    31,
+    32,
+    35,
+    36,
+    37,
+    38,
+    39,
+    41,
+    42,
+    43,
+    45,
+    46,
+    47,
+    48,
+    49,
+    50,
+    51,
+    53,
+    54,
+    55,
+    56,
+    57,
+)  # those that `mismatch` gets right
+CONTROLS: tuple[int, ...] = (1, 0, 5, 7, 17, 19, 21, 25, 2, 4)
 
 
 @pytest.mark.filterwarnings("ignore")
