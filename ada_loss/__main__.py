@@ -10,6 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+from ada_loss.completions import (
+    complete_classics,
+    complete_formats,
+    complete_hardware,
+    complete_sweeps,
+    complete_tasks,
+    complete_updates,
+)
+
 try:
     import typer
 except ImportError:
@@ -68,59 +77,6 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", help="An argument, or an option: task_options.epochs=3. Repeatable.")
 ]
 Seconds = Annotated[float | None, typer.Option(help="Seconds that one cell may take.", show_default="no limit")]
-
-
-# What a shell proposes to complete on the command line
-
-
-def _files_of(folder: str, kind: str, incomplete: str) -> list[str]:
-    """The names of the files of a kind in a folder of this package that begin so, without importing anything."""
-    return [
-        path.stem for path in sorted((Path(__file__).parent / folder).glob(kind)) if path.stem.startswith(incomplete)
-    ]
-
-
-def complete_sweeps(incomplete: str) -> list[str]:
-    """Names that begin so."""
-    here = [str(path) for kind in ("*.yaml", "*.yml") for path in Path().glob(kind)]
-    return [*_files_of("lab/sweep", "*.yaml", incomplete), *(name for name in here if name.startswith(incomplete))]
-
-
-def complete_tasks(incomplete: str) -> list[str]:
-    """Names that begin so."""
-    from ada_loss.lab.tasks import TASKS
-
-    return [name for name in TASKS if name.startswith(incomplete)]
-
-
-def complete_formats(incomplete: str) -> list[str]:
-    """Names that begin so."""
-    import fpsim
-
-    recipes = [f"{fpsim.RECIPE_PREFIX}{row.name}" for row in fpsim.recipes()]
-    return [name for name in (*fpsim.CATALOGUE, *fpsim.BLOCKS, *recipes) if name.startswith(incomplete)]
-
-
-def complete_hardware(incomplete: str) -> list[str]:
-    """Names that begin as the last one of those with commas between."""
-    from ada_loss.lab.studies.hardware import PRESETS
-
-    before, comma, last = incomplete.rpartition(",")
-    return [f"{before}{comma}{name}" for name in PRESETS if name.startswith(last)]
-
-
-def complete_updates(incomplete: str) -> list[str]:
-    """Names that begin so."""
-    import fpsim
-
-    return [name for name in ("float32", *fpsim.UPDATES) if name.startswith(incomplete)]
-
-
-def complete_classics(incomplete: str) -> list[str]:
-    """Names that begin so."""
-    from ada_loss.lab.studies.classics import CLASSICS
-
-    return [name for name in CLASSICS if name.startswith(incomplete)]
 
 
 @contextmanager

@@ -209,6 +209,7 @@ FLOORS = (
         "ada_loss",
         "lab.__init__",
         "__init__",
+        "completions",
         "__main__",
     ),
 )

@@ -31,7 +31,7 @@ from fpsim.tensors.spec import BlockSpec, OwnFormat
 from fpsim.torch_internals import is_traced
 from fpsim.torch_modes import is_plain, without_torch_function
 
-__all__ = ["CacheUse", "Stored", "cache_use"]
+__all__ = ["CacheUse", "Stored", "cache_use", "counted"]
 
 PARAMETERS = ("past_key_values", "layer_past")  # as forwards of transformers name the cache that they are given
 LAYERS = ("layer_idx", "layer_id")  # as its attention names the layer of the cache that is its own
@@ -83,7 +83,7 @@ class _Counted(threading.local):
     updates = 0  # of caches, in which this thread has rounded something
 
 
-_counted = _Counted()
+counted = _Counted()
 _stored: weakref.WeakSet[Any] = weakref.WeakSet()  # caches in which something was rounded
 
 
@@ -97,7 +97,7 @@ class Stored:
     def __init__(self, use: CacheUse | None, where: str) -> None:
         self.use, self.where = use, where
         self._cache: Any = None
-        self._before = _counted.updates
+        self._before = counted.updates
         _watch()
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -149,7 +149,7 @@ class Stored:
 
     def require_any(self, policy: Policy) -> None:
         """Raise RuntimeError where no cache was met in a call of a whole model: its policy would change nothing."""
-        if _counted.updates == self._before:
+        if counted.updates == self._before:
             raise RuntimeError(
                 f"{self.where} stored no keys and values, and its policy rounds those that are stored: {policy}. "
                 f"Expected: a decoder of transformers, whose attention calls update of a Cache, under a policy or an "
@@ -191,7 +191,7 @@ def _rounding(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _rounded_pair(emulation: Any, *pair: Tensor) -> list[Tensor]:
     """Keys and values as they are stored."""
-    _counted.updates += 1
+    counted.updates += 1
     site = emulation.scope.site("cache")
     operands = [emulation.scope.cache.get(name) for name in CACHED]
     return [

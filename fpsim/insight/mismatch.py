@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fpsim.border import require_memory, require_module, require_seed
 from fpsim.checks import is_finite_number, require_callable, require_word, shown
+from fpsim.formats.blocks import BlockFormat
 from fpsim.insight.engines.decisions import Choices, Decision, Replayed, compared_choices
 from fpsim.insight.engines.kinds import kind_of, policies_of
 from fpsim.insight.engines.likelihoods import (
@@ -345,8 +346,11 @@ def _found(
     measured, floors, decisions = _compare_outputs(runs, result)
     places = _local_places(runs)
     _name_first(result, measured, floors, places)
-    total = result.figures
+    total, floor = result.figures, result.floor
     assert total is not None
+    assert floor is not None
+    if total.mean_dlogp <= floor.mean_dlogp and total.kl <= floor.kl:
+        places = []  # another order of sums does as much
     for place in places:
         kind, detail = kind_of(pair, place, runs.read[0][1])
         row = {"module": place.name, "class": place.kind_of, "kind": kind, "detail": detail, "local": place.local}
@@ -395,12 +399,24 @@ def _compare_outputs(runs: _Runs, result: Mismatch) -> tuple[Measured, Measured,
         floors.append(compared(runs.of_a[i], runs.likelihoods(i, "a", "a", floor, Permuted), runs.eps))
     result.figures = joined(parts)
     candidates = [joined(floors), runs.figures("a", Split)]
-    alone = runs.one_by_one("a")
+    # a scale of a whole tensor is another one for a part of the batch, and no order of sums
+    alone = None if _has_scales_of_tensors(runs.pair.models["a"]) else runs.one_by_one("a")
     candidates += [] if alone is None else [alone]
     result.floor = max(candidates, key=lambda f: f.mean_dlogp)
     result.unlike = first.unlike
     result.decisions = compared_choices(*made)
     return first, of_floor, made
+
+
+def _has_scales_of_tensors(model: nn.Module) -> bool:
+    """Whether any operand of a product has a scale that the whole batch decides."""
+    for _, emulated in emulated_forwards(model):
+        products = None if emulated.policy is None else emulated.policy.products
+        for operand in () if products is None else products.fprop:
+            fmt = None if operand is None else operand.fmt  # type: ignore[union-attr]
+            if isinstance(fmt, BlockFormat) and (fmt.block == "tensor" or fmt.tensor_scale is not None):
+                return True
+    return False
 
 
 def _local_places(runs: _Runs) -> list[Place]:

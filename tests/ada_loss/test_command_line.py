@@ -383,7 +383,7 @@ def test_inspect_shows_modules_and_sites() -> None:
         "modules": [
             {"module": "(model)", "type": "Identity"}
             | dict.fromkeys(("weight", "activation", "error", "weight_grad"), "fp16 nearest_even")
-            | {"products": "", "wide": ""}
+            | {"products": "", "wide": "", "cache": ""}
         ],
         "sites": [],
     }

@@ -145,7 +145,11 @@ class Local:
         else:
             local = relative_of(known, found, self._valid)
         floor = 0.0
-        if 0 < local < math.inf:
+        if (
+            0 < local < math.inf
+        ):  # a's own code apart too: what it knew of its inputs, such as float32 on purpose, is lost
+            known = quietly(door)
+            local = relative_of(known, found, self._valid)
             floor = relative_of(known, quietly(door, Permuted), self._valid)
         earlier = self.places.get(name)
         if earlier is None or local > earlier.local:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.checks import shown
+from fpsim.emulation.caches import counted
 from fpsim.emulation.casts import autocast_here
 from fpsim.emulation.scope import active
 from fpsim.insight.stepping import called
@@ -193,7 +194,9 @@ class Pair:
                     results.append(function())
             except BaseException as error:
                 errors.append(error)
+            stored.append(counted.updates)
 
+        stored: list[int] = []  # how many caches of keys and values were written to
         thread = threading.Thread(target=run, name="fpsim.mismatch", daemon=True)
         emulation, active.emulation = active.emulation, None  # or it would warn of work that it gives to a thread
         try:
@@ -201,6 +204,7 @@ class Pair:
         finally:
             active.emulation = emulation
         thread.join()
+        counted.updates += sum(stored)  # or the model around would say that it stored nothing
         if errors:
             raise errors[0]
         return results[0]
