@@ -22,6 +22,7 @@ sys.path.append(str(ROOT / "tests"))
 import ada_loss  # noqa: E402
 from ada_loss.files import write_atomically  # noqa: E402
 from ada_loss.lab.results.figures import figure_bytes  # noqa: E402
+from ada_loss.lab.studies.classics import CLASSICS  # noqa: E402
 
 DIAGNOSE = tuple(f"diagnose-{name}.png" for name in ("watch", "fp16", "fp8", "compare", "sensitivity"))  # as they come
 SWEEPS: dict[str, tuple[str, Callable[[ada_loss.Results], Any]]] = {
@@ -37,6 +38,10 @@ COMMANDS = {
     **dict.fromkeys(DIAGNOSE, "python docs/pictures.py diagnose-watch.png"),
     "depth.png": "ada-loss depth --out docs",
     "updates.png": "python benchmarks/updates.py --rate 3e-4 --figure docs/updates.png",
+    **{
+        f"classics-{name}.png": f"ada-loss reproduce {name} && cp runs/classics/{name}.png docs/classics-{name}.png"
+        for name in CLASSICS
+    },
     "report.png": "ada-loss sweep operands && chromium --headless --no-sandbox --hide-scrollbars "
     '--window-size=1280,960 --screenshot=docs/report.png "file://$PWD/runs/operands/report.html"',
 }

@@ -138,7 +138,7 @@ def draw(rows: Rows) -> Any:
         errors.axhline(values[PER_LAYER], color=colour(i), linewidth=1.1, linestyle=DASHES[1])
     errors.set(yscale="log", xlabel="log2 of the single scale", ylabel="error of the worst layer's weight gradient")
     errors.set_title("24 layers; dashed: a scale for each layer; 10: overflow", fontsize=9)
-    errors.legend(fontsize=8, frameon=False, loc="lower left")
+    errors.legend(fontsize=8, frameon=False, loc=(0.02, 0.15))
     values = _by_scale(rows, what="accuracy")
     single = _single(values)
     accuracy.plot([*single], [*single.values()], color=colour(1), marker=".", linewidth=1.3, label="a single scale")

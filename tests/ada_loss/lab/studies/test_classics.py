@@ -279,3 +279,11 @@ def test_the_command_lists_reproduces_and_refuses(tmp_path: Path) -> None:
     wrong = command("swampin")
     assert wrong.returncode == 2
     assert "Did you mean 'swamping'?" in wrong.stderr
+
+
+@pytest.mark.parametrize("name", CLASSICS)
+def test_the_page_has_the_claim_and_the_limits_of_each(name: str) -> None:
+    page = " ".join((Path(__file__).parents[4] / "docs" / "classics.md").read_text(encoding="utf-8").split())
+    assert f"## {name} {CLASSICS[name]}." in page
+    assert classic(name).claim in page
+    assert classic(name).limits in page
