@@ -331,7 +331,6 @@ CALLS = [
     Call("record", lambda: (_record, {"model": quantised()})),
     Call("snapshots", lambda: (_snapshots, {"model": quantised(), "folder": str(Path(Folder.path) / "tensors")})),
     Call("Snapshot.load", lambda: (fpsim.Snapshot.load, {"path": _snapshot_file()})),
-    Call("Snapshot.plot", _method(_snapshot, "plot")),
     Call("watch", lambda: (_watch, {"model": model()})),
     Call("Watch.table", _method(_watching, "table")),
     Call("Watch.policy", _method(_watching, "policy", underflow=1.0, overflow=1.0, sqnr_db=-100.0)),

@@ -33,6 +33,7 @@ from fpsim.insight.rows import Rows, number, text_table
 from fpsim.models.installed import emulated_forward, emulated_forwards
 from fpsim.policies.policy import Policy
 from fpsim.tensors.noise import keep_random_numbers
+from fpsim.tensors.spec import OwnFormat
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
@@ -43,6 +44,7 @@ ATTRIBUTIONS = ("both", "back", "none")
 COLUMNS = ("module", "kind", "local", "floor", "put_back", "added")
 SHOWN, TOP, MOST_BACK = 12, 5, 8
 HALF = 0.5
+BELOW = 0.1  # of the floor's mean |dlogp|, up to which no module is named
 BEYOND = 4.0  # times the floor's figure, from which on a difference is more than another order of sums
 
 
@@ -349,8 +351,8 @@ def _found(
     total, floor = result.figures, result.floor
     assert total is not None
     assert floor is not None
-    if total.mean_dlogp <= floor.mean_dlogp and total.kl <= floor.kl:
-        places = []  # another order of sums does as much
+    if total.mean_dlogp <= BELOW * floor.mean_dlogp:
+        places = []  # nothing that anybody would see beside another order of sums
     for place in places:
         kind, detail = kind_of(pair, place, runs.read[0][1])
         row = {"module": place.name, "class": place.kind_of, "kind": kind, "detail": detail, "local": place.local}
@@ -414,7 +416,11 @@ def _has_scales_of_tensors(model: nn.Module) -> bool:
         products = None if emulated.policy is None else emulated.policy.products
         for operand in () if products is None else products.fprop:
             fmt = None if operand is None else operand.fmt  # type: ignore[union-attr]
-            if isinstance(fmt, BlockFormat) and (fmt.block == "tensor" or fmt.tensor_scale is not None):
+            if isinstance(fmt, OwnFormat):
+                return True
+            if not isinstance(fmt, BlockFormat):
+                continue
+            if fmt.block == "tensor" or fmt.tensor_scale is not None or fmt.tile[0] != 1:
                 return True
     return False
 

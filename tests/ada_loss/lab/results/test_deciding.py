@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,7 +74,7 @@ def test_every_task_has_a_row_and_those_that_were_not_measured_say_so() -> None:
 def test_a_sweep_says_it_before_it_starts_unless_the_task_has_other_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(driver, "run_cells", lambda *_, **__: None)
+    monkeypatch.setattr(driver, "run_cells", lambda *_, **__: SimpleNamespace(counts=Counter()))
     sweep("digits", ["fp16", "bf16"], ["none", 8], seeds=3, out=tmp_path)
     assert "digits: with 3 seeds and 4 settings, one that equals" in capsys.readouterr().err
     sweep("digits", ["fp16"], ["none"], seeds=3, out=tmp_path, task_options={"epochs": 1})
