@@ -80,10 +80,6 @@ def _snapshots(model: Any, folder: Any, sites: Any = "*", roles: Any = "error", 
         pass
 
 
-def _snapshot() -> fpsim.Snapshot:
-    return fpsim.Snapshot("0:linear", "error", "fp16", "nearest_even", 1, torch.ones(2), torch.ones(2))
-
-
 def _snapshot_file() -> str:
     found = quantised()
     with fpsim.snapshots(found, Path(Folder.path) / "tensors") as kept:
