@@ -303,8 +303,13 @@ def _safetensors() -> Any:
 def _new_folder(folder: Any) -> Path:
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise TypeError(f"folder is {shown(folder)}. Expected: the path of a folder, such as 'checkpoints/mxfp4'.")
-    path = Path(folder).resolve()
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    try:
+        path = Path(folder).resolve()
+        is_taken = path.exists() and not (path.is_dir() and not any(path.iterdir()))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error  # without the path, which may be the reason
+        raise ValueError(f"folder={shown(folder)} cannot be looked at: {why}. Expected: a new path.") from None
+    if is_taken:
         raise FileExistsError(f"{shown(str(folder))} is there, and is not an empty folder. Expected: a new path.")
     return path
 

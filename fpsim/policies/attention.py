@@ -178,6 +178,7 @@ class Attention:
 
     def with_stochastic_gradients(self, most_bits: int) -> Attention:
         """The same points, with do and ds rounded stochastically in a format of at most so many bits."""
+        require_whole("most_bits", most_bits, 1)
         do, ds = (stochastic(o, most_bits) for o in self._operands("do", "ds"))
         return replace(self, do=do, ds=ds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,8 @@ class BlockCodes:
             )
         object.__setattr__(self, "fmt", f)
         try:
-            object.__setattr__(self, "shape", torch.Size(self.shape))
+            given = self.shape if isinstance(self.shape, Sequence) else None
+            object.__setattr__(self, "shape", torch.Size(given))  # type: ignore[arg-type]
         except TypeError:
             raise TypeError(
                 f"shape={shown(self.shape)} is not a shape. Expected: that of the tensor, (4, 64)."
@@ -80,7 +82,7 @@ class BlockCodes:
         for name, shape in wanted.items():
             _require_part(name, getattr(self, name), shape, _dtypes_of(f, name), self)
         if not f.tensor_scale and self.tensor_scale is not None:
-            raise ValueError(f"tensor_scale was given, and {f} has none. Expected: tensor_scale=None.")
+            raise ValueError(f"tensor_scale={shown(self.tensor_scale)} was given, and {f} has none. Expected: None.")
 
     def __repr__(self) -> str:
         parts = [

@@ -16,6 +16,7 @@ from fpsim.__main__ import main
 from fpsim.formats.codebooks import CODEBOOKS
 from fpsim.formats.floats import CATALOGUE
 from fpsim.tensors import verify
+from fpsim.tensors.golden import block_cases
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.reference import noise_of, rounded_in_float64
 
@@ -38,7 +39,8 @@ def test_the_reference_is_the_oracle(fmt: str, rounding: str) -> None:
 def test_the_quick_form_passes_and_prints_a_row_for_each_format_and_rounding_and_variant() -> None:
     done = subprocess.run([sys.executable, "-m", "fpsim", "verify", "--quick"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = 13 * len(CATALOGUE) + 4 * len(CODEBOOKS) + len(verify.BLOCKS_OF_POWERS)
+    golden = {case.fmt for case in block_cases()}
+    rows = 13 * len(CATALOGUE) + 4 * len(CODEBOOKS) + len(verify.BLOCKS_OF_POWERS) + len(golden)
     assert len([line for line in done.stdout.splitlines() if " ok " in line]) == rows
     assert done.stdout.endswith(f"all {rows} checks passed\n")
 
