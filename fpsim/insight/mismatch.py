@@ -229,8 +229,9 @@ def mismatch(
         as often as it is nested deep.
 
     Raises:
-        TypeError: for what is no module or batch. ValueError: for logits of other shapes or that are NaN, and models
-        without a module of the same name.
+        TypeError: for what is no module, or no batch.
+        ValueError: for logits of other shapes or that are NaN, batches that predict nothing, and models that have no
+            name of a module in common.
 
     >>> class Tiny(nn.Module):
     ...     def __init__(self):
