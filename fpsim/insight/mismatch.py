@@ -347,6 +347,7 @@ def _found(
     result.alone = {side: [n for n in of if n] for side, of in pair.alone.items()}
     runs = _Runs(pair, batches, readers, eps, progress)
     measured, floors, decisions = _compare_outputs(runs, result)
+    pair.is_mixed = True
     places = _local_places(runs)
     _name_first(result, measured, floors, places)
     total, floor = result.figures, result.floor

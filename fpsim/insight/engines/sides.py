@@ -71,6 +71,7 @@ class Pair:
         self.alone = {side: [n for n in self.doors[side] if n not in self.doors[other]] for side, other in ("ab", "ba")}
         self.passes = 0
         self.running = ""  # the module whose own code runs
+        self.is_mixed = False  # whether runs are of both sides, or of changed policies
         self._chosen: Choice = lambda name: "a"
         self._visitor: Visitor | None = None
         self._modes: list[Callable[[], Any]] = []
@@ -154,6 +155,7 @@ class Pair:
 
     def _visited(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         around, self.running = self.running, door.name
+        counted.updates += self.is_mixed  # the module that stores keys and values may be the other side's
         try:
             return door.run(*args, **kwargs) if self._visitor is None else self._visitor(door, args, kwargs)
         finally:
