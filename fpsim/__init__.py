@@ -16,6 +16,7 @@ from fpsim.formats.fixed_point import FixedPoint
 from fpsim.formats.floats import CATALOGUE, FloatFormat
 from fpsim.insight.compare import Comparison, compare
 from fpsim.insight.diagnose import Diagnosis, diagnose
+from fpsim.insight.engines.dumps import Dump, dump
 from fpsim.insight.last_layers import last_layers
 from fpsim.insight.lost_updates import LostUpdates, lost_updates
 from fpsim.insight.mismatch import Mismatch, mismatch
@@ -65,6 +66,7 @@ __all__ = [
     "Comparison",
     "Delayed",
     "Diagnosis",
+    "Dump",
     "FixedPoint",
     "FloatFormat",
     "FormatLike",
@@ -94,6 +96,7 @@ __all__ = [
     "decode",
     "dequantize",
     "diagnose",
+    "dump",
     "emulate",
     "encode",
     "export",

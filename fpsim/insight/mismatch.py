@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +15,11 @@ from torch import Tensor, nn
 from fpsim.border import require_memory, require_module, require_seed
 from fpsim.checks import is_finite_number, require_callable, require_word, shown
 from fpsim.formats.blocks import BlockFormat
+from fpsim.insight.engines.against_dump import Beside, compare_with_dump
 from fpsim.insight.engines.decisions import Choices, Decision, Replayed, compared_choices
+from fpsim.insight.engines.dump_words import told
+from fpsim.insight.engines.dumped_names import require_dump_names
+from fpsim.insight.engines.dumps import Dump, opened
 from fpsim.insight.engines.kinds import kind_of, policies_of
 from fpsim.insight.engines.likelihoods import (
     Figures,
@@ -29,6 +34,7 @@ from fpsim.insight.engines.places import Kept, Local, Measured, Place
 from fpsim.insight.engines.remedies import Truncated, changed_policies, fields_of, remedies_for, truncated
 from fpsim.insight.engines.reordered import Permuted, Split
 from fpsim.insight.engines.sides import Pair, require_names
+from fpsim.insight.engines.statistics import compare_with_statistics
 from fpsim.insight.rows import Rows, number, text_table
 from fpsim.models.installed import emulated_forward, emulated_forwards
 from fpsim.policies.policy import Policy
@@ -70,6 +76,7 @@ class Mismatch(Rows):
     weights: truncated importance weights.
     alone: modules that one side has alone, by side, and `unlike`, those whose outputs have other shapes.
     passes: how often a model ran.
+    beside: what is known of a dump, where one side is one.
     """
 
     def __init__(self, words: tuple[str, str], eps: float) -> None:
@@ -88,6 +95,7 @@ class Mismatch(Rows):
         self.alone: dict[str, list[str]] = {"a": [], "b": []}
         self.unlike: dict[str, str] = {}
         self.passes = 0
+        self.beside: Beside | None = None
 
     @property
     def is_beyond(self) -> bool:
@@ -95,6 +103,8 @@ class Mismatch(Rows):
         return bool(self)
 
     def __str__(self) -> str:
+        if self.beside is not None:
+            return told(self.beside, self.words, self.eps)
         f, floor = self.figures, self.floor
         assert f is not None
         assert floor is not None
@@ -186,14 +196,14 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
 
 @keeps_grad_mode
 def mismatch(
-    a: nn.Module,
-    b: nn.Module,
-    batch: Any,
+    a: nn.Module | Dump | str | os.PathLike[str],
+    b: nn.Module | Dump | str | os.PathLike[str],
+    batch: Any = None,
     *,
     logits: Callable[[Any], Tensor] | None = None,
     tokens: Callable[[Any], Tensor] | None = None,
     mask: Callable[[Any], Tensor] | None = None,
-    names: Mapping[str, str] | None = None,
+    names: Mapping[str, str | Sequence[str]] | None = None,
     eps: float = 0.2,
     attribution: str = "both",
     seed: int = 0,
@@ -212,13 +222,16 @@ def mismatch(
     that neither's formats, autocast or modes reach the other.
 
     Args:
-        a, b: modules, quantised or not.
+        a, b: modules, quantised or not; or one of them a dump of an engine (`dump`, a hook, msprobe), by its path or
+            opened (`Dump`). Then each module runs on the inputs that the engine's had.
         batch: what the models are called with: ids (batch, time), a tuple, or a mapping such as transformers'; or an
-            iterable of such, as a DataLoader (a list is the arguments of one call).
+            iterable of such, as a DataLoader (a list is the arguments of one call). With a dump, None takes its tokens.
         logits: from an output to (batch, time, vocabulary); None takes `output.logits` or the output itself.
         tokens, mask: from a batch to ids and to what is no padding, (batch, time); None takes `input_ids` and
             `attention_mask`. Padding counts nowhere.
-        names: modules of b that have other names in a, or their beginnings: {"transformer.h": "model.layers"}.
+        names: modules of b that have other names in a, or their beginnings: {"transformer.h": "model.layers"}. With a
+            dump, its names and the model's, also endings, and several for what the engine has fused:
+            {"*.qkv_proj": ("*.q_proj", "*.k_proj", "*.v_proj")}.
         eps: ratios p / q outside of 1 - eps to 1 + eps are counted.
         attribution: "both", "back" (half of the passes) or "none".
         seed: of stochastic rounding and of the intervals.
@@ -247,10 +260,11 @@ def mismatch(
     >>> found[0]["module"], found[0]["kind"]
     ('head', 'format or scale of an operand')
     """
-    require_module(a, "a, the trainer,")
-    require_module(b, "b, the rollout,")
-    require_memory(a)
-    require_memory(b)
+    sides = opened(a), opened(b)
+    for side, name in zip(sides, ("a, the trainer,", "b, the rollout,")):
+        if not isinstance(side, Dump):
+            require_module(side, name, " Or the path of a dump.")
+            require_memory(side)
     require_seed(seed)
     require_word("attribution", attribution, ATTRIBUTIONS)
     if not is_finite_number(eps) or not eps > 0:
@@ -258,14 +272,40 @@ def mismatch(
     for name, function in (("logits", logits), ("tokens", tokens), ("mask", mask), ("progress", progress)):
         if function is not None:
             require_callable(name, function, "lambda output: output.logits")
-    a, b = (getattr(model, "_orig_mod", model) for model in (a, b))  # of torch.compile, whose programs have no doors
+    a, b = (getattr(model, "_orig_mod", model) for model in sides)  # of torch.compile, whose programs have no doors
     a, b = (model.module if isinstance(model, WRAPPERS) else model for model in (a, b))
     if a is b:
         raise ValueError("a and b are one module. Expected: two, as b = copy.deepcopy(a).")
     readers = logits, tokens, mask
+    if isinstance(a, Dump) or isinstance(b, Dump):
+        return _with_dump(a, b, batch, readers, names, eps, attribution, seed, progress)
+    if batch is None:
+        raise TypeError("batch is None. Expected: what both models are called with; a dump alone brings its tokens.")
     return undone(
         partial(_found, a, b, _batches(batch), readers, require_names(names), eps, attribution, seed, progress)
     )
+
+
+def _with_dump(
+    a: Any, b: Any, batch: Any, readers: Any, names: Any, eps: float, attribution: str, seed: int, progress: Any
+) -> Mismatch:
+    """One model beside a dump."""
+    if isinstance(a, Dump) and isinstance(b, Dump):
+        raise ValueError("a and b are both dumps. Expected: one of them a model, whose code runs on the dump's inputs.")
+    model, side, is_a = (b, a, True) if isinstance(a, Dump) else (a, b, False)
+    mapping = require_dump_names(names)
+    if side.is_statistics:
+        beside = compare_with_statistics(model, side, batch, mapping, seed, progress, is_a)
+    else:
+        beside = compare_with_dump(model, side, batch, readers, mapping, eps, attribution, seed, progress, is_a)
+    words = f"the dump {side.path.name}, {side}", _described(model)
+    result = Mismatch(words if is_a else words[::-1], eps)
+    result.beside, result.figures, result.floor = beside, beside.figures, beside.floor
+    result.first, result.last, result.passes = beside.first, beside.last, beside.passes
+    result.alone = {"ab"[not is_a]: beside.alone["dump"], "ab"[is_a]: beside.alone["model"]}
+    result.unlike = beside.unlike
+    result += beside.rows()
+    return result
 
 
 def _batches(batch: Any) -> list[Any]:
