@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fpsim.checks import shown
 from fpsim.emulation.caches import counted
 from fpsim.emulation.casts import autocast_here
+from fpsim.emulation.marks import format_of, mark_like
 from fpsim.emulation.scope import active
 from fpsim.insight.stepping import called
 from fpsim.tensors.noise import keep_random_numbers, noise_of_torch
@@ -129,11 +130,15 @@ class Pair:
         given: arguments and named ones, as a's module takes them; the result is as a's too.
         """
         args, kwargs = self.crossed(given, "a", door.side)
-        with self._choosing(choice, None), self._inside(mode):
-            return self.crossed(self._apart(lambda: door.run(*args, **kwargs)), door.side, "a")
+        around, self.running = self.running, door.name
+        try:
+            with self._choosing(choice, None), self._inside(mode):
+                return self.crossed(self._apart(lambda: door.run(*args, **kwargs)), door.side, "a")
+        finally:
+            self.running = around
 
     def crossed(self, tree: Any, before: str, after: str) -> Any:
-        """Arguments or results for a side: tensors of which nothing is known there, in its own dtype.
+        """Arguments or results for a side, in its own dtype, and as well known there as on the side that they leave.
 
         What is in the dtype of one model is cast to that of the other; a mask stays a finite one.
         """
@@ -142,9 +147,10 @@ class Pair:
         def move(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            wide = x.detach()
             if from_dtype is to_dtype or x.dtype is not from_dtype:
-                return wide
+                # without its mark, what is float32 on purpose would be rounded in mixed runs and in no other
+                return alike(x, x.detach())
+            wide = x.detach()
             ends = torch.finfo(to_dtype)
             if ends.max < torch.finfo(from_dtype).max:
                 wide = torch.where(wide.isinf(), wide, wide.clamp(ends.min, ends.max))
@@ -250,12 +256,20 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     return max(counts, key=lambda dtype: counts[dtype]) if counts else torch.float32
 
 
+def alike(x: Tensor, copy: Tensor) -> Tensor:
+    """A copy of a tensor's values with the mark that an emulation gave the tensor: which format they are in."""
+    known = format_of(x)
+    if known is not None:
+        mark_like(copy, known)
+    return copy
+
+
 def cloned(tree: Any) -> Any:
     """Arguments that may be written to: tensors, and objects with a state, as a cache of keys and values."""
 
     def copied(x: Any) -> Any:
         if isinstance(x, Tensor):
-            return x.detach().clone()
+            return alike(x, x.detach().clone())
         has_state = hasattr(x, "__dict__") and not (callable(x) or isinstance(x, type))
         return copy.deepcopy(x) if has_state else x
 

@@ -151,7 +151,7 @@ PLANTED: dict[str, tuple[Callable[[Any], None], str, str]] = {
     "a missing residual": (_residual, "blocks.0", "formula"),
     "the order of a norm": (_order_of_norm, "blocks.1", "formula"),
     "a result in E4M3": (_rounded_result, "blocks.0.mlp.experts.2", "rounding point"),
-    "softmax in E5M2": (_half_softmax, "blocks.1.attend", "rounding point"),
+    "softmax in E5M2": (_half_softmax, "blocks.1.attend", "format or scale of an operand"),
     "an operand in four bits": (_quantised_by_hand, "blocks.0.attend.out", "format or scale of an operand"),
     "a weight in E4M3": (_quantised_weight, "blocks.1.attend.qkv", "weights"),
     "an untied head": (_untied, "head", "weights"),
