@@ -165,7 +165,7 @@ class Local:
             local = relative_of(known, found, self._valid)
             mode = Permuted(lambda: self._pair.running == name)
             floor = relative_of(known, quietly(door, lambda: mode), self._valid)
-            has_sums = mode.changed and _have_equal_tensors(door.module, other.module)
+            has_sums = mode.changed > 0 and _have_equal_tensors(door.module, other.module)
             is_lucky = has_sums and share_of(known, found, self._valid) < FEW
         earlier = self.places.get(name)
         if earlier is None or local > earlier.local:
