@@ -24,10 +24,10 @@ TINY = 2.0**-40  # below every dtype's rounding of a sum: a floor of zero is one
 
 
 class Kept:
-    """A visitor that keeps what each call of each module gives."""
+    """A visitor that keeps what each call of each module gives, by its name and the number of the call."""
 
     def __init__(self) -> None:
-        self.outputs: dict[tuple[str, int], list[Tensor]] = {}
+        self.outputs: dict[tuple[str, int], Any] = {}
         self._calls: dict[str, int] = {}
 
     def __call__(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -42,24 +42,26 @@ class Kept:
         self.seen(door, call, out)
 
     def seen(self, door: Door, call: int, out: Any) -> None:
-        self.outputs[door.name, call] = [x.detach().clone() for x in floats_of(out)]
+        self.outputs[door.name, call] = cloned(out)
 
 
 class Measured(Kept):
-    """A visitor that compares what each call gives with what another run has kept."""
+    """A visitor that compares what each call gives with what another run has kept, and keeps it where it `keeps`."""
 
-    def __init__(self, kept: Kept, valid: Tensor) -> None:
+    def __init__(self, kept: Kept, valid: Tensor, keeps: bool = False) -> None:
         super().__init__()
-        self._kept, self._valid = kept, valid
+        self._kept, self._valid, self._keeps = kept, valid, keeps
         self.relative: dict[str, float] = {}
         self.order: list[str] = []
         self.unlike: dict[str, str] = {}
 
     def seen(self, door: Door, call: int, out: Any) -> None:
-        known = self._kept.outputs.get((door.name, call))
-        if known is None:
+        if self._keeps:
+            super().seen(door, call, out)
+        if (door.name, call) not in self._kept.outputs:
             self.unlike.setdefault(door.name, "called more often than in a")
             return
+        known = floats_of(self._kept.outputs[door.name, call])
         found = floats_of(out)
         if [x.shape for x in known] != [x.shape for x in found]:
             shapes = " and ".join(str([tuple(x.shape) for x in of]) for of in (known, found))

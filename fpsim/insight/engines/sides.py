@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from fpsim.torch_internals import map_leaves
 from fpsim.torch_modes import CALL_SLOT, call_inside, without_torch_function
 from fpsim.undoing import Undo, undone
 
-__all__ = ["Door", "Pair", "Visitor", "cloned"]
+__all__ = ["Door", "Pair", "Resume", "Visitor", "cloned"]
 
 Result = TypeVar("Result")
 Visitor = Callable[["Door", tuple[Any, ...], dict[str, Any]], Any]
@@ -70,10 +70,12 @@ class Pair:
                 self.doors[side][known] = Door(self, side, known, module)
         self.names = [name for name in self.doors["a"] if name in self.doors["b"]]
         self.alone = {side: [n for n in self.doors[side] if n not in self.doors[other]] for side, other in ("ab", "ba")}
-        self.passes = 0
+        self.passes = self.resumed = 0
+        self.has_drawn = False  # whether any run drew random numbers, which a resumed one would draw at other places
         self.running = ""  # the module whose own code runs
         self.is_mixed = False  # whether runs are of both sides, or of changed policies
         self._chosen: Choice = lambda name: "a"
+        self._resume: Resume | None = None
         self._visitor: Visitor | None = None
         self._modes: list[Callable[[], Any]] = []
         self._autocast = autocast_here()
@@ -88,15 +90,23 @@ class Pair:
                 vars(door.module)[CALL_SLOT] = door
 
     def run(
-        self, batch: Any, choice: Choice | str, visitor: Visitor | None = None, mode: Callable[[], Any] | None = None
+        self,
+        batch: Any,
+        choice: Choice | str,
+        visitor: Visitor | None = None,
+        mode: Callable[[], Any] | None = None,
+        resume: Resume | None = None,
     ) -> Any:
         """The output of a batch.
 
         choice: whose own code runs in the module of a name; "a" or "b" for one side everywhere.
         visitor: runs each module, given its door and arguments; None calls `door.run`.
         mode: makes a mode of torch functions that is around all of it.
+        resume: what another run has computed already; ignored where runs draw random numbers.
         """
         self.passes += 1
+        resume = None if self.has_drawn else resume
+        self.resumed += resume is not None
         chosen = (lambda name: choice) if isinstance(choice, str) else choice
         root = self.models[chosen("")]
 
@@ -104,8 +114,13 @@ class Pair:
             undo.by(self._restore)  # a run may write to them
             keep_random_numbers(undo)
             torch.manual_seed(self.seed)
+            state = _random_state()
+            undo.by(partial(setattr, self, "_resume", None))
+            self._resume = resume
             with self._choosing(chosen, visitor), self._inside(mode):
-                return self._apart(lambda: called(root, batch))
+                out = self._apart(lambda: called(root, batch))
+            self.has_drawn |= not all(map(torch.equal, state, _random_state()))
+            return out
 
         return undone(seeded)
 
@@ -117,6 +132,10 @@ class Pair:
 
     def come(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call of a module gives: its own side's code, or the other side's."""
+        if self._resume is not None:
+            is_known, out = self._resume.look_up(door.name)
+            if is_known:
+                return out
         wanted = self._chosen(door.name)
         other = self.doors[wanted].get(door.name)
         if wanted == door.side or other is None:
@@ -216,6 +235,34 @@ class Pair:
         if errors:
             raise errors[0]
         return results[0]
+
+
+class Resume:
+    """What a run need not compute again: the results of modules before the first that it changes.
+
+    kept: by name and number of the call, what each module gave in a run on the side of the modules around those.
+    changed: the modules whose own code is another side's in this run.
+    """
+
+    def __init__(self, kept: Mapping[tuple[str, int], Any], changed: Iterable[str]) -> None:
+        self._kept = kept
+        self._changed = {*changed}
+        self._around = {"", *("".join(n[:i]) for n in self._changed for i, c in enumerate(n) if c == ".")}
+        self._calls: dict[str, int] = {}
+        self._is_over = False
+
+    def look_up(self, name: str) -> tuple[bool, Any]:
+        """Whether the result of this call of a module is known, and the result."""
+        call = self._calls.get(name, 0)
+        self._calls[name] = call + 1
+        self._is_over |= name in self._changed
+        if self._is_over or name in self._around or (name, call) not in self._kept:
+            return False, None
+        return True, cloned(self._kept[name, call])
+
+
+def _random_state() -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
