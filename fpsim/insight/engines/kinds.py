@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from fpsim.insight.engines.places import MARGIN, TINY, Place, floats_of, relative_of
 from fpsim.insight.engines.reordered import PRODUCTS_OF_TORCH
 from fpsim.insight.engines.sides import Pair, cloned
+from fpsim.insight.engines.steps import first_step_apart
 from fpsim.models.installed import emulated_forward, emulated_forwards
 from fpsim.models.quantize import dequantize
 from fpsim.policies.policy import Policy
@@ -46,6 +47,8 @@ def kind_of(pair: Pair, place: Place, valid: Tensor) -> tuple[str, str]:
     if found is not None:
         return found
     kind, words = _of_code(pair, place, valid)
+    apart = first_step_apart(pair, place, valid)
+    words += f"; {apart}" if apart else ""
     both = policies_of(a, b)
     if kind is ROUNDING and both is not None and any(both[0].products.fprop if both[0].products else ()):
         return FORMAT, f"the same formats, whose scales see other numbers in other calls: {place.local:.2g}"

@@ -469,3 +469,19 @@ def test_no_run_begins_later_where_random_numbers_are_drawn() -> None:
     a = model()
     stochastic = Policy(weight="bf16", activation="bf16", rounding="stochastic")
     assert mismatch(a, quantize(a, stochastic), IDS).resumed == 0
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        ("an epsilon", "first apart at add"),
+        ("a missing residual", "first apart at add"),
+        ("softmax in E5M2", "b alone computes to"),
+        ("an operand in four bits", "b alone computes abs, amax"),
+    ],
+)
+def test_the_operation_is_named_from_which_on_code_is_apart(cause: str, words: str) -> None:
+    a = model()
+    b = copy.deepcopy(a)
+    PLANTED[cause][0](b)
+    assert words in mismatch(a, b, IDS)[0]["detail"]
