@@ -106,6 +106,7 @@ FLOORS = (
         "__init__ pictures rows stepping reasons.__init__ reasons.event reasons.widening engines.__init__",
         "engines.decisions engines.likelihoods engines.remedies engines.reordered engines.sides",
         "engines.places",
+        "engines.steps",
         "engines.kinds",
         "mismatch",
         "compare grouping last_layers lost_updates ranges sensitivity",
