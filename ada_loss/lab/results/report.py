@@ -332,7 +332,7 @@ def _session(session: dict[str, Any]) -> dict[str, str]:
     """The environment of a driver's session, a string for each entry."""
     try:
         started = datetime.fromtimestamp(session["started"], UTC).strftime("%Y-%m-%d %H:%M UTC")
-    except (OverflowError, OSError, ValueError):  # of a damaged row in a ledger without digests
+    except (OverflowError, OSError, ValueError):  # of a row that no sweep wrote
         started = str(session["started"])
     known = session.get("versions")
     versions = ", ".join(f"{name} {v}" for name, v in known.items() if v) if isinstance(known, dict) else ""

@@ -723,7 +723,7 @@ def test_damaged_telemetry_costs_its_own_pictures_alone(tmp_path: Path, arrays: 
     results = sweep("sweep_tasks:tiny", ["fp16"], ["torch", "adaptive"], seeds=2, **options)
     for row in results.rows():
         np.savez(tmp_path / "telemetry" / f"{row['id']}.npz", **{k: np.array(v) for k, v in arrays.items()})
-    with sqlite3.connect(tmp_path / "ledger.sqlite") as sql:  # as a ledger of version 1 has it
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as sql:  # only the arrays tell then
         sql.execute("UPDATE cells SET telemetry_sha256 = NULL")
     sql.close()
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
