@@ -37,7 +37,7 @@ from ada_loss.lab.training.steps import EVALUATED, backward, evaluate, learning_
 from ada_loss.lab.training.stored_weights import RoundedWeights, every_of, stored
 from ada_loss.scalers import GradScaler
 from fpsim import FormatLike, LostUpdates, Recording, Update
-from fpsim.checks import known_arguments, shown
+from fpsim.checks import shown
 from fpsim.scaling import as_update
 
 __all__ = ["Training", "TrainingState", "train"]
@@ -46,36 +46,18 @@ HISTORY = 20  # points in the history of a long training
 SAMPLES = 5  # calls that are tallied between two points, at least: a point takes 3 ms
 
 
-@known_arguments()
 def train(
     task: Task,
     fmt: FormatLike | FormatSchedule | Mapping[str, Any] = None,
     rounding: str | None = None,
     *,
-    scaling: str | float = TrainOptions.scaling,
-    optimizer: str = TrainOptions.optimizer,
-    epochs: int = TrainOptions.epochs,
-    steps: int = TrainOptions.steps,
-    batch_size: int = TrainOptions.batch_size,
-    micro_batches: int = TrainOptions.micro_batches,
-    learning_rate: float = TrainOptions.learning_rate,
-    schedule: str = TrainOptions.schedule,
-    warmup: int = TrainOptions.warmup,
-    momentum: float = TrainOptions.momentum,
-    weight_decay: float = TrainOptions.weight_decay,
-    max_gradient_norm: float = TrainOptions.max_gradient_norm,
-    master_weights: str = TrainOptions.master_weights,
-    accumulation: str = TrainOptions.accumulation,
-    seed: int = TrainOptions.seed,
-    record_every: int = TrainOptions.record_every,
-    evaluate_every: int = TrainOptions.evaluate_every,
-    device: str = TrainOptions.device,
     update: Update | str | None = None,
     checkpoint: Path | None = None,
     checkpoint_seconds: float = 30.0,
     progress: Callable[[int], object] | None = None,
+    **options: Any,
 ) -> Run:
-    """Train a copy of the task's model in a format. The options from `scaling` to `device` are those of `TrainOptions`.
+    """Train a copy of the task's model in a format. All other arguments are those of `TrainOptions`.
 
     task: the model, its data, its loss and its metrics, which are computed in the format too.
     fmt: a format for every role, a recipe ("recipe:nvfp4"), a Policy, or None for plain float32; or several in turn,
@@ -91,27 +73,8 @@ def train(
     >>> len(run.losses), run.metrics["accuracy"] > 0.5
     (22, True)
     """
-    options = TrainOptions(
-        scaling=scaling,
-        optimizer=optimizer,
-        epochs=epochs,
-        steps=steps,
-        batch_size=batch_size,
-        micro_batches=micro_batches,
-        learning_rate=learning_rate,
-        schedule=schedule,
-        warmup=warmup,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        max_gradient_norm=max_gradient_norm,
-        master_weights=master_weights,
-        accumulation=accumulation,
-        seed=seed,
-        record_every=record_every,
-        evaluate_every=evaluate_every,
-        device=device,
-    )
-    return Training(task, fmt, rounding, options, update).run(checkpoint, checkpoint_seconds, progress)
+    training = Training(task, fmt, rounding, TrainOptions(**options), update)
+    return training.run(checkpoint, checkpoint_seconds, progress)
 
 
 @dataclass
