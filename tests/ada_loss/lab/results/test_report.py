@@ -24,10 +24,9 @@ import fpsim
 from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.cell_pages import _heat, _shown, error_rows, gradient_rows, lost_by_site
+from ada_loss.lab.results.charts import heat_png
 from ada_loss.lab.results.drawings import difference_panels
-from ada_loss.lab.results.heat import heat_png
-from ada_loss.lab.results.overview import overview
-from ada_loss.lab.results.report import MOST_CURVES
+from ada_loss.lab.results.report import MOST_CURVES, overview
 from ada_loss.lab.sweep.driver import sweep
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
