@@ -467,33 +467,11 @@ def inspect(
         print(strict_json(description.as_dict()) if as_json else description)
 
 
-@app.command()
-def depth(
-    out: Annotated[Path, typer.Option(help="The folder for depth.csv, .md, .png and .svg.")] = Path("runs/depth"),
-) -> None:
-    """Send a gradient through deep ReLU networks whose layers make it grow or shrink, under every scaling method.
-
-    Prints the underflow, or how many gradients left the range, and the relative error of the first layer's weight
-    gradient against float32.
-    """
-    with _errors_as_exit_codes():
-        import torch
-        from tqdm.auto import tqdm
-
-        from ada_loss.files import csv_bytes, write_atomically
-        from ada_loss.lab.results.figures import figure_bytes, plot_depth
-        from ada_loss.lab.studies.depth import COLUMNS, GAINS, METHODS, depth_table, depth_trial
-
-        torch.set_num_threads(1)
-        with tqdm(total=3 * len(GAINS) * len(METHODS), unit="backward") as bar:
-            rows = depth_trial(progress=bar.update)
-        figure = plot_depth(rows)
-        files = {"csv": csv_bytes(rows, COLUMNS), "md": (depth_table(rows) + "\n").encode()}
-        files |= {kind: figure_bytes(figure, kind) for kind in ("png", "svg")}
-        for kind, content in files.items():
-            write_atomically(out / f"depth.{kind}", content)
-        print(depth_table(rows))
-        print(f"Written: {', '.join(str(out / f'depth.{kind}') for kind in files)}")
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def depth() -> None:
+    """Say where the trial with deep networks is now."""
+    _say("The command depth is a script of the repository now: python benchmarks/depth.py --out FOLDER.")
+    raise typer.Exit(BAD_INPUT)
 
 
 @app.command()

@@ -117,8 +117,8 @@ def remove_from(folder: Path, is_left: Callable[[str], bool], *, is_own: bool = 
 
 
 def is_leftover(name: str) -> bool:
-    """Whether this is the name of a file that `write_atomically` has begun, in an earlier version too."""
-    return re.fullmatch(r"\..+\.([0-9a-f]{16}|[0-9]+)\.tmp", name) is not None
+    """Whether this is the name of a file that `write_atomically` has begun."""
+    return re.fullmatch(r"\..+\.[0-9a-f]{16}\.tmp", name) is not None
 
 
 class ChangedFolder(OSError):

@@ -25,7 +25,7 @@ from torch import Tensor
 from ada_loss.layerwise import graph
 from ada_loss.layerwise.chooser import ScaleChooser
 from ada_loss.layerwise.constants import Constants
-from ada_loss.layerwise.forks import round_branches
+from ada_loss.layerwise.graph import round_branches
 from ada_loss.layerwise.options import Options
 from ada_loss.layerwise.scale_kernels import (
     HOLD,

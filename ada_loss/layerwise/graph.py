@@ -1,17 +1,20 @@
-"""How sites find one another in the autograd graph of a forward pass."""
+"""How sites find one another in the autograd graph, and branches="original": each branch is rounded on its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ada_loss.layerwise.constants import Constants
+from ada_loss.layerwise.scale_kernels import CHOSEN, pass_scale_on
 from ada_loss.layerwise.sites import GradientSite, ProductEdge
 from ada_loss.transforms import Product
-from fpsim.scaling import base_of
+from fpsim.scaling import AMAX, amax_of, base_of, on_device, round_differentiably
 
-__all__ = ["Entry", "error_sites_behind", "has_site", "link", "register", "sites_behind"]
+__all__ = ["Entry", "error_sites_behind", "link", "register", "round_branches", "sites_behind"]
 
 Entry = tuple[Any, int | None]  # a node of the graph and the number of one of its outputs
 _KEY = "ada_loss"  # under which a node's metadata holds the sites of its outputs
@@ -84,3 +87,66 @@ def sites_behind(entries: Iterable[Entry]) -> list[GradientSite]:
             seen.add((node, nr))
             stack.extend(node.next_functions)
     return sites
+
+
+def round_branches(
+    site: GradientSite, out: Tensor, operands: Iterable[Any], edges: Mapping[Entry, ProductEdge], constants: Constants
+) -> None:
+    """Round the gradient of each operand as it leaves an operation, before other consumers' gradients are added to it.
+
+    site: that of `out`.
+    out: what the operation gave.
+    operands: what it was given: tensors, sequences of tensors, and other arguments, which are skipped.
+    edges: the operation's products, each by the entry into the graph of its operand.
+    constants: where limits are looked up.
+    """
+    senders: dict[Any, GradientSite | ProductEdge] = {**dict.fromkeys(_entries(operands), site), **edges}
+    seen, stack = {out.grad_fn}, [out.grad_fn]
+    while stack:
+        consumer: Any = stack.pop()
+        for index, entry in enumerate(consumer.next_functions):
+            if entry in senders or has_site(entry):
+                targets = error_sites_behind(entry)
+                if targets:
+                    consumer.register_hook(_RoundBranch(senders.get(entry, site), targets, index, constants))
+            elif entry[0] is not None and entry[0] not in seen:
+                seen.add(entry[0])
+                stack.append(entry[0])
+
+
+def _entries(operands: Iterable[Any]) -> Iterator[Entry]:
+    """Where the gradients of operands enter the graph behind them."""
+    for x in operands:
+        if isinstance(x, Tensor) and x.grad_fn is not None:
+            yield x.grad_fn, x.output_nr
+        elif isinstance(x, tuple | list):
+            yield from _entries(x)
+
+
+class _RoundBranch:
+    """A hook on a consumer: rounds the gradient of one of its inputs at the scale of this branch."""
+
+    __slots__ = ("constants", "index", "sender", "targets")
+
+    def __init__(
+        self, sender: GradientSite | ProductEdge, targets: list[GradientSite], index: int, constants: Constants
+    ) -> None:
+        self.sender, self.targets, self.index, self.constants = sender, targets, index, constants
+
+    def __call__(self, gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:
+        branch, first = gradients[self.index], self.targets[0]
+        sent = next((incoming for incoming in first.incoming if incoming.sender is self.sender), None)
+        if branch is None or sent is None:
+            return None
+        limits = self.constants.limits_of(first.spec, first.dtype, branch.device)
+        log2_scale = torch.empty_like(sent.log2_scale)
+        chosen = limits.new_empty(len(CHOSEN))  # no recorder is told
+        on_device(pass_scale_on, sent.log2_scale, amax_of(branch), limits, log2_scale, chosen)
+        rounded = round_differentiably(branch, first.spec, log2_scale)
+        new = sent._replace(log2_scale=log2_scale, amax=amax_of(rounded)[AMAX : AMAX + 1])
+        for target in self.targets:
+            # it replaces what was sent, and is added to it from the second time on that an operand is taken
+            sent_before = (i for i, a in enumerate(target.incoming) if a.sender is self.sender and a.amax is None)
+            at = next(sent_before, len(target.incoming))
+            target.incoming[at : at + 1] = [new]
+        return (*gradients[: self.index], rounded, *gradients[self.index + 1 :])

@@ -14,8 +14,7 @@ from ada_loss.layerwise.constants import Constants
 from ada_loss.layerwise.native_graph import Factor
 from ada_loss.layerwise.native_hooks import Leaves, NativePass
 from ada_loss.layerwise.native_powers import HALF, HEADROOM, Power, from_to, on, times
-from ada_loss.layerwise.options import Options
-from ada_loss.layerwise.saved import check_progress, check_sites
+from ada_loss.layerwise.options import Options, check_progress, check_sites
 from ada_loss.layerwise.scale_kernels import CHOSEN, FINAL, IF_UNKNOWN, RECOMPUTE, REUSE, carried_factor_kernel
 from ada_loss.layerwise.schedule import UPDATE, Schedule
 from ada_loss.layerwise.sites import SiteState

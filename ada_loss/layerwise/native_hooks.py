@@ -1,24 +1,44 @@
-"""What a native backward pass does at the nodes of its plan: multiply, hold where branches meet, divide at leaves."""
+"""What a native backward pass does at the nodes of its plan: multiply, hold where branches meet, divide at leaves.
+
+`Checks` refuses, or warns once of, what scaling of layers cannot make right while a pass runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ada_loss.layerwise.native_checks import Checks, written
-from ada_loss.layerwise.native_graph import Arrivals, Cell, Entry, Exit, Factor, Gradients, Meeting, Plan, plan_of
+from ada_loss.layerwise.native_graph import (
+    INSIDE,
+    Arrivals,
+    Cell,
+    Entry,
+    Exit,
+    Factor,
+    Gradients,
+    Meeting,
+    Node,
+    Plan,
+    plan_of,
+)
 from ada_loss.layerwise.native_observed import watch_sent
 from ada_loss.layerwise.native_powers import Power, Ratio, aligned, from_to, meet, times
 from fpsim.scaling import (
     call_at_the_end_of_backward,
+    calls_of_backward,
     current_graph_task,
     current_node,
     edge_of,
+    graph_tasks_so_far,
     key_of,
+    slot_shapes,
     take_float32_gradients,
+    version_of,
     will_run,
 )
 
@@ -27,6 +47,7 @@ __all__ = ["NativePass"]
 Choose = Callable[[Factor, list[Tensor], Power], Power]
 Observe = Callable[[Factor, Tensor, Power], None]
 Leaves = list[tuple[Tensor, frozenset[str]]]
+MODULE_HOOK = "BackwardHookFunctionBackward"
 
 
 class NativePass:
@@ -221,3 +242,143 @@ def _gather(meeting: Meeting, g: Tensor | None, log2: Power) -> Tensor | None:
         return None
     total, meeting.cell.log2 = meet(parts)
     return total
+
+
+class Checks:
+    """Looks for what would get gradients times the scale of a layer, and remembers what it has looked at.
+
+    names: of parameters, by id. parameters: returns those that a pass may write to besides the leaves of its graph.
+    """
+
+    def __init__(self) -> None:
+        self.names: Mapping[int, str] = {}
+        self.parameters: Callable[[], Iterable[Tensor]] = tuple
+        self._seen: set[tuple[str, int]] = set()  # kinds of Functions, and which of that kind: none wrote a gradient
+        self._warned: set[str] = set()
+
+    def look_at(self, plan: Plan, is_ours: Callable[[], bool]) -> None:
+        """Warn of what the plan's graph alone tells, and hook Functions that were not seen before.
+
+        is_ours: whether the running graph task is the pass of the plan.
+        """
+        count: dict[str, int] = {}
+        for node, slots in plan.functions:
+            kind = node.name()
+            if kind == MODULE_HOOK:
+                self._warn(
+                    kind,
+                    "A module has a full backward hook, which sees gradients times the scale of their layer. "
+                    "scaler.layers.true_grad(tensor, gradient) divides that of a tensor; parameters have true ones.",
+                )
+            elif not kind.startswith(INSIDE) and _may_add_a_constant(node, slots):
+                self._warn(
+                    kind,
+                    f"{kind} sends a gradient to a single number, as a Function does that adds the constant gradient "
+                    f"of an auxiliary loss, and a constant would be divided by the scale of its layer. Add the "
+                    f"auxiliary loss to the loss: scaler.scale(loss + auxiliary).",
+                )
+            count[kind] = number = count.get(kind, 0) + 1
+            if (kind, number) not in self._seen:
+                self._watch(node, (kind, number), [leaf for leaf, _ in plan.leaves], is_ours)
+
+    def look_at_call(self, root: Node, arrivals: Arrivals) -> None:
+        """Compare what `backward` or `grad` was called with to the graph of the scaled loss.
+
+        root: the node of the scaled loss, which is running. arrivals: what gradients in its graph carry.
+        Raises RuntimeError where the gradient of another loss enters that graph.
+        """
+        for outputs, inputs in calls_of_backward():
+            roots = [edge_of(x)[0] for x in outputs]
+            if len(roots) == 1 and roots[0] is root:
+                others: list[tuple[Node, int]] = []
+            else:
+                found = [*_entered(roots, arrivals)]
+                if not any(child is root for child, _ in found):
+                    continue  # the call of another thread
+                others = [(child, nr) for child, nr in found if child is not root]
+            for child, nr in others:
+                if _is_carried(arrivals, child, nr):
+                    raise RuntimeError(
+                        f"Got a loss that is not scaled in the backward pass of a scaled one: its gradient enters at "
+                        f"{child.name()}, where others carry the scale of a layer. Expected: the scale of the sum, "
+                        f"scaler.scale(a + b) in the place of scaler.scale(a) + b."
+                    )
+            if any(node is not None and _is_carried(arrivals, node, nr) for node, nr in map(edge_of, inputs)):
+                self._warn(
+                    "inputs",
+                    "The gradient of a hidden tensor was asked for, which has the scale of its layer. "
+                    "scaler.layers.true_grad(tensor, gradient) divides by it; parameters have true gradients.",
+                )
+            return
+
+    def refuse_written(self, leaf: Tensor, by: str = "other code than autograd") -> None:
+        """Raise NotImplementedError for a gradient that no hook has divided."""
+        raise NotImplementedError(
+            f"The gradient of {self.names.get(id(leaf), 'a parameter')} was written by {by}, as fused weight gradients "
+            f"are, or by a backward pass within a Function's backward, and has the scale of its layer. Turn that off, "
+            f"or let the Function return the gradient (torch.autograd.grad, not backward)."
+        )
+
+    def _watch(self, node: Node, key: tuple[str, int], leaves: Iterable[Tensor], is_ours: Callable[[], bool]) -> None:
+        every = {id(leaf): leaf for leaf in (*leaves, *self.parameters())}
+        before: list[tuple[Tensor, tuple[int, int]]] = []
+        begun = 0
+
+        def keep(gradients: Gradients) -> None:
+            nonlocal begun
+            device = next((g.device for g in gradients if g is not None), None)
+            if is_ours():  # only one thread runs the nodes of a device
+                before[:] = [(leaf, written(leaf)) for leaf in every.values() if leaf.device == device]
+                begun = graph_tasks_so_far()
+
+        def compare(sent: Gradients, _: Gradients) -> None:
+            if not is_ours():
+                return
+            # Without a backward pass inside, what was written is true: FSDP2 reduces gradients in such a Function.
+            has_passes = graph_tasks_so_far() > begun + 1
+            for leaf, was in before:
+                if has_passes and written(leaf) != was:
+                    self.refuse_written(leaf, f"other code than autograd, in {key[0]}")
+            before.clear()
+            self._seen.add(key)
+
+        node.register_prehook(keep)
+        node.register_hook(compare)
+
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, stacklevel=2)
+
+
+def written(leaf: Tensor) -> tuple[int, int]:
+    """Which tensor the gradient of a leaf is, and how often it was written to."""
+    return (0, 0) if leaf.grad is None else (id(leaf.grad), version_of(leaf.grad))
+
+
+def _may_add_a_constant(node: Node, slots: Collection[int]) -> bool:
+    own = slot_shapes(node)
+    if any(math.prod(own[nr]) == 1 for nr in slots):
+        return False
+    edges = ((child, nr) for child, nr in node.next_functions if child is not None and not hasattr(child, "variable"))
+    return any(math.prod(slot_shapes(child)[nr]) == 1 for child, nr in edges)
+
+
+def _entered(roots: Iterable[Node | None], arrivals: Arrivals) -> Iterator[tuple[Node, int]]:
+    """The slots of the planned graph at which the graph above it enters, of leaves none."""
+    waiting = [(root, 0) for root in roots if root is not None]
+    above: set[Node] = set()
+    while waiting:
+        node, nr = waiting.pop()
+        if hasattr(node, "variable"):
+            continue
+        if key_of(node) in arrivals:
+            yield node, nr
+        elif node not in above:
+            above.add(node)
+            waiting += [(child, nr) for child, nr in node.next_functions if child is not None]
+
+
+def _is_carried(arrivals: Arrivals, node: Node, nr: int) -> bool:
+    slots = arrivals.get(key_of(node))
+    return slots is not None and nr in slots and bool(slots[nr].sites)

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ada_loss.layerwise.engine import Engine, Observed
-from ada_loss.layerwise.options import Options
-from ada_loss.layerwise.saved import check_progress, check_sites
+from ada_loss.layerwise.options import Options, check_progress, check_sites
 from ada_loss.rules.layer import LayerRule, as_layer_rule
 from ada_loss.transforms import AdaLossTransform, AdaLossTransformCast
 from fpsim.checks import require_iterable, require_mapping, require_word, shown

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import fpsim
+from ada_loss.lab.training.loop import make_optimizer
 from ada_loss.lab.training.options import TrainOptions
-from ada_loss.lab.training.steps import make_optimizer
 from fpsim import UPDATES, Update
 from fpsim.checks import did_you_mean, shown
 

@@ -31,7 +31,8 @@ __all__ = [
     "counted",
 ]
 
-SCHEMA_VERSION = 3  # 1 had no digests, 2 no version of the numbers
+SCHEMA_VERSION = 3
+FIRST_VERSION = 2  # which had no version of the numbers; 1, without digests, was never in a release
 APPLICATION_ID = 0x4C6F7373  # "Loss", in the header of the file
 CannotWrite = sqlite3.OperationalError  # raised for a full disk or a missing permission
 STATES = ("planned", "running", "done", "failed")
@@ -65,14 +66,6 @@ CREATE TABLE sessions (started REAL NOT NULL, environment TEXT NOT NULL, digest 
 """
 # What was planned, as JSON, with its digest. Ledgers without it are read, and get it from the next driver.
 PLAN_SCHEMA = "CREATE TABLE IF NOT EXISTS plan (content TEXT NOT NULL, digest TEXT NOT NULL) STRICT"
-TO_VERSION = {
-    2: (
-        "ALTER TABLE cells ADD COLUMN telemetry_sha256 TEXT",
-        "ALTER TABLE cells ADD COLUMN digest TEXT",
-        "ALTER TABLE sessions ADD COLUMN digest TEXT",
-    ),
-    3: ("ALTER TABLE cells ADD COLUMN bits INTEGER",),
-}
 FIRST_BITS = 1  # the version of numbers that were written without one; see `fpsim.BITS`
 TEXTS = ("error", "traceback")
 RESULT = (
@@ -88,7 +81,6 @@ RESULT = (
 )
 COLUMNS = ("id", "position", "config", "state", "attempts", "finished", *RESULT)
 SEALED = COLUMNS[:-1]  # in every digest; the last one where there is one
-NEW_COLUMNS = {"telemetry_sha256": 2, "digest": 2, "bits": 3}  # since which version
 DAMAGED = "its row of the ledger was changed by something else than a sweep; run the sweep again: it repeats the cell"
 
 
@@ -116,8 +108,8 @@ class Ledger:
         have died there.
     bits: the version of the numbers that a driver writes; None if it goes on with those of any.
     Raises OtherBits where results have other numbers; FileNotFoundError without a file to read; ValueError for a file
-    that is not a ledger, is damaged, or that is of a newer version. Older ones are opened; a driver brings them to this
-    version.
+    that is not a ledger, is damaged, or that is of a newer version or of 1. One of version 2 is opened; a driver brings
+    it to this version.
 
     >>> with Ledger(":memory:") as ledger:
     ...     ledger.add([("a1", {"seed": 0}), ("b2", {"seed": 1})])
@@ -224,6 +216,12 @@ class Ledger:
                 f"{self.path} was written with schema version {version}. This release reads up to {SCHEMA_VERSION}. "
                 f"Update it, or name another `out`."
             )
+        if 0 < version < FIRST_VERSION:
+            raise ValueError(
+                f"{self.path} was written with schema version {version}, before the first release, without digests of "
+                f"its rows. This release reads {FIRST_VERSION} to {SCHEMA_VERSION}. Run that sweep again into another "
+                f"folder."
+            )
         self._query("PRAGMA trusted_schema = OFF")  # a file of someone else may hold views and triggers
         if version == 0:
             self._create()
@@ -234,8 +232,8 @@ class Ledger:
         if not self.readonly:
             self._query("PRAGMA synchronous = FULL")  # 2 transactions a cell: safety costs little
             if 0 < version < SCHEMA_VERSION:
-                self._bring_up_from(version)
-        self._has_digests, self._is_open = version != 1 or not self.readonly, True
+                self._bring_up()
+        self._is_open = True
         self._truncated = time.monotonic()
 
     def _create(self) -> None:
@@ -257,8 +255,8 @@ class Ledger:
         if problem != "ok":
             problem = " ".join(problem.removeprefix("*** in database main ***").split())
             raise self._unreadable(f"it is damaged ({problem})")
-        cells = {name for name in (*COLUMNS, "digest") if NEW_COLUMNS.get(name, 1) <= version}
-        expected = {"cells": cells, "sessions": {"started", "environment"} | ({"digest"} if version > 1 else set())}
+        cells = {*COLUMNS, "digest"} - ({"bits"} if version == FIRST_VERSION else set())
+        expected = {"cells": cells, "sessions": {"started", "environment", "digest"}}
         for table, columns in expected.items():
             # xinfo: columns that are computed are hidden from table_info
             there = {row["name"] for row in self._query(f"PRAGMA table_xinfo({table})")}
@@ -267,20 +265,15 @@ class Ledger:
 
     def _require_bits(self, version: int) -> None:
         """Raise OtherBits where a cell that is done has other numbers than the driver's."""
-        column = f"coalesce(bits, {FIRST_BITS})" if version >= NEW_COLUMNS["bits"] else str(FIRST_BITS)
+        column = str(FIRST_BITS) if version == FIRST_VERSION else f"coalesce(bits, {FIRST_BITS})"
         found = {row[0] for row in self._query(f"SELECT DISTINCT {column} FROM cells WHERE state = 'done'")}
         if found - {self.bits}:
             raise OtherBits(found - {self.bits})
 
-    def _bring_up_from(self, version: int) -> None:
+    def _bring_up(self) -> None:
+        """Give a ledger of version 2 the column that it lacks."""
         with self._transaction():
-            for newer in range(version + 1, SCHEMA_VERSION + 1):
-                for statement in TO_VERSION[newer]:
-                    self._query(statement)
-            for row in self._query("SELECT id FROM cells") if version == 1 else ():
-                self._seal(row["id"])
-            for row in self._query("SELECT rowid, * FROM sessions") if version == 1 else ():
-                self._query("UPDATE sessions SET digest = ? WHERE rowid = ?", (_session_digest(row), row["rowid"]))
+            self._query("ALTER TABLE cells ADD COLUMN bits INTEGER")
             self._query(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _query(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[sqlite3.Row]:
@@ -451,7 +444,7 @@ class Ledger:
 
     def _decoded(self, stored: dict[str, Any], configs: Configs) -> dict[str, Any]:
         row: dict[str, Any] = stored if "bits" in stored else dict.fromkeys(COLUMNS) | stored
-        changed = self._has_digests and row.get("digest") != _cell_digest(row)
+        changed = row["digest"] != _cell_digest(row)
         config, metrics = configs.decoded(row["config"]), json_object(row["metrics"] or "{}")
         metrics = metrics and {name: as_float64(value) for name, value in metrics.items()}
         row |= {"config": config or {}, "metrics": metrics or {}, "damaged": 0}
@@ -483,8 +476,8 @@ class Ledger:
         sessions = []
         for row in self._query("SELECT * FROM sessions ORDER BY started"):
             environment = json_object(row["environment"])
-            changed = self._has_digests and row["digest"] != _session_digest(row)
-            if not changed and environment is not None and math.isfinite(row["started"]):
+            is_intact = row["digest"] == _session_digest(row)
+            if is_intact and environment is not None and math.isfinite(row["started"]):
                 sessions.append({"started": row["started"], **environment})
         return sessions
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ada_loss.files import content_of
 from ada_loss.lab.errors import printable
-from ada_loss.lab.training.run import Run, is_of_role, tallied
+from ada_loss.lab.training.run import Run, is_of_role
 
 __all__ = [
     "Curves",
@@ -38,6 +38,7 @@ MOST_BYTES = 1 << 29  # of a file, packed or not: losses and scales of ten milli
 HEADS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 OF_CURVES = {"losses", "scales", "sites.role", "history.steps", "history.underflow", "history.nonzero"}
 ROLES = ("error", "weight_grad", "activation", "weight")
+COUNTED = {"elements": "count", "nonzero": "nonzero", "underflow": "underflow_count", "overflow": "overflow_count"}
 
 
 def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
@@ -87,16 +88,16 @@ def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
     if run.rows:
         for name in run.rows[0]:  # counts under the names that they had in the first files; no shares
             if not name.endswith("_count"):
-                is_count = f"{name}_count" in run.rows[0]
-                arrays[f"sites.{name}"] = _column(tallied(r, name) if is_count else r[name] for r in run.rows)
+                key = f"{name}_count" if f"{name}_count" in run.rows[0] else name
+                arrays[f"sites.{name}"] = _column(row[key] for row in run.rows)
         arrays["history.steps"] = np.array([step for step, _ in run.history])
         columns = {(row["site"], row["role"], row["rounding"], row["format"]): i for i, row in enumerate(run.rows)}
-        for name in ("count", "nonzero", "underflow", "overflow"):
+        for name, key in COUNTED.items():
             counts = np.zeros((len(run.history), len(run.rows)), dtype=np.int64)
             for i, (_, rows) in enumerate(run.history):
                 for row in rows:
-                    counts[i, columns[row["site"], row["role"], row["rounding"], row["format"]]] = tallied(row, name)
-            arrays[f"history.{'elements' if name == 'count' else name}"] = counts
+                    counts[i, columns[row["site"], row["role"], row["rounding"], row["format"]]] = row[key]
+            arrays[f"history.{name}"] = counts
     return arrays
 
 
@@ -166,8 +167,8 @@ def telemetry_digest(content: bytes) -> str:
 
 
 def is_whole(content: bytes, size: int | None, digest: str | None) -> bool:
-    """Whether a file is the one of the ledger. digest: None in ledgers of version 1, where only the size is known."""
-    return len(content) == size and digest in (None, telemetry_digest(content))
+    """Whether a file is the one of the ledger."""
+    return len(content) == size and digest == telemetry_digest(content)
 
 
 def is_of_curve(array: str) -> bool:

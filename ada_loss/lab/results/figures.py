@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 import fpsim
-from ada_loss.lab.training.run import tallied
 from fpsim.checks import pip_install
 from fpsim.insight.pictures import apart_from_pyplot, new_picture
 
@@ -111,7 +110,7 @@ def _layers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         if row["role"] == "error":
             layer = row["site"].split(":")[0] or "(model)"
             nonzero[layer] = nonzero.get(layer, 0) + row["nonzero"]
-            underflow[layer] = underflow.get(layer, 0) + tallied(row, "underflow")
+            underflow[layer] = underflow.get(layer, 0) + row["underflow_count"]
     return {layer: underflow[layer] / n if n else math.nan for layer, n in nonzero.items() if layer in underflow}
 
 

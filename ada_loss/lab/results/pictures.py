@@ -10,7 +10,7 @@ from typing import Any
 from ada_loss.lab.cells.cell_formats import BASELINE
 from ada_loss.lab.results import figures
 from ada_loss.lab.results.cell_pages import lost_by_site
-from ada_loss.lab.results.heat import plot_heat
+from ada_loss.lab.results.charts import plot_heat
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.training.methods import scales_by_layer
 
