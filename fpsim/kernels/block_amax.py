@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fpsim.compiling.compile import CUDA_THREADS, cuda_module, float32_bits, float32_of
+from fpsim.compiling.compile import CUDA_THREADS, cuda, float32_bits, float32_of, uses_cuda
 from fpsim.compiling.deferred import njit
 from fpsim.kernels.blocks import (
     FLOAT32_LARGEST,
@@ -23,8 +23,6 @@ from fpsim.kernels.blocks import (
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
-
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
 # Flags: what the first of two numbers becomes; whether the second is the amax; whether an infinity saturates.
 AMAX, MULTIPLIER, OF_TENSOR, SATURATES = 1, 2, 4, 8
@@ -42,6 +40,7 @@ def multiplier(amax, largest):
     return float32_bits(min(np.float32(float32_of(largest) / float32_of(nonzero)), FLOAT32_LARGEST))
 
 
+@uses_cuda
 def amax_kernel() -> Callable[..., None]:
     """The body of a CUDA kernel that finds the pattern of the largest magnitude of `n` uint32: `counted_magnitude`.
 
@@ -52,8 +51,6 @@ def amax_kernel() -> Callable[..., None]:
 
     from fpsim.compiling.card import vector_access
 
-    global cuda
-    cuda = cuda_module()
     load, _ = vector_access(32)
     u32 = np.uint32
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fpsim.compiling.compile import CUDA_THREADS, cuda_module
+from fpsim.compiling.compile import CUDA_THREADS, cuda, uses_cuda
 from fpsim.kernels.blocks import (
     COUNTED,
     GAINED,
@@ -34,8 +34,6 @@ from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
-
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
 VECTOR = 4  # float32 that a thread takes
 WARP = NOISE_BLOCK // VECTOR  # threads that share a block of noise, and so divide those of a launch
@@ -77,6 +75,7 @@ def leave_noise(words, thread, vector, key0, key1):
     words[at + u64(2) * lanes], words[at + u64(3) * lanes] = second, exchange_halves(second)
 
 
+@uses_cuda
 def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) -> Callable[..., None]:
     """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
@@ -87,8 +86,6 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
 
     from fpsim.compiling.card import IS_SIMULATED, VECTOR_BYTES, vector_access
 
-    global cuda
-    cuda = cuda_module()
     tensor_scale, block_scale = make_tensor_scale(kind), make_block_scale(scale_shape, kind)
     apply, apply_far = make_apply(rule, shape, kind), make_apply_far(rule, shape, kind)
     load, store = vector_access(32)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fpsim.compiling.compile import CUDA_THREADS, cuda_module, pointer, stack_array
+from fpsim.compiling.compile import CUDA_THREADS, cuda, pointer, stack_array, uses_cuda
 from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
 from fpsim.kernels.bits import integers, rotate_left
@@ -43,8 +43,6 @@ class Masks(NamedTuple):
 
 
 NO_MASKS = Masks()
-
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
 
 @njit(forceinline=True)
@@ -217,6 +215,7 @@ def key_words(key):
     return np.uint32(bits & np.uint64(0xFFFFFFFF)), np.uint32(bits >> np.uint64(32))
 
 
+@uses_cuda
 def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Callable[..., None]:
     """The body of a CUDA kernel as a Python function, for the card, PTX and the simulator alike.
 
@@ -230,8 +229,6 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
     """
     from fpsim.compiling.card import vector_access
 
-    global cuda
-    cuda = cuda_module()
     round_bits, is_mask, (uint, _) = make_rounding(rule, shape, width), _make_is_mask(width, masks), integers(width)
     numbers_from, at_scale, is_stochastic = make_numbers_from(width), make_at_scale(width), draws_noise(rule)
     to_top, lanes = uint(width - 32), 128 // width
