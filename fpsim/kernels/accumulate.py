@@ -12,7 +12,6 @@ from fpsim.compiling.compile import cuda, pointer, stack_array, uses_cuda
 from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
 from fpsim.kernels.core import NUMBERS, draws_noise, make_numbers_from
-from fpsim.kernels.round import key_words
 from fpsim.kernels.sums import (
     BIAS_NOISE,
     OUTER_NOISE,
@@ -29,6 +28,7 @@ from fpsim.kernels.sums import (
     widen,
     with_overflow,
 )
+from fpsim.kernels.threefry import key_words
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel

@@ -29,8 +29,7 @@ from fpsim.kernels.blocks import (
     special_vector,
 )
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
-from fpsim.kernels.round import exchange_halves, key_words, noise_words
-from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES
+from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, exchange_halves, key_words, noise_words
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel

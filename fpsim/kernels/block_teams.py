@@ -17,7 +17,7 @@ from fpsim.compiling.compile import CUDA_THREADS, cuda, uses_cuda
 from fpsim.compiling.deferred import njit
 from fpsim.kernels.bits import leading_zeros
 from fpsim.kernels.block_choice import GIVEN, make_error
-from fpsim.kernels.block_loops import element_noise, place_of
+from fpsim.kernels.block_loops import place_of
 from fpsim.kernels.block_tally import end_of_range, has_scale, make_facts
 from fpsim.kernels.blocks import (
     COUNTED,
@@ -35,7 +35,6 @@ from fpsim.kernels.blocks import (
     special_element,
 )
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
-from fpsim.kernels.round import key_words
 from fpsim.kernels.statistics import (
     BLOCK_FIELDS,
     BLOCK_SATURATED,
@@ -47,6 +46,7 @@ from fpsim.kernels.statistics import (
     SMALLEST_SCALE,
     ZERO_BLOCKS,
 )
+from fpsim.kernels.threefry import element_noise, key_words
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel

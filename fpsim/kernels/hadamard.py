@@ -11,8 +11,7 @@ import numpy as np
 from fpsim.compiling.compile import CUDA_THREADS, cuda, pointer, stack_array, uses_cuda
 from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
-from fpsim.kernels.round import key_words
-from fpsim.kernels.threefry import NOISE_ROUNDS, threefry
+from fpsim.kernels.threefry import NOISE_ROUNDS, key_words, threefry
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
