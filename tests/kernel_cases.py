@@ -19,7 +19,7 @@ from fpsim.compiling.card import CudaKernel
 from fpsim.formats.blocks import Choose
 from fpsim.kernels import accumulate, block_amax, block_choice, block_dense, block_teams, hadamard, moments, tally
 from fpsim.kernels.blocks import WIDE_NUMBERS
-from fpsim.kernels.codebook_tables import table_address, table_at
+from fpsim.kernels.codebooks import table_address, table_at
 from fpsim.kernels.core import BINARY32, BINARY64, BOOK, NUMBERS
 from fpsim.kernels.round import Masks, cuda_loop
 from fpsim.kernels.statistics import SMALLEST_SCALE

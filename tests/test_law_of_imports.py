@@ -43,7 +43,7 @@ FLOORS = (
         "bits",
         "core",
         "codebooks threefry",
-        "codebook_tables containers",
+        "containers",
         "blocks moments round sums tally",
         "accumulate block_loops hadamard",
         "block_choice block_tally",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fpsim.formats.blocks import BlockFormat, Choose
 from fpsim.kernels import block_amax, block_choice, block_dense, block_loops, block_teams, blocks
-from fpsim.kernels.codebook_tables import any_plan
+from fpsim.kernels.codebooks import any_plan
 from fpsim.kernels.core import BINARY32, make_plan, scale_limits
 from fpsim.kernels.moments import partial_words
 from fpsim.tensors.cuts import BlockAxes, block_axes, runs_elsewhere, second_amaxes
