@@ -40,10 +40,9 @@ FLOORS = (
     (
         "fpsim.kernels",
         "__init__ statistics variants",
-        "bits",
-        "core",
-        "codebooks threefry",
         "containers",
+        "core threefry",
+        "codebooks",
         "blocks moments round sums tally",
         "accumulate block_loops hadamard",
         "block_choice block_tally",
@@ -223,7 +222,7 @@ ENTERS = {
     "numba": {"fpsim.compiling", "fpsim.kernels"},
     "numba.core": {"fpsim.compiling.deferred", "fpsim.compiling.compile", "fpsim.compiling.callees"},
     "llvmlite": {
-        "fpsim.kernels.bits",
+        "fpsim.kernels.containers",
         "fpsim.compiling.compile",
         "fpsim.compiling.native",
         "fpsim.compiling.shipped",

@@ -15,7 +15,6 @@ import numpy as np
 
 from fpsim.compiling.compile import CUDA_THREADS, cuda, uses_cuda
 from fpsim.compiling.deferred import njit
-from fpsim.kernels.bits import leading_zeros
 from fpsim.kernels.block_choice import GIVEN, make_error
 from fpsim.kernels.block_loops import place_of
 from fpsim.kernels.block_tally import end_of_range, has_scale, make_facts
@@ -34,6 +33,7 @@ from fpsim.kernels.blocks import (
     second_place,
     special_element,
 )
+from fpsim.kernels.containers import leading_zeros
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
 from fpsim.kernels.statistics import (
     BLOCK_FIELDS,

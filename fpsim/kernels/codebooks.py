@@ -34,7 +34,7 @@ from fpsim.compiling.deferred import njit
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.fixed_point import FixedPoint
 from fpsim.formats.floats import FloatFormat
-from fpsim.kernels.bits import shift_left, shift_right
+from fpsim.kernels.containers import shift_left, shift_right
 from fpsim.kernels.core import (
     BINARY32,
     BINARY64,

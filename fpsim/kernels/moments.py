@@ -12,8 +12,7 @@ import numpy as np
 from fpsim.compiling.compile import CUDA_THREADS, cuda, float32_of, float64_of_bits, pointer, uses_cuda
 from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
-from fpsim.kernels.bits import integers
-from fpsim.kernels.containers import UNIT, make_value
+from fpsim.kernels.containers import UNIT, integers, make_value
 from fpsim.kernels.core import BINARY32, BINARY64
 from fpsim.kernels.statistics import (
     AMAX,

@@ -11,9 +11,8 @@ import numpy as np
 from fpsim.compiling.compile import CUDA_THREADS, cuda, pointer, stack_array, uses_cuda
 from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
-from fpsim.kernels.bits import integers
 from fpsim.kernels.codebooks import make_rounding
-from fpsim.kernels.containers import make_limit, make_value
+from fpsim.kernels.containers import integers, make_limit, make_value
 from fpsim.kernels.core import (
     BESIDE_GAP,
     BINARY32,

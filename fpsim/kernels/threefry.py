@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fpsim.compiling.deferred import njit
-from fpsim.kernels.bits import rotate_left
+from fpsim.kernels.containers import rotate_left
 
 # Threefry-4x32: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 # Additions, rotations and exclusive ors of 32 bits: what every vector unit has. Its 12 rounds pass BigCrush (ibid.).
