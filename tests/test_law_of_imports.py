@@ -46,7 +46,7 @@ FLOORS = (
         "blocks moments round sums tally",
         "accumulate block_loops hadamard",
         "block_choice block_tally",
-        "block_amax block_dense block_teams",
+        "block_dense block_teams",
     ),
     (
         "fpsim.tensors",
