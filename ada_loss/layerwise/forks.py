@@ -1,4 +1,4 @@
-"""Where a tensor has several consumers, branches="original": each branch is rounded before the branches are added."""
+"""branches="original": where a tensor has several consumers, each branch is rounded before they are added."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def round_branches(
     """Round the gradient of each operand as it leaves an operation, before other consumers' gradients are added to it.
 
     site: that of `out`.
-    out: what the operation gave.
-    operands: what it was given: tensors, sequences of tensors, and other arguments, which are skipped.
-    edges: the operation's products, each by the entry into the graph of its operand.
-    constants: where limits are looked up.
+    out: the operation's result.
+    operands: its arguments: tensors, sequences of tensors, and others, which are skipped.
+    edges: the operation's products, by the graph entry of each operand.
+    constants: the cache of limits.
     """
     senders: dict[Any, GradientSite | ProductEdge] = {**dict.fromkeys(_entries(operands), site), **edges}
     seen, stack = {out.grad_fn}, [out.grad_fn]
@@ -43,7 +43,7 @@ def round_branches(
 
 
 def _entries(operands: Iterable[Any]) -> Iterator[Entry]:
-    """Where the gradients of operands enter the graph behind them."""
+    """The graph entries at which the gradients of operands arrive."""
     for x in operands:
         if isinstance(x, Tensor) and x.grad_fn is not None:
             yield x.grad_fn, x.output_nr
@@ -52,7 +52,7 @@ def _entries(operands: Iterable[Any]) -> Iterator[Entry]:
 
 
 class _RoundBranch:
-    """A hook on a consumer: rounds the gradient of one of its inputs at the scale of this branch."""
+    """Hook on a consumer that rounds the gradient of one of its inputs at the scale of this branch."""
 
     __slots__ = ("constants", "index", "sender", "targets")
 

@@ -1,4 +1,4 @@
-"""How sites find one another in the autograd graph of a forward pass."""
+"""Search for the sites in the autograd graph of a forward pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEY = "ada_loss"  # under which a node's metadata holds the sites of its output
 
 
 def register(site: GradientSite, out: Tensor) -> None:
-    """Let the site of `out` be found in the graph."""
+    """Store the site of `out` in its graph node, for `sites_behind`."""
     node: Any = out.grad_fn
     node.metadata.setdefault(_KEY, {})[out.output_nr] = site
 
@@ -27,9 +27,9 @@ def link(site: GradientSite, out: Tensor, products: Iterable[Product]) -> dict[E
     """Find the sites behind `out`: those that a product reaches, and those that its scale is passed on to.
 
     site: that of `out`.
-    out: what an operation gave.
+    out: an operation's result.
     products: the products of that operation whose operands' gradients get a factor.
-    Returns the product edges, each by the entry into the graph of its operand.
+    Returns the product edges by the graph entry of each operand.
     """
     edges: dict[Entry, ProductEdge] = {}
     for index, product in enumerate(products):
@@ -47,7 +47,7 @@ def link(site: GradientSite, out: Tensor, products: Iterable[Product]) -> dict[E
 
 
 def _entry_of(operand: Tensor, out: Tensor) -> Entry:
-    """Where the gradient of an operand enters the graph behind the operation that gave `out`."""
+    """The graph entry at which an operand's gradient arrives, behind the operation that returned `out`."""
     node: Any = operand.grad_fn
     if operand is not out:
         return node, operand.output_nr
@@ -57,13 +57,13 @@ def _entry_of(operand: Tensor, out: Tensor) -> Entry:
 
 
 def has_site(entry: Entry) -> bool:
-    """Whether there is a site at the very entry."""
+    """True if the entry itself has a site."""
     node, nr = entry
     return node is not None and nr in node.metadata.get(_KEY, {})
 
 
 def error_sites_behind(entry: Entry) -> list[GradientSite]:
-    """The nearest sites behind an operand where an error is rounded, and not a parameter's gradient."""
+    """The nearest sites behind an operand that round an error, not a parameter's gradient."""
     return [site for site in sites_behind([entry]) if site.role == "error"]
 
 

@@ -1,4 +1,4 @@
-"""What scaling of layers cannot make right in a backward pass: refused, or warned of once, while the pass runs."""
+"""Checks for backward passes that layer scaling would falsify: an error, or a warning once, while the pass runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODULE_HOOK = "BackwardHookFunctionBackward"
 
 
 class Checks:
-    """Looks for what would get gradients times the scale of a layer, and remembers what it has looked at.
+    """Look for code that would see gradients times the scale of a layer, and remember the nodes that were checked.
 
     names: of parameters, by id. parameters: returns those that a pass may write to besides the leaves of its graph.
     """
@@ -32,11 +32,11 @@ class Checks:
     def __init__(self) -> None:
         self.names: Mapping[int, str] = {}
         self.parameters: Callable[[], Iterable[Tensor]] = tuple
-        self._seen: set[tuple[str, int]] = set()  # kinds of Functions, and which of that kind: none wrote a gradient
+        self._seen: set[tuple[str, int]] = set()  # Functions by kind and number that wrote no gradient
         self._warned: set[str] = set()
 
     def look_at(self, plan: Plan, is_ours: Callable[[], bool]) -> None:
-        """Warn of what the plan's graph alone tells, and hook Functions that were not seen before.
+        """Warn of problems that the plan's graph alone shows, and hook Functions that were not seen before.
 
         is_ours: whether the running graph task is the pass of the plan.
         """
@@ -61,10 +61,10 @@ class Checks:
                 self._watch(node, (kind, number), [leaf for leaf, _ in plan.leaves], is_ours)
 
     def look_at_call(self, root: Node, arrivals: Arrivals) -> None:
-        """Compare what `backward` or `grad` was called with to the graph of the scaled loss.
+        """Compare the arguments of `backward` or `grad` with the graph of the scaled loss.
 
-        root: the node of the scaled loss, which is running. arrivals: what gradients in its graph carry.
-        Raises RuntimeError where the gradient of another loss enters that graph.
+        root: the node of the scaled loss, which is running. arrivals: the powers that gradients in its graph carry.
+        Raises RuntimeError if the gradient of another loss enters that graph.
         """
         for outputs, inputs in calls_of_backward():
             roots = [edge_of(x)[0] for x in outputs]
@@ -131,7 +131,7 @@ class Checks:
 
 
 def written(leaf: Tensor) -> tuple[int, int]:
-    """Which tensor the gradient of a leaf is, and how often it was written to."""
+    """Identity and version of the gradient of a leaf."""
     return (0, 0) if leaf.grad is None else (id(leaf.grad), version_of(leaf.grad))
 
 
@@ -144,7 +144,7 @@ def _may_add_a_constant(node: Node, slots: Collection[int]) -> bool:
 
 
 def _entered(roots: Iterable[Node | None], arrivals: Arrivals) -> Iterator[tuple[Node, int]]:
-    """The slots of the planned graph at which the graph above it enters, of leaves none."""
+    """The slots at which the graph above enters the planned graph, leaves excepted."""
     waiting = [(root, 0) for root in roots if root is not None]
     above: set[Node] = set()
     while waiting:

@@ -1,4 +1,4 @@
-"""What was saved of adaptive scaling, checked whole before any of it is loaded."""
+"""Checks of a saved state of adaptive scaling, before any of it is loaded."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def check_progress(state: Mapping[str, Any]) -> None:
 
 
 def check_sites(sites: Any, step: int, modules: Collection[str], length: int | None) -> None:
-    """Raise ValueError unless these are sites of the model, each whole.
+    """Raise ValueError unless these are complete sites of the model.
 
-    sites: what a state has of them. step: the state's.
+    sites: those of a state. step: the state's.
     modules: the names of the model's modules; "" is the model.
     length: of the history that the rule keeps; None for a rule without.
     """
@@ -87,5 +87,5 @@ def _is_log2_scale(value: Any) -> bool:
 
 
 def _is_magnitude(value: Any) -> bool:
-    """Whether this is a number from 0 to inf, as float64 holds it."""
+    """True for a number from 0 to inf that float64 holds."""
     return is_number(value) and (value == math.inf or 0 <= value <= 2**1023)
