@@ -1,4 +1,4 @@
-"""Figures of what is returned: differences from float32, curves over the steps, what a search tried."""
+"""Figures of differences from float32, of curves over the steps, and of a search."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FACTOR = 8.0  # between the largest and the smallest number from which an axis i
 
 
 def plot_differences(rows: Sequence[Mapping[str, Any]], title: str, tolerance: float = 0.0, factor: float = 1.0) -> Any:
-    """Differences from float32: a dot for each seed, the mean and its interval, and the tolerance as a band.
+    """Plot differences from float32: a dot for each seed, the mean and its interval, and the tolerance as a band.
 
-    rows: of each setting its "name", its "differences" and the "interval" of their mean, NaN where there is none.
+    rows: for each setting "name", "differences" and the "interval" of their mean, NaN for none.
     """
     figure = new_picture(7.2, 1.0 + 0.3 * len(rows))
     axes = figure.subplots()
@@ -49,11 +49,11 @@ def plot_front(
     title: str,
     factor: float = 1.0,
 ) -> Any:
-    """The metric by bits of what a search tried: a dot each, a line through those that no other beats, float32 dashed.
+    """Plot the metric by bits of a search: a dot for each try, a line through the front, float32 dashed.
 
     rows, front: of a `SearchResult`.
     baseline: float32's metric.
-    bits: of the answer, which is marked.
+    bits: of the answer, to mark it.
     title: of the metric, with its unit.
     factor: 100 for values shown in %.
     """
@@ -79,10 +79,10 @@ def plot_front(
 def plot_curves(
     lines: Sequence[tuple[str, NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]], title: str
 ) -> Any:
-    """Curves over the steps, each with its standard deviation as a band.
+    """Plot curves over the steps, each with its standard deviation as a band.
 
     lines: name, steps, means, deviations (NaN where there is none) of each.
-    title: what is drawn, for the axis.
+    title: the label of the axis.
     """
     figure = new_picture(7.2, 3.8)
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""What a sweep of a task can decide, in words, from how much the task's metric differs from seed to seed."""
+"""Tolerances that a sweep of a task can decide, given the spread of the task's metric over seeds."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SEEDS = (3, 5, 10)
 
 
 def decidable(task: str, seeds: int, settings: int = 1) -> str:
-    """The smallest tolerance that so many seeds can probably decide; "" for a task that was not measured.
+    """The smallest tolerance that this many seeds can probably decide; "" for a task that was not measured.
 
     Args:
         task: its name.
         seeds: of each setting.
-        settings: that are compared with float32 together.
+        settings: the number of settings compared with float32 together.
 
     >>> decidable("mine:task", 5)
     ''
@@ -41,7 +41,7 @@ def decidable(task: str, seeds: int, settings: int = 1) -> str:
 
 
 def task_rows() -> list[dict[str, str]]:
-    """A row for each task of the library: its metric, float32's mean and deviation, and what seeds can decide.
+    """A row for each task of the library: its metric, float32's mean and deviation, and the decidable tolerances.
 
     >>> task_rows()[0]["task"]
     'digits'

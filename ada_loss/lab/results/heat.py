@@ -1,4 +1,4 @@
-"""Heat maps by site and step: as figures, and as small pictures of a pixel each, transparent where is no number."""
+"""Heat maps by site and step: as figures, and as images of one pixel each, transparent for NaN."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ STEPS = 255  # of the colours; the last entry of the palette is transparent
 
 
 def heat_png(shares: NDArray[np.float64]) -> bytes:
-    """Shares between 0 and 1 as the content of a PNG.
+    """The content of a PNG of shares between 0 and 1.
 
-    shares: (rows, columns), at least one of each; NaN where there is none, which is transparent.
+    shares: (rows, columns), at least one of each; NaN is transparent.
 
     >>> content = heat_png(np.array([[0.0, np.nan], [0.5, 1.0]]))
     >>> content[:8], len(content) < 1200
@@ -61,13 +61,13 @@ def plot_heat(
     words: str,
     limits: tuple[float | None, float | None] = (None, None),
 ) -> Any:
-    """A number by site and step, as colours.
+    """Plot values by site and step, as colours.
 
     steps: the steps at which a column ends.
     sites: from input to output.
-    values: (steps, sites), NaN where there is none: hatched.
+    values: (steps, sites); NaN is hatched.
     title: of the figure.
-    words: what the values are, for the colour bar.
+    words: the label of the colour bar.
     limits: the values of the first and the last colour.
     """
     if len(sites) > SHOWN_SITES:

@@ -1,4 +1,4 @@
-"""The overview of a sweep: a row for each format, with its best scaling, its metric, and the gradients it lost."""
+"""Overview of a sweep: a row for each format, with its best scaling, its metric, and the gradients it lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["OverviewRow", "overview"]
 
 
 class OverviewRow(NamedTuple):
-    """A format: its name, its best setting, the metric there, the difference from float32, the gradients lost, as text.
+    """Row of a format: name, best setting, the metric there, difference from float32, lost gradients, as text.
 
     kind: "match", "above", "short" or "open", as in the verdict; "" for float32, and where nothing is judged.
     cells: the ids of the format's cells, under every setting.
@@ -36,10 +36,9 @@ class OverviewRow(NamedTuple):
 def overview(results: StoredResults, verdict: Verdict) -> list[OverviewRow]:
     """A row for float32 and one for each format of a verdict, in the order of the sweep.
 
-    The best setting of a format is the one whose mean difference from float32, paired by seed, is the best; of those of
-    which no seed diverged, or, where there are none, of those of which the fewest did. Of seeds that failed, three have
-    to be left. Without float32 it is the setting with the best mean. Where no direction of the metric is known, or no
-    seed of it gave a number, there is "-".
+    The best setting of a format has the best mean difference from float32, paired by seed, among those without diverged
+    seeds, or else with the fewest. If seeds failed, three must be left. Without float32 it is the setting with the best
+    mean. If the metric's direction is unknown, or no seed has a number, there is "-".
     """
     rows = {row["id"]: row for row in results.rows()}
     values = [*verdict.baseline.values()]

@@ -1,4 +1,4 @@
-"""The report of a sweep: one HTML file with everything in it, for a browser without a network."""
+"""Report of a sweep: one self-contained HTML file, for a browser without a network."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ PARTS = {"style": "css", "script": "js"}  # files beside the template
 
 
 def write_report(results: StoredResults, path: Path, question: str | None = None) -> Path:
-    """Write the report of a sweep, whole or not at all; gives its path.
+    """Write the report of a sweep atomically; return its path.
 
     results: those of the sweep.
     path: the HTML file.
-    question: the question that the sweep was to answer; made from the configurations unless given.
-    Raises ValueError where the ledger holds no cell.
+    question: the question that the sweep should answer; by default derived from the configurations.
+    Raises ValueError if the ledger holds no cell.
     """
     if not results.cells:
         raise ValueError(f"{results.words} has nothing to report. Run the sweep first.")
