@@ -40,14 +40,13 @@ FLOORS = (
     (
         "fpsim.kernels",
         "__init__ statistics variants",
-        "bits",
-        "core",
-        "codebooks threefry",
-        "codebook_tables containers",
+        "containers",
+        "core threefry",
+        "codebooks",
         "blocks moments round sums tally",
         "accumulate block_loops hadamard",
         "block_choice block_tally",
-        "block_amax block_dense block_teams",
+        "block_dense block_teams",
     ),
     (
         "fpsim.tensors",
@@ -224,7 +223,7 @@ ENTERS = {
     "numba": {"fpsim.compiling", "fpsim.kernels"},
     "numba.core": {"fpsim.compiling.deferred", "fpsim.compiling.compile", "fpsim.compiling.callees"},
     "llvmlite": {
-        "fpsim.kernels.bits",
+        "fpsim.kernels.containers",
         "fpsim.compiling.compile",
         "fpsim.compiling.native",
         "fpsim.compiling.shipped",

@@ -1,4 +1,4 @@
-"""Whether a larger or a smaller value of a metric is better: as stated, else by the metric's name."""
+"""Directions of metrics (is a larger or a smaller value better?): as stated, else by the metric's name."""
 
 from __future__ import annotations
 

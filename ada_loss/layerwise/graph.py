@@ -21,7 +21,7 @@ _KEY = "ada_loss"  # under which a node's metadata holds the sites of its output
 
 
 def register(site: GradientSite, out: Tensor) -> None:
-    """Let the site of `out` be found in the graph."""
+    """Store the site of `out` in its graph node, for `sites_behind`."""
     node: Any = out.grad_fn
     node.metadata.setdefault(_KEY, {})[out.output_nr] = site
 
@@ -30,9 +30,9 @@ def link(site: GradientSite, out: Tensor, products: Iterable[Product]) -> dict[E
     """Find the sites behind `out`: those that a product reaches, and those that its scale is passed on to.
 
     site: that of `out`.
-    out: what an operation gave.
+    out: an operation's result.
     products: the products of that operation whose operands' gradients get a factor.
-    Returns the product edges, each by the entry into the graph of its operand.
+    Returns the product edges by the graph entry of each operand.
     """
     edges: dict[Entry, ProductEdge] = {}
     for index, product in enumerate(products):
@@ -50,7 +50,7 @@ def link(site: GradientSite, out: Tensor, products: Iterable[Product]) -> dict[E
 
 
 def _entry_of(operand: Tensor, out: Tensor) -> Entry:
-    """Where the gradient of an operand enters the graph behind the operation that gave `out`."""
+    """The graph entry at which an operand's gradient arrives, behind the operation that returned `out`."""
     node: Any = operand.grad_fn
     if operand is not out:
         return node, operand.output_nr
@@ -60,13 +60,13 @@ def _entry_of(operand: Tensor, out: Tensor) -> Entry:
 
 
 def has_site(entry: Entry) -> bool:
-    """Whether there is a site at the very entry."""
+    """True if the entry itself has a site."""
     node, nr = entry
     return node is not None and nr in node.metadata.get(_KEY, {})
 
 
 def error_sites_behind(entry: Entry) -> list[GradientSite]:
-    """The nearest sites behind an operand where an error is rounded, and not a parameter's gradient."""
+    """The nearest sites behind an operand that round an error, not a parameter's gradient."""
     return [site for site in sites_behind([entry]) if site.role == "error"]
 
 
@@ -95,10 +95,10 @@ def round_branches(
     """Round the gradient of each operand as it leaves an operation, before other consumers' gradients are added to it.
 
     site: that of `out`.
-    out: what the operation gave.
-    operands: what it was given: tensors, sequences of tensors, and other arguments, which are skipped.
-    edges: the operation's products, each by the entry into the graph of its operand.
-    constants: where limits are looked up.
+    out: the operation's result.
+    operands: its arguments: tensors, sequences of tensors, and others, which are skipped.
+    edges: the operation's products, by the graph entry of each operand.
+    constants: the cache of limits.
     """
     senders: dict[Any, GradientSite | ProductEdge] = {**dict.fromkeys(_entries(operands), site), **edges}
     seen, stack = {out.grad_fn}, [out.grad_fn]
@@ -115,7 +115,7 @@ def round_branches(
 
 
 def _entries(operands: Iterable[Any]) -> Iterator[Entry]:
-    """Where the gradients of operands enter the graph behind them."""
+    """The graph entries at which the gradients of operands arrive."""
     for x in operands:
         if isinstance(x, Tensor) and x.grad_fn is not None:
             yield x.grad_fn, x.output_nr
@@ -124,7 +124,7 @@ def _entries(operands: Iterable[Any]) -> Iterator[Entry]:
 
 
 class _RoundBranch:
-    """A hook on a consumer: rounds the gradient of one of its inputs at the scale of this branch."""
+    """Hook on a consumer that rounds the gradient of one of its inputs at the scale of this branch."""
 
     __slots__ = ("constants", "index", "sender", "targets")
 

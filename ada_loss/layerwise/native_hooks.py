@@ -51,19 +51,19 @@ MODULE_HOOK = "BackwardHookFunctionBackward"
 
 
 class NativePass:
-    """Carries powers of two through the backward passes of losses, and gives every leaf its true gradient.
+    """Carry powers of two through the backward passes of losses, and divide them out at every leaf.
 
-    The gradient of a leaf equals the one of a plain pass bit for bit where no number leaves the range of its dtype. A
-    leaf of `half` gets a float32 gradient.
+    The gradient of a leaf equals that of a plain pass bit for bit if no number leaves the range of its dtype. A leaf of
+    `half` gets a float32 gradient.
 
     names: of parameters, by id, for sites; it may change between losses. half: the dtype to fit.
-    choose: is given a site, the gradients that arrive there, and log2 of what they carry; returns log2 of their factor.
-    needs_half: whether a loss is refused in whose graph no gradient is half.
-    on_begin: is called as a pass begins, with its sites in order, its leaves with the sites that they depend on, and
+    choose: takes a site, the gradients that arrive there, and log2 of the power they carry; returns log2 of the factor.
+    needs_half: whether to refuse a loss whose graph has no half gradient.
+    on_begin: called as a pass begins, with its sites in order, its leaves with the sites that they depend on, and
         whether these are all.
     """
 
-    running: ClassVar[set[int]] = set()  # graph tasks in which a scaled loss began, whichever scaler's: no two meet
+    running: ClassVar[set[int]] = set()  # graph tasks of scaled losses of all scalers: no two may meet
 
     def __init__(
         self,
@@ -79,15 +79,15 @@ class NativePass:
         self._arrivals: Arrivals = {}  # of the last pass; powers and no tensors of the graph
 
     def scale(self, loss: Tensor, ones: Collection[str] = frozenset(), observe: Observe | None = None) -> Tensor:
-        """A copy of `loss` (any shape) whose backward pass is hooked.
+        """Copy `loss` (any shape) and hook the backward pass of the copy.
 
         Raises NotImplementedError for a reentrant checkpoint, TypeError for a half leaf with a half gradient, a loss
-        that requires no gradient, and, if asked for, one without a half gradient in its graph. Its backward raises
-        NotImplementedError with create_graph=True and where other code than autograd writes a parameter's gradient,
-        RuntimeError if two scaled losses meet in it, or one that is not scaled meets one that is.
+        that requires no gradient, and, with `needs_half`, one without a half gradient in its graph. Its backward raises
+        NotImplementedError with create_graph=True and if other code than autograd writes a parameter's gradient,
+        RuntimeError if two scaled losses, or a scaled and an unscaled one, meet in it.
 
         ones: sites whose factor is known to be 1, which need no hook.
-        observe: is told of what each product sends on, in float32 before it is rounded, and log2 of what that carries.
+        observe: called with a product's factor, the gradient it sends on (float32, unrounded), and log2 of its power.
         """
         if not loss.requires_grad:
             raise TypeError("Got a loss that requires no gradient. Expected: the loss of a forward pass, not detached.")
@@ -111,7 +111,7 @@ class NativePass:
         return loss
 
     def power_at(self, tensor: Tensor) -> Power | None:
-        """log2 of what the gradient of a tensor carried in the last pass; None where no gradient of it arrived."""
+        """log2 of the power that a tensor's gradient carried in the last pass; None if it had no gradient there."""
         node, nr = edge_of(tensor)
         if node is None:
             return 0
@@ -120,7 +120,7 @@ class NativePass:
 
     def _hook(self, plan: Plan, is_whole: bool, observe: Observe | None) -> None:
         task = _Task()
-        # Not the plan, which has the root: a node that a hook of its own holds is never freed.
+        # Do not capture the plan, which holds the root: a node held by its own hook is never freed.
         cells, meetings, carried, sites, leaves = plan.cells, plan.meetings, plan.carried, plan.sites, plan.leaves
         arrivals = plan.arrivals
 
@@ -150,7 +150,7 @@ class NativePass:
                 if [*written(leaf)] != before:
                     self.checks.refuse_written(leaf)
 
-        # No hook but that of the root holds a node, and the root meets nothing: else a node would keep itself alive.
+        # Only the root's hook holds a node, and the root is no meeting: otherwise a node would keep itself alive.
         plan.root.register_prehook(begin)  # before any other hook of the root
         for entry in plan.entries:
             entry.node.register_prehook(self._entering(task, entry))
@@ -214,9 +214,9 @@ class NativePass:
 
 
 class _Task:
-    """The graph task of one loss; hooks are inert in all others.
+    """The graph task of one loss; its hooks do nothing in other tasks.
 
-    undelivered: leaves with carried gradients that no hook has divided yet, and what their `.grad` was before the pass.
+    undelivered: leaves with carried gradients that no hook has divided yet, and their `.grad` before the pass.
     """
 
     number = -2
@@ -231,7 +231,7 @@ def _known(cell: Cell) -> Power:
 
 
 def _gather(meeting: Meeting, g: Tensor | None, log2: Power) -> Tensor | None:
-    """Hold what comes; at the last part return the sum of all."""
+    """Hold a part of the sum; return the sum with the last part."""
     meeting.held.append((g, log2))
     if len(meeting.held) < meeting.expected:
         return None
@@ -245,7 +245,7 @@ def _gather(meeting: Meeting, g: Tensor | None, log2: Power) -> Tensor | None:
 
 
 class Checks:
-    """Looks for what would get gradients times the scale of a layer, and remembers what it has looked at.
+    """Look for code that would see gradients times the scale of a layer, and remember the nodes that were checked.
 
     names: of parameters, by id. parameters: returns those that a pass may write to besides the leaves of its graph.
     """
@@ -253,11 +253,11 @@ class Checks:
     def __init__(self) -> None:
         self.names: Mapping[int, str] = {}
         self.parameters: Callable[[], Iterable[Tensor]] = tuple
-        self._seen: set[tuple[str, int]] = set()  # kinds of Functions, and which of that kind: none wrote a gradient
+        self._seen: set[tuple[str, int]] = set()  # Functions by kind and number that wrote no gradient
         self._warned: set[str] = set()
 
     def look_at(self, plan: Plan, is_ours: Callable[[], bool]) -> None:
-        """Warn of what the plan's graph alone tells, and hook Functions that were not seen before.
+        """Warn of problems that the plan's graph alone shows, and hook Functions that were not seen before.
 
         is_ours: whether the running graph task is the pass of the plan.
         """
@@ -282,10 +282,10 @@ class Checks:
                 self._watch(node, (kind, number), [leaf for leaf, _ in plan.leaves], is_ours)
 
     def look_at_call(self, root: Node, arrivals: Arrivals) -> None:
-        """Compare what `backward` or `grad` was called with to the graph of the scaled loss.
+        """Compare the arguments of `backward` or `grad` with the graph of the scaled loss.
 
-        root: the node of the scaled loss, which is running. arrivals: what gradients in its graph carry.
-        Raises RuntimeError where the gradient of another loss enters that graph.
+        root: the node of the scaled loss, which is running. arrivals: the powers that gradients in its graph carry.
+        Raises RuntimeError if the gradient of another loss enters that graph.
         """
         for outputs, inputs in calls_of_backward():
             roots = [edge_of(x)[0] for x in outputs]
@@ -352,7 +352,7 @@ class Checks:
 
 
 def written(leaf: Tensor) -> tuple[int, int]:
-    """Which tensor the gradient of a leaf is, and how often it was written to."""
+    """Identity and version of the gradient of a leaf."""
     return (0, 0) if leaf.grad is None else (id(leaf.grad), version_of(leaf.grad))
 
 
@@ -365,7 +365,7 @@ def _may_add_a_constant(node: Node, slots: Collection[int]) -> bool:
 
 
 def _entered(roots: Iterable[Node | None], arrivals: Arrivals) -> Iterator[tuple[Node, int]]:
-    """The slots of the planned graph at which the graph above it enters, of leaves none."""
+    """The slots at which the graph above enters the planned graph, leaves excepted."""
     waiting = [(root, 0) for root in roots if root is not None]
     above: set[Node] = set()
     while waiting:

@@ -23,7 +23,7 @@ KEYS = ("site", "role", "factors", "kept", "amax", "ceiling", "reached", "histor
 
 
 def _is_scale(value: Any) -> bool:
-    """Whether this is a number above 0 that float64 holds."""
+    """True for a number above 0 that float64 holds."""
     return is_finite_number(value) and value > 0 and (not isinstance(value, int) or value <= sys.float_info.max)
 
 
@@ -83,7 +83,7 @@ class Options:
             raise ValueError(f"u_min={u_min!r} is not below u_max={u_max!r}. Expected: a range. Exchange the two.")
 
     def _check_what_is_measured(self) -> None:
-        """Refuse what says nothing to a rule that measures each gradient: it has no factors, and nothing to hold."""
+        """Refuse settings that do not apply to a rule that measures: it has no factors, and holds no scales."""
         ahead = "a rule that predicts: approx_range, abs_range, element_wise_range, fixed"
         if self.branches == "original":
             raise ValueError(
@@ -110,25 +110,25 @@ class Options:
 
     @property
     def predicts(self) -> bool:
-        """Whether the rule predicts what a product gives from its operands; else it measures what arrives."""
+        """True if the rule predicts a product's result from its operands; otherwise it measures gradients."""
         return self.rule.predicts
 
     def as_plain(self) -> dict[str, Any]:
-        """All of them as plain values, the rule by its name and parameters."""
+        """All settings as plain values, the rule by its name and parameters."""
         modules = None if self.modules is None else sorted(self.modules)
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**plain, "rule": self.rule.name, "params": asdict(self.rule), "modules": modules}
 
     @property
     def has_range(self) -> bool:
-        """Whether a number stands for a limit of the format, which not every format holds."""
+        """True if a limit of the format is given as a number, which not every format holds."""
         return self.u_max is not None or not isinstance(self.u_min, str)
 
     def require_range_of(self, spec: RoundingSpec, place: str) -> None:
-        """Raise ValueError where a numeric u_min or u_max is beyond the numbers of a format.
+        """Raise ValueError if a numeric u_min or u_max is outside the range of a format.
 
         spec: how gradients are rounded.
-        place: where, for the error.
+        place: the place, for the error.
         """
         fmt = spec.fmt
         u_min = self.u_min if isinstance(self.u_min, float) else fmt.smallest
@@ -150,7 +150,7 @@ class Options:
 
     @property
     def holds_scales(self) -> bool:
-        """Whether scales are held between updates; "original" reuses factors."""
+        """True if scales are held between updates; "original" reuses factors."""
         return self.branches == "exact" and self.update_every > 1
 
 
@@ -164,9 +164,9 @@ def check_progress(state: Mapping[str, Any]) -> None:
 
 
 def check_sites(sites: Any, step: int, modules: Collection[str], length: int | None) -> None:
-    """Raise ValueError unless these are sites of the model, each whole.
+    """Raise ValueError unless these are complete sites of the model.
 
-    sites: what a state has of them. step: the state's.
+    sites: those of a state. step: the state's.
     modules: the names of the model's modules; "" is the model.
     length: of the history that the rule keeps; None for a rule without.
     """
@@ -225,5 +225,5 @@ def _is_log2_scale(value: Any) -> bool:
 
 
 def _is_magnitude(value: Any) -> bool:
-    """Whether this is a number from 0 to inf, as float64 holds it."""
+    """True for a number from 0 to inf that float64 holds."""
     return is_number(value) and (value == math.inf or 0 <= value <= 2**1023)

@@ -10,8 +10,8 @@ import types as types_module
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from llvmlite import binding
@@ -253,6 +253,9 @@ def float32_of(bits):
 
 CUDA_THREADS = 256  # in a block, unless a kernel has its own number
 
+cuda: Any = None  # numba-cuda's module in the files that import this name, once `uses_cuda` has put it there
+_P, _R = ParamSpec("_P"), TypeVar("_R")
+
 
 @cache
 def cuda_module() -> Any:
@@ -275,6 +278,20 @@ def cuda_module() -> Any:
     # a small tensor makes a small grid, and its owner cannot help it
     warnings.filterwarnings("ignore", message=r"Grid size \d+ will likely result in GPU under-utilization")
     return cuda
+
+
+def uses_cuda(make_kernel: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function that makes the body of a CUDA kernel: `cuda` in its file becomes numba-cuda's module.
+
+    A global, not a variable that the body encloses: CUDA's simulator swaps the module in the globals of a body alone.
+    """
+
+    @wraps(make_kernel)
+    def make(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        make_kernel.__globals__["cuda"] = cuda_module()  # type: ignore[attr-defined]
+        return make_kernel(*args, **kwargs)
+
+    return make
 
 
 def ptx_code(

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fpsim.compiling.compile import cuda_module, pointer, stack_array
+from fpsim.compiling.compile import cuda, pointer, stack_array, uses_cuda
 from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
 from fpsim.kernels.core import NUMBERS, draws_noise, make_numbers_from
-from fpsim.kernels.round import key_words
 from fpsim.kernels.sums import (
     BIAS_NOISE,
     OUTER_NOISE,
@@ -29,11 +28,10 @@ from fpsim.kernels.sums import (
     widen,
     with_overflow,
 )
+from fpsim.kernels.threefry import key_words
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
-
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
 # A tile of the result: its sums, the terms that are added to them and the values these are multiplied by lie in the
 # first-level cache together, as float64.
@@ -278,14 +276,13 @@ def _noise_of(element, kind, number, key0, key1):
     return sum_noise(element, kind, number // 4, key0, key1)[number % 4]
 
 
+@uses_cuda
 def cuda_kernel(code: Code) -> Callable[..., None]:
     """The body of the CUDA kernel as a Python function: a thread computes one element, in the order of the CPU.
 
     a, b, bias and out are flat memory of uint32; sizes, sums, products and outer_sums are tuples of int64 as in
     `cpu_loop`. The key is an int64 in memory if `has_key`, else `key_word`.
     """
-    global cuda
-    cuda = cuda_module()
     add, round_value = make_add(code.rule, code.shape), make_round_value(code.rule, code.shape)
     fold, round_product = make_add(code.outer_rule, code.outer_shape), make_round_value(*code[2:4])
     is_stochastic, is_product_stochastic = draws_noise(code.rule), draws_noise(code.product_rule)

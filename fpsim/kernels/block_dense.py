@@ -1,25 +1,32 @@
 """Blocks on a card: the kernel for blocks that lie one behind the other in memory, which is how most are cut.
 
 The number of threads that share a block is compiled in. A thread takes 16 bytes, and nothing is divided. With one scale
-for the whole tensor there are no blocks to look at, and the same kernel takes any number of elements.
+for the whole tensor there are no blocks to look at, and the same kernel takes any number of elements. A second kernel
+finds the amax of a tensor, and what all its blocks share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fpsim.compiling.compile import CUDA_THREADS, cuda_module
+from fpsim.compiling.compile import CUDA_THREADS, cuda, float32_bits, float32_of, uses_cuda
+from fpsim.compiling.deferred import njit
 from fpsim.kernels.blocks import (
     COUNTED,
+    FLOAT32_LARGEST,
     GAINED,
+    INFINITY,
+    MAGNITUDE,
     MASK,
+    NAN,
     PARAMETERS,
     amax_of_vector,
     counted_amax_of_vector,
+    counted_magnitude,
     is_near,
     make_apply,
     make_apply_far,
@@ -29,18 +36,20 @@ from fpsim.kernels.blocks import (
     special_vector,
 )
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
-from fpsim.kernels.round import exchange_halves, key_words, noise_words
-from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES
+from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, exchange_halves, key_words, noise_words
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
-
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
 VECTOR = 4  # float32 that a thread takes
 WARP = NOISE_BLOCK // VECTOR  # threads that share a block of noise, and so divide those of a launch
 ONE_SCALE = 0  # in the place of a size
 SIZES = tuple(VECTOR << i for i in range(6))  # of the blocks: a team has at most a warp's threads, as one is launched
+
+# Flags of `amax_kernel`: what the first of two numbers becomes; whether the second is the amax; whether inf saturates.
+AMAX, MULTIPLIER, OF_TENSOR, SATURATES = 1, 2, 4, 8
+PLACES = 4  # the two numbers that blocks share, the amax, and how many blocks of threads are done; all begin as -1
+_FIRST, _SECOND, FOUND, _DONE = range(PLACES)
 
 
 def dense_size(axes: Sequence[int]) -> int | None:
@@ -77,6 +86,7 @@ def leave_noise(words, thread, vector, key0, key1):
     words[at + u64(2) * lanes], words[at + u64(3) * lanes] = second, exchange_halves(second)
 
 
+@uses_cuda
 def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) -> Callable[..., None]:
     """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
@@ -87,8 +97,6 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
 
     from fpsim.compiling.card import IS_SIMULATED, VECTOR_BYTES, vector_access
 
-    global cuda
-    cuda = cuda_module()
     tensor_scale, block_scale = make_tensor_scale(kind), make_block_scale(scale_shape, kind)
     apply, apply_far = make_apply(rule, shape, kind), make_apply_far(rule, shape, kind)
     load, store = vector_access(32)
@@ -165,3 +173,78 @@ def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int, size: int)
     signature = WORDS32, WORDS32, INTEGER, INTEGER, parameters, INTEGERS, FLOATS32, INTEGER, INTEGERS, INTEGER, INTEGER
     words = rule, shape, scale_shape, kind, size
     return CudaKernel(lambda: for_card(dense_kernel(*words)), signature, "dense", *words)
+
+
+@njit(inline="always")
+def multiplier(amax, largest):
+    """largest / amax as float32, both patterns; 1 where amax is 0 (NVIDIA TransformerEngine, Float8CurrentScaling).
+
+    Of an infinite amax it says nothing.
+    """
+    nonzero = amax if amax != np.uint32(0) else largest
+    return float32_bits(min(np.float32(float32_of(largest) / float32_of(nonzero)), FLOAT32_LARGEST))
+
+
+@uses_cuda
+def amax_kernel() -> Callable[..., None]:
+    """The body of a CUDA kernel that finds the pattern of the largest magnitude of `n` uint32: `counted_magnitude`.
+
+    is_aligned: x begins at a multiple of 16 bytes. largest: of the elements' format, a pattern. asked: flags; the block
+    of threads that is done last writes what they ask for. out: PLACES int64.
+    """
+    from numba import int64, uint32
+
+    from fpsim.compiling.card import vector_access
+
+    load, _ = vector_access(32)
+    u32 = np.uint32
+
+    def kernel(x, n, is_aligned, largest, asked, out):
+        shared = cuda.shared.array(CUDA_THREADS, uint32)
+        t, thread, step, amax = cuda.threadIdx.x, cuda.grid(1), cuda.gridsize(1), u32(0)
+        counted = INFINITY if asked & SATURATES else MAGNITUDE
+        vectors = n // 4 if is_aligned else 0
+        for i in range(thread, vectors, step):
+            x0, x1, x2, x3 = load(x, i)
+            most = amax_of_vector(x0, x1, x2, x3)
+            if most >= MASK:
+                most = counted_amax_of_vector(x0, x1, x2, x3, counted)
+            amax = max(amax, most)
+        for i in range(vectors * 4 + thread, n, step):
+            amax = max(amax, counted_magnitude(x[i], counted))
+        shared[t] = amax
+        half = cuda.blockDim.x // 2
+        cuda.syncthreads()
+        while half > 0:
+            if t < half:
+                shared[t] = max(shared[t], shared[t + half])
+            cuda.syncthreads()
+            half //= 2
+        if t > 0:
+            return
+        cuda.atomic.max(out, FOUND, int64(shared[0]))
+        cuda.threadfence()  # whoever sees that this block is done sees what it has found
+        if cuda.atomic.add(out, _DONE, 1) == cuda.gridDim.x - 2:  # it began at -1
+            cuda.threadfence()
+            found = u32(cuda.atomic.max(out, FOUND, 0))
+            if asked & MULTIPLIER and found >= INFINITY:
+                out[_FIRST] = int64(float32_bits(np.float32(1)) if asked & SATURATES else NAN)
+            elif asked & MULTIPLIER:
+                out[_FIRST] = int64(multiplier(found, u32(largest)))
+            elif asked & AMAX:
+                out[_FIRST] = int64(found)
+            if asked & OF_TENSOR:
+                out[_SECOND] = int64(found)
+
+    return kernel
+
+
+@cache
+def cuda_amax() -> CudaKernel:
+    """The kernel with its launch, in any number of blocks."""
+    from numba import types
+
+    from fpsim.compiling.card import INTEGER, WORDS32, CudaKernel, for_card
+
+    signature = WORDS32, INTEGER, INTEGER, INTEGER, INTEGER, types.Array(types.int64, 1, "C")
+    return CudaKernel(lambda: for_card(amax_kernel()), signature, "amax")

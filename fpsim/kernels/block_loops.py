@@ -32,8 +32,7 @@ from fpsim.kernels.blocks import (
     special_element,
 )
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
-from fpsim.kernels.round import exchange_halves, fill_noise, noise_words
-from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES
+from fpsim.kernels.threefry import NOISE_BLOCK, element_noise, fill_noise
 
 LANES = 256  # neighbours in memory that are rounded side by side; fewer where a block is long, to stay in the cache
 LONG_BLOCK, LANES_OF_LONG = 128, 64
@@ -59,16 +58,6 @@ def place_of(unit, outer, rows, middle, columns, inner, r, c):
     height, length = min(r, rows - row * r), min(c, columns - column * c)
     base = (((o * rows + row * r) * middle + m) * columns + column * c) * inner + lane
     return base, height if o < outer else 0, length, step
-
-
-@njit(forceinline=True)
-def element_noise(index, key0, key1):
-    """The noise word of one element, see threefry.NOISE_BLOCK."""
-    block, place = index // NOISE_BLOCK, index % NOISE_BLOCK
-    part, lane = place // NOISE_LANES, place % NOISE_LANES
-    w0, w1, w2, w3 = noise_words(block * NOISE_LANES + lane, key0, key1)
-    word = w0 if part < 2 else (w1 if part < 4 else (w2 if part < 6 else w3))
-    return exchange_halves(word) if part % 2 else word
 
 
 @njit(inline="always")

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fpsim.compiling.compile import CUDA_THREADS, cuda_module
+from fpsim.compiling.compile import CUDA_THREADS, cuda, uses_cuda
 from fpsim.compiling.deferred import njit
-from fpsim.kernels.bits import leading_zeros
 from fpsim.kernels.block_choice import GIVEN, make_error
-from fpsim.kernels.block_loops import element_noise, place_of
+from fpsim.kernels.block_loops import place_of
 from fpsim.kernels.block_tally import end_of_range, has_scale, make_facts
 from fpsim.kernels.blocks import (
     COUNTED,
@@ -34,8 +33,8 @@ from fpsim.kernels.blocks import (
     second_place,
     special_element,
 )
+from fpsim.kernels.containers import leading_zeros
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
-from fpsim.kernels.round import key_words
 from fpsim.kernels.statistics import (
     BLOCK_FIELDS,
     BLOCK_SATURATED,
@@ -47,11 +46,10 @@ from fpsim.kernels.statistics import (
     SMALLEST_SCALE,
     ZERO_BLOCKS,
 )
+from fpsim.kernels.threefry import element_noise, key_words
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
-
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
 ELEMENTS = 4  # of a block for each thread of its team: with fewer, the time would go to the scale
 SECTOR = 8  # float32 in the 32 bytes that a card reads at least
@@ -192,6 +190,7 @@ def _make_amax(further: Callable[..., Any]) -> Callable[..., Any]:
     return amax_of_team
 
 
+@uses_cuda
 def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int, small: bool) -> Callable[..., None]:
     """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
@@ -199,8 +198,6 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int, small: b
     integers; `given` int64, as `shared` of the CPU's loops; `scales` a float32 for each block, if `has_scales`. The
     key is an int64 in memory if `has_key`, else `word`. team: as `grid_of` has it. small: of what `is_small` tells.
     """
-    global cuda
-    cuda = cuda_module()
     from numba import uint32
 
     tensor_scale, block_scale = make_tensor_scale(kind), make_block_scale(scale_shape, kind)
@@ -240,13 +237,12 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int, small: b
     return kernel
 
 
+@uses_cuda
 def tally_kernel(scale_shape: int, kind: int, small: bool) -> Callable[..., None]:
     """The same, of what a rounding from `x` to `y` did: one row of BLOCK_FIELDS for all, in the int64 array `out`.
 
     Arguments as those of `block_tally.cpu_loop`: `given` is its `shared`. A block of threads counts in shared memory.
     """
-    global cuda
-    cuda = cuda_module()
     from numba import int64, uint32
 
     facts, tensor_scale = make_facts(scale_shape, kind), make_tensor_scale(kind)
@@ -305,13 +301,12 @@ def tally_kernel(scale_shape: int, kind: int, small: bool) -> Callable[..., None
     return kernel
 
 
+@uses_cuda
 def choice_kernel(error: int, small: bool) -> Callable[..., None]:
     """The same, of blocks that were rounded with several scales. Arguments as those of `block_choice.cpu_along`.
 
     `chosen` is int64.
     """
-    global cuda
-    cuda = cuda_module()
     from numba import float64
 
     of_element, joined = make_error(error)

@@ -14,9 +14,8 @@ import numpy as np
 
 from fpsim.compiling.compile import float32_bits, float32_of
 from fpsim.compiling.deferred import njit
-from fpsim.kernels.bits import leading_zeros
 from fpsim.kernels.codebooks import make_rounding
-from fpsim.kernels.containers import narrowed, widened
+from fpsim.kernels.containers import leading_zeros, narrowed, widened
 from fpsim.kernels.core import BOOK, NUMBERS, SEARCHED_BOOK, make_at_scale, make_numbers_from
 
 # How a scale follows from amax. It selects the code that is compiled.

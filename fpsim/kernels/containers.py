@@ -1,5 +1,6 @@
-"""From one container to the other by integers: a processor that flushes subnormals to zero flushes none of these.
+"""Bit patterns: the integers that hold them, shifts as instructions, and conversion between float32 and float64.
 
+Conversions are of integers: a processor that flushes subnormals to zero flushes none of these.
 `torch.set_flush_denormal(True)` lets the thread's own conversions between float32 and float64 give zero for a float32
 subnormal. Multiplying two normal numbers to a normal one, and converting an integer, are not affected.
 """
@@ -13,9 +14,72 @@ from typing import Any
 import numpy as np
 
 from fpsim.compiling.compile import float64_bits, float64_of_bits, pointer
-from fpsim.compiling.deferred import carray, njit
+from fpsim.compiling.deferred import carray, intrinsic, njit
 from fpsim.compiling.native import Loop, compiled_loop
-from fpsim.kernels.bits import shift_right
+
+
+def integers(width: int) -> tuple[Any, Any]:
+    """The types of unsigned and of signed integers of `width` bits."""
+    return (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
+
+
+def _shift(direction: str) -> Callable[..., Any]:
+    def shift(typingctx: Any, value: Any, amount: Any) -> Any:
+        """Shift an unsigned integer; 0 for amounts beyond the width (a negative one, read as unsigned, too).
+
+        An intrinsic keeps LLVM from widening the shift to 64 bits: 2.7 ms against 0.9 ms for 4M floats.
+        """
+        from llvmlite import ir
+        from numba import types
+
+        if not isinstance(value, types.Integer) or value != amount:
+            return None
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            v, n = arguments
+            in_range = builder.icmp_unsigned("<", n, ir.Constant(n.type, value.bitwidth))
+            return builder.select(in_range, getattr(builder, direction)(v, n), ir.Constant(v.type, 0))
+
+        return value(value, value), generate
+
+    return intrinsic(shift)  # type: ignore[no-any-return]
+
+
+shift_left, shift_right = _shift("shl"), _shift("lshr")
+
+
+@intrinsic
+def leading_zeros(typingctx: Any, value: Any) -> Any:
+    """How many zero bits a uint32 begins with."""
+    from llvmlite import ir
+    from numba import types
+
+    if value != types.uint32:
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint32(value), generate
+
+
+@intrinsic
+def rotate_left(typingctx: Any, value: Any, amount: Any) -> Any:
+    """Rotate a uint32 by 1 to 31 bits."""
+    from llvmlite import ir
+    from numba import types
+
+    if value != types.uint32 or not isinstance(amount, types.Integer):
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        v, n = arguments
+        n = context.cast(builder, n, signature.args[1], types.uint32)
+        high = builder.shl(v, n)
+        return builder.or_(high, builder.lshr(v, builder.sub(ir.Constant(n.type, 32), n)))
+
+    return types.uint32(types.uint32, amount), generate
+
 
 _SIGN32, _SIGN64 = np.uint32(1 << 31), np.uint64(1 << 63)
 _INFINITY32, _INFINITY64 = np.uint32(0xFF << 23), np.uint64(0x7FF << 52)

@@ -17,7 +17,7 @@ from fpsim.compiling.deferred import njit
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.fixed_point import FixedPoint
 from fpsim.formats.floats import FloatFormat
-from fpsim.kernels.bits import integers, shift_left, shift_right
+from fpsim.kernels.containers import integers, shift_left, shift_right
 from fpsim.kernels.variants import VARIANTS
 
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd", "stochastic")

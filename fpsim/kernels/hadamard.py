@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fpsim.compiling.compile import CUDA_THREADS, cuda_module, pointer, stack_array
+from fpsim.compiling.compile import CUDA_THREADS, cuda, pointer, stack_array, uses_cuda
 from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
-from fpsim.kernels.round import key_words
-from fpsim.kernels.threefry import NOISE_ROUNDS, threefry
+from fpsim.kernels.threefry import NOISE_ROUNDS, key_words, threefry
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
-
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
 LANES = 16  # groups side by side on the CPU: a cache line of float32, and vectors whatever the size of a group
 SIGNS = 0x5347  # the high word of the signs' counters, which no tensor's rounding noise reaches: one key serves both
@@ -146,14 +143,13 @@ def cpu_loop(size: int, width: int) -> Loop:
     return loop
 
 
+@uses_cuda
 def cuda_kernel(size: int, width: int) -> Callable[..., None]:
     """The body of the CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
     `x` and `y` are flat memory of floats; the key is an int64 in memory if `has_key`, else `word`. A thread holds one
     element, a block `size` threads for each of its lines.
     """
-    global cuda
-    cuda = cuda_module()
     from numba import float32, float64
 
     floating = float32 if width == 32 else float64

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fpsim.compiling.compile import CUDA_THREADS, cuda_module, float32_of, float64_of_bits, pointer
+from fpsim.compiling.compile import CUDA_THREADS, cuda, float32_of, float64_of_bits, pointer, uses_cuda
 from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
-from fpsim.kernels.bits import integers
-from fpsim.kernels.containers import UNIT, make_value
+from fpsim.kernels.containers import UNIT, integers, make_value
 from fpsim.kernels.core import BINARY32, BINARY64
 from fpsim.kernels.statistics import (
     AMAX,
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
 FIELDS = len(Moments._fields)
-
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
 
 @cache
@@ -215,14 +212,13 @@ def _make_join(only_amax: bool) -> Callable[..., None]:
     return join
 
 
+@uses_cuda
 def cuda_moments_kernel(size: int, only_amax: bool, logs: bool) -> Callable[..., None]:
     """The body of the CUDA kernel that gathers the Moments of `n` patterns at `x` into the float64 at `out`.
 
     is_aligned: x begins at a multiple of 16 bytes. rows, sums: of `partial_words`. The block that is the last to leave
     its part joins them all.
     """
-    global cuda
-    cuda = cuda_module()
     from numba import float64, int64
 
     from fpsim.compiling.card import vector_access
@@ -315,14 +311,13 @@ def _make_write(size: int, only_amax: bool) -> Callable[..., Any]:
     return write
 
 
+@uses_cuda
 def cuda_exponents_kernel(size: int, power_begins: bool = False) -> Callable[..., None]:
     """The body of the CUDA kernel that counts by binade as `exponents_loop` does, into the int64 array `bins`.
 
     x: `n` patterns. is_aligned: they begin at a multiple of 16 bytes. A block counts in its shared memory, and adds
     what it has to `bins` at its end: one atomic addition in memory for each of its binades, not for each element.
     """
-    global cuda
-    cuda = cuda_module()
     from numba import int64, uint32
 
     from fpsim.compiling.card import vector_access

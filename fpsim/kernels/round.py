@@ -1,4 +1,4 @@
-"""Rounding: the loops that round the patterns of a tensor, and the noise that they draw."""
+"""Rounding: the loops that round the patterns of a tensor."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fpsim.compiling.compile import CUDA_THREADS, cuda_module, pointer, stack_array
+from fpsim.compiling.compile import CUDA_THREADS, cuda, pointer, stack_array, uses_cuda
 from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
-from fpsim.kernels.bits import integers, rotate_left
 from fpsim.kernels.codebooks import make_rounding
-from fpsim.kernels.containers import make_limit, make_value
+from fpsim.kernels.containers import integers, make_limit, make_value
 from fpsim.kernels.core import (
     BESIDE_GAP,
     BINARY32,
@@ -25,7 +24,7 @@ from fpsim.kernels.core import (
     make_numbers_from,
     make_round,
 )
-from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, NOISE_ROUNDS, threefry
+from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, exchange_halves, fill_noise, key_words, noise_words
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
@@ -43,34 +42,6 @@ class Masks(NamedTuple):
 
 
 NO_MASKS = Masks()
-
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
-
-
-@njit(forceinline=True)
-def exchange_halves(word):
-    return rotate_left(np.uint32(word), 16)
-
-
-@njit(forceinline=True)
-def noise_words(counter, key0, key1):
-    """The four noise words of one counter, see threefry.NOISE_BLOCK."""
-    low = np.uint32(np.uint64(counter) & np.uint64(0xFFFFFFFF))
-    high = np.uint32(np.uint64(counter) >> np.uint64(32))
-    return threefry(low, high, np.uint32(key0), np.uint32(key1), NOISE_ROUNDS)
-
-
-@njit(forceinline=True)
-def fill_noise(noise, block, key0, key1):
-    """The NOISE_BLOCK words of one block into `noise`."""
-    first = np.uint64(block) * np.uint64(NOISE_LANES)  # 16 counters never cross 2**32: the high word is one
-    low, high = np.uint32(first & np.uint64(0xFFFFFFFF)), np.uint32(first >> np.uint64(32))
-    for lane in range(NOISE_LANES):
-        w0, w1, w2, w3 = threefry(np.uint32(low + np.uint32(lane)), high, key0, key1, NOISE_ROUNDS)
-        noise[lane], noise[lane + 16] = w0, exchange_halves(w0)
-        noise[lane + 32], noise[lane + 48] = w1, exchange_halves(w1)
-        noise[lane + 64], noise[lane + 80] = w2, exchange_halves(w2)
-        noise[lane + 96], noise[lane + 112] = w3, exchange_halves(w3)
 
 
 @cache
@@ -210,13 +181,7 @@ def cpu_fitting_loop(rule: int, shape: int, width: int) -> Loop:
 ALIGNED, HAS_SCALE, HAS_KEY = 1, 2, 4  # flags of a launch, see cuda_kernel
 
 
-@njit(forceinline=True)
-def key_words(key):
-    """The two words of a noise key's 64 bits."""
-    bits = np.uint64(np.int64(key))
-    return np.uint32(bits & np.uint64(0xFFFFFFFF)), np.uint32(bits >> np.uint64(32))
-
-
+@uses_cuda
 def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Callable[..., None]:
     """The body of a CUDA kernel as a Python function, for the card, PTX and the simulator alike.
 
@@ -230,8 +195,6 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
     """
     from fpsim.compiling.card import vector_access
 
-    global cuda
-    cuda = cuda_module()
     round_bits, is_mask, (uint, _) = make_rounding(rule, shape, width), _make_is_mask(width, masks), integers(width)
     numbers_from, at_scale, is_stochastic = make_numbers_from(width), make_at_scale(width), draws_noise(rule)
     to_top, lanes = uint(width - 32), 128 // width

@@ -28,8 +28,7 @@ import numpy as np
 
 from fpsim.compiling.compile import float64_bits, float64_of_bits
 from fpsim.compiling.deferred import njit
-from fpsim.kernels.bits import shift_left
-from fpsim.kernels.containers import narrowed, widened
+from fpsim.kernels.containers import narrowed, shift_left, widened
 from fpsim.kernels.core import draws_noise, make_round
 from fpsim.kernels.threefry import NOISE_ROUNDS, threefry
 

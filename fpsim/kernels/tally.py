@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fpsim.compiling.compile import CUDA_THREADS, cuda_module, float64_bits, float64_of_bits, pointer
+from fpsim.compiling.compile import CUDA_THREADS, cuda, float64_bits, float64_of_bits, pointer, uses_cuda
 from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
-from fpsim.kernels.bits import integers
-from fpsim.kernels.containers import make_limit, make_value, times_power, widened
+from fpsim.kernels.containers import integers, make_limit, make_value, times_power, widened
 from fpsim.kernels.core import BINARY32, BINARY64
 from fpsim.kernels.statistics import (
     ELEMENT_COUNTS,
@@ -40,8 +39,6 @@ from fpsim.kernels.statistics import (
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
-
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
 LEAST_PRODUCT = math.ldexp(1.0, -1022)  # up to it a processor may flush a product to zero, and so we all do
 
@@ -125,6 +122,7 @@ def tally_loop(size: int) -> Loop:
     return loop
 
 
+@uses_cuda
 def tally_kernel(size: int) -> Callable[..., None]:
     """The body of the CUDA kernel that does the same, as a Python function, for PTX and the simulator alike.
 
@@ -132,8 +130,6 @@ def tally_kernel(size: int) -> Callable[..., None]:
     amax: the pattern of a float64 in an int64 array. sums: signal, noise, dead_zone and along of each block of threads,
     float64, whose sum is the caller's: in an order that does not change.
     """
-    global cuda
-    cuda = cuda_module()
     from numba import float64, int64, uint32
 
     wide, value_of, zero = _make_wide(size), make_value(64), np.uint64(0)
@@ -257,14 +253,13 @@ def lost_loop(size: int) -> Loop:
     return loop
 
 
+@uses_cuda
 def lost_kernel(size: int) -> Callable[..., None]:
     """The body of the CUDA kernel that does the same, as a Python function.
 
     largest: a float64's pattern. log2_scale: an int64 in memory; the limit is `largest * 2**-log2_scale`. counts: an
     int64 array that is added to.
     """
-    global cuda
-    cuda = cuda_module()
     from numba import int64
 
     limit_of, lost, fields = make_limit(8 * size), _make_lost(size), len(LOST_COUNTS)

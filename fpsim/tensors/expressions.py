@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fpsim.kernels import core
-from fpsim.kernels.codebook_tables import any_plan
+from fpsim.kernels.codebooks import any_plan
 from fpsim.kernels.core import (
     BINARY32,
     CARRYING,

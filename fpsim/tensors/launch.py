@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.kernels.codebook_tables import any_plan, halves_of, table_address, table_at
-from fpsim.kernels.codebooks import BookNumbers
+from fpsim.kernels.codebooks import BookNumbers, any_plan, halves_of, table_address, table_at
 from fpsim.kernels.containers import narrow_loop, power_loop, widen_loop
 from fpsim.kernels.core import BINARY32, BINARY64, BOOK, NUMBERS, SEARCHED_BOOK, Plan
 from fpsim.kernels.round import (

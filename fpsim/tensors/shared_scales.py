@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fpsim.formats.blocks import BlockFormat, Choose
-from fpsim.kernels import block_amax, block_choice, block_dense, block_loops, block_teams, blocks
-from fpsim.kernels.codebook_tables import any_plan
+from fpsim.kernels import block_choice, block_dense, block_loops, block_teams, blocks
+from fpsim.kernels.codebooks import any_plan
 from fpsim.kernels.core import BINARY32, make_plan, scale_limits
 from fpsim.kernels.moments import partial_words
 from fpsim.tensors.cuts import BlockAxes, block_axes, runs_elsewhere, second_amaxes
@@ -101,7 +101,7 @@ def amax_pattern(x: Tensor, plan: blocks.BlockPlan) -> Tensor:
     Masks do not count. An infinity does, and NaN where it makes a scale NaN.
     """
     if x.is_cuda:
-        return _amax_on_card(x, _saturates(plan))[block_amax.FOUND]
+        return _amax_on_card(x, _saturates(plan))[block_dense.FOUND]
     return torch.tensor(_amax_on_cpu(x, plan)[0])
 
 
@@ -112,17 +112,17 @@ def recorded_amax(x: Tensor, spec: BlockSpec) -> Tensor:
 
 
 def _saturates(plan: blocks.BlockPlan) -> int:
-    return block_amax.SATURATES if plan.parameters[blocks.COUNTED] == blocks.INFINITY else 0
+    return block_dense.SATURATES if plan.parameters[blocks.COUNTED] == blocks.INFINITY else 0
 
 
 def _amax_on_card(x: Tensor, asked: int, largest: float = 1.0) -> Tensor:
-    """What one pass over a contiguous tensor finds, int64 at the places of kernels.block_amax. asked: its flags."""
+    """What one pass over a contiguous tensor finds, int64 at the places of kernels.block_dense. asked: its flags."""
     from fpsim.compiling.card import array_words
 
-    out = torch.full((block_amax.PLACES,), -1, dtype=torch.int64, device=x.device)
-    address, words = address_of(x), array_words(address_of(out), (block_amax.PLACES,), 8)
+    out = torch.full((block_dense.PLACES,), -1, dtype=torch.int64, device=x.device)
+    address, words = address_of(x), array_words(address_of(out), (block_dense.PLACES,), 8)
     arguments = address, x.numel(), int(address % 16 == 0), BINARY32.bits(largest), asked, *words
-    run_on_card(block_amax.cuda_amax(), x, partial_words(x.numel(), 4)[0], arguments)
+    run_on_card(block_dense.cuda_amax(), x, partial_words(x.numel(), 4)[0], arguments)
     return out
 
 
@@ -247,10 +247,10 @@ def _shared_on_cpu(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, lands
 
 
 def asked_of(f: BlockFormat, plan: blocks.BlockPlan) -> int:
-    """The flags of kernels.block_amax for what the blocks of a tensor share; 0 where no pass over it is needed."""
-    asked = block_amax.OF_TENSOR if f.tensor_scale else 0
+    """The flags of kernels.block_dense for what the blocks of a tensor share; 0 where no pass over it is needed."""
+    asked = block_dense.OF_TENSOR if f.tensor_scale else 0
     if f.block == "tensor" and not f.is_delayed:
-        asked |= block_amax.MULTIPLIER if plan.kind == blocks.DIVIDED else block_amax.AMAX
+        asked |= block_dense.MULTIPLIER if plan.kind == blocks.DIVIDED else block_dense.AMAX
     return asked | _saturates(plan) if asked else 0
 
 

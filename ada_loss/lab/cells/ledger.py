@@ -85,7 +85,7 @@ DAMAGED = "its row of the ledger was changed by something else than a sweep; run
 
 
 class OtherBits(ValueError):
-    """Results in a ledger have the numbers of other versions of the library than the driver's: `bits`."""
+    """Raised if a ledger's results have the numbers of other versions of the library than the driver's: `bits`."""
 
     def __init__(self, bits: Iterable[int]) -> None:
         self.bits = sorted(bits)
@@ -93,15 +93,15 @@ class OtherBits(ValueError):
 
 
 class RowChanged(LookupError):
-    """A row of the ledger is not as its driver has written it."""
+    """Raised if a row of the ledger is not as its driver wrote it."""
 
 
 class Ledger:
     """Cells and their states in a file. One driver writes; any number of processes read (write-ahead log).
 
-    Every method that changes something is one transaction: a killed process leaves the last complete one. Every row
-    carries a digest of its content. A row that does not match its digest is "damaged": it counts as failed, with an
-    error that says so, and the next driver plans the cell again.
+    Every change is one transaction: a killed process leaves the last complete one. Every row carries a digest of its
+    content. A row that does not match its digest is "damaged": it counts as failed, with an error that says so, and the
+    next driver plans the cell again.
 
     path: the file, or ":memory:".
     readonly: for readers; the file must exist. In a folder that cannot be written it must be complete: no driver may
@@ -161,7 +161,7 @@ class Ledger:
             raise self._unreadable(f"it has {size:,} bytes, more than {MOST_BYTES:,}")
 
     def require_the_same(self) -> None:
-        """Raise ChangedFolder where the file was deleted or replaced: what is written to it now is kept by nobody."""
+        """Raise ChangedFolder if the file was deleted or replaced, so that further writes would be lost."""
         try:
             is_there = self._file is None or _identity(self.path) == self._file
         except FileNotFoundError:
@@ -297,7 +297,7 @@ class Ledger:
         self._query("UPDATE cells SET digest = ? WHERE id = ?", (_cell_digest(row), cell))
 
     def add(self, cells: Iterable[tuple[str, dict[str, Any]]]) -> int:
-        """Plan cells, given as (id, configuration); known cells stay as they are. Gives the number of new ones."""
+        """Plan cells, given as (id, configuration); known cells stay unchanged. Returns the number of new ones."""
         with self._transaction():
             plan = self._plan_or_rows()
             first = self._query("SELECT coalesce(max(position) + 1, 0) FROM cells")[0][0]
@@ -318,7 +318,7 @@ class Ledger:
             return new
 
     def plan(self) -> Plan | None:
-        """What was planned; None in a ledger of an earlier version, which does not say."""
+        """The stored plan; None in a ledger of an earlier version, which has none."""
         if not self._query("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'plan'"):
             return None
         rows = self._query("SELECT content, digest FROM plan")
@@ -343,7 +343,7 @@ class Ledger:
         self._query("INSERT INTO plan VALUES (?, ?)", (content, digest_of([content])))
 
     def start(self, cell: str) -> None:
-        """Mark a planned cell as running, and count the attempt. Raises RowChanged where it is another one."""
+        """Mark a planned cell as running, and count the attempt. Raises RowChanged if its row has changed."""
         with self._transaction():
             self._require_row(cell, "planned")
             self._query("UPDATE cells SET state = 'running', attempts = attempts + 1 WHERE id = ?", (cell,))
@@ -355,7 +355,7 @@ class Ledger:
             raise RowChanged(f"The row of cell {cell} was deleted, or changed by something else than a sweep.")
 
     def restore(self, cell: str, config: dict[str, Any], state: str) -> None:
-        """Write the row of a cell again, as planned or as running; what it had is deleted, but for its attempts."""
+        """Write the row of a cell again, as planned or running; of the old row only the attempts are kept."""
         self.add([(cell, config)])
         with self._transaction():
             self._query("UPDATE cells SET config = ? WHERE id = ?", (json.dumps(config), cell))
@@ -388,7 +388,7 @@ class Ledger:
                 self._query("DELETE FROM cells WHERE rowid = ?", (number,))
 
     def finish(self, cell: str, result: dict[str, Any]) -> None:
-        """Write the result of a running cell. Raises RowChanged where its row is not as it was written.
+        """Write the result of a running cell. Raises RowChanged if its row has changed.
 
         result: any of "seconds", "metrics", "diverged", "skipped", "underflow", "telemetry_bytes", "telemetry_sha256",
             "error", "bits".
@@ -396,7 +396,7 @@ class Ledger:
         self._settle(cell, "done", result)
 
     def fail(self, cell: str, error: str, traceback: str = "") -> None:
-        """Write why a running cell gave no result. Of a long text its ends are kept."""
+        """Write why a running cell has no result. A long text is shortened to its ends."""
         self._settle(cell, "failed", {"error": error, "traceback": traceback})
 
     def _settle(self, cell: str, state: str, result: dict[str, Any]) -> None:
@@ -428,10 +428,10 @@ class Ledger:
         return counted(self.rows())
 
     def rows(self, state: str | None = None) -> list[dict[str, Any]]:
-        """A dictionary of its columns for each cell, in the order of planning, with "config" and "metrics" decoded.
+        """A dictionary of columns for each cell, in the order of planning, with "config" and "metrics" decoded.
 
-        The key "damaged" tells whether the row was changed: 0, or its number in the file. Such a row has the state
-        "failed" and no result; its configuration is what can still be read, or empty.
+        The key "damaged" is 0, or the row's number in the file if it was changed. Such a row has the state "failed" and
+        no result; its configuration is empty unless it can still be read.
 
         state: only cells in this state; None for all.
         """
@@ -471,7 +471,7 @@ class Ledger:
     def sessions(self) -> list[dict[str, Any]]:
         """The environments of all drivers in their order, each with "started", in seconds since 1970.
 
-        One that was changed is left out.
+        Changed ones are left out.
         """
         sessions = []
         for row in self._query("SELECT * FROM sessions ORDER BY started"):
@@ -492,7 +492,7 @@ class Ledger:
 
 
 def counted(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """How many rows are in each state.
+    """Count the rows in each state.
 
     >>> counted([{"state": "done"}, {"state": "done"}])
     {'planned': 0, 'running': 0, 'done': 2, 'failed': 0}

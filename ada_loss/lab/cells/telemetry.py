@@ -1,4 +1,4 @@
-"""The telemetry of a cell: how its training went, as arrays in an .npz file."""
+"""Telemetry of a cell: the course of its training, as arrays in an .npz file."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
         skipped: the steps that were skipped because a gradient was not finite.
     With evaluations on the way:
         evaluations.steps, evaluations.METRIC: (evaluations,).
-    With a training function of the user's own:
-        curves.NAME: (2, numbers), steps and values of what it logged.
+    With the user's own training function:
+        curves.NAME: (2, numbers), steps and values that it logged.
     With a recording, whose sites come in the order of the forward pass:
         sites.COLUMN: (sites,), each column of the tallies; NaN where a role has none.
         history.steps: (points,).
@@ -150,19 +150,19 @@ def _add(curves: Curves, name: str, steps: Any, values: Any) -> None:
 
 
 def npz(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
-    """Arrays as the content of a compressed .npz file; the same arrays give the same bytes."""
+    """The content of a compressed .npz file; equal arrays give equal bytes."""
     content = io.BytesIO()
     np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
     return content.getvalue()
 
 
 def telemetry_path(out: Path, cell: str) -> Path:
-    """The file of a cell, by its id, in the folder of a sweep."""
+    """Path of a cell's file, by its id, in the folder of a sweep."""
     return out / "telemetry" / f"{cell}.npz"
 
 
 def telemetry_digest(content: bytes) -> str:
-    """The digest of a file, as the ledger keeps it."""
+    """Digest of a file, as the ledger stores it."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -172,7 +172,7 @@ def is_whole(content: bytes, size: int | None, digest: str | None) -> bool:
 
 
 def is_of_curve(array: str) -> bool:
-    """Whether `curves_of` reads an array: most of a file is of the sites."""
+    """True if `curves_of` reads an array; most of a file holds data of sites."""
     return array in OF_CURVES or array.partition(".")[0] in ("evaluations", "curves", "updates")
 
 
@@ -182,7 +182,7 @@ def read_telemetry(
     """The arrays of a cell's file. Raises ValueError for a file that is missing or damaged.
 
     digest: that of the ledger; None where it has none.
-    is_wanted: tells by its name whether an array is read; None for all.
+    is_wanted: takes a name, and returns whether to read the array; None for all.
     """
     path = telemetry_path(out, cell)
     try:
@@ -205,7 +205,7 @@ def telemetry_content(out: Path, cell: str) -> bytes:
 def arrays_of(content: bytes, is_wanted: Callable[[str], bool] | None = None) -> dict[str, np.ndarray[Any, Any]]:
     """The arrays of an .npz file, which may come from someone else: 2 MB can unpack to 2 GB.
 
-    Raises ValueError and others for what is none, and for one that unpacks to more than `MOST_BYTES`.
+    Raises ValueError and other errors for an invalid file, and for one that unpacks to more than `MOST_BYTES`.
     """
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     left = MOST_BYTES

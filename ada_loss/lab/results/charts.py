@@ -26,9 +26,9 @@ STEPS = 255  # of the colours; the last entry of the palette is transparent
 
 
 def plot_differences(rows: Sequence[Mapping[str, Any]], title: str, tolerance: float = 0.0, factor: float = 1.0) -> Any:
-    """Differences from float32: a dot for each seed, the mean and its interval, and the tolerance as a band.
+    """Plot differences from float32: a dot for each seed, the mean and its interval, and the tolerance as a band.
 
-    rows: of each setting its "name", its "differences" and the "interval" of their mean, NaN where there is none.
+    rows: for each setting "name", "differences" and the "interval" of their mean, NaN for none.
     """
     figure = new_picture(7.2, 1.0 + 0.3 * len(rows))
     axes = figure.subplots()
@@ -56,11 +56,11 @@ def plot_front(
     title: str,
     factor: float = 1.0,
 ) -> Any:
-    """The metric by bits of what a search tried: a dot each, a line through those that no other beats, float32 dashed.
+    """Plot the metric by bits of a search: a dot for each try, a line through the front, float32 dashed.
 
     rows, front: of a `SearchResult`.
     baseline: float32's metric.
-    bits: of the answer, which is marked.
+    bits: of the answer, to mark it.
     title: of the metric, with its unit.
     factor: 100 for values shown in %.
     """
@@ -86,10 +86,10 @@ def plot_front(
 def plot_curves(
     lines: Sequence[tuple[str, NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]], title: str
 ) -> Any:
-    """Curves over the steps, each with its standard deviation as a band.
+    """Plot curves over the steps, each with its standard deviation as a band.
 
     lines: name, steps, means, deviations (NaN where there is none) of each.
-    title: what is drawn, for the axis.
+    title: the label of the axis.
     """
     figure = new_picture(7.2, 3.8)
     axes = figure.subplots()
@@ -111,9 +111,9 @@ def plot_curves(
 
 
 def heat_png(shares: NDArray[np.float64]) -> bytes:
-    """Shares between 0 and 1 as the content of a PNG.
+    """The content of a PNG of shares between 0 and 1.
 
-    shares: (rows, columns), at least one of each; NaN where there is none, which is transparent.
+    shares: (rows, columns), at least one of each; NaN is transparent.
 
     >>> content = heat_png(np.array([[0.0, np.nan], [0.5, 1.0]]))
     >>> content[:8], len(content) < 1200
@@ -137,13 +137,13 @@ def plot_heat(
     words: str,
     limits: tuple[float | None, float | None] = (None, None),
 ) -> Any:
-    """A number by site and step, as colours.
+    """Plot values by site and step, as colours.
 
     steps: the steps at which a column ends.
     sites: from input to output.
-    values: (steps, sites), NaN where there is none: hatched.
+    values: (steps, sites); NaN is hatched.
     title: of the figure.
-    words: what the values are, for the colour bar.
+    words: the label of the colour bar.
     limits: the values of the first and the last colour.
     """
     if len(sites) > SHOWN_SITES:

@@ -24,12 +24,12 @@ PAIRED = "gradients in e5m2, adaptive"  # the setting whose differences from flo
 
 
 def decidable(task: str, seeds: int, settings: int = 1) -> str:
-    """The smallest tolerance that so many seeds can probably decide; "" for a task that was not measured.
+    """The smallest tolerance that this many seeds can probably decide; "" for a task that was not measured.
 
     Args:
         task: its name.
         seeds: of each setting.
-        settings: that are compared with float32 together.
+        settings: the number of settings compared with float32 together.
 
     >>> decidable("mine:task", 5)
     ''
@@ -50,7 +50,7 @@ def decidable(task: str, seeds: int, settings: int = 1) -> str:
 
 
 def task_rows() -> list[dict[str, str]]:
-    """A row for each task of the library: its metric, float32's mean and deviation, and what seeds can decide.
+    """A row for each task of the library: its metric, float32's mean and deviation, and the decidable tolerances.
 
     >>> task_rows()[0]["task"]
     'digits'

@@ -1,4 +1,4 @@
-"""The report of a sweep: one HTML file with everything in it, for a browser without a network."""
+"""Report of a sweep: one self-contained HTML file, for a browser without a network."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ PARTS = {"style": "css", "script": "js"}  # files beside the template
 
 
 def write_report(results: StoredResults, path: Path, question: str | None = None) -> Path:
-    """Write the report of a sweep, whole or not at all; gives its path.
+    """Write the report of a sweep atomically; return its path.
 
     results: those of the sweep.
     path: the HTML file.
-    question: the question that the sweep was to answer; made from the configurations unless given.
-    Raises ValueError where the ledger holds no cell.
+    question: the question that the sweep should answer; by default derived from the configurations.
+    Raises ValueError if the ledger holds no cell.
     """
     if not results.cells:
         raise ValueError(f"{results.words} has nothing to report. Run the sweep first.")
@@ -344,7 +344,7 @@ def _session(session: dict[str, Any]) -> dict[str, str]:
 
 
 class OverviewRow(NamedTuple):
-    """A format: its name, its best setting, the metric there, the difference from float32, the gradients lost, as text.
+    """Row of a format: name, best setting, the metric there, difference from float32, lost gradients, as text.
 
     kind: "match", "above", "short" or "open", as in the verdict; "" for float32, and where nothing is judged.
     cells: the ids of the format's cells, under every setting.
@@ -362,10 +362,9 @@ class OverviewRow(NamedTuple):
 def overview(results: StoredResults, verdict: Verdict) -> list[OverviewRow]:
     """A row for float32 and one for each format of a verdict, in the order of the sweep.
 
-    The best setting of a format is the one whose mean difference from float32, paired by seed, is the best; of those of
-    which no seed diverged, or, where there are none, of those of which the fewest did. Of seeds that failed, three have
-    to be left. Without float32 it is the setting with the best mean. Where no direction of the metric is known, or no
-    seed of it gave a number, there is "-".
+    The best setting of a format has the best mean difference from float32, paired by seed, among those without diverged
+    seeds, or else with the fewest. If seeds failed, three must be left. Without float32 it is the setting with the best
+    mean. If the metric's direction is unknown, or no seed has a number, there is "-".
     """
     rows = {row["id"]: row for row in results.rows()}
     values = [*verdict.baseline.values()]
