@@ -29,7 +29,9 @@ CLAUSE = re.compile(
 OPENING = re.compile(
     r"(?:What|Whatever|Whether|Who|Whoever|Whose|Which|Where|Wherever|When|How|Those (?:that|who|of))\b(?![^.]*\?)"
 )
-INVERTED = re.compile(r"\b(?:is|are|has|have) (?:none|no)\b|\bof several the one\b|\bin the place of\b", re.IGNORECASE)
+INVERTED = re.compile(
+    r"\b(?:is|are) (?:none|no)\b(?! longer)|\bof several the one\b|\bin the place of\b", re.IGNORECASE
+)
 PRAGMA = re.compile(r"#\s*(?:noqa|type:|fmt:|ruff:|mypy:|pragma)")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -11,7 +11,7 @@ from fpsim.compiling.deferred import intrinsic
 
 
 def integers(width: int) -> tuple[Any, Any]:
-    """The types of unsigned and of signed integers of `width` bits."""
+    """Return the types of unsigned and signed integers of `width` bits."""
     return (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
 
 
@@ -42,7 +42,7 @@ shift_left, shift_right = _shift("shl"), _shift("lshr")
 
 @intrinsic
 def leading_zeros(typingctx: Any, value: Any) -> Any:
-    """How many zero bits a uint32 begins with."""
+    """Count the zero bits that a uint32 begins with."""
     from llvmlite import ir
     from numba import types
 

@@ -1,4 +1,4 @@
-"""Blocks on a card: what all blocks of a tensor share, from one pass over it."""
+"""The amax of a whole tensor on a card, from one pass over it, and the numbers that all its blocks share."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from fpsim.kernels.blocks import (
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
+cuda: Any = None  # numba-cuda's module once a kernel is made; a global, because the simulator swaps globals
 
-# Flags: what the first of two numbers becomes; whether the second is the amax; whether an infinity saturates.
+# Flags: the first of two numbers is the amax, or the multiplier; the second is the amax; an infinity saturates.
 AMAX, MULTIPLIER, OF_TENSOR, SATURATES = 1, 2, 4, 8
 PLACES = 4  # the two numbers that blocks share, the amax, and how many blocks of threads are done; all begin as -1
 _FIRST, _SECOND, FOUND, _DONE = range(PLACES)
@@ -34,19 +34,20 @@ _FIRST, _SECOND, FOUND, _DONE = range(PLACES)
 
 @njit(inline="always")
 def multiplier(amax, largest):
-    """largest / amax as float32, both patterns; 1 where amax is 0 (NVIDIA TransformerEngine, Float8CurrentScaling).
+    """Return largest / amax as float32, both patterns; 1 where amax is 0 (NVIDIA TransformerEngine,
+    Float8CurrentScaling).
 
-    Of an infinite amax it says nothing.
+    The result for an infinite amax has no meaning.
     """
     nonzero = amax if amax != np.uint32(0) else largest
     return float32_bits(min(np.float32(float32_of(largest) / float32_of(nonzero)), FLOAT32_LARGEST))
 
 
 def amax_kernel() -> Callable[..., None]:
-    """The body of a CUDA kernel that finds the pattern of the largest magnitude of `n` uint32: `counted_magnitude`.
+    """Return the body of a CUDA kernel that finds the pattern of the amax of `n` uint32, by `counted_magnitude`.
 
     is_aligned: x begins at a multiple of 16 bytes. largest: of the elements' format, a pattern. asked: flags; the block
-    of threads that is done last writes what they ask for. out: PLACES int64.
+    of threads that finishes last writes the numbers that they ask for. out: PLACES int64.
     """
     from numba import int64, uint32
 
@@ -64,6 +65,8 @@ def amax_kernel() -> Callable[..., None]:
         vectors = n // 4 if is_aligned else 0
         for i in range(thread, vectors, step):
             x0, x1, x2, x3 = load(x, i)
+            # Most vectors hold no mask, infinity or NaN: one comparison of the amax of all patterns finds those that
+            # do.
             most = amax_of_vector(x0, x1, x2, x3)
             if most >= MASK:
                 most = counted_amax_of_vector(x0, x1, x2, x3, counted)
@@ -81,7 +84,7 @@ def amax_kernel() -> Callable[..., None]:
         if t > 0:
             return
         cuda.atomic.max(out, FOUND, int64(shared[0]))
-        cuda.threadfence()  # whoever sees that this block is done sees what it has found
+        cuda.threadfence()  # a thread that sees this block as done also sees its result
         if cuda.atomic.add(out, _DONE, 1) == cuda.gridDim.x - 2:  # it began at -1
             cuda.threadfence()
             found = u32(cuda.atomic.max(out, FOUND, 0))
@@ -99,7 +102,7 @@ def amax_kernel() -> Callable[..., None]:
 
 @cache
 def cuda_amax() -> CudaKernel:
-    """The kernel with its launch, in any number of blocks."""
+    """Return the kernel with its launch, in any number of blocks."""
     from numba import types
 
     from fpsim.compiling.card import INTEGER, WORDS32, CudaKernel, for_card

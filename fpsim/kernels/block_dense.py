@@ -1,7 +1,7 @@
-"""Blocks on a card: the kernel for blocks that lie one behind the other in memory, which is how most are cut.
+"""Blocks on a card: the kernel for blocks that follow each other in memory, which is how most tensors are cut.
 
 The number of threads that share a block is compiled in. A thread takes 16 bytes, and nothing is divided. With one scale
-for the whole tensor there are no blocks to look at, and the same kernel takes any number of elements.
+for the whole tensor there are no blocks to find, and the same kernel takes any number of elements.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
+cuda: Any = None  # numba-cuda's module once a kernel is made; a global, because the simulator swaps globals
 
 VECTOR = 4  # float32 that a thread takes
 WARP = NOISE_BLOCK // VECTOR  # threads that share a block of noise, and so divide those of a launch
-ONE_SCALE = 0  # in the place of a size
+ONE_SCALE = 0  # instead of a size
 SIZES = tuple(VECTOR << i for i in range(6))  # of the blocks: a team has at most a warp's threads, as one is launched
 
 
 def dense_size(axes: Sequence[int]) -> int | None:
-    """The size of the blocks if the kernel is for them. axes: of BlockAxes."""
+    """Return the size of the blocks if this kernel is for them, else None. axes: of BlockAxes."""
     _, _, _, columns, inner, r, c = axes
     return c if inner == 1 and r == 1 and c in SIZES and columns % c == 0 else None
 
 
 def grid_of(count: int, threads: int) -> int:
-    """How many blocks of `threads` round `count` elements."""
+    """Return how many blocks of `threads` round `count` elements."""
     return -(-count // (VECTOR * threads))
 
 
 def amax_of_team(most, shared, thread, team):
-    """The largest of what the threads of a team have, each having left its own in shared memory before a barrier."""
+    """Return the largest value of a team, after each thread has left its own in shared memory and passed a barrier."""
     leader = np.uint64(thread // np.uint32(team)) * np.uint64(team)
     for j in range(team):
         most = max(most, shared[leader + np.uint64(j)])
@@ -63,9 +63,9 @@ def amax_of_team(most, shared, thread, team):
 
 
 def leave_noise(words, thread, vector, key0, key1):
-    """Put the noise of all elements of this thread's block of noise into shared memory, each at its element's place.
+    """Put the noise of this thread's block of noise into shared memory, each word at the place of its element.
 
-    Two threads have each counter, and leave half of its words: see threefry.NOISE_BLOCK.
+    Two threads have the same counter, and each leaves half of its words: see threefry.NOISE_BLOCK.
     """
     u32, u64, lanes = np.uint32, np.uint64, np.uint64(NOISE_LANES)
     w0, w1, w2, w3 = noise_words(vector // u64(WARP) * lanes + vector % lanes, key0, key1)
@@ -78,10 +78,10 @@ def leave_noise(words, thread, vector, key0, key1):
 
 
 def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) -> Callable[..., None]:
-    """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
+    """Return the body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
-    x, y: `n` uint32 in blocks of `size`, or in any number if that is ONE_SCALE, which is then given. is_aligned: both
-    begin at multiples of 16 bytes. The others are those of `block_teams.rounding_kernel`.
+    x, y: `n` uint32 in blocks of `size`, or any number with ONE_SCALE, whose amax or multiplier is given. is_aligned:
+    both begin at multiples of 16 bytes. The others are those of `block_teams.rounding_kernel`.
     """
     from numba import uint32
 
@@ -116,6 +116,8 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
             amax = counted_amax_of_vector(x0, x1, x2, x3, u32(p[COUNTED]))
         if team > 1:
             shared[thread] = amax
+        # Noise goes through shared memory: a counter's words belong to elements 16 apart, and a thread rounds four
+        # neighbours.
         if is_stochastic:
             key0, key1 = key_words(key[0] if has_key else word)
             leave_noise(words, thread, u64(vector), key0, key1)
@@ -142,6 +144,7 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
                 store(y, vector, (y0, y1, y2, y3))
             else:
                 y[first], y[first + 1], y[first + 2], y[first + 3] = y0, y1, y2, y3
+        # The slow path: a scale too far for 32 bits, and the ragged end of a tensor with one scale.
         elif can_be_far or team == 0:
             for i in range(first, min(first + VECTOR, n)):
                 bits = words[mine + u64(i - first)] if is_stochastic else u32(0)
@@ -156,7 +159,7 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
 
 @cache
 def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int, size: int) -> CudaKernel:
-    """The kernel with its launch, in the blocks of `grid_of`."""
+    """Return the kernel with its launch, in the blocks of `grid_of`."""
     from numba import types
 
     from fpsim.compiling.card import FLOATS32, INTEGER, INTEGERS, WORDS32, CudaKernel, for_card

@@ -1,4 +1,4 @@
-"""The tables by which kernels round to a code book, and the Plan of any format."""
+"""Tables by which kernels round to a code book, and the Plan of any format."""
 
 from __future__ import annotations
 
@@ -68,27 +68,27 @@ class Table(NamedTuple):
     words: np.ndarray[Any, Any]
 
 
-_kept: dict[int, np.ndarray[Any, Any]] = {}  # by address: a kernel keeps addresses, and no memory
+_kept: dict[int, np.ndarray[Any, Any]] = {}  # by address: a kernel holds addresses, which keep no memory alive
 
 
 def halves_of(address: int) -> tuple[int, int]:
-    """An address as a Plan has it."""
+    """Split an address as a Plan stores it."""
     return address & 0xFFFFFFFF, address >> 32
 
 
 def table_address(numbers: Sequence[int]) -> int:
-    """Where the table is whose address is in the Numbers of a code book."""
+    """Return the address of the table from the Numbers of a code book."""
     book = BookNumbers(*numbers)
     return book.low | book.high << 32
 
 
 def table_at(address: int) -> np.ndarray[Any, Any]:
-    """The words of the table at an address of the CPU's memory."""
+    """Return the words of the table at an address of the CPU's memory."""
     return _kept[address]
 
 
 class _Result(NamedTuple):
-    """One result of a half: from which magnitude on it is the result, its pattern, and the spacing behind it."""
+    """One result of a half: the magnitude from which on it is the result, its pattern, and the spacing above it."""
 
     limit: int
     pattern: int
@@ -97,11 +97,12 @@ class _Result(NamedTuple):
 
 @cache
 def _table_of(book: Codebook, rounding: str, overflow: str, width: int, search: bool) -> Table:
-    """The table of a book, a rounding and an overflow rule. What `ties` and directions decide is in its limits."""
+    """Build the table of a book for a rounding and an overflow rule. Its limits encode `ties` and directions."""
     container = BINARY32 if width == 32 else BINARY64
     make = _stochastic_half if rounding == "stochastic" else _half
     halves = [make(book, rounding, overflow, container, reflected) for reflected in (False, True)]
     count = max(map(len, halves))
+    # The halves share shift, base and size, so that a kernel needs one set of numbers for both signs.
     buckets = None if search else _buckets(halves, container)
     words: list[int] = []
     nan = (1 << (width - 1)) - 1
@@ -125,7 +126,7 @@ def _table_of(book: Codebook, rounding: str, overflow: str, width: int, search: 
 
 
 def _bucket_lists(limits: list[int], shift: int, base: int, size: int, nan: int) -> list[int]:
-    """The limits and the starts of the buckets of one half."""
+    """Return the limits and the starts of the buckets of one half."""
     places, starts = [nan] * size, [0] * size
     for limit in limits[1:]:
         places[_bucket(limit, shift, base, size)] = limit
@@ -141,13 +142,14 @@ def _bucket(magnitude: int, shift: int, base: int, size: int) -> int:
 
 
 def _buckets(halves: list[list[_Result]], container: Container) -> tuple[int, int, int] | None:
-    """Shift, base and number of the fewest buckets that hold at most one limit each; None for too many."""
+    """Return shift, base and number of the fewest buckets that hold at most one limit each; None for too many."""
     limits = [sorted(r.limit for r in half[1:]) for half in halves]
+    # From the coarsest shift on: the first that separates all limits gives the smallest table.
     for shift in range(container.mantissa_bits, 0, -1):
         present = sorted(limit >> shift for half in limits for limit in half)
         if not present:
             return shift, 0, 1
-        # all below the second bucket of either half is one bucket
+        # Everything below the second bucket of either half shares one bucket.
         seconds = [half[1] >> shift for half in limits if len(half) > 1]
         base = max(0, min(seconds, default=present[0]) - 1)
         size = present[-1] - base + 1
@@ -162,7 +164,7 @@ Bound = Fraction | float  # a float where it is infinite
 
 
 def _least_pattern(bound: Bound, inclusive: bool, container: Container) -> int:
-    """The pattern of the least magnitude of a container that is above a bound, or at least at it if `inclusive`."""
+    """Return the least pattern of a container whose magnitude is above a bound, or at least at it if `inclusive`."""
     if isinstance(bound, float):
         return container.bits(math.inf) if bound > 0 else 0
     if bound < 0 or (bound == 0 and inclusive):
@@ -180,7 +182,7 @@ def _floor_log2(x: Fraction) -> int:
 
 
 def _numbers(book: Codebook, overflow: str) -> tuple[list[float], int]:
-    """The values in ascending order that a result can be, and how many of `ascending` come before them."""
+    """Return the values that a result can be, ascending, and how many of `ascending` come before them."""
     found = [v for v, _ in book.ascending]
     if overflow != "saturate":
         return found, 0
@@ -188,7 +190,7 @@ def _numbers(book: Codebook, overflow: str) -> tuple[list[float], int]:
 
 
 def _half(book: Codebook, rounding: str, overflow: str, container: Container, reflected: bool) -> list[_Result]:
-    """The results of numbers without a sign bit; `reflected`: with one, all signs turned round."""
+    """Return the results of numbers without a sign bit; `reflected`: of those with one, with all signs reversed."""
     numbers, skipped = _numbers(book, overflow)
     steps = [_step(book, i + skipped, rounding) for i in range(len(numbers) - 1)]
     if reflected:
@@ -200,7 +202,7 @@ def _half(book: Codebook, rounding: str, overflow: str, container: Container, re
 
 
 def _step(book: Codebook, i: int, rounding: str) -> tuple[Bound, bool]:
-    """From where on a number becomes the value `i + 1` of a book and not `i`, and whether from there or beyond."""
+    """Return the bound from which a number becomes value `i + 1` and not `i`, and whether it is included."""
     (low, _), (high, _) = book.ascending[i : i + 2]
     border = book.exact_borders[i]
     if rounding == "nearest_away" and border not in (low, high):
@@ -219,11 +221,11 @@ def _bound(value: float) -> Bound:
 def _stochastic_half(
     book: Codebook, rounding: str, overflow: str, container: Container, reflected: bool
 ) -> list[_Result]:
-    """The same of stochastic rounding: each result with the spacing in which a number can go to the next one."""
+    """Return the same for stochastic rounding: each result with the spacing up to the next one."""
     numbers, skipped = _numbers(book, overflow)
     begins: list[Fraction] = []
     for i, v in enumerate(numbers):
-        if math.isinf(v):  # it begins where the next value would, if the last spacing went on
+        if math.isinf(v):  # its interval begins where the next value would be if the last spacing went on
             at, beside = (skipped, numbers[1]) if v < 0 else (skipped + i - 1, numbers[-2])
             begins.append(2 * book.exact_borders[at] - Fraction(beside))
         else:
@@ -240,7 +242,7 @@ def _stochastic_half(
 
 
 def _spacing(begin: Fraction, end: Fraction) -> tuple[int, int, int, int]:
-    """The words of `kernels.codebooks.make_goes_up`: a length of more than 32 bits is rounded to 32."""
+    """Return the words of `kernels.codebooks.make_goes_up`; a length of more than 32 bits is rounded to 32."""
     q = _floor_log2(end - begin) - 31
     length = round((end - begin) / Fraction(2) ** q)
     if length == 1 << 32:

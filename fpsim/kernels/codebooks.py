@@ -1,12 +1,11 @@
-"""Code books: the rounding of one bit pattern by a table, and the choice between it and `core.make_round`.
+"""Code books: rounding of one bit pattern by a table, and the choice between it and `core.make_round`.
 
-Of a code book the Numbers mean other things than of other formats, see BookNumbers:
+The Numbers of a code book have other meanings than those of other formats, see BookNumbers:
 
     shift, base: the bucket of a magnitude `a` is `(a >> shift) - base`, within 0 to buckets - 1
     low, high: the halves of the table's address, of 32 bits each
     buckets: in a book that is searched, the size of its list, a power of two
-    used: as elsewhere
-    values: how many a number can become
+    used: as elsewhere values: the number of possible results
 
 A table has two halves, for numbers without and with a sign bit; in the second everything is reflected, so that only
 magnitudes are compared. A half has, in words of the container:
@@ -58,18 +57,18 @@ class BookNumbers(NamedTuple):
 
 
 def make_rounding(rule: int, shape: int, width: int) -> Callable[..., Any]:
-    """The rounding of one bit pattern to a format of any kind, as a compiled function: see `core.make_round`."""
+    """Return a compiled function that rounds one bit pattern to a format of any kind: see `core.make_round`."""
     return make_round_in_book(rule, shape, width) if shape in (BOOK, SEARCHED_BOOK) else make_round(rule, shape, width)
 
 
 @cache
 def make_goes_up(rule: int, width: int) -> Callable[..., Any]:
-    """Whether a magnitude goes to the next value of its spacing, in stochastic rounding.
+    """Return a compiled function that says whether a magnitude goes up to the next value, in stochastic rounding.
 
     The four words at `at` say where the spacing begins, and how long it is, in units of 2**q: `length` of 32 bits, 0
     where no value is next; the two halves of `begin`, 64 bits modulo 2**64, which count 2**-32 of a unit; and 32 - q,
-    modulo 2**width. The distance to the beginning is counted so too, and what is beyond 64 bits cancels out. It goes up
-    if distance / (2**32 * length) >= 1 - R / 2**32, multiplied out.
+    modulo 2**width. The distance to the beginning is counted in the same units, and bits beyond 64 cancel out. It goes
+    up if distance / (2**32 * length) >= 1 - R / 2**32, multiplied out.
     """
     container = BINARY32 if width == 32 else BINARY64
     uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
@@ -103,7 +102,7 @@ def make_goes_up(rule: int, width: int) -> Callable[..., Any]:
 
 @cache
 def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
-    """The rounding of one bit pattern to a code book, with the arguments of what `core.make_round` gives."""
+    """Return a compiled function that rounds one bit pattern to a code book, called as that of `core.make_round`."""
     container = BINARY32 if width == 32 else BINARY64
     uint = np.uint32 if width == 32 else np.uint64
     top, infinity = uint(1 << (width - 1)), uint(container.bits(float("inf")))
@@ -113,7 +112,8 @@ def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
 
     @njit(forceinline=True)
     def searched(a, address, first, size):
-        """How many limits of a list, its first one not among them, are at most `a`."""
+        """Count the limits of a list, without its first one, that are at most `a`."""
+        # Binary search with a fixed number of steps: threads of a warp stay together, and lanes of a vector too.
         at, step = i64(0), i64(size >> i64(1))
         while step > i64(0):
             at = i64(at + step) if load(address, i64(first + i64(at + step))) <= a else at
@@ -131,6 +131,7 @@ def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
         first = half if u >= top else i64(0)
         if is_searched:
             found = searched(a, address, first, size)
+        # A bucket holds one limit at most, so that two loads find the result without a search.
         else:
             bucket = i64(i64(a >> uint(shift)) - i64(base))
             bucket = i64(first + max(i64(0), min(i64(size - i64(1)), bucket)))

@@ -1,4 +1,4 @@
-"""The random bits of stochastic rounding: a counter-based generator, and which of its words is whose."""
+"""Random bits of stochastic rounding: a counter-based generator, and the assignment of its words to elements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _four_rounds(x0, x1, x2, x3, r00, r01, r10, r11, r20, r21, r30, r31):
 
 @njit(forceinline=True)
 def threefry(c0, c1, k0, k1, rounds):
-    """Four random words of Threefry-4x32 for the counter (c0, c1, 0, 0) and the key (k0, k1, 0, 0).
+    """Return four random words of Threefry-4x32 for the counter (c0, c1, 0, 0) and the key (k0, k1, 0, 0).
 
     Everything is uint32; `rounds` is 12, or 20 as in the paper's recommendation.
     """
