@@ -1,4 +1,4 @@
-"""Blocks on a card: the kernel for blocks that lie one behind the other in memory, which is how most are cut.
+"""Blocks on a card: the kernel for blocks that follow each other in memory, which is how most tensors are cut.
 
 The number of threads that share a block is compiled in. A thread takes 16 bytes, and nothing is divided. With one scale
 for the whole tensor there are no blocks to look at, and the same kernel takes any number of elements. A second kernel
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 VECTOR = 4  # float32 that a thread takes
 WARP = NOISE_BLOCK // VECTOR  # threads that share a block of noise, and so divide those of a launch
-ONE_SCALE = 0  # in the place of a size
+ONE_SCALE = 0  # instead of a size
 SIZES = tuple(VECTOR << i for i in range(6))  # of the blocks: a team has at most a warp's threads, as one is launched
 
 # Flags of `amax_kernel`: what the first of two numbers becomes; whether the second is the amax; whether inf saturates.
@@ -53,18 +53,18 @@ _FIRST, _SECOND, FOUND, _DONE = range(PLACES)
 
 
 def dense_size(axes: Sequence[int]) -> int | None:
-    """The size of the blocks if the kernel is for them. axes: of BlockAxes."""
+    """Return the size of the blocks if this kernel is for them, else None. axes: of BlockAxes."""
     _, _, _, columns, inner, r, c = axes
     return c if inner == 1 and r == 1 and c in SIZES and columns % c == 0 else None
 
 
 def grid_of(count: int, threads: int) -> int:
-    """How many blocks of `threads` round `count` elements."""
+    """Return how many blocks of `threads` round `count` elements."""
     return -(-count // (VECTOR * threads))
 
 
 def amax_of_team(most, shared, thread, team):
-    """The largest of what the threads of a team have, each having left its own in shared memory before a barrier."""
+    """Return the largest value of a team, after each thread has left its own in shared memory and passed a barrier."""
     leader = np.uint64(thread // np.uint32(team)) * np.uint64(team)
     for j in range(team):
         most = max(most, shared[leader + np.uint64(j)])
@@ -72,9 +72,9 @@ def amax_of_team(most, shared, thread, team):
 
 
 def leave_noise(words, thread, vector, key0, key1):
-    """Put the noise of all elements of this thread's block of noise into shared memory, each at its element's place.
+    """Put the noise of this thread's block of noise into shared memory, each word at the place of its element.
 
-    Two threads have each counter, and leave half of its words: see threefry.NOISE_BLOCK.
+    Two threads have the same counter, and each leaves half of its words: see threefry.NOISE_BLOCK.
     """
     u32, u64, lanes = np.uint32, np.uint64, np.uint64(NOISE_LANES)
     w0, w1, w2, w3 = noise_words(vector // u64(WARP) * lanes + vector % lanes, key0, key1)
@@ -88,10 +88,10 @@ def leave_noise(words, thread, vector, key0, key1):
 
 @uses_cuda
 def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) -> Callable[..., None]:
-    """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
+    """Return the body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
-    x, y: `n` uint32 in blocks of `size`, or in any number if that is ONE_SCALE, which is then given. is_aligned: both
-    begin at multiples of 16 bytes. The others are those of `block_teams.rounding_kernel`.
+    x, y: `n` uint32 in blocks of `size`, or any number with ONE_SCALE, whose amax or multiplier is given. is_aligned:
+    both begin at multiples of 16 bytes. The others are those of `block_teams.rounding_kernel`.
     """
     from numba import uint32
 
@@ -124,6 +124,8 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
             amax = counted_amax_of_vector(x0, x1, x2, x3, u32(p[COUNTED]))
         if team > 1:
             shared[thread] = amax
+        # Noise goes through shared memory: a counter's words belong to elements 16 apart, and a thread rounds four
+        # neighbours.
         if is_stochastic:
             key0, key1 = key_words(key[0] if has_key else word)
             leave_noise(words, thread, u64(vector), key0, key1)
@@ -150,6 +152,7 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
                 store(y, vector, (y0, y1, y2, y3))
             else:
                 y[first], y[first + 1], y[first + 2], y[first + 3] = y0, y1, y2, y3
+        # The slow path: a scale too far for 32 bits, and the ragged end of a tensor with one scale.
         elif can_be_far or team == 0:
             for i in range(first, min(first + VECTOR, n)):
                 bits = words[mine + u64(i - first)] if is_stochastic else u32(0)
@@ -164,7 +167,7 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
 
 @cache
 def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int, size: int) -> CudaKernel:
-    """The kernel with its launch, in the blocks of `grid_of`."""
+    """Return the kernel with its launch, in the blocks of `grid_of`."""
     from numba import types
 
     from fpsim.compiling.card import FLOATS32, INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
@@ -177,9 +180,10 @@ def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int, size: int)
 
 @njit(inline="always")
 def multiplier(amax, largest):
-    """largest / amax as float32, both patterns; 1 where amax is 0 (NVIDIA TransformerEngine, Float8CurrentScaling).
+    """Return largest / amax as float32, both patterns; 1 where amax is 0 (NVIDIA TransformerEngine,
+    Float8CurrentScaling).
 
-    Of an infinite amax it says nothing.
+    The result for an infinite amax has no meaning.
     """
     nonzero = amax if amax != np.uint32(0) else largest
     return float32_bits(min(np.float32(float32_of(largest) / float32_of(nonzero)), FLOAT32_LARGEST))
@@ -187,10 +191,10 @@ def multiplier(amax, largest):
 
 @uses_cuda
 def amax_kernel() -> Callable[..., None]:
-    """The body of a CUDA kernel that finds the pattern of the largest magnitude of `n` uint32: `counted_magnitude`.
+    """Return the body of a CUDA kernel that finds the pattern of the amax of `n` uint32, by `counted_magnitude`.
 
     is_aligned: x begins at a multiple of 16 bytes. largest: of the elements' format, a pattern. asked: flags; the block
-    of threads that is done last writes what they ask for. out: PLACES int64.
+    of threads that finishes last writes the numbers that they ask for. out: PLACES int64.
     """
     from numba import int64, uint32
 
@@ -206,6 +210,8 @@ def amax_kernel() -> Callable[..., None]:
         vectors = n // 4 if is_aligned else 0
         for i in range(thread, vectors, step):
             x0, x1, x2, x3 = load(x, i)
+            # Most vectors hold no mask, infinity or NaN: one comparison of the amax of all patterns finds those that
+            # do.
             most = amax_of_vector(x0, x1, x2, x3)
             if most >= MASK:
                 most = counted_amax_of_vector(x0, x1, x2, x3, counted)
@@ -223,7 +229,7 @@ def amax_kernel() -> Callable[..., None]:
         if t > 0:
             return
         cuda.atomic.max(out, FOUND, int64(shared[0]))
-        cuda.threadfence()  # whoever sees that this block is done sees what it has found
+        cuda.threadfence()  # a thread that sees this block as done also sees its result
         if cuda.atomic.add(out, _DONE, 1) == cuda.gridDim.x - 2:  # it began at -1
             cuda.threadfence()
             found = u32(cuda.atomic.max(out, FOUND, 0))
@@ -241,7 +247,7 @@ def amax_kernel() -> Callable[..., None]:
 
 @cache
 def cuda_amax() -> CudaKernel:
-    """The kernel with its launch, in any number of blocks."""
+    """Return the kernel with its launch, in any number of blocks."""
     from numba import types
 
     from fpsim.compiling.card import INTEGER, WORDS32, CudaKernel, for_card

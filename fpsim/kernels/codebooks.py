@@ -1,12 +1,11 @@
 """Code books: the rounding of one bit pattern by a table, how a table is made, and the Plan of any format.
 
-Of a code book the Numbers mean other things than of other formats, see BookNumbers:
+The Numbers of a code book have other meanings than those of other formats, see BookNumbers:
 
     shift, base: the bucket of a magnitude `a` is `(a >> shift) - base`, within 0 to buckets - 1
     low, high: the halves of the table's address, of 32 bits each
     buckets: in a book that is searched, the size of its list, a power of two
-    used: as elsewhere
-    values: how many a number can become
+    used: as elsewhere values: the number of possible results
 
 A table has two halves, for numbers without and with a sign bit; in the second everything is reflected, so that only
 magnitudes are compared. A half has, in words of the container:
@@ -70,18 +69,18 @@ class BookNumbers(NamedTuple):
 
 
 def make_rounding(rule: int, shape: int, width: int) -> Callable[..., Any]:
-    """The rounding of one bit pattern to a format of any kind, as a compiled function: see `core.make_round`."""
+    """Return a compiled function that rounds one bit pattern to a format of any kind: see `core.make_round`."""
     return make_round_in_book(rule, shape, width) if shape in (BOOK, SEARCHED_BOOK) else make_round(rule, shape, width)
 
 
 @cache
 def make_goes_up(rule: int, width: int) -> Callable[..., Any]:
-    """Whether a magnitude goes to the next value of its spacing, in stochastic rounding.
+    """Return a compiled function that says whether a magnitude goes up to the next value, in stochastic rounding.
 
     The four words at `at` say where the spacing begins, and how long it is, in units of 2**q: `length` of 32 bits, 0
     where no value is next; the two halves of `begin`, 64 bits modulo 2**64, which count 2**-32 of a unit; and 32 - q,
-    modulo 2**width. The distance to the beginning is counted so too, and what is beyond 64 bits cancels out. It goes up
-    if distance / (2**32 * length) >= 1 - R / 2**32, multiplied out.
+    modulo 2**width. The distance to the beginning is counted in the same units, and bits beyond 64 cancel out. It goes
+    up if distance / (2**32 * length) >= 1 - R / 2**32, multiplied out.
     """
     container = BINARY32 if width == 32 else BINARY64
     uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
@@ -115,7 +114,7 @@ def make_goes_up(rule: int, width: int) -> Callable[..., Any]:
 
 @cache
 def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
-    """The rounding of one bit pattern to a code book, with the arguments of what `core.make_round` gives."""
+    """Return a compiled function that rounds one bit pattern to a code book, called as that of `core.make_round`."""
     container = BINARY32 if width == 32 else BINARY64
     uint = np.uint32 if width == 32 else np.uint64
     top, infinity = uint(1 << (width - 1)), uint(container.bits(float("inf")))
@@ -125,7 +124,8 @@ def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
 
     @njit(forceinline=True)
     def searched(a, address, first, size):
-        """How many limits of a list, its first one not among them, are at most `a`."""
+        """Count the limits of a list, without its first one, that are at most `a`."""
+        # Binary search with a fixed number of steps: threads of a warp stay together, and lanes of a vector too.
         at, step = i64(0), i64(size >> i64(1))
         while step > i64(0):
             at = i64(at + step) if load(address, i64(first + i64(at + step))) <= a else at
@@ -143,6 +143,7 @@ def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
         first = half if u >= top else i64(0)
         if is_searched:
             found = searched(a, address, first, size)
+        # A bucket holds one limit at most, so that two loads find the result without a search.
         else:
             bucket = i64(i64(a >> uint(shift)) - i64(base))
             bucket = i64(first + max(i64(0), min(i64(size - i64(1)), bucket)))
@@ -193,27 +194,27 @@ class Table(NamedTuple):
     words: np.ndarray[Any, Any]
 
 
-_kept: dict[int, np.ndarray[Any, Any]] = {}  # by address: a kernel keeps addresses, and no memory
+_kept: dict[int, np.ndarray[Any, Any]] = {}  # by address: a kernel holds addresses, which keep no memory alive
 
 
 def halves_of(address: int) -> tuple[int, int]:
-    """An address as a Plan has it."""
+    """Split an address as a Plan stores it."""
     return address & 0xFFFFFFFF, address >> 32
 
 
 def table_address(numbers: Sequence[int]) -> int:
-    """Where the table is whose address is in the Numbers of a code book."""
+    """Return the address of the table from the Numbers of a code book."""
     book = BookNumbers(*numbers)
     return book.low | book.high << 32
 
 
 def table_at(address: int) -> np.ndarray[Any, Any]:
-    """The words of the table at an address of the CPU's memory."""
+    """Return the words of the table at an address of the CPU's memory."""
     return _kept[address]
 
 
 class _Result(NamedTuple):
-    """One result of a half: from which magnitude on it is the result, its pattern, and the spacing behind it."""
+    """One result of a half: the magnitude from which on it is the result, its pattern, and the spacing above it."""
 
     limit: int
     pattern: int
@@ -222,11 +223,12 @@ class _Result(NamedTuple):
 
 @cache
 def _table_of(book: Codebook, rounding: str, overflow: str, width: int, search: bool) -> Table:
-    """The table of a book, a rounding and an overflow rule. What `ties` and directions decide is in its limits."""
+    """Build the table of a book for a rounding and an overflow rule. Its limits encode `ties` and directions."""
     container = BINARY32 if width == 32 else BINARY64
     make = _stochastic_half if rounding == "stochastic" else _half
     halves = [make(book, rounding, overflow, container, reflected) for reflected in (False, True)]
     count = max(map(len, halves))
+    # The halves share shift, base and size, so that a kernel needs one set of numbers for both signs.
     buckets = None if search else _buckets(halves, container)
     words: list[int] = []
     nan = (1 << (width - 1)) - 1
@@ -250,7 +252,7 @@ def _table_of(book: Codebook, rounding: str, overflow: str, width: int, search: 
 
 
 def _bucket_lists(limits: list[int], shift: int, base: int, size: int, nan: int) -> list[int]:
-    """The limits and the starts of the buckets of one half."""
+    """Return the limits and the starts of the buckets of one half."""
     places, starts = [nan] * size, [0] * size
     for limit in limits[1:]:
         places[_bucket(limit, shift, base, size)] = limit
@@ -266,13 +268,14 @@ def _bucket(magnitude: int, shift: int, base: int, size: int) -> int:
 
 
 def _buckets(halves: list[list[_Result]], container: Container) -> tuple[int, int, int] | None:
-    """Shift, base and number of the fewest buckets that hold at most one limit each; None for too many."""
+    """Return shift, base and number of the fewest buckets that hold at most one limit each; None for too many."""
     limits = [sorted(r.limit for r in half[1:]) for half in halves]
+    # From the coarsest shift on: the first that separates all limits gives the smallest table.
     for shift in range(container.mantissa_bits, 0, -1):
         present = sorted(limit >> shift for half in limits for limit in half)
         if not present:
             return shift, 0, 1
-        # all below the second bucket of either half is one bucket
+        # Everything below the second bucket of either half shares one bucket.
         seconds = [half[1] >> shift for half in limits if len(half) > 1]
         base = max(0, min(seconds, default=present[0]) - 1)
         size = present[-1] - base + 1
@@ -287,7 +290,7 @@ Bound = Fraction | float  # a float where it is infinite
 
 
 def _least_pattern(bound: Bound, inclusive: bool, container: Container) -> int:
-    """The pattern of the least magnitude of a container that is above a bound, or at least at it if `inclusive`."""
+    """Return the least pattern of a container whose magnitude is above a bound, or at least at it if `inclusive`."""
     if isinstance(bound, float):
         return container.bits(math.inf) if bound > 0 else 0
     if bound < 0 or (bound == 0 and inclusive):
@@ -305,7 +308,7 @@ def _floor_log2(x: Fraction) -> int:
 
 
 def _numbers(book: Codebook, overflow: str) -> tuple[list[float], int]:
-    """The values in ascending order that a result can be, and how many of `ascending` come before them."""
+    """Return the values that a result can be, ascending, and how many of `ascending` come before them."""
     found = [v for v, _ in book.ascending]
     if overflow != "saturate":
         return found, 0
@@ -313,7 +316,7 @@ def _numbers(book: Codebook, overflow: str) -> tuple[list[float], int]:
 
 
 def _half(book: Codebook, rounding: str, overflow: str, container: Container, reflected: bool) -> list[_Result]:
-    """The results of numbers without a sign bit; `reflected`: with one, all signs turned round."""
+    """Return the results of numbers without a sign bit; `reflected`: of those with one, with all signs reversed."""
     numbers, skipped = _numbers(book, overflow)
     steps = [_step(book, i + skipped, rounding) for i in range(len(numbers) - 1)]
     if reflected:
@@ -325,7 +328,7 @@ def _half(book: Codebook, rounding: str, overflow: str, container: Container, re
 
 
 def _step(book: Codebook, i: int, rounding: str) -> tuple[Bound, bool]:
-    """From where on a number becomes the value `i + 1` of a book and not `i`, and whether from there or beyond."""
+    """Return the bound from which a number becomes value `i + 1` and not `i`, and whether it is included."""
     (low, _), (high, _) = book.ascending[i : i + 2]
     border = book.exact_borders[i]
     if rounding == "nearest_away" and border not in (low, high):
@@ -344,11 +347,11 @@ def _bound(value: float) -> Bound:
 def _stochastic_half(
     book: Codebook, rounding: str, overflow: str, container: Container, reflected: bool
 ) -> list[_Result]:
-    """The same of stochastic rounding: each result with the spacing in which a number can go to the next one."""
+    """Return the same for stochastic rounding: each result with the spacing up to the next one."""
     numbers, skipped = _numbers(book, overflow)
     begins: list[Fraction] = []
     for i, v in enumerate(numbers):
-        if math.isinf(v):  # it begins where the next value would, if the last spacing went on
+        if math.isinf(v):  # its interval begins where the next value would be if the last spacing went on
             at, beside = (skipped, numbers[1]) if v < 0 else (skipped + i - 1, numbers[-2])
             begins.append(2 * book.exact_borders[at] - Fraction(beside))
         else:

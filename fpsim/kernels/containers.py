@@ -1,8 +1,8 @@
 """Bit patterns: the integers that hold them, shifts as instructions, and conversion between float32 and float64.
 
 Conversions are of integers: a processor that flushes subnormals to zero flushes none of these.
-`torch.set_flush_denormal(True)` lets the thread's own conversions between float32 and float64 give zero for a float32
-subnormal. Multiplying two normal numbers to a normal one, and converting an integer, are not affected.
+Under `torch.set_flush_denormal(True)` a thread's own conversions between float32 and float64 turn a float32 subnormal
+into zero. Multiplying two normal numbers to a normal one, and converting an integer, are not affected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fpsim.compiling.native import Loop, compiled_loop
 
 
 def integers(width: int) -> tuple[Any, Any]:
-    """The types of unsigned and of signed integers of `width` bits."""
+    """Return the types of unsigned and signed integers of `width` bits."""
     return (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
 
 
@@ -50,7 +50,7 @@ shift_left, shift_right = _shift("shl"), _shift("lshr")
 
 @intrinsic
 def leading_zeros(typingctx: Any, value: Any) -> Any:
-    """How many zero bits a uint32 begins with."""
+    """Count the zero bits that a uint32 begins with."""
     from llvmlite import ir
     from numba import types
 
@@ -92,10 +92,11 @@ _IMPLICIT = np.uint64(1 << 52)
 
 @njit(forceinline=True)
 def widened(u):
-    """The float64 pattern of a float32 pattern."""
+    """Return the float64 pattern of a float32 pattern."""
     a = np.uint32(u & np.uint32(_SIGN32 - np.uint32(1)))
     special = np.uint64(_REBIAS_SPECIAL << 52) if a >= _INFINITY32 else np.uint64(_REBIAS << 52)
     normal = np.uint64(np.uint64(np.uint64(a) << np.uint64(29)) + special)
+    # An integer times a power of two, all of them normal in float64, so that nothing is flushed.
     subnormal = np.uint64(float64_bits(np.float64(np.int32(a)) * UNIT))
     magnitude = subnormal if a < _NORMAL32 else normal
     return np.uint64(magnitude | np.uint64(np.uint64(u & _SIGN32) << np.uint64(32)))
@@ -103,9 +104,9 @@ def widened(u):
 
 @njit(forceinline=True)
 def narrowed(u):
-    """The float32 pattern of a float64 pattern; of a number that float32 does not hold, the next towards zero.
+    """Return the float32 pattern of a float64 pattern, rounded towards zero if float32 does not hold the number.
 
-    Beyond float32's largest number it says nothing.
+    Beyond float32's largest number the result has no meaning.
     """
     a = np.uint64(u & np.uint64(_SIGN64 - np.uint64(1)))
     special = np.uint64(_REBIAS_SPECIAL << 23) if a >= _INFINITY64 else np.uint64(_REBIAS << 23)
@@ -119,7 +120,7 @@ def narrowed(u):
 
 @cache
 def make_value(width: int) -> Callable[..., Any]:
-    """A compiled function that gives the number, as float64, of a pattern of `width` bits."""
+    """Return a compiled function from a pattern of `width` bits to its number, as float64."""
 
     @njit(forceinline=True)
     def value(u):
@@ -130,7 +131,7 @@ def make_value(width: int) -> Callable[..., Any]:
 
 @cache
 def make_limit(width: int) -> Callable[..., Any]:
-    """A compiled function that gives the pattern of `width` bits of the largest finite number up to `x`, x >= 0."""
+    """Return a compiled function from x >= 0 to the pattern of `width` bits of the largest finite number up to x."""
 
     @njit(forceinline=True)
     def limit(x):
@@ -145,7 +146,7 @@ def make_limit(width: int) -> Callable[..., Any]:
 
 @njit(forceinline=True)
 def times_power(u, log2_scale):
-    """The pattern of a float64 times 2**log2_scale, to nearest even where it becomes subnormal."""
+    """Return the pattern of a float64 times 2**log2_scale, rounded to nearest even where it becomes subnormal."""
     a = np.uint64(u & np.uint64(_SIGN64 - np.uint64(1)))
     sign = np.uint64(u & _SIGN64)
     scale = np.int64(log2_scale)
@@ -160,6 +161,7 @@ def times_power(u, log2_scale):
     if field > 0:
         rest = np.uint64(a & np.uint64(_IMPLICIT - np.uint64(1)))
         return np.uint64(sign | np.uint64(rest | np.uint64(np.uint64(field) << np.uint64(52))))
+    # Too small to round up, and the shifts below must stay under the width of a word.
     if field < -53:
         return sign
     cut = np.uint64(1 - field)  # bits below the smallest subnormal: 1 to 54

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Masks(NamedTuple):
-    """Patterns that stay as they are, for they stand for no number: see launch.masks_of.
+    """Patterns that stay unchanged because they stand for no number: see launch.masks_of.
 
     magnitude: those of this magnitude; 0 for none.
     keeps_infinity: minus infinity too.
@@ -46,7 +46,7 @@ NO_MASKS = Masks()
 
 @cache
 def _make_is_mask(width: int, masks: Masks) -> Callable[..., Any]:
-    """Whether a pattern stays as it is."""
+    """Return a compiled function that says whether a pattern stays as it is."""
     uint, _ = integers(width)
     magnitude_mask, unchanged = uint((1 << (width - 1)) - 1), uint(masks.magnitude)
     minus_infinity = uint((BINARY32 if width == 32 else BINARY64).bits(float("-inf")))
@@ -64,7 +64,10 @@ def _make_is_mask(width: int, masks: Masks) -> Callable[..., Any]:
 
 @cache
 def make_lie_beside(width: int) -> Callable[..., Any]:
-    """Whether no number of an array lies in the gap, where a stochastic rounding multiplies integers of 64 bits."""
+    """Return a compiled function that says whether no number of an array lies in the gap of a GAP format.
+
+    There a stochastic rounding multiplies integers of 64 bits.
+    """
     uint, _ = integers(width)
     magnitude_mask, one = uint((1 << (width - 1)) - 1), uint(1)
 
@@ -85,7 +88,7 @@ def _cpu_body(
 ) -> Callable[..., Any]:
     """Round the patterns of array `x` into `y`: two arrays that share no memory or, `in_place`, one.
 
-    limited: patterns of a magnitude above `limit` stay as they are, and the largest magnitude is given back.
+    limited: patterns of a magnitude above `limit` stay as they are, and the largest magnitude is returned.
     masks: the patterns that stay as they are.
     """
     round_bits, is_mask, (uint, _) = make_rounding(rule, shape, width), _make_is_mask(width, masks), integers(width)
@@ -104,6 +107,8 @@ def _cpu_body(
                 block += 1
                 ys = y[start : start + NOISE_BLOCK]
                 xs = ys if in_place else x[start : start + NOISE_BLOCK]
+                # Tested for a whole block of noise: numbers in the gap are rare, and without any the loop needs no
+                # 64-bit products.
                 beside = can_skip and lie_beside(xs, numbers.smallest)
                 for i in range(len(ys)):
                     bits, word = uint(uint(noise[i]) << to_top), xs[i]
@@ -135,8 +140,8 @@ def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Loop
 
     `parameters` is the address of a Plan's numbers, `key` that of two uint32 words; the noise starts at block
     `block`, so that a tensor cut at multiples of NOISE_BLOCK gets the same bits. `log2_scale` is the address of an
-    int64, see core.at_scale. masks: the patterns that stay as they are. Holds no lock and allocates no array but
-    one block of noise.
+    int64, see core.at_scale. masks: the patterns that stay as they are. Runs without the GIL, and allocates only one
+    block of noise.
     """
     uint, _ = integers(width)
     out_of_place, in_place = (_cpu_body(rule, shape, width, same, False, masks) for same in (False, True))
@@ -147,7 +152,7 @@ def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Loop
         scale = carray(pointer(log2_scale), (1,), np.int64)[0]
         k = carray(pointer(key), (2,), np.uint32)
         y = carray(pointer(dst), (n,), uint)
-        if src == dst:  # LLVM vectorises what it knows to be one array, and what it finds to be two at run time
+        if src == dst:  # LLVM vectorises one array, and two that it finds disjoint at run time
             in_place(y, y, n, p, k, block, scale, uint(0))
         else:
             out_of_place(carray(pointer(src), (n,), uint), y, n, p, k, block, scale, uint(0))
@@ -159,7 +164,7 @@ def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Loop
 def cpu_fitting_loop(rule: int, shape: int, width: int) -> Loop:
     """Round in place those of `n` patterns at address `src` whose magnitude is at most `ceiling`, in one pass.
 
-    Gives the largest magnitude of all, inf where one is not finite. The rest is as in `cpu_loop`.
+    Returns the largest magnitude of all, inf if one is not finite. The rest is as in `cpu_loop`.
     """
     body = _cpu_body(rule, shape, width, True, True)
     uint, _ = integers(width)
@@ -183,7 +188,7 @@ ALIGNED, HAS_SCALE, HAS_KEY = 1, 2, 4  # flags of a launch, see cuda_kernel
 
 @uses_cuda
 def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Callable[..., None]:
-    """The body of a CUDA kernel as a Python function, for the card, PTX and the simulator alike.
+    """Return the body of a CUDA kernel as a Python function, for the card, PTX and the simulator alike.
 
     x, y: where `n` patterns are read, and where they are written: one memory, or two that share nothing.
     log2_scale, key: an int64 each, read where `flags` has HAS_SCALE, HAS_KEY. Else the scale is 0, the key is `word`.
@@ -245,7 +250,7 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
 
 @cache
 def cuda_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> CudaKernel:
-    """The kernel with its launch: (device, stream, blocks, and the arguments of `cuda_kernel`)."""
+    """Return the kernel with its launch: (device, stream, blocks, and the arguments of `cuda_kernel`)."""
     from numba import types
 
     from fpsim.compiling.card import INTEGER, INTEGERS, WORDS32, WORDS64, CudaKernel
@@ -256,5 +261,5 @@ def cuda_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Cud
 
 
 def elements_of_block(rule: int, width: int) -> int:
-    """How many patterns a block of CUDA_THREADS rounds."""
+    """Return how many patterns a block of CUDA_THREADS rounds."""
     return CUDA_THREADS * (NOISE_BLOCK // NOISE_LANES if draws_noise(rule) else 128 // width)

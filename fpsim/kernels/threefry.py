@@ -1,4 +1,4 @@
-"""The random bits of stochastic rounding: a counter-based generator, and which of its words is whose."""
+"""Random bits of stochastic rounding: a counter-based generator, and the assignment of its words to elements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _four_rounds(x0, x1, x2, x3, r00, r01, r10, r11, r20, r21, r30, r31):
 
 @njit(forceinline=True)
 def threefry(c0, c1, k0, k1, rounds):
-    """Four random words of Threefry-4x32 for the counter (c0, c1, 0, 0) and the key (k0, k1, 0, 0).
+    """Return four random words of Threefry-4x32 for the counter (c0, c1, 0, 0) and the key (k0, k1, 0, 0).
 
     Everything is uint32; `rounds` is 12, or 20 as in the paper's recommendation.
     """
@@ -64,7 +64,7 @@ NOISE_LANES = 16
 
 @njit(forceinline=True)
 def key_words(key):
-    """The two words of a noise key's 64 bits."""
+    """Return the two words of a noise key's 64 bits."""
     bits = np.uint64(np.int64(key))
     return np.uint32(bits & np.uint64(0xFFFFFFFF)), np.uint32(bits >> np.uint64(32))
 
@@ -76,7 +76,7 @@ def exchange_halves(word):
 
 @njit(forceinline=True)
 def noise_words(counter, key0, key1):
-    """The four noise words of one counter, see threefry.NOISE_BLOCK."""
+    """Return the four noise words of one counter, see threefry.NOISE_BLOCK."""
     low = np.uint32(np.uint64(counter) & np.uint64(0xFFFFFFFF))
     high = np.uint32(np.uint64(counter) >> np.uint64(32))
     return threefry(low, high, np.uint32(key0), np.uint32(key1), NOISE_ROUNDS)
@@ -84,7 +84,7 @@ def noise_words(counter, key0, key1):
 
 @njit(forceinline=True)
 def fill_noise(noise, block, key0, key1):
-    """The NOISE_BLOCK words of one block into `noise`."""
+    """Write the NOISE_BLOCK words of one block to `noise`."""
     first = np.uint64(block) * np.uint64(NOISE_LANES)  # 16 counters never cross 2**32: the high word is one
     low, high = np.uint32(first & np.uint64(0xFFFFFFFF)), np.uint32(first >> np.uint64(32))
     for lane in range(NOISE_LANES):
@@ -97,7 +97,7 @@ def fill_noise(noise, block, key0, key1):
 
 @njit(forceinline=True)
 def element_noise(index, key0, key1):
-    """The noise word of one element, see threefry.NOISE_BLOCK."""
+    """Return the noise word of one element, see threefry.NOISE_BLOCK."""
     block, place = index // NOISE_BLOCK, index % NOISE_BLOCK
     part, lane = place // NOISE_LANES, place % NOISE_LANES
     w0, w1, w2, w3 = noise_words(block * NOISE_LANES + lane, key0, key1)
