@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from fpsim.border import require_memory, require_module, require_seed
 from fpsim.checks import is_finite_number, require_callable, require_word, shown
 from fpsim.formats.blocks import BlockFormat
-from fpsim.insight.engines.against_dump import Beside, compare_with_dump
+from fpsim.insight.engines.against_dump import Asked, compare_with_dump
 from fpsim.insight.engines.decisions import Choices, Decision, Replayed, compared_choices
-from fpsim.insight.engines.dump_words import told
-from fpsim.insight.engines.dumped_names import require_dump_names
 from fpsim.insight.engines.dumps import Dump, opened
 from fpsim.insight.engines.kinds import kind_of, policies_of
 from fpsim.insight.engines.likelihoods import (
@@ -31,10 +29,10 @@ from fpsim.insight.engines.likelihoods import (
     read_batch,
 )
 from fpsim.insight.engines.places import Kept, Local, Measured, Place
-from fpsim.insight.engines.remedies import Truncated, changed_policies, fields_of, remedies_for, truncated
+from fpsim.insight.engines.recorded import require_dump_names
+from fpsim.insight.engines.remedies import Tried, Truncated, changed_policies, fields_of, remedies_for, truncated
 from fpsim.insight.engines.reordered import Permuted, Split
 from fpsim.insight.engines.sides import Pair, Resume, require_names
-from fpsim.insight.engines.statistics import compare_with_statistics
 from fpsim.insight.rows import Rows, number, text_table
 from fpsim.models.installed import emulated_forward, emulated_forwards
 from fpsim.policies.policy import Policy
@@ -48,18 +46,10 @@ __all__ = ["Mismatch", "mismatch"]
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 ATTRIBUTIONS = ("both", "back", "none")
 COLUMNS = ("module", "kind", "local", "floor", "put_back", "added")
-SHOWN, TOP, MOST_BACK = 12, 5, 8
+SHOWN, NAMED, TOP, MOST_BACK = 12, 3, 5, 8
 HALF = 0.5
 BELOW = 0.1  # of the floor's mean |dlogp|, up to which no module is named
 BEYOND = 4.0  # times the floor's figure, from which on a difference is more than another order of sums
-
-
-class Tried(NamedTuple):
-    """A change of b, and the mean |dlogp| and KL with it."""
-
-    what: str
-    mean_dlogp: float
-    kl: float
 
 
 class Mismatch(Rows):
@@ -76,7 +66,7 @@ class Mismatch(Rows):
     weights: truncated importance weights.
     alone: modules that one side has alone, by side, and `unlike`, those whose outputs have other shapes.
     passes: how often a model ran; resumed: how many of these began at the first module that they change.
-    beside: what is known of a dump, where one side is one.
+    notes: what was compared with a dump, and what it cannot tell.
     """
 
     def __init__(self, words: tuple[str, str], eps: float) -> None:
@@ -87,6 +77,7 @@ class Mismatch(Rows):
         self.first: tuple[str, float, float] | None = None
         self.last: tuple[str, float, float] | None = None
         self.halving: list[tuple[str, float]] = []
+        self.is_halved = False
         self.parts: list[tuple[str, str, float]] = []
         self.decisions: list[dict[str, Any]] = []
         self.replayed: float | None = None
@@ -95,7 +86,7 @@ class Mismatch(Rows):
         self.alone: dict[str, list[str]] = {"a": [], "b": []}
         self.unlike: dict[str, str] = {}
         self.passes = self.resumed = 0
-        self.beside: Beside | None = None
+        self.notes: list[str] = []
 
     @property
     def is_beyond(self) -> bool:
@@ -103,25 +94,23 @@ class Mismatch(Rows):
         return bool(self)
 
     def __str__(self) -> str:
-        if self.beside is not None:
-            return told(self.beside, self.words, self.eps)
-        f, floor = self.figures, self.floor
-        assert f is not None
-        assert floor is not None
-        places = int(f.by_sequence[:, 1].sum())
-        lines = [
-            f"a: {self.words[0]}",
-            f"b: {self.words[1]}",
-            f"{places} tokens of {len(f.by_sequence)} sequences: mean |dlogp| {f.mean_dlogp:.3g} (largest "
-            f"{f.largest_dlogp:.3g}), k1 {f.k1:.3g}, k3 {f.k3:.3g}, KL {f.kl:.3g} nats, {f.outside:.1%} of ratios "
-            f"outside of 1 ± {self.eps:g}, perplexity {f.perplexities[0]:.5g} and {f.perplexities[1]:.5g}, likeliest "
-            f"token other in {f.flips:.1%}",
-            f"Floor, sums in another order alone: mean |dlogp| {floor.mean_dlogp:.3g}, KL {floor.kl:.3g} nats.",
-        ]
+        lines = [f"a: {self.words[0]}", f"b: {self.words[1]}"]
+        if (f := self.figures) is not None:
+            places = int(f.by_sequence[:, 1].sum())
+            lines.append(
+                f"{places} tokens of {len(f.by_sequence)} sequences: mean |dlogp| {f.mean_dlogp:.3g} (largest "
+                f"{f.largest_dlogp:.3g}), k1 {f.k1:.3g}, k3 {f.k3:.3g}, KL {f.kl:.3g} nats, {f.outside:.1%} of ratios "
+                f"outside of 1 ± {self.eps:g}, perplexity {f.perplexities[0]:.5g} and {f.perplexities[1]:.5g}, "
+                f"likeliest token other in {f.flips:.1%}"
+            )
+        if (floor := self.floor) is not None:
+            lines.append(
+                f"Floor, sums in another order alone: mean |dlogp| {floor.mean_dlogp:.3g}, KL {floor.kl:.3g} nats."
+            )
         lines += self._places()
         lines += self._decided()
         if self.tried:
-            lines.append("Tried in b (mean |dlogp|, KL):")
+            lines.append(f"Tried in {'the model' if self.notes else 'b'} (mean |dlogp|, KL):")
             lines += [f"  {t.what}: {t.mean_dlogp:.3g}, {t.kl:.3g}" for t in self.tried]
         if self.weights is not None and self.is_beyond:
             w = self.weights
@@ -131,9 +120,12 @@ class Mismatch(Rows):
             )
         for side, names in self.alone.items():
             if names:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                lines.append(f"In {side} alone, and so not compared: {', '.join(names[:3])}{more}.")
-        lines += [f"{name} is not compared: {why}." for name, why in self.unlike.items()]
+                more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+                lines.append(f"In {side} alone, and so not compared: {', '.join(names[:NAMED])}{more}.")
+        lines += [f"{_spoken(name)} is not compared: {why}." for name, why in [*self.unlike.items()][:NAMED]]
+        if len(self.unlike) > NAMED:
+            lines.append(f"... nor are {len(self.unlike) - NAMED} more: `unlike` has them.")
+        lines += self.notes
         begun = f", of which {self.resumed} begin behind what was known already" if self.resumed else ""
         lines.append(f"{self.passes} passes{begun}.")
         return "\n".join(lines)
@@ -141,29 +133,30 @@ class Mismatch(Rows):
     __repr__ = __str__
 
     def _places(self) -> list[str]:
-        f = self.figures
-        assert f is not None
         if not self:
             return ["Nothing is beyond the floor, and no module is named."]
         lines = []
-        top = self[0]
-        lines.append(f"Most: {_spoken(top['module'])} ({top['class']}): {top['kind']}: {top['detail']}.")
+        columns = [name for name in COLUMNS if name in self[0]]  # statistics have neither kinds nor shares
+        if "kind" in columns:
+            top = self[0]
+            lines.append(f"Most: {_spoken(top['module'])} ({top['class']}): {top['kind']}: {top['detail']}.")
         if self.first is not None and self.last is not None:
             lines.append(
                 f"Outputs are beyond the floor first at {_spoken(self.first[0])} ({number(self.first[1])}, floor "
                 f"{number(self.first[2])}), and end at {_spoken(self.last[0])} with {number(self.last[1])}."
             )
-        lines.append("Modules whose own code differs, and the share of KL that each explains (95 % over sequences):")
-        cells = [[_cell(row, name) for name in COLUMNS] for row in self[:SHOWN]]
-        lines.append(text_table(COLUMNS, cells))
+        if "kind" in columns:
+            lines.append(
+                "Modules whose own code differs, and the share of KL that each explains (95 % over sequences):"
+            )
+        lines.append(text_table(columns, [[_cell(row, name) for name in columns] for row in self[:SHOWN]]))
         if len(self) > SHOWN:
             lines.append(f"... and {len(self) - SHOWN} more; all others give the same on the same inputs.")
         for module, part, share in self.parts:
             lines.append(f"  of {_spoken(module)}, {part} put back explains {share:.0%}")
         if self.halving:
             steps = ", ".join(f"{_spoken(name)} (KL {kl:.3g})" for name, kl in self.halving)
-            is_half = self.halving[-1][1] <= HALF * f.kl
-            lines.append(f"Put back greedily, half of the KL is {'gone' if is_half else 'not gone'} with {steps}.")
+            lines.append(f"Put back greedily, half of the KL is {'' if self.is_halved else 'not '}gone with {steps}.")
         return lines
 
     def _decided(self) -> list[str]:
@@ -175,7 +168,8 @@ class Mismatch(Rows):
                     f"margin of {number(row['margin_of_flips'])} (all: {number(row['margin'])})"
                 )
         if self.replayed is not None and lines:
-            lines.append(f"With a's decisions replayed in b: KL {self.replayed:.3g} nats.")
+            where = "the dump's decisions replayed in the model" if self.notes else "a's decisions replayed in b"
+            lines.append(f"With {where}: KL {self.replayed:.3g} nats.")
         return lines
 
 
@@ -293,19 +287,12 @@ def _with_dump(
     """One model beside a dump."""
     if isinstance(a, Dump) and isinstance(b, Dump):
         raise ValueError("a and b are both dumps. Expected: one of them a model, whose code runs on the dump's inputs.")
-    model, side, is_a = (b, a, True) if isinstance(a, Dump) else (a, b, False)
-    mapping = require_dump_names(names)
-    if side.is_statistics:
-        beside = compare_with_statistics(model, side, batch, mapping, seed, progress, is_a)
-    else:
-        beside = compare_with_dump(model, side, batch, readers, mapping, eps, attribution, seed, progress, is_a)
+    is_a = isinstance(a, Dump)
+    model, side = (b, a) if is_a else (a, b)
     words = f"the dump {side.path.name}, {side}", _described(model)
     result = Mismatch(words if is_a else words[::-1], eps)
-    result.beside, result.figures, result.floor = beside, beside.figures, beside.floor
-    result.first, result.last, result.passes = beside.first, beside.last, beside.passes
-    result.alone = {"ab"[not is_a]: beside.alone["dump"], "ab"[is_a]: beside.alone["model"]}
-    result.unlike = beside.unlike
-    result += beside.rows()
+    asked = Asked(batch, readers, require_dump_names(names), attribution, seed, progress, is_a)
+    compare_with_dump(model, side, asked, result)
     return result
 
 
@@ -524,7 +511,8 @@ def _halve(runs: _Runs, result: Mismatch, total: Figures) -> None:
         back.append(row["module"])
         kl = row["kl_without"] if len(back) == 1 else runs.figures_with("b", back).kl
         result.halving.append((row["module"], kl))
-        if kl <= HALF * total.kl:
+        result.is_halved = kl <= HALF * total.kl
+        if result.is_halved:
             return
 
 

@@ -4,34 +4,52 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fpsim.checks import few
-from fpsim.insight.engines.dumped_names import mapped
-from fpsim.insight.engines.dumps import MASK, TOKENS, Dump
-from fpsim.insight.engines.forced import EVERYTHING, Injected, Judged, Recorded, Seen, Target
+from fpsim.insight.engines.decisions import Choices, Decision, Replayed, compared_choices
+from fpsim.insight.engines.dumps import LOGPROBS, MASK, TOKENS, Dump
+from fpsim.insight.engines.forced import Change, Injected, Judged, Seen, Target, apart, changes, matched
 from fpsim.insight.engines.likelihoods import Figures, Likelihoods, compared, interval, read_batch
-from fpsim.insight.engines.places import MARGIN, TINY, Measured, relative_of
-from fpsim.insight.engines.recorded import Steps, batched_steps
+from fpsim.insight.engines.msprobe import STATISTICS
+from fpsim.insight.engines.places import MARGIN, TINY, Measured
+from fpsim.insight.engines.recorded import Recorded, Source, Steps, batched_steps, mapped, outputs_of
+from fpsim.insight.engines.remedies import Tried, truncated
 from fpsim.insight.engines.reordered import Permuted, Split
-from fpsim.insight.engines.sides import Pair
-from fpsim.insight.engines.trials import Trial, tried_on
+from fpsim.insight.engines.sides import Door, Pair
 from fpsim.tensors.noise import keep_random_numbers
+from fpsim.torch_modes import without_torch_function
 from fpsim.undoing import Undo, undone
 
-__all__ = ["KERNELS", "Beside", "Site", "compare_with_dump"]
+__all__ = ["Asked", "compare_with_dump"]
 
 # A relative difference that other kernels of exp or rsqrt make, with the same sums: an ulp of float32 in some elements,
 # and in a narrow dtype the few roundings that it turns over.
 KERNELS = {torch.float64: 2.0**-40, torch.float32: 2.0**-21, torch.float16: 2.0**-16, torch.bfloat16: 2.0**-13}
 BELOW = 0.1  # of the floor's mean |dlogp|, up to which no module is named
-HALF, MOST = 0.5, 8
+FAR = 4.0  # times closer: what a change has to leave at most to explain a place
+CLOSE = 1.5  # times the best: an earlier change, which is simpler, is taken
+HALF, MOST_BACK, MOST_TRIED = 0.5, 8, 3
+NOT_TOLD = "not told"
+
+
+class Asked(NamedTuple):
+    """What `mismatch` was asked. is_a: whether the dump is the first side."""
+
+    batch: Any
+    readers: tuple[Any, Any, Any]
+    names: Mapping[str, str | tuple[str, ...]]
+    attribution: str
+    seed: int
+    progress: Callable[[], object] | None
+    is_a: bool
 
 
 @dataclass
@@ -39,101 +57,41 @@ class Site:
     """A module whose own code, on the inputs that the engine had, gives something else than was recorded."""
 
     module: str
-    kind_of: str
     targets: list[Target]
-    kind: str = ""
-    detail: str = ""
-    tried: list[tuple[str, float]] = field(default_factory=list)
-    added: float | None = None
-    added_interval: tuple[float, float] = (math.nan, math.nan)
-    kl: float | None = None
 
     @property
     def worst(self) -> Target:
-        """The target that is furthest apart."""
         return max(self.targets, key=lambda t: t.local)
 
 
-@dataclass
-class Beside:
-    """A model beside a dump."""
-
-    dump: Dump
-    is_a: bool
-    figures: Figures | None = None
-    floor: Figures | None = None
-    sites: list[Site] = field(default_factory=list)
-    first: tuple[str, float, float] | None = None
-    last: tuple[str, float, float] | None = None
-    grown: list[tuple[str, float, float]] = field(default_factory=list)
-    greedy: list[tuple[str, float]] = field(default_factory=list)
-    together: float | None = None
-    alone: dict[str, list[str]] = field(default_factory=dict)
-    unlike: dict[str, str] = field(default_factory=dict)
-    judged: int = 0
-    order: list[str] = field(default_factory=list)  # of the places, as they ran
-    has_inputs: bool = True
-    passes: int = 0
-    logits_of: str = ""
-
-    def rows(self) -> list[dict[str, Any]]:
-        """A row for each place; of statistics, for each module that is beyond the floor."""
-        none = (math.nan, math.nan)
-        if self.dump.is_statistics:
-            return [{"module": name, "local": far, "floor": floor} for name, far, floor in self.grown if far > floor]
-        return [
-            {
-                "module": site.module,
-                "class": site.kind_of,
-                "kind": site.kind,
-                "detail": site.detail,
-                "local": site.worst.local,
-                "floor": site.worst.floor,
-                "put_back": None,
-                "put_back_interval": none,
-                "added": site.added,
-                "added_interval": site.added_interval,
-                "where": site.worst.words,
-            }
-            for site in self.sites
-        ]
+def compare_with_dump(model: nn.Module, dump: Dump, asked: Asked, result: Any) -> None:
+    """Fill a `Mismatch` with what a dump tells of a model."""
+    if dump.is_statistics:
+        undone(partial(_statistics, model, dump, asked, result))
+        return
+    found = undone(partial(_found, model, dump, asked, result))
+    if result:
+        _explain(model, *found, asked, result)
 
 
-def compare_with_dump(
-    model: nn.Module, dump: Dump, batch: Any, readers: Any, names: Mapping[str, str | tuple[str, ...]], eps: float,
-    attribution: str, seed: int, progress: Callable[[], object] | None, is_a: bool,
-) -> Beside:  # fmt: skip
-    """Compare. is_a: whether the dump is the first side. The arguments are those of `mismatch`."""
-    return undone(partial(_found, model, dump, batch, readers, names, eps, attribution, seed, progress, is_a))
-
-
-def _found(
-    model: nn.Module, dump: Dump, batch: Any, readers: Any, names: Any, eps: float, attribution: str, seed: int,
-    progress: Any, is_a: bool, undo: Undo,
-) -> Beside:  # fmt: skip
+def _found(model: nn.Module, dump: Dump, asked: Asked, result: Any, undo: Undo) -> tuple[_Runs, Recorded, list[Site]]:
     keep_random_numbers(undo)
-    steps, batch = _same_tokens(model, dump, batch, readers)
-    pair = Pair(model, nn.Identity(), {}, seed, undo)
+    steps, batch = _same_tokens(model, dump, asked)
+    pair = Pair(model, nn.Identity(), {}, asked.seed, undo)
     known = {name: door.module for name, door in pair.doors["a"].items()}
-    sources, alone = mapped(dump.modules, known, names, dump.engine)
-    if not any(name for name in sources):
-        raise ValueError(
-            f"No module of {dump.path.name} ({few(alone or dump.modules, 3)}) has the name of one of the model "
-            f"({few([n for n in known if n], 3)}). Expected: names={{beginning in the dump: beginning in the model}}."
-        )
-    result = Beside(dump, is_a, alone={"dump": [n for n in alone if n]})
-    run = _Runs(pair, batch, steps, readers[0], eps, is_a, progress)
-    run.model_alone()
+    sources, alone = _mapped(dump, known, asked)
+    runs = _Runs(pair, batch, steps, asked, result.eps)
+    made: tuple[list[Decision], list[Decision]] = ([], [])
+    runs.run_model(lambda: Choices(made[0], lambda: pair.running))
     leaves = {name for name, module in known.items() if not any(True for _ in module.children())}
-    recorded = Recorded(dump, steps, sources, run.seen, leaves)
-    result.alone["model"] = [n for n in known if n and n not in sources and n in run.seen.results]
-    run.dump_alone(recorded, result)
-    _grow(run, recorded, result)
-    run.floors(result)
+    recorded = Recorded(dump, steps, sources, runs.seen.shapes, leaves)
+    runs.read_dump(recorded)
+    _tell_sides(result, asked, alone, [n for n in known if n and n not in sources and n in runs.seen.shapes])
+    result.figures = runs.figures_of_dump
+    _grow(runs, recorded, result)
     judged = Judged(recorded)
-    run.forced(judged)
-    run.forced(Judged(recorded, judged.targets), Permuted)
-    result.judged, result.has_inputs = len(judged.judged), recorded.has_inputs
+    runs.run(judged, lambda: Choices(made[1], lambda: pair.running))
+    runs.run(Judged(recorded, judged.targets), Permuted)
     result.unlike = recorded.unlike
     if not judged.judged:
         raise ValueError(
@@ -141,20 +99,40 @@ def _found(
             f"{'; '.join([*result.unlike.values()][:2]) or 'it has no tensors of floating point'}. Expected: "
             f"results of modules with the model's shapes, (batch, time, ...) or one row for each token."
         )
-    if _is_beyond_floor(result):
-        result.sites = _sites(judged, known)
-        result.order = [site.module for site in result.sites]
-    if result.sites:
-        _name_kinds(model, run, recorded, result, seed)
-        if attribution != "none":
-            _attribute(run, result, seed)
+    sites = _sites(judged, result)
+    _decide(runs, recorded, made, asked.is_a, result)
+    for site in sites:
+        row = {"module": site.module, "class": type(known[site.module]).__name__, "kind": NOT_TOLD}
+        empty = {"put_back": None, "put_back_interval": (math.nan, math.nan)}
+        row |= {"detail": "", "local": site.worst.local, "floor": site.worst.floor, **empty}
+        result.append(row | {"added": None, "added_interval": (math.nan, math.nan)})
+    if sites and asked.attribution != "none":
+        _attribute(runs, sites, asked, result)
+    _note(dump, runs, judged, sites, result)
     result.passes = pair.passes
-    return result
+    return runs, recorded, sites
 
 
-def _same_tokens(model: nn.Module, dump: Dump, batch: Any, readers: Any) -> tuple[Steps, Any]:
+def _mapped(dump: Dump, known: Mapping[str, Any], asked: Asked) -> tuple[dict[str, Source], list[str]]:
+    sources, alone = mapped(dump.modules, known, asked.names, dump.engine)
+    if not any(name for name in sources):
+        raise ValueError(
+            f"No module of {dump.path.name} ({few(alone or dump.modules, 3)}) has the name of one of the model "
+            f"({few([n for n in known if n], 3)}). Expected: names={{beginning in the dump: beginning in the model}}."
+        )
+    return sources, [name for name in alone if name]
+
+
+def _tell_sides(result: Any, asked: Asked, of_dump: list[str], of_model: list[str]) -> None:
+    result.alone = dict(zip("ab", (of_dump, of_model) if asked.is_a else (of_model, of_dump)))
+
+
+# Tokens
+
+
+def _same_tokens(model: nn.Module, dump: Dump, asked: Asked) -> tuple[Steps, Any]:
     """The tokens of the dump, and what the model is called with. Raises ValueError where the tokens are others."""
-    steps = dump.steps()
+    steps, batch = dump.steps(), asked.batch
     if batch is None:
         if steps is None:
             raise ValueError(
@@ -162,31 +140,30 @@ def _same_tokens(model: nn.Module, dump: Dump, batch: Any, readers: Any) -> tupl
                 f"in it, the ids that its root is called with, or batch=..."
             )
         return steps, _batch_of(model, steps)
-    ids, valid = read_batch(batch, *readers[1:])
+    ids, valid = (x.cpu() for x in read_batch(batch, *asked.readers[1:]))
     if steps is None:
-        return batched_steps([ids.cpu()], valid.cpu()), batch
+        return batched_steps([ids], valid), batch
     if ids.shape != steps.tokens.shape:
         raise ValueError(
             f"The batch has tokens of shape {tuple(ids.shape)}, and {dump.path.name} of {tuple(steps.tokens.shape)}. "
             f"Expected: the tokens of the dump, Dump(path).steps().tokens, or batch=None, which takes them."
         )
-    both = valid.cpu() & steps.mask
-    other = int((ids.cpu() != steps.tokens)[both].sum())
+    both = valid & steps.mask
+    other = int((ids != steps.tokens)[both].sum())
     if other:
         raise ValueError(
             f"{other} of {int(both.sum())} tokens of the batch are not those of {dump.path.name}. Expected: the tokens "
             f"of the dump, Dump(path).steps().tokens, or batch=None, which takes them."
         )
-    return Steps(steps.tokens, both, steps.steps, steps.positions), batch
+    return steps._replace(mask=both), batch
 
 
 def _batch_of(model: nn.Module, steps: Steps) -> Any:
     """What a model is called with for the tokens of a dump: by name where its forward has transformers' names."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    try:
+    known: Mapping[str, Any] = {}
+    with suppress(TypeError, ValueError):  # a forward without a signature
         known = inspect.signature(model.forward).parameters
-    except (TypeError, ValueError):
-        known = {}  # type: ignore[assignment]
     ids = steps.tokens.to(device)
     if "input_ids" not in known:
         return ids
@@ -200,209 +177,391 @@ def _batch_of(model: nn.Module, steps: Steps) -> Any:
     return batch
 
 
+# Runs
+
+
 class _Runs:
-    """Runs of the model, and their figures beside one another and the dump's."""
+    """Runs of the model, and their log-probabilities beside the dump's where it has some."""
 
-    def __init__(
-        self, pair: Pair, batch: Any, steps: Steps, logits: Any, eps: float, is_a: bool, progress: Any
-    ) -> None:
-        self.pair, self.batch, self.steps, self._logits = pair, batch, steps, logits
-        self._eps, self._is_a, self._progress = eps, is_a, progress
+    def __init__(self, pair: Pair, batch: Any, steps: Steps, asked: Asked, eps: float) -> None:
+        self.pair, self.batch, self.steps, self.eps = pair, batch, steps, eps
+        self._logits, self._progress, self.is_a = asked.readers[0], asked.progress, asked.is_a
         self.seen = Seen()
-        self.of_model: Tensor | None = None
+        self.both = steps.mask[:, :-1] & steps.mask[:, 1:]
+        self.logits: Tensor | None = None
         self.of_dump: Likelihoods | None = None
-        self.both: Tensor | None = None
+        self.figures_of_dump: Figures | None = None
+        self.words = ""  # whose logits they are, in the dump
 
-    def run(self, visitor: Any = None, mode: Any = None) -> Tensor | None:
-        """The logits of a run of the model; None where they are not (batch, time, vocabulary)."""
-        output = self.pair.run(self.batch, "a", visitor, mode)
+    def run(self, visitor: Any = None, mode: Any = None, pair: Pair | None = None, choice: Any = "a") -> Tensor:
+        """The logits of a run. Raises ValueError where they are not (batch, time, vocabulary)."""
+        output = (pair or self.pair).run(self.batch, choice, visitor, mode)
         if self._progress is not None:
             self._progress()
-        return self._logits_in(output)
-
-    def _logits_in(self, output: Any) -> Tensor | None:
         named = output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
         found = self._logits(output) if self._logits is not None else named
         found = found[0] if isinstance(found, tuple | list) and found else found
         shape = tuple(self.steps.tokens.shape)
-        is_right = isinstance(found, Tensor) and found.dim() == 3 and tuple(found.shape[:2]) == shape
-        return found if is_right else None
+        if isinstance(found, Tensor) and found.dim() == 3 and tuple(found.shape[:2]) == shape:
+            return found
+        raise ValueError(
+            f"The output of the model has no logits (batch, time, vocabulary) = {shape} + (vocabulary,). Expected: "
+            f"output.logits, the output itself, or logits=lambda output: ..."
+        )
 
-    def model_alone(self) -> None:
-        self.of_model = self.run(self.seen)
-
-    def forced(self, visitor: Any, mode: Any = None) -> None:
-        self.run(visitor, mode)
-
-    def dump_alone(self, recorded: Recorded, result: Beside) -> None:
-        """The figures from the dump's logits, where it has some."""
-        if self.of_model is None:
-            raise ValueError(
-                f"The output of the model has no logits (batch, time, vocabulary) = {tuple(self.steps.tokens.shape)} + "
-                f"(vocabulary,). Expected: output.logits, the output itself, or logits=lambda output: ..."
-            )
-        vocabulary = self.of_model.shape[-1]
-        for name in ("", *reversed([name for name, _ in self.seen.outputs])):
-            for value in recorded.values(name, 0).values() if name in recorded.sources else ():
-                there = value.like(self.of_model, recorded.tokens) if value.rows is not None else None
-                is_result = value.name.rpartition(".")[2].startswith("out") or ".out." in f".{value.name}"
-                if there is None or not is_result or there[0].shape[-1] != vocabulary:
-                    continue
-                rows = there[1] if there[1] is not None else torch.ones_like(self.steps.mask).reshape(-1)
-                valid = self.steps.mask
-                both = valid[:, :-1] & valid[:, 1:] & rows.reshape(valid.shape)[:, :-1]
-                if not bool(both.any()):
-                    continue
-                self.both, result.logits_of = both, value.name
-                self.of_dump = self.told(there[0])
-                result.figures = self.apart(self.of_dump)
-                return
+    def run_model(self, mode: Any) -> None:
+        self.logits = self.run(self.seen, mode)
 
     def told(self, logits: Tensor) -> Likelihoods:
         """Log-probabilities where the dump has them."""
-        assert self.both is not None
-        ids, both = self.steps.tokens, self.both
         logs = logits[:, :-1].detach().cpu().double().log_softmax(-1)
-        chosen = logs.gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1)
-        return Likelihoods(chosen, logs[both], both, logs[both].argmax(-1))
+        chosen = logs.gather(-1, self.steps.tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
+        return Likelihoods(chosen, logs[self.both], self.both, logs[self.both].argmax(-1))
 
-    def apart(self, other: Likelihoods) -> Figures:
-        """The figures of another run, or of the dump, beside the model's own."""
-        assert self.of_model is not None
-        own = self.told(self.of_model)
-        return compared(other, own, self._eps) if self._is_a else compared(own, other, self._eps)
+    @property
+    def own(self) -> Likelihoods:
+        assert self.logits is not None
+        return self.told(self.logits)
 
-    def figures(self, visitor: Any = None, mode: Any = None) -> Figures | None:
-        logits = self.run(visitor, mode)
-        return None if self.both is None or logits is None else self.apart(self.told(logits))
+    def read_dump(self, recorded: Recorded) -> None:
+        """The dump's logits, of its root or of the last module that gives some; else its log-probabilities."""
+        assert self.logits is not None
+        for name in ("", *dict.fromkeys(reversed([name for name, _ in self.seen.outputs]))):
+            for path, value in recorded.values(name, 0).items():
+                there = value.like(self.logits, recorded.tokens) if value.rows is not None else None
+                if there is None or not path.startswith("out") or not there[0].is_floating_point():
+                    continue
+                rows = recorded.valid if there[1] is None else there[1]
+                both = self.both & rows.reshape(self.steps.mask.shape)[:, :-1]
+                if bool(both.any()):
+                    self.both, self.words = both, value.name
+                    self.of_dump = self.told(there[0])
+                    self.figures_of_dump = self.beside(self.own, self.of_dump)
+                    return
+        logs = recorded.dump[LOGPROBS].double() if LOGPROBS in recorded.dump.entries else None
+        if logs is None:
+            return
+        if logs.shape != self.steps.tokens.shape:
+            raise ValueError(
+                f"{LOGPROBS!r} of {recorded.dump.path.name} has shape {tuple(logs.shape)}, and its tokens "
+                f"{tuple(self.steps.tokens.shape)}. Expected: for each token its log-probability given those before."
+            )
+        self.both, self.words = self.both & logs[:, 1:].isfinite(), LOGPROBS
+        other = self.own._replace(chosen=logs[:, 1:])
+        found = self.beside(self.own, other)
+        sums = found.by_sequence.copy()
+        sums[:, 0] = math.nan
+        self.figures_of_dump = found._replace(kl=math.nan, flips=math.nan, by_sequence=sums)
 
-    def floors(self, result: Beside) -> None:
+    def beside(self, model: Likelihoods, dump: Likelihoods) -> Figures:
+        return compared(dump, model, self.eps) if self.is_a else compared(model, dump, self.eps)
+
+    def floors(self, recorded: Recorded) -> tuple[Figures, Measured]:
         """What sums in another order do: to the figures, and to each module's result."""
-        if self.both is None:
-            valid = self.steps.mask
-            self.both = valid[:, :-1] & valid[:, 1:]
-        measured = Measured(self.seen, self.steps.mask)  # type: ignore[arg-type]
-        found = [self.figures(measured, Permuted), self.figures(None, Split)]
-        result.floor = max((f for f in found if f is not None), key=lambda f: f.mean_dlogp)
-        dtypes = {name: outs for (name, call), outs in self.seen.outputs.items() if call == 0}
-        result.grown = [
-            (name, far, max(measured.relative.get(name, 0.0), _kernels(dtypes.get(name, []))))
-            for name, far, _ in result.grown
-        ]
-        beyond = [row for row in result.grown if row[1] > MARGIN * row[2]]
-        if beyond:
-            result.first, result.last = beyond[0], beyond[-1]
+        measured = Measured(self.seen, recorded.steps.mask)
+        runs = [self.run(measured, Permuted), self.run(None, Split)]
+        return max((compared(self.own, self.told(x), self.eps) for x in runs), key=lambda f: f.mean_dlogp), measured
 
 
-def _kernels(outs: list[Tensor]) -> float:
-    return max((KERNELS.get(x.dtype, 2.0**-21) for x in outs), default=2.0**-21) / MARGIN
-
-
-def _grow(run: _Runs, recorded: Recorded, result: Beside) -> None:
-    """How far each module's result in the model's own run is from the dump's, in the order of the run."""
-    valid = recorded.valid
-    far: dict[str, float] = {}
-    for name, call in run.seen.outputs:
-        values = {p: v for p, v in recorded.values(name, call).items() if p.startswith("out")}
-        for x, value in zip(run.seen.outputs[name, call], values.values()):
+def _grow(runs: _Runs, recorded: Recorded, result: Any) -> None:
+    """The floors, and the first and the last module whose result in the model's own run is beyond them."""
+    result.floor, measured = runs.floors(recorded)
+    beyond: dict[str, tuple[str, float, float]] = {}
+    for (name, call), out in runs.seen.outputs.items():
+        for _, x, value in matched([*outputs_of(out)], recorded.values(name, call), recorded.tokens):
             there = value.like(x, recorded.tokens)
-            if there is None:
+            if there is None or not x.is_floating_point():
                 continue
-            known, rows = there
-            if rows is None:
-                found = relative_of([x], [known.to(x.device)], EVERYTHING)
-            else:
-                n, kept = len(rows), (rows & valid).to(x.device)
-                found = relative_of(
-                    [x.reshape(n, -1)[kept]], [known.reshape(n, -1)[kept.cpu()].to(x.device)], EVERYTHING
-                )
-            far[name] = max(far.get(name, 0.0), found)
-    result.grown = [(name, value, 0.0) for name, value in far.items()]
+            far = apart(x, there[0], there[1], recorded.valid)
+            floor = max(measured.relative.get(name, 0.0), KERNELS.get(x.dtype, 2.0**-21) / MARGIN)
+            if far > MARGIN * floor and far > beyond.get(name, ("", 0.0, 0.0))[1]:
+                beyond[name] = (name, far, floor)
+    if beyond:
+        result.first, result.last = [*beyond.values()][0], [*beyond.values()][-1]
 
 
-def _is_beyond_floor(result: Beside) -> bool:
-    if result.figures is None or result.floor is None:
-        return True
-    return result.figures.mean_dlogp > BELOW * result.floor.mean_dlogp
-
-
-def is_beyond(target: Target) -> bool:
-    """Whether a difference is more than another order of sums, or another kernel of a function."""
-    return target.local > threshold(target)
-
-
-def threshold(target: Target) -> float:
+def _threshold(target: Target) -> float:
+    """Up to where a difference is another order of sums, or another kernel of a function."""
     return max(MARGIN * target.floor, KERNELS.get(target.dtype, 2.0**-13), TINY)
 
 
-def _sites(judged: Judged, known: Mapping[str, nn.Module]) -> list[Site]:
+def _sites(judged: Judged, result: Any) -> list[Site]:
+    """Modules beyond the floor, as they ran; none where nobody would see them beside another order of sums."""
+    if result.figures is not None and result.figures.mean_dlogp <= BELOW * result.floor.mean_dlogp:
+        return []
     by_module: dict[str, list[Target]] = {}
     for target in judged.targets.values():
-        if is_beyond(target):
-            by_module.setdefault(target.module, []).append(target)
-    return [Site(name, type(known[name]).__name__, targets) for name, targets in by_module.items()]  # as they ran
+        by_module.setdefault(target.module, []).append(target)
+    kept = ([t for t in of if not t.own.is_floating_point() or t.local > _threshold(t)] for of in by_module.values())
+    return [Site(of[0].module, of) for of in kept if any(t.own.is_floating_point() for t in of)]
 
 
-def _name_kinds(model: nn.Module, run: _Runs, recorded: Recorded, result: Beside, seed: int) -> None:
-    """Try small changes on the model's own code: the one that gives what was recorded names the kind."""
-    wanted = {site.module for site in result.sites}
-
-    def locals_of(changed: nn.Module, is_same: bool) -> dict[str, float]:
-        """How far the places are apart with a changed model."""
-
-        def judge(undo: Undo) -> dict[str, float]:
-            pair = run.pair if is_same else Pair(changed, nn.Identity(), {}, seed, undo)
-            judged = Judged(recorded)
-            pair.run(run.batch, "a", judged)
-            if not is_same:
-                run.pair.passes += pair.passes
-            found = dict.fromkeys(wanted, 0.0)
-            for target in judged.targets.values():
-                if target.module in found:
-                    found[target.module] = max(found[target.module], target.local)
-            return found
-
-        return undone(judge)
-
-    before = {site.module: site.worst.local for site in result.sites}
-    floors = {site.module: threshold(site.worst) for site in result.sites}
-    found: dict[str, Trial] = tried_on(model, before, floors, locals_of)
-    for site in result.sites:
-        trial = found.get(site.module)
-        if trial is None:
-            site.kind = "not told"
-            site.detail = f"{site.worst.words} differs by {site.worst.local:.2g}; no format that was tried gives it"
-        else:
-            site.kind, site.tried = trial.kind, [(trial.words, trial.left)]
-            site.detail = f"{trial.words} in the model leaves {trial.left:.2g} of {site.worst.local:.2g}"
+def _decide(
+    runs: _Runs, recorded: Recorded, made: tuple[list[Decision], list[Decision]], is_a: bool, result: Any
+) -> None:
+    """The choices of experts that the model makes, beside those of the dump: recorded, or made of its numbers."""
+    calls: dict[str, int] = {}
+    for decision in made[1]:
+        call = calls.get(decision.module, 0)
+        calls[decision.module] = call + 1
+        for value in recorded.values(decision.module, call).values():
+            is_chosen = value.rows is not None and not value.rows.is_floating_point()
+            if is_chosen and value.rows.shape == decision.indices.shape:  # type: ignore[union-attr]
+                rows = value.rows.to(decision.indices)  # type: ignore[union-attr]
+                decision.indices = torch.where(value.present.to(rows.device)[:, None], rows, decision.indices)  # type: ignore[union-attr]
+    kept = [[_of_tokens(d, recorded.valid) for d in of] for of in made]
+    result.decisions = compared_choices(*(kept[::-1] if is_a else kept))
+    if any(row["flips"] for row in result.decisions):
+        replayed = iter(made[1])
+        found = runs.told(runs.run(None, lambda: Replayed(replayed)))
+        result.replayed = None if runs.of_dump is None else runs.beside(found, runs.of_dump).kl
 
 
-def _attribute(run: _Runs, result: Beside, seed: int) -> None:
-    """The KL that each place's difference makes in the model alone, and the places that make half of it together."""
-    whole = None if result.figures is None else result.figures.by_sequence[:, 0]
-    total = None if whole is None else float(whole.sum())
-    for site in result.sites:
-        alone = run.figures(Injected(site.targets))
-        if alone is None:
-            continue
-        site.kl = alone.kl
-        if whole is not None and total:
-            site.added = float(alone.by_sequence[:, 0].sum()) / total
-            site.added_interval = interval(alone.by_sequence[:, 0], whole, seed)
-    result.sites.sort(key=lambda site: -(site.kl or 0.0))
-    if whole is None or not total or result.figures is None:
-        return
-    together: list[Target] = []
-    for site in result.sites[:MOST]:
-        together += site.targets
-        kl = site.kl if len(result.greedy) == 0 else getattr(run.figures(Injected(together)), "kl", None)
-        if kl is None:
-            return
-        result.greedy.append((site.module, kl))
-        if kl >= HALF * result.figures.kl:
+def _of_tokens(decision: Decision, valid: Tensor) -> Decision:
+    """A decision without the rows of padding."""
+    if len(decision.indices) != len(valid):
+        return decision
+    rows = valid.to(decision.indices.device)
+    kept = Decision(decision.indices[rows], decision.margin[valid.to(decision.margin.device)])
+    kept.module = decision.module
+    return kept
+
+
+def _attribute(runs: _Runs, sites: list[Site], asked: Asked, result: Any) -> None:
+    """The share of KL of each place, by adding what the dump's code does otherwise there, or everywhere else.
+
+    A model with all differences added computes the dump's numbers; with all but one it is the engine with the model's
+    own code at that place.
+    """
+    every = [t for site in sites for t in site.targets]
+    own = runs.own
+
+    def with_(targets: list[Target]) -> Likelihoods:
+        return runs.told(runs.run(Injected(targets, tuple(runs.steps.tokens.shape)))) if targets else own
+
+    base = runs.of_dump or with_(every)
+    first = base if asked.is_a else own  # every KL is of the first side
+
+    def kl(targets: list[Target]) -> Figures:
+        return compared(first, with_(targets), runs.eps)
+
+    def but(names: set[str], is_back: bool) -> list[Target]:
+        """The targets of the second side with the first one's code in some places; or of the first with the second's."""
+        return [t for t in every if (t.module in names) == (is_back == asked.is_a)]
+
+    total = compared(first, own if asked.is_a else base, runs.eps)
+    whole = total.by_sequence[:, 0]
+    for site, row in zip(sites, result, strict=True):
+        without = kl(but({site.module}, True)).by_sequence[:, 0]
+        row["put_back"] = float((whole - without).sum() / whole.sum()) if whole.sum() else 0.0
+        row["put_back_interval"] = interval(whole - without, whole, asked.seed)
+        row["kl_without"] = float(without.sum() / max(total.by_sequence[:, 1].sum(), 1))
+        if asked.attribution == "both":
+            alone = kl(but({site.module}, False)).by_sequence[:, 0]
+            row["added"] = float(alone.sum() / whole.sum()) if whole.sum() else 0.0
+            row["added_interval"] = interval(alone, whole, asked.seed)
+    result.sort(key=lambda row: -max(row["put_back"], row["added"] or 0.0))
+    back: set[str] = set()
+    for row in result[:MOST_BACK]:
+        back.add(row["module"])
+        left = row["kl_without"] if len(back) == 1 else kl(but(back, True)).kl
+        result.halving.append((row["module"], left))
+        result.is_halved = left <= HALF * total.kl
+        if result.is_halved:
             break
-    if len(result.sites) > 1:
-        every = run.figures(Injected([t for site in result.sites for t in site.targets]))
-        result.together = None if every is None else float(every.by_sequence[:, 0].sum()) / total
+    if runs.of_dump is not None:
+        change = (first.chosen - (own if asked.is_a else base).chosen)[runs.both]
+        result.weights = truncated(change)
+
+
+def _note(dump: Dump, runs: _Runs, judged: Judged, sites: list[Site], result: Any) -> None:
+    """What was compared, and what a dump cannot tell."""
+    notes = result.notes
+    if runs.figures_of_dump is None:
+        notes.append(
+            "The dump has no logits: its log-probabilities are not told; shares are of the KL that forcing makes."
+        )
+    elif runs.of_dump is None:
+        notes.append(
+            f"The dump has {LOGPROBS!r} of the chosen tokens alone: KL and likeliest tokens are not told; shares are of "
+            f"the KL that forcing makes."
+        )
     else:
-        result.together = result.sites[0].added
+        notes.append(f"The log-probabilities of the dump are those of {runs.words}.")
+    notes.append(
+        f"{len(judged.judged)} modules ran on what the engine's had; {len(sites)} of them differ{'s' * (len(sites) == 1)}."
+    )
+    has_inputs = any(key.module and key.path.startswith("in") for m in dump.modules for key in dump.of(m))
+    if not has_inputs:
+        notes.append(
+            "The dump has results alone: a module's inputs were computed from them, so that a place is the module or "
+            "the code that leads to it."
+        )
+    notes.append(
+        "The floor is the model's: what another order of sums does in the engine, a dump does not tell. Shares force the "
+        "dump's numbers into the model: the engine's answer to other inputs needs the engine."
+    )
+    if dump.left_out:
+        name, why = next(iter(dump.left_out.items()))
+        notes.append(f"{len(dump.left_out)} entries of the dump are not read, the first {name}: {why}.")
+
+
+# Kinds and remedies
+
+
+def _explain(model: nn.Module, runs: _Runs, recorded: Recorded, sites: list[Site], asked: Asked, result: Any) -> None:
+    """Try changes of the model: one that gives what was recorded at a place names its kind, and is a remedy."""
+    before = {site.module: site.worst.local for site in sites}
+    enough = {site.module: _threshold(site.worst) for site in sites}
+    found: dict[str, list[tuple[Change, float]]] = {name: [] for name in before}
+    failed: list[str] = []
+    for change in changes(model, before):
+        try:
+            left = undone(partial(_left, change, runs, recorded, before, asked, result))
+        except (
+            Exception
+        ) as error:  # a model's code may not take a change, which then explains nothing, and that is said
+            failed.append(f"{change.words} ({type(error).__name__})")
+            continue
+        for name, now in left.items():
+            if now < before[name] / FAR:
+                found[name].append((change, now))
+        if all(any(now <= enough[name] for _, now in of) for name, of in found.items()):
+            break
+    remedies: dict[str, tuple[Change, list[str]]] = {}
+    worst = {site.module: site.worst for site in sites}
+    for row in result:
+        name, target = row["module"], worst[row["module"]]
+        best = min((now for _, now in found[name]), default=0.0)
+        chosen = next(((c, now) for c, now in found[name] if now <= max(CLOSE * best, enough[name])), None)
+        row["detail"] = f"{target.words} differs by {target.local:.2g}"
+        if chosen is None:
+            row["detail"] += "; no change that was tried gives it"
+            continue
+        row["kind"] = chosen[0].kind
+        row["detail"] += f"; {chosen[0].words} in the model leaves {chosen[1]:.2g}"
+        remedies.setdefault(chosen[0].words, (chosen[0], []))[1].append(name)
+    for change, names in [*remedies.values()][: MOST_TRIED if runs.of_dump is not None else 0]:
+        undone(partial(_remedy, model, change, names, runs, asked, result))
+    result.tried.sort(key=lambda t: t.kl)
+    if failed:
+        result.notes.append(f"{len(failed)} changes do not run in this model, the first {failed[0]}.")
+
+
+def _left(
+    change: Change, runs: _Runs, recorded: Recorded, places: Iterable[str], asked: Asked, result: Any, undo: Undo
+) -> dict[str, float]:
+    """How far the places are apart with a changed model."""
+    keep_random_numbers(undo)
+    with change.make([]) as changed:
+        judged = Judged(recorded)
+        runs.run(judged, None, Pair(changed, nn.Identity(), {}, asked.seed, undo))
+    result.passes += 1
+    left = dict.fromkeys(places, 0.0)
+    for target in judged.targets.values():
+        if target.module in left:
+            left[target.module] = max(left[target.module], target.local)
+    return left
+
+
+def _remedy(
+    model: nn.Module, change: Change, names: list[str], runs: _Runs, asked: Asked, result: Any, undo: Undo
+) -> None:
+    """The figures of the model with a change at the places that it explains, beside the dump."""
+    keep_random_numbers(undo)
+    assert runs.of_dump is not None
+    with change.make(names) as changed:
+        other = nn.Identity() if changed is model else changed
+        pair = Pair(model, other, {}, asked.seed, undo)
+        pair.is_mixed = changed is not model
+        choice = "a" if changed is model else lambda n: "b" if n in names else "a"
+        figures = runs.beside(runs.told(runs.run(pair=pair, choice=choice)), runs.of_dump)
+    result.passes += 1
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    result.tried.append(
+        Tried(f"{change.words} in {names[0] or 'the model itself'}{more}", figures.mean_dlogp, figures.kl)
+    )
+
+
+# Statistics
+
+
+def statistics_of(x: Tensor) -> dict[str, float]:
+    """Statistics of a tensor as msprobe has them, and the root of the mean square, to which differences are relative."""
+    wide = x.detach().float()
+    norm = float(wide.norm())
+    found = {"Max": float(wide.max()), "Min": float(wide.min()), "Mean": float(wide.mean()), "Norm": norm}
+    return found | {"scale": norm / math.sqrt(wide.numel())}
+
+
+def statistics_apart(own: Mapping[str, float], other: Mapping[str, float]) -> float:
+    """The largest difference of two statistics: of norms relative to the norm, of others to the root mean square."""
+    worst = 0.0
+    for name in STATISTICS:
+        if name not in other or not own["Norm"] or not math.isfinite(own[name]):
+            continue
+        if not math.isfinite(other[name]):
+            return math.inf
+        worst = max(worst, abs(own[name] - other[name]) / (own["Norm"] if name == "Norm" else own["scale"]))
+    return worst
+
+
+class _Statistics(Seen):
+    """A visitor that keeps the statistics of what each module gives, and not the tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[tuple[str, int, str], tuple[dict[str, float], torch.Size, torch.dtype]] = {}
+
+    def seen(self, door: Door, call: int, out: Any) -> None:
+        for path, x in outputs_of(out):
+            if x.is_floating_point() and x.numel():
+                self.shapes.setdefault(door.name, [])
+                self.found[door.name, call, path] = statistics_of(x), x.shape, x.dtype
+
+
+def _statistics(model: nn.Module, dump: Dump, asked: Asked, result: Any, undo: Undo) -> None:
+    """Compare statistics of results: where they part, and how that grows. The batch is what the engine ran."""
+    if asked.batch is None:
+        raise ValueError(
+            f"{dump.path.name} has statistics alone, which do not tell the tokens. Expected: batch=..., what the "
+            f"engine ran."
+        )
+    keep_random_numbers(undo)
+    pair = Pair(model, nn.Identity(), {}, asked.seed, undo)
+    sources, alone = _mapped(dump, pair.doors["a"], asked)
+    own, again = _Statistics(), _Statistics()
+    for visitor, mode in ((own, None), (again, Permuted)):
+        pair.run(asked.batch, "a", visitor, mode)
+        if asked.progress is not None:
+            asked.progress()
+    _tell_sides(result, asked, alone, [n for n in own.shapes if n and n not in sources])
+    far: dict[str, tuple[float, float]] = {}
+    for (name, call, path), (mine, shape, dtype) in own.found.items():
+        source = sources.get(name)
+        entries = {} if source is None else {(k.call, k.path): entry for k, entry in dump.of(source.module).items()}
+        entry = entries.get((call, path))
+        if source is None or entry is None or not entry.statistics:
+            continue
+        if source.is_part or math.prod(entry.shape) != math.prod(shape):
+            is_part = f"it is part of {source.module}, and statistics have no parts"
+            words = f"the dump has it of shape {entry.shape}, and the model of {tuple(shape)}"
+            result.unlike[name] = is_part if source.is_part else words
+            continue
+        floor = max(MARGIN * statistics_apart(mine, again.found[name, call, path][0]), KERNELS.get(dtype, 2.0**-13))
+        before = far.get(name, (0.0, 0.0))
+        far[name] = max(before[0], statistics_apart(mine, entry.statistics)), max(before[1], floor)
+    if not far:
+        raise ValueError(
+            f"No result of {dump.path.name} ({few(dump.modules, 3)}) has the size of the model's "
+            f"({few([*own.shapes], 3)}). Expected: batch=..., what the engine ran."
+        )
+    result += [{"module": name, "local": x, "floor": floor} for name, (x, floor) in far.items() if x > floor]
+    if result:
+        result.first, result.last = (tuple(result[i].values()) for i in (0, -1))
+    result.passes = pair.passes
+    result.notes.append(
+        f"The dump has statistics alone: largest and least number, mean and norm of {len(far)} results are compared. Not "
+        f"told are log-probabilities, which module's own code it is, kinds and shares: for these dump tensors (msprobe: "
+        f'"task": "tensor").'
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -19,17 +18,18 @@ from torch import Tensor, nn
 from fpsim.border import require_memory, require_module
 from fpsim.checks import few, pip_install, shown
 from fpsim.insight.engines.msprobe import is_msprobe, read_msprobe
-from fpsim.insight.engines.recorded import Entry, Steps, batched_steps, flat_steps
+from fpsim.insight.engines.recorded import Entry, Steps, batched_steps, flat_steps, inputs_of, outputs_of
 from fpsim.insight.stepping import called, is_function
 from fpsim.tensors.noise import keep_random_numbers
 from fpsim.torch_modes import keeps_grad_mode, without_torch_function
 from fpsim.undoing import Undo, undone
 
-__all__ = ["Dump", "dump", "opened"]
+__all__ = ["LOGPROBS", "MASK", "TOKENS", "Dump", "dump", "opened"]
 
 VERSION = 1
 METADATA = "fpsim_dump"  # the key of the JSON in the metadata of the file
 TOKENS, MASK = "tokens", "mask"
+LOGPROBS = "logprobs"  # of each token given those before it, from engines that return no logits
 # "<module>.in0", ".in.hidden_states", ".out0.1", "@2" for the third call. The longest name of a module wins: a module
 # may be called `out`.
 KEY = re.compile(r"(?:(?P<module>.+)\.)?(?P<path>(?:in|out)(?:\d+(?:\.\w+)*|(?:\.\w+)+))(?:@(?P<call>\d+))?")
@@ -184,38 +184,6 @@ def _run(model: nn.Module, batch: Any, recorder: _Recorder, undo: Undo) -> None:
         batch() if is_function(batch) else called(model, batch)
 
 
-def leaves_of(tree: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in tuples, lists and mappings, each with the path to it."""
-    if isinstance(tree, Tensor):
-        yield path, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from leaves_of(value, f"{path}.{key}")
-    elif isinstance(tree, tuple | list):
-        for i, value in enumerate(tree):
-            yield from leaves_of(value, f"{path}.{i}")
-
-
-def inputs_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors among the arguments of a call: "in0", "in.mask"."""
-    for i, value in enumerate(args):
-        yield from leaves_of(value, f"in{i}")
-    yield from leaves_of(kwargs, "in")
-
-
-def outputs_of(output: Any) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of what a call returns: "out0", or "out.logits" of an object with fields."""
-    if isinstance(output, Tensor):
-        yield "out0", output
-    elif isinstance(output, Mapping):
-        yield from leaves_of(output, "out")
-    elif isinstance(output, tuple | list):
-        for i, value in enumerate(output):
-            yield from leaves_of(value, f"out{i}")
-    elif dataclasses.is_dataclass(output) or type(output).__name__ == "SimpleNamespace":
-        yield from ((f"out.{key}", x) for key, x in vars(output).items() if isinstance(x, Tensor))
-
-
 def _dtype_of(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
@@ -346,19 +314,23 @@ class Dump:
         return self._by_module.get(module, {})
 
     def steps(self) -> Steps | None:
-        """Which tokens each call of the model had; None where the dump does not tell."""
-        kept = {name: self[name] for name in (TOKENS, MASK) if name in self.entries}
-        root = {key: e.read() for key, e in self.of("").items() if e.read is not None and not e.dtype.is_floating_point}
-        found = _steps_of_calls(root)
-        if TOKENS in kept:
-            tokens = kept[TOKENS]
-            if tokens.dim() == 1:
-                tokens = tokens[None]
-            mask = kept.get(MASK, torch.ones_like(tokens)).bool().reshape(tokens.shape)
-            if found is None or found.tokens.shape != tokens.shape:
-                found = batched_steps([tokens], mask)
-            return Steps(tokens, mask, found.steps, found.positions)
-        return found
+        """The tokens of each call of the model; None where the dump does not tell."""
+        found = None
+        # the module that is called with ids and positions: the root, or the model inside that an engine calls
+        for module in sorted(self.modules, key=lambda name: name.count(".") + bool(name)):
+            entries = {k: e for k, e in self.of(module).items() if k.path.startswith("in")}
+            ints = {k: e.read() for k, e in entries.items() if e.read is not None and not e.dtype.is_floating_point}
+            found = _steps_of_calls(ints)
+            if found is not None or module.count("."):
+                break
+        if TOKENS not in self.entries:
+            return found
+        tokens = self[TOKENS]
+        tokens = tokens[None] if tokens.dim() == 1 else tokens
+        mask = (self[MASK] if MASK in self.entries else torch.ones_like(tokens)).bool().reshape(tokens.shape)
+        if found is None or found.tokens.shape != tokens.shape:
+            found = batched_steps([tokens], mask)
+        return Steps(tokens, mask, found.steps, found.positions)
 
     def __str__(self) -> str:
         steps = None if self.is_statistics else self.steps()

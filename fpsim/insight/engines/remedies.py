@@ -14,9 +14,17 @@ from fpsim.models.installed import emulated_forwards
 from fpsim.policies.policy import ROLES, Policy
 from fpsim.policies.products import Products
 
-__all__ = ["Truncated", "changed_policies", "fields_of", "remedies_for", "truncated"]
+__all__ = ["Tried", "Truncated", "changed_policies", "fields_of", "remedies_for", "truncated"]
 
 Change = Callable[[str, Policy], Policy]
+
+
+class Tried(NamedTuple):
+    """A change of an engine, and the mean |dlogp| and KL with it."""
+
+    what: str
+    mean_dlogp: float
+    kl: float
 
 
 class Truncated(NamedTuple):
