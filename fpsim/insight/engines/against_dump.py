@@ -25,7 +25,6 @@ from fpsim.insight.engines.remedies import Tried, truncated
 from fpsim.insight.engines.reordered import Permuted, Split
 from fpsim.insight.engines.sides import Door, Pair
 from fpsim.tensors.noise import keep_random_numbers
-from fpsim.torch_modes import without_torch_function
 from fpsim.undoing import Undo, undone
 
 __all__ = ["Asked", "compare_with_dump"]
@@ -277,7 +276,7 @@ def _grow(runs: _Runs, recorded: Recorded, result: Any) -> None:
             if far > MARGIN * floor and far > beyond.get(name, ("", 0.0, 0.0))[1]:
                 beyond[name] = (name, far, floor)
     if beyond:
-        result.first, result.last = [*beyond.values()][0], [*beyond.values()][-1]
+        result.first, result.last = next(iter(beyond.values())), [*beyond.values()][-1]
 
 
 def _threshold(target: Target) -> float:
@@ -346,7 +345,7 @@ def _attribute(runs: _Runs, sites: list[Site], asked: Asked, result: Any) -> Non
         return compared(first, with_(targets), runs.eps)
 
     def but(names: set[str], is_back: bool) -> list[Target]:
-        """The targets of the second side with the first one's code in some places; or of the first with the second's."""
+        """The targets of the second side with the first one's code in some places, or the other way round."""
         return [t for t in every if (t.module in names) == (is_back == asked.is_a)]
 
     total = compared(first, own if asked.is_a else base, runs.eps)
@@ -383,14 +382,13 @@ def _note(dump: Dump, runs: _Runs, judged: Judged, sites: list[Site], result: An
         )
     elif runs.of_dump is None:
         notes.append(
-            f"The dump has {LOGPROBS!r} of the chosen tokens alone: KL and likeliest tokens are not told; shares are of "
-            f"the KL that forcing makes."
+            f"The dump has {LOGPROBS!r} of the chosen tokens alone: KL and likeliest tokens are not told. Shares are "
+            f"of the KL that forcing makes."
         )
     else:
         notes.append(f"The log-probabilities of the dump are those of {runs.words}.")
-    notes.append(
-        f"{len(judged.judged)} modules ran on what the engine's had; {len(sites)} of them differ{'s' * (len(sites) == 1)}."
-    )
+    differ = "differs" if len(sites) == 1 else "differ"
+    notes.append(f"{len(judged.judged)} modules ran on what the engine's had; {len(sites)} of them {differ}.")
     has_inputs = any(key.module and key.path.startswith("in") for m in dump.modules for key in dump.of(m))
     if not has_inputs:
         notes.append(
@@ -398,8 +396,8 @@ def _note(dump: Dump, runs: _Runs, judged: Judged, sites: list[Site], result: An
             "the code that leads to it."
         )
     notes.append(
-        "The floor is the model's: what another order of sums does in the engine, a dump does not tell. Shares force the "
-        "dump's numbers into the model: the engine's answer to other inputs needs the engine."
+        "The floor is the model's: what another order of sums does in the engine, a dump does not tell. Shares force "
+        "the dump's numbers into the model: the engine's answer to other inputs needs the engine."
     )
     if dump.left_out:
         name, why = next(iter(dump.left_out.items()))
@@ -418,9 +416,7 @@ def _explain(model: nn.Module, runs: _Runs, recorded: Recorded, sites: list[Site
     for change in changes(model, before):
         try:
             left = undone(partial(_left, change, runs, recorded, before, asked, result))
-        except (
-            Exception
-        ) as error:  # a model's code may not take a change, which then explains nothing, and that is said
+        except Exception as error:  # raised by code of the model that cannot take a change; told below
             failed.append(f"{change.words} ({type(error).__name__})")
             continue
         for name, now in left.items():
@@ -487,7 +483,7 @@ def _remedy(
 
 
 def statistics_of(x: Tensor) -> dict[str, float]:
-    """Statistics of a tensor as msprobe has them, and the root of the mean square, to which differences are relative."""
+    """Statistics of a tensor as msprobe has them, and the root of the mean square as the scale of differences."""
     wide = x.detach().float()
     norm = float(wide.norm())
     found = {"Max": float(wide.max()), "Min": float(wide.min()), "Mean": float(wide.mean()), "Norm": norm}
@@ -561,7 +557,7 @@ def _statistics(model: nn.Module, dump: Dump, asked: Asked, result: Any, undo: U
         result.first, result.last = (tuple(result[i].values()) for i in (0, -1))
     result.passes = pair.passes
     result.notes.append(
-        f"The dump has statistics alone: largest and least number, mean and norm of {len(far)} results are compared. Not "
-        f"told are log-probabilities, which module's own code it is, kinds and shares: for these dump tensors (msprobe: "
-        f'"task": "tensor").'
+        f"The dump has statistics alone: largest and least number, mean and norm of {len(far)} results are compared. "
+        f"Not told are log-probabilities, which module's own code it is, kinds and shares: for these dump tensors "
+        f'(msprobe: "task": "tensor").'
     )

@@ -320,7 +320,7 @@ class Dump:
         for module in sorted(self.modules, key=lambda name: name.count(".") + bool(name)):
             entries = {k: e for k, e in self.of(module).items() if k.path.startswith("in")}
             ints = {k: e.read() for k, e in entries.items() if e.read is not None and not e.dtype.is_floating_point}
-            found = _steps_of_calls(ints)
+            found = _steps_of_calls(ints, needs_positions=bool(module))
             if found is not None or module.count("."):
                 break
         if TOKENS not in self.entries:
@@ -393,8 +393,11 @@ def _metadata(path: Path, given: Any) -> dict[str, Any]:
     return words  # type: ignore[no-any-return]
 
 
-def _steps_of_calls(root: Mapping[Key, Tensor]) -> Steps | None:
-    """The tokens of each call of the whole model, from its arguments; None where it has no ids."""
+def _steps_of_calls(root: Mapping[Key, Tensor], needs_positions: bool = False) -> Steps | None:
+    """The tokens of each call of a module, from its arguments; None where it has no ids.
+
+    needs_positions: whether tokens in one row have to come with positions: a module inside may get ids alone.
+    """
     calls: dict[int, dict[str, Tensor]] = {}
     for key, x in root.items():
         if key.path.startswith("in") and not x.is_floating_point():
@@ -411,6 +414,8 @@ def _steps_of_calls(root: Mapping[Key, Tensor]) -> Steps | None:
         where = named.get("positions", named.get("position_ids"))
         if where is None and found.dim() == 1:  # vLLM and SGLang: forward(input_ids, positions, ...)
             where = next((x for x in given.values() if x is not found and x.shape == found.shape), None)
+        if where is None and found.dim() == 1 and needs_positions:
+            return None
         ids.append(found)
         positions.append(where)
         of_call = named.get("attention_mask")
