@@ -255,7 +255,7 @@ def mismatch(
     >>> found[0]["module"], found[0]["kind"]
     ('head', 'format or scale of an operand')
     """
-    sides = opened(a), opened(b)
+    sides: tuple[Any, Any] = opened(a), opened(b)
     for side, name in zip(sides, ("a, the trainer,", "b, the rollout,")):
         if not isinstance(side, Dump):
             require_module(side, name, " Or the path of a dump.")
@@ -276,9 +276,8 @@ def mismatch(
         return _with_dump(a, b, batch, readers, names, eps, attribution, seed, progress)
     if batch is None:
         raise TypeError("batch is None. Expected: what both models are called with; a dump alone brings its tokens.")
-    return undone(
-        partial(_found, a, b, _batches(batch), readers, require_names(names), eps, attribution, seed, progress)
-    )
+    found: Any = partial(_found, a, b, _batches(batch), readers, require_names(names), eps, attribution, seed, progress)
+    return undone(found)
 
 
 def _with_dump(

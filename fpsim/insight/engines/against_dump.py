@@ -101,8 +101,8 @@ def _found(model: nn.Module, dump: Dump, asked: Asked, result: Any, undo: Undo) 
     sites = _sites(judged, result)
     _decide(runs, recorded, made, asked.is_a, result)
     for site in sites:
-        row = {"module": site.module, "class": type(known[site.module]).__name__, "kind": NOT_TOLD}
-        empty = {"put_back": None, "put_back_interval": (math.nan, math.nan)}
+        row: dict[str, Any] = {"module": site.module, "class": type(known[site.module]).__name__, "kind": NOT_TOLD}
+        empty: dict[str, Any] = {"put_back": None, "put_back_interval": (math.nan, math.nan)}
         row |= {"detail": "", "local": site.worst.local, "floor": site.worst.floor, **empty}
         result.append(row | {"added": None, "added_interval": (math.nan, math.nan)})
     if sites and asked.attribution != "none":

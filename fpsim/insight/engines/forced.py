@@ -206,7 +206,7 @@ def matched(
     if len(left) == 1 and len(fits) == 1:  # by position on one side and by name on the other
         yield left[0][0], left[0][1], next(iter(fits.values()))
     else:
-        yield from ((path, x, there[path]) for path, x in left if path in there)
+        yield from ((path, x, fits[path]) for path, x in left if path in fits)
 
 
 class Injected(_Visitor):
@@ -265,6 +265,7 @@ POLICIES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (STATE, "keys and values in bfloat16", {"cache": "bf16"}),
     (FORMAT, "weights in E4M3, a scale for each tensor", _products(None, "e4m3fn per tensor fp32")),
     (FORMAT, "weights in E4M3, a scale for each channel", _products(None, "e4m3fn per row fp32")),
+    (FORMAT, "weights in E4M3 without a scale", _products(None, "e4m3fn")),
     (FORMAT, "weights in INT8, a scale for each channel", _products(None, "int8 per row fp32")),
     (FORMAT, "weights in INT4, a scale for each 32", _products(None, "int4 per 32 fp32")),
     (FORMAT, "weights in NVFP4", _products(None, "nvfp4")),
@@ -291,7 +292,7 @@ def changes(model: nn.Module, places: Iterable[str]) -> Iterator[Change]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             if dtype not in dtypes:
                 word = str(dtype).removeprefix("torch.")
-                yield Change(ROUNDING, word, lambda _, dtype=dtype: nullcontext(copy.deepcopy(model).to(dtype)))
+                yield Change(ROUNDING, word, partial(_in_dtype, model, dtype))
     known = dict(model.named_modules())
     norms = [(n, w) for n in places for w in NAMES_OF_EPSILONS if isinstance(vars(known[n]).get(w), float)]
     for eps in EPSILONS if norms else ():
@@ -313,6 +314,10 @@ def _of_attention(model: nn.Module) -> Iterator[Change]:
             return nullcontext(new)
 
         yield Change(ROUNDING, f"transformers' {other!r} attention", changed)
+
+
+def _in_dtype(model: nn.Module, dtype: torch.dtype, _: list[str]) -> AbstractContextManager[nn.Module]:
+    return nullcontext(copy.deepcopy(model).to(dtype))
 
 
 def _with_epsilon(

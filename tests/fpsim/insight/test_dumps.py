@@ -161,9 +161,10 @@ def test_padding_on_the_left_counts_nowhere(prompts: Tensor, tmp_path: Path) -> 
     assert found.figures.by_sequence[:, 1].tolist() == [NEW - 1] * 3
 
 
-def test_experts_that_flip_are_counted(prompts: Tensor, tmp_path: Path) -> None:
+def test_experts_that_flip_are_counted(tmp_path: Path) -> None:
     """Weights of a router in E4M3: the choices of each run are read from plain forward passes."""
     model, engine = made("Mixtral"), made("Mixtral")
+    prompts = torch.randint(0, WORDS, (6, 20), generator=torch.Generator().manual_seed(2))
     gates = [m.model.layers[0].mlp.gate for m in (model, engine)]
     with torch.no_grad():
         gates[1].weight.copy_(gates[1].weight.to(torch.float8_e4m3fn).float())
@@ -289,7 +290,7 @@ WRONG: list[tuple[Callable[[dict[str, Tensor]], object], dict[str, Any], str]] =
     (_longer, {}, r"'logprobs' of other.safetensors has shape \(2, 2\).*Expected: for each token"),
     (lambda tensors: None, {"version": 9}, "version 9 .* knows up to 1. Read it with"),
     (lambda t: [t.pop(n) for n in [*t] if "." in n], {}, "no tensor that is named as of a module.*Expected: names"),
-    (lambda t: [t.pop(n) for n in [*t] if n in ("tokens", "in.input_ids")], {}, "does not tell its tokens. Expected"),
+    (lambda t: [t.pop(n) for n, x in [*t.items()] if not x.is_floating_point()], {}, "does not tell its tokens. Exp"),
 ]
 
 
@@ -328,7 +329,9 @@ def test_other_tokens_and_sides_are_errors(file: Path, prompts: Tensor, tmp_path
 
 def test_the_command_takes_a_dump(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "models.py"
-    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'tests/fpsim/insight')!r})\nfrom test_dumps import made\n")
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT / 'tests/fpsim/insight')!r})\nfrom test_dumps import made\n"
+    )
     assert main(["mismatch", f"{script}:made", str(file)]) == 1
     assert "model.layers.1.post_attention_layernorm" in capsys.readouterr().out
     with pytest.raises(SystemExit):
@@ -347,10 +350,17 @@ def msprobe(file: Path, folder: Path, suffix: str | None) -> Path:
         found = re.fullmatch(r"(.+)\.(in|out)(\d|\.\w+)", name)
         if found is None or not x.is_floating_point():
             continue
-        entry = data.setdefault(f"Module.{found[1]}.Any.forward.0", {"input_args": [], "input_kwargs": {}, "output": []})
+        entry = data.setdefault(
+            f"Module.{found[1]}.Any.forward.0", {"input_args": [], "input_kwargs": {}, "output": []}
+        )
         wide = x.float()
         leaf = {"type": "torch.Tensor", "dtype": str(x.dtype), "shape": [*x.shape], "requires_grad": False}
-        leaf |= {"Max": float(wide.max()), "Min": float(wide.min()), "Mean": float(wide.mean()), "Norm": float(wide.norm())}
+        leaf |= {
+            "Max": float(wide.max()),
+            "Min": float(wide.min()),
+            "Mean": float(wide.mean()),
+            "Norm": float(wide.norm()),
+        }
         if suffix is not None:
             leaf["data_name"] = f"{name}{suffix}"
             path = folder / "dump_tensor_data" / leaf["data_name"]
@@ -447,9 +457,11 @@ class Attend(nn.Module):
             if positions[i] == 0:
                 self.stored.append((k[:, i:j], v[:, i:j]))
             else:
-                self.stored[s] = tuple(torch.cat(x, 1) for x in zip(self.stored[s], (k[:, i:j], v[:, i:j]), strict=True))
+                self.stored[s] = tuple(
+                    torch.cat(x, 1) for x in zip(self.stored[s], (k[:, i:j], v[:, i:j]), strict=True)
+                )
             keys, values = (x.expand(2, -1, -1) for x in self.stored[s])
-            out.append(F.scaled_dot_product_attention(q[:, i:j], keys, values, is_causal=positions[i] == 0 and j - i > 1))
+            out.append(F.scaled_dot_product_attention(q[:, i:j], keys, values, is_causal=j - i > 1))
         return self.o_proj(torch.cat(out, 1).transpose(0, 1).flatten(1))[0]
 
 
@@ -565,12 +577,14 @@ def test_the_hook_of_the_page_writes_what_is_read(engine: str, tmp_path: Path) -
     rollout = Dump(file)
     steps = rollout.steps()
     assert steps is not None
-    assert [row[mask].tolist() for row, mask in zip(steps.tokens, steps.mask, strict=True)] == [s[:-1] for s in sequences]
+    assert [row[mask].tolist() for row, mask in zip(steps.tokens, steps.mask, strict=True)] == [
+        s[:-1] for s in sequences
+    ]
     found = mismatch(model, rollout)
     assert [(row["module"], row["kind"]) for row in found] == [("model.layers.1.post_attention_layernorm", "formula")]
     assert found.figures is not None
     assert found.figures.by_sequence[:, 1].tolist() == [NEW - 1] * 2
-    assert not found.unlike
+    assert found.unlike.keys() <= {""}  # vLLM's model returns hidden states
 
 
 def test_tokens_in_one_row_are_told_apart_by_their_positions() -> None:
