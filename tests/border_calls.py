@@ -56,6 +56,10 @@ def batch() -> torch.Tensor:
     return torch.ones(2, 2)
 
 
+def _dumped() -> fpsim.Dump:
+    return fpsim.dump(language_model(), ids(), Path(Folder.path) / "b.safetensors")
+
+
 def sgd(of: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(of.parameters(), lr=0.1)
 
@@ -341,6 +345,8 @@ CALLS = [
     Call("why", _why),
     Call("last_layers", lambda: (fpsim.last_layers, {"model": model(), "step": batch(), "loss": lambda out: out.sum()})),
     Call("mismatch", lambda: (fpsim.mismatch, {"a": language_model(), "b": language_model(), "batch": ids(), "attribution": "none"})),
+    Call("dump", lambda: (fpsim.dump, {"model": language_model(), "batch": ids(), "file": Folder.path / "a.safetensors"})),
+    Call("Dump", lambda: (fpsim.Dump, {"path": str(_dumped().path)})),
     Call("sensitivity", lambda: (fpsim.sensitivity, {"model": model(), "loss": lambda m: m(batch()).sum(), "policy": "fp16"})),
     Call("Sensitivity", lambda: (fpsim.Sensitivity, {"policy": _policy()})),
     Call("Sensitivity.policy", _method(_sensitivity, "policy", k=1)),

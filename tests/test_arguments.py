@@ -61,6 +61,7 @@ WORDS = {
 LISTED: dict[tuple[str, str], tuple[tuple[type[Exception], ...], str]] = {
     ("Ranks.run", "step"): ((Exception,), "a function of the user's, which is called, may raise anything"),
     ("mismatch", "batch"): ((Exception,), "the models are called with it, and say themselves what they cannot take"),
+    ("dump", "batch"): ((Exception,), "the model is called with it, and says itself what it cannot take"),
     ("mismatch", "a"): ((ValueError,), "a module that has no name in common with b, or another output"),
     ("mismatch", "b"): ((ValueError,), "a module that has no name in common with a, or another output"),
     **{("mismatch", f): ((TypeError, ValueError), "a function of the user's") for f in ("logits", "tokens", "mask")},
@@ -101,6 +102,7 @@ WITHOUT = {
     "Accumulator.random_bits_of": "of a format that the accumulator holds",
     "Codebook.goes_up": "for what builds the table of a book",
     "Comparison": "a result: compare() makes it",
+    "Dump.of": "for mismatch, of names that it has read",
     "Mismatch": "a result: mismatch() makes it",
     "Snapshot": "a result: Snapshot.load reads it",
     "Snapshots": "a result: snapshots() makes it",

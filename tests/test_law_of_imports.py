@@ -251,7 +251,7 @@ ENTERS = {
     "lightning": {"ada_loss.integrations.lightning"},
     "wandb": {"ada_loss.lab.results.trackers"},
     "typer": {"ada_loss.__main__"},
-    "safetensors": {"fpsim.exporting"},
+    "safetensors": {"fpsim.exporting", "fpsim.insight.engines.dumps"},
     "rich": {"ada_loss.lab.printed"},
     "qtorch": set(),
 }
