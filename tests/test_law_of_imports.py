@@ -103,6 +103,9 @@ FLOORS = (
     (
         "fpsim.insight",
         "__init__ pictures rows stepping reasons.__init__ reasons.event reasons.widening engines.__init__",
+        "compare grouping last_layers lost_updates ranges sensitivity",
+        "masks recording summary",
+        "snapshots",
         "engines.decisions engines.likelihoods engines.remedies engines.reordered engines.sides",
         "engines.places engines.recorded",
         "engines.msprobe engines.steps",
@@ -110,9 +113,6 @@ FLOORS = (
         "engines.forced",
         "engines.against_dump",
         "mismatch",
-        "compare grouping last_layers lost_updates ranges sensitivity",
-        "masks recording summary",
-        "snapshots",
         "reasons.explaining_losses reasons.swamping",
         "reasons.explaining reasons.gradient_sums",
         "reasons.timeline",
@@ -251,7 +251,7 @@ ENTERS = {
     "lightning": {"ada_loss.integrations.lightning"},
     "wandb": {"ada_loss.lab.results.trackers"},
     "typer": {"ada_loss.__main__"},
-    "safetensors": {"fpsim.exporting", "fpsim.insight.engines.dumps"},
+    "safetensors": {"fpsim.exporting"},
     "rich": {"ada_loss.lab.printed"},
     "qtorch": set(),
 }

@@ -276,7 +276,7 @@ def mismatch(
         return _with_dump(a, b, batch, readers, names, eps, attribution, seed, progress)
     if batch is None:
         raise TypeError("batch is None. Expected: what both models are called with; a dump alone brings its tokens.")
-    found: Any = partial(_found, a, b, _batches(batch), readers, require_names(names), eps, attribution, seed, progress)
+    found: Any = partial(_found, a, b, _batches(batch), readers, require_names(names), eps, attribution, seed, progress)  # type: ignore[arg-type]
     return undone(found)
 
 

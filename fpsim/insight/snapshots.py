@@ -31,9 +31,19 @@ from fpsim.tensors.cuts import Cut
 from fpsim.tensors.spec import Spec, holds_numbers
 from fpsim.undoing import Block, Undo
 
-__all__ = ["Snapshot", "Snapshots", "snapshots"]
+__all__ = ["DTYPES", "LENGTH", "Snapshot", "Snapshots", "read_tensor", "snapshots", "write_tensors"]
 
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPES = {  # as headers of safetensors have them
+    getattr(torch, name): word
+    for word, name in (
+        pair.split("=")
+        for pair in (
+            "F64=float64 F32=float32 F16=float16 BF16=bfloat16 F8_E4M3=float8_e4m3fn F8_E4M3FNUZ=float8_e4m3fnuz "
+            "F8_E5M2=float8_e5m2 F8_E5M2FNUZ=float8_e5m2fnuz F8_E8M0=float8_e8m0fnu BOOL=bool U8=uint8 I8=int8 "
+            "I16=int16 U16=uint16 I32=int32 U32=uint32 I64=int64 U64=uint64"
+        ).split()
+    )
+}
 LENGTH = struct.Struct("<Q")  # of the header, the first eight bytes of a safetensors file
 MOST_HEADER = 1 << 20  # bytes; that of a snapshot has a few hundred
 ALIGNMENT = 8  # bytes, to which the header is filled up with spaces
@@ -123,7 +133,7 @@ class Snapshots:
         call = self._seen[site, role]
         words = {"site": site, "role": role, "format": repr(spec.fmt), "rounding": spec.rounding, "call": str(call)}
         path = self.folder / f"{quote(site, safe=' ')}.{role}.{call:06d}.safetensors"
-        _write(path, words, {"before": before, "after": after})
+        write_tensors(path, words, {"before": before, "after": after})
         self.files.append(path)
 
     def warn_if_empty(self) -> None:
@@ -223,14 +233,12 @@ def _words(name: str, given: Any, example: str) -> tuple[str, ...]:
 # The files: https://github.com/huggingface/safetensors#format
 
 
-def _write(path: Path, words: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(path: Path, words: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file beside the target and rename it, so that a reader finds a whole one or none."""
     header: dict[str, Any] = {"__metadata__": dict(words)}
-    parts, begin = [], 0
+    begin = 0
     for name, tensor in tensors.items():
-        flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-        parts.append(_swapped(flat, tensor.element_size()).numpy().tobytes())
-        end = begin + len(parts[-1])
+        end = begin + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header).encode()
@@ -239,13 +247,22 @@ def _write(path: Path, words: Mapping[str, str], tensors: Mapping[str, Tensor]) 
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
-            file.write(b"".join((LENGTH.pack(len(text)), text, *parts)))
+            file.write(LENGTH.pack(len(text)) + text)
+            for tensor in tensors.values():
+                flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+                file.write(_swapped(flat, tensor.element_size()).numpy().tobytes())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()
+
+
+def read_tensor(data: bytes, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
+    """A tensor of the bytes that a file has of it."""
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return _swapped(flat, dtype.itemsize).view(dtype).reshape(tuple(shape))
 
 
 def _swapped(flat: Tensor, size: int) -> Tensor:
@@ -266,8 +283,5 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         if name == "__metadata__":
             continue
         begin, end = entry["data_offsets"]
-        dtype = names[entry["dtype"]]
-        flat = torch.frombuffer(bytearray(data[begin:end]), dtype=torch.uint8) if end > begin else torch.empty(0)
-        flat = _swapped(flat.to(torch.uint8), dtype.itemsize)
-        tensors[name] = flat.view(dtype).reshape(entry["shape"])
+        tensors[name] = read_tensor(data[begin:end], names[entry["dtype"]], entry["shape"])
     return header["__metadata__"], tensors

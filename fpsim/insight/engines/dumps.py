@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.border import require_memory, require_module
-from fpsim.checks import few, pip_install, shown
+from fpsim.checks import few, shown
 from fpsim.insight.engines.msprobe import is_msprobe, read_msprobe
 from fpsim.insight.engines.recorded import Entry, Steps, batched_steps, flat_steps, inputs_of, outputs_of
+from fpsim.insight.snapshots import DTYPES, LENGTH, read_tensor, write_tensors
 from fpsim.insight.stepping import called, is_function
 from fpsim.tensors.noise import keep_random_numbers
 from fpsim.torch_modes import keeps_grad_mode, without_torch_function
@@ -33,15 +33,7 @@ LOGPROBS = "logprobs"  # of each token given those before it, from engines that 
 # "<module>.in0", ".in.hidden_states", ".out0.1", "@2" for the third call. The longest name of a module wins: a module
 # may be called `out`.
 KEY = re.compile(r"(?:(?P<module>.+)\.)?(?P<path>(?:in|out)(?:\d+(?:\.\w+)*|(?:\.\w+)+))(?:@(?P<call>\d+))?")
-WORDS = dict(  # of safetensors' headers
-    pair.split("=")
-    for pair in (
-        "BOOL=bool U8=uint8 I8=int8 I16=int16 U16=uint16 I32=int32 U32=uint32 I64=int64 U64=uint64 F16=float16 "
-        "BF16=bfloat16 F32=float32 F64=float64 F8_E4M3=float8_e4m3fn F8_E4M3FNUZ=float8_e4m3fnuz "
-        "F8_E5M2=float8_e5m2 F8_E5M2FNUZ=float8_e5m2fnuz F8_E8M0=float8_e8m0fnu"
-    ).split()
-)
-DTYPES = {getattr(torch, name) for name in WORDS.values()}
+WORDS = {word: dtype for dtype, word in DTYPES.items()}
 MOST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
@@ -96,7 +88,6 @@ def dump(model: nn.Module, batch: Any, file: str | os.PathLike[str], *, engine: 
     Raises:
         TypeError: for what is not a module, a path or a batch.
         ValueError: for a function that never calls the model.
-        ImportError: without safetensors, which the extra `export` brings.
 
     >>> import tempfile
     >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
@@ -115,7 +106,6 @@ def dump(model: nn.Module, batch: Any, file: str | os.PathLike[str], *, engine: 
             f"lambda: model.generate(ids, max_new_tokens=8)."
         )
     path = _path(file)
-    save = _safetensors("dump", "save_file")
     recorder = _Recorder()
     undone(partial(_run, model, batch, recorder))
     if not recorder.calls.get(""):
@@ -134,7 +124,7 @@ def dump(model: nn.Module, batch: Any, file: str | os.PathLike[str], *, engine: 
         "modules": recorder.order,
         "left_out": recorder.left_out,
     }
-    _write(path, save, tensors, words)
+    write_tensors(path, {METADATA: json.dumps(words)}, tensors)
     return Dump(path)
 
 
@@ -201,28 +191,6 @@ def _path(file: Any) -> Path:
     return path
 
 
-def _safetensors(verb: str, name: str) -> Any:
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise ImportError(f"{verb}() needs safetensors, which is not installed: {pip_install('export')}.") from None
-    return getattr(safetensors.torch, name)
-
-
-def _write(path: Path, save: Any, tensors: dict[str, Tensor], words: dict[str, Any]) -> None:
-    """Write a file beside the target, and rename it: the target is whole, or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{secrets.token_hex(8)}.tmp")
-    try:
-        save(tensors, beside, metadata={METADATA: json.dumps(words)})
-        with open(beside, "rb+") as file:
-            os.fsync(file.fileno())  # or a crash of the machine could leave the new name on an empty file
-        os.replace(beside, path)
-    finally:
-        with suppress(FileNotFoundError):
-            beside.unlink()
-
-
 # Reading
 
 
@@ -240,7 +208,6 @@ class Dump:
         TypeError: for what is not a path.
         FileNotFoundError: for a path where nothing is.
         ValueError: for a file that is not a dump, or has a dtype that torch has not.
-        ImportError: without safetensors, which the extra `export` brings.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -287,10 +254,9 @@ class Dump:
         words = _metadata(self.path, header.pop("__metadata__", {}))
         self.version, self.engine, self.dtype = words.get("version"), words.get("engine"), words.get("dtype")
         self.modules, self.left_out = [*words.get("modules", [])], dict(words.get("left_out", {}))
-        file = _safetensors("Dump", "safe_open")(self.path, "pt")
         for name, of in header.items():
-            dtype = getattr(torch, WORDS[of["dtype"]])
-            self.entries[name] = Entry(tuple(of["shape"]), dtype, partial(file.get_tensor, name))
+            dtype, shape = WORDS[of["dtype"]], tuple(of["shape"])
+            self.entries[name] = Entry(shape, dtype, partial(_read, self.path, name, dtype, shape, of["data_offsets"]))
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.entries.get(name)
@@ -348,8 +314,19 @@ def opened(side: Any) -> Any:
     return Dump(side) if isinstance(side, str | os.PathLike) else side
 
 
+def _read(path: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...], ends: list[int]) -> Tensor:
+    """A tensor of a safetensors file, alone: a dump may be larger than memory."""
+    with open(path, "rb") as file:
+        (length,) = LENGTH.unpack(file.read(LENGTH.size))
+        file.seek(LENGTH.size + length + ends[0])
+        data = file.read(ends[1] - ends[0])
+    if len(data) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{path.name} ends within {shown(name)}. Expected: a whole file; write or copy it again.")
+    return read_tensor(data, dtype, shape)
+
+
 def _header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: safetensors itself says of an unknown dtype only that the file is invalid."""
+    """The header of a safetensors file. Raises ValueError for another file, and for an unknown dtype."""
     expected = "Expected: a file that fpsim.dump(model, batch, file) has written, or the dump.json of msprobe."
     if path.is_dir():
         raise ValueError(f"{shown(str(path))} is a folder without a dump.json. {expected}")
@@ -359,7 +336,9 @@ def _header(path: Path) -> dict[str, Any]:
     try:
         header = json.loads(text)
         unknown = {
-            name: of["dtype"] for name, of in header.items() if name != "__metadata__" and of["dtype"] not in WORDS
+            name: of["dtype"]
+            for name, of in header.items()
+            if name != "__metadata__" and (of["dtype"] not in WORDS or len(of["data_offsets"]) != 2)
         }
     except (ValueError, TypeError, KeyError, AttributeError):
         raise ValueError(f"{shown(str(path))} is not a safetensors file. {expected}") from None
