@@ -267,17 +267,17 @@ def mismatch(
     for name, function in (("logits", logits), ("tokens", tokens), ("mask", mask), ("progress", progress)):
         if function is not None:
             require_callable(name, function, "lambda output: output.logits")
-    a, b = (getattr(model, "_orig_mod", model) for model in sides)  # of torch.compile, whose programs have no doors
-    a, b = (model.module if isinstance(model, WRAPPERS) else model for model in (a, b))
-    if a is b:
+    models = (getattr(model, "_orig_mod", model) for model in sides)  # of torch.compile, whose programs have no doors
+    one, other = (model.module if isinstance(model, WRAPPERS) else model for model in models)
+    if one is other:
         raise ValueError("a and b are one module. Expected: two, as b = copy.deepcopy(a).")
     readers = logits, tokens, mask
-    if isinstance(a, Dump) or isinstance(b, Dump):
-        return _with_dump(a, b, batch, readers, names, eps, attribution, seed, progress)
+    if isinstance(one, Dump) or isinstance(other, Dump):
+        return _with_dump(one, other, batch, readers, names, eps, attribution, seed, progress)
     if batch is None:
         raise TypeError("batch is None. Expected: what both models are called with; a dump alone brings its tokens.")
-    found: Any = partial(_found, a, b, _batches(batch), readers, require_names(names), eps, attribution, seed, progress)  # type: ignore[arg-type]
-    return undone(found)
+    mapping = require_names(names)
+    return undone(partial(_found, one, other, _batches(batch), readers, mapping, eps, attribution, seed, progress))
 
 
 def _with_dump(
