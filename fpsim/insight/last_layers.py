@@ -1,4 +1,4 @@
-"""last_layers: whose product the loss reads through no other product."""
+"""last_layers: find the layers whose products no other product follows on the way to the loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def last_layers(model: nn.Module, step: Any, *, loss: Callable[[Any], Tensor] | 
     Of a classifier or a language model that is its head; of a detector, each of its heads; of a model whose head shares
     the embedding's weight, the module that multiplies by it. The gradient that comes to them is that of the loss:
     a few large elements, and many small ones that add up to as much. Rounded to nearest in 4 bits the small ones are
-    lost and the sum is wrong, whatever the scale, and a model trains that leaves these layers in a wider format:
+    lost and the sum is wrong at any scale. A model that keeps these layers in a wider format trains:
 
         policy = fpsim.Policy(error="e2m1fn", overrides=dict.fromkeys(fpsim.last_layers(model, step), "bf16"))
 
@@ -106,7 +106,7 @@ def _last(trace: Trace, total: Tensor) -> list[str]:
 
 
 def _is_of_parameters(operation: Operation | None) -> bool:
-    """Whether a tensor follows from parameters alone: a weight, a view of one, or what is computed from some."""
-    if operation is None or operation.name in LOOK_UPS:  # an embedding depends on what is looked up
+    """True if a tensor follows from parameters alone: a weight, a view of one, or a result computed from weights."""
+    if operation is None or operation.name in LOOK_UPS:  # an embedding depends on its indices
         return False
     return operation.name == "parameter" or (bool(operation.sources) and all(map(_is_of_parameters, operation.sources)))

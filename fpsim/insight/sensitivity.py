@@ -29,7 +29,7 @@ __all__ = ["Sensitivity", "sensitivity"]
 
 
 MOST_PAIRS = 66  # of modules, of which none repairs the loss alone: those of the first 12
-MOST_TRIED = 12  # modules, in the place of one that in float32 breaks what reads it
+MOST_TRIED = 12  # modules, instead of one whose float32 result breaks its readers
 
 
 class Sensitivity(Rows):
@@ -52,9 +52,9 @@ class Sensitivity(Rows):
     def policy(self, k: int) -> Policy:
         """The policy with the k modules that cost most left in float32.
 
-        What a module gives in float32 may be too large for the format of its reader, though all modules in the formats
-        have a finite loss. Then what has no parameters, such as a relu, is left in float32 too, as far as that repairs
-        the loss; where it does not, the module that costs next most takes the place.
+        A module's float32 result may be too large for the format of its reader, although with all modules in the
+        formats the loss is finite. Then modules without parameters, such as a relu, are left in float32 too, if that
+        repairs the loss; where it does not, the module that costs next most takes the place.
 
         Raises ValueError for more than there are, and where no k modules that were tried leave the loss finite.
         """
@@ -91,7 +91,7 @@ class Sensitivity(Rows):
     __repr__ = __str__
 
     def plot(self) -> Any:
-        """A figure: what each module adds to the loss, alone and beside all others; needs matplotlib."""
+        """A figure: the cost of each module, alone and beside all others; needs matplotlib."""
         from fpsim.insight.pictures import plot_costs
 
         return plot_costs(self, _excess(self.quantised, self.float32))
@@ -99,7 +99,7 @@ class Sensitivity(Rows):
 
 @keeps_grad_mode
 def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 0) -> Sensitivity:
-    """What each module costs: the loss with it alone in the small formats, and with it alone left in float32.
+    """Cost of each module: the loss with it alone in the small formats, and with it alone left in float32.
 
     A module is one without modules inside that has parameters, or the own operations of one with modules inside, such
     as the products of an attention; where none repairs a loss that is not finite, others without parameters too. Each
@@ -237,7 +237,7 @@ def _rank(ranking: Sensitivity, losses: _Losses, plain: nn.Module, wanted: Polic
 
 
 def _is_broken(ranking: Sensitivity) -> bool:
-    """Whether the loss is not finite under the policy, and no module repairs it alone."""
+    """True if the loss is not finite under the policy, and no module repairs it alone."""
     return not math.isfinite(ranking.quantised) and not any(math.isfinite(row["loss_without"]) for row in ranking)
 
 
@@ -253,9 +253,9 @@ def _find_pair(ranking: Sensitivity, losses: _Losses) -> None:
 
 
 def _keep_finite(ranking: Sensitivity, losses: _Losses, bare: list[str]) -> None:
-    """Note which modules stand in the place of the first k, where these in float32 leave a loss that is not finite.
+    """Note which modules replace the first k, where these in float32 leave a loss that is not finite.
 
-    bare: the modules without a row: their operations, such as relus, round what they give all the same.
+    bare: the modules without a row: their operations, such as relus, round their results all the same.
     """
     names = [row["module"] for row in ranking]
     without = {row["module"]: row["loss_without"] for row in ranking}
@@ -300,7 +300,7 @@ def _has_inside(name: str, names: Iterable[str]) -> bool:
 
 
 def _excess(a: float, b: float) -> float:
-    """How much larger a loss is than another; one that is not finite is larger than any that is."""
+    """Excess of a loss over another; one that is not finite is larger than any that is."""
     if math.isfinite(a) and math.isfinite(b):
         return a - b
     if math.isfinite(a) == math.isfinite(b):

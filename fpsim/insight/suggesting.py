@@ -53,7 +53,7 @@ Worst = dict[tuple[str, str, str], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Limits:
-    """When a format would do: the largest shares of underflow and overflow, and the least signal to noise."""
+    """Limits for a format: the largest shares of underflow and overflow, and the least signal to noise."""
 
     underflow: float
     overflow: float
@@ -67,7 +67,7 @@ class Limits:
 
 @dataclass
 class Called:
-    """A call of the model that was watched: its inputs, detached, and the gradients that reached what it gave."""
+    """A call of the model that was watched: its inputs, detached, and the gradients that reached its outputs."""
 
     step: int
     args: tuple[Any, ...]
@@ -90,8 +90,8 @@ def _detached(value: Any) -> Any:
 class Suggestion:
     """A policy, and what became of it when it was tried.
 
-    policy: what is suggested. is_tried: whether it was run on a watched step, and nothing broke.
-    words: what was tried, or why nothing was.
+    policy: the suggestion. is_tried: whether it was run on a watched step, and nothing broke.
+    words: the trial in words, or why there was no trial.
     """
 
     policy: Policy
@@ -118,7 +118,7 @@ def worst_of(rows: Iterable[Mapping[str, Any]]) -> Worst:
 
 
 def does(row: Mapping[str, Any], limits: Limits) -> bool:
-    """Whether the format would do; where all numbers are zero any would, where some are not finite none."""
+    """True if the format would do; where all numbers are zero any would, where some are not finite none."""
     is_clear = row["sqnr_db"] is None or row["sqnr_db"] >= limits.sqnr_db
     is_moved = row["lost"] is None or row["lost"] <= UPDATES_LOST
     fits = row["underflow"] <= limits.underflow and row["overflow"] <= limits.overflow
@@ -189,7 +189,7 @@ def planned(worst: Worst, specs: Iterable[Spec], limits: Limits) -> Plan:
 
 
 def _is_noise(worst: Worst, row: Mapping[str, Any]) -> bool:
-    """Whether a bias has gradients that are zero in theory, as a key's in softmax, and noise in practice."""
+    """True if a bias has gradients that are zero in theory, as a key's in softmax, and noise in practice."""
     module, _, name = row["site"].rpartition(".")
     of_weight = worst.get((f"{module}.weight", "weight_grad", row["format"]))
     is_bias = row["role"] == "weight_grad" and name == "bias" and of_weight is not None
@@ -292,9 +292,8 @@ class Stepped:
 class UpdateSuggestion:
     """An Update, and what became of it when it was tried.
 
-    update: what is suggested.
-    is_tried: whether it was run on a watched step, and kept what the optimizer does.
-    words: what was tried, or why nothing was.
+    update: the suggestion. is_tried: whether it was run on a watched step, and kept the optimizer's steps. words: the
+    trial in words, or why there was no trial.
     """
 
     update: Update
@@ -305,14 +304,14 @@ class UpdateSuggestion:
 def suggested_update(stepped: Stepped | None, worst: Worst, specs: Iterable[Spec], limits: Limits) -> UpdateSuggestion:
     """The update with the fewest bits whose steps are those of float32, to `limits.sqnr_db`.
 
-    Each state is tried alone: steps from what it would store, beside the same steps in float32. So are the weights,
+    Each state is tried alone: steps from its stored form, beside the same steps in float32. So are the weights,
     and then all together. The optimizer, its parameters and its states are copied for each trial.
 
     Args:
         stepped: the last step that was watched.
         worst: the statistics, for the weights.
         specs: the formats that are tried; of states also with an amax for each 256 elements.
-        limits: what is allowed.
+        limits: the allowed shares.
     """
     if stepped is None:
         return UpdateSuggestion(Update(), False, "not tried: no step of the optimizer was watched")
@@ -358,7 +357,7 @@ def _of_weights(worst: Worst, formats: Iterable[Format], limits: Limits) -> list
 
 
 def _may_share(fmt: Format) -> bool:
-    """Whether libraries have blocks of such a format: of at most 8 bits, with a range that needs a scale."""
+    """True if libraries have blocks of such a format: of at most 8 bits, with a range that needs a scale."""
     return isinstance(fmt, FloatFormat) and fmt.bits <= 8 and fmt.exponent_bits <= 5
 
 
@@ -383,18 +382,18 @@ class _Trial:
         return next((fmt for fmt in by_bits if self._decibels(Update(states={name: fmt})) >= self._least_db), None)
 
     def keeps(self, update: Update) -> bool:
-        """Whether the states of an update do, and whatever it stores stays finite."""
+        """True if the states of an update do, and all that it stores stays finite."""
         if any(not bool(x.isfinite().all()) for x in self._moved(update)):
             return False
         return self._decibels(replace(update, weight=None, rounding="nearest_even")) >= self._least_db
 
     def words(self, update: Update) -> str:
-        """What the trial of an update has shown."""
+        """Result of the trial of an update, in words."""
         ratio = self._decibels(replace(update, weight=None, rounding="nearest_even"))
         return "what it adds to weights is that of float32" + (f", to {ratio:.0f} dB" if ratio < math.inf else "")
 
     def _decibels(self, update: Update) -> float:
-        """How near the sum of the updates is to that of float32: the least signal to noise of all parameters."""
+        """Agreement of the sum of the updates with that of float32: the least signal to noise of all parameters."""
         key = str(update)
         if key not in self._by_words:
             pairs = zip(self._plain, self._moved(update), strict=True)
@@ -402,7 +401,7 @@ class _Trial:
         return self._by_words[key]
 
     def _moved(self, update: Update | None) -> list[Tensor]:
-        """What the steps add to each parameter."""
+        """Sum of the steps' updates for each parameter."""
         optimizer = copy.deepcopy(self._stepped.optimizer)
         pairs = [
             (mine, its)

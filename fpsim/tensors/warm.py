@@ -8,7 +8,7 @@ import torch
 
 from fpsim.checks import require_iterable, shown
 from fpsim.formats.blocks import BLOCKS, Format
-from fpsim.formats.codebooks import CODEBOOKS
+from fpsim.formats.codebook import CODEBOOKS
 from fpsim.formats.floats import CATALOGUE
 from fpsim.kernels.block_dense import SIZES
 from fpsim.kernels.variants import require_variant
