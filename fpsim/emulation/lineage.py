@@ -1,5 +1,4 @@
-"""Origin of the tensors of a call, for products: weights, or results of the products of an attention.
-"""
+"""Origin of the tensors of a call, for products: weights, or results of the products of an attention."""
 
 from __future__ import annotations
 

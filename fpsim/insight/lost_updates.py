@@ -1,5 +1,4 @@
-"""lost_updates(quantized): count the updates that changed nothing, and the share that was applied.
-"""
+"""lost_updates(quantized): count the updates that changed nothing, and the share that was applied."""
 
 from __future__ import annotations
 
