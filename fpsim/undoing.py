@@ -53,8 +53,8 @@ def undone(function: Callable[[Undo], Result]) -> Result:
 # Blocks: `with` statements that are left wherever Ctrl-C comes
 #
 # Python handles a signal at the first instruction of an `__exit__` too, before any of its lines. The object lives on
-# with the traceback, which a notebook keeps. What a `with` statement is to call at its end, it alone holds, and drops,
-# whatever is raised: then the block is left, if it has not been.
+# with the traceback, which a notebook keeps. A `with` statement alone holds the function to call at its end, and drops
+# it after any exception: then the block is left, if it has not been.
 
 
 class Exit:

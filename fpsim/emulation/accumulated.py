@@ -38,7 +38,7 @@ def in_matrices(form: Form, multiply: Sequence[Multiply | None]) -> Form:
 
 
 def in_order(form: Form, accumulators: Sequence[Accumulator]) -> Sequence[Accumulator]:
-    """Accumulators of the three, whose operands come in the order in which the product of `in_matrices` has them."""
+    """Accumulators of the three products, with operands in the order of the product of `in_matrices`."""
     is_turned = form.settings.transposed if isinstance(form, Convolution) else isinstance(form, Batched)
     return (*accumulators[:2], accumulators[2].turned) if is_turned else accumulators  # wgrad of x by dy
 

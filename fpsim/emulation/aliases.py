@@ -87,7 +87,7 @@ class Alias:
 
 
 class Aliases:
-    """The aliases that one emulation knows; it keeps none of them alive."""
+    """The aliases of one emulation, as weak references."""
 
     def __init__(self) -> None:
         self.is_blank = True  # whether no tensor was ever known
@@ -96,7 +96,7 @@ class Aliases:
 
     @property
     def is_empty(self) -> bool:
-        """True if no tensor is known."""
+        """True if no alias is tracked."""
         return not self._known.held
 
     def of(self, x: Tensor) -> Alias | None:
@@ -104,7 +104,7 @@ class Aliases:
         return self._known.get(x) if self._known.held else None
 
     def may_know(self, x: Tensor) -> bool:
-        """True if something may be known of this tensor: `of` in one look-up, for who asks it in each call."""
+        """True if the tensor may be tracked: `of` in one look-up, for callers that ask in each call."""
         return id(x) in self._known.held
 
     def add(self, x: Tensor, alias: Alias) -> None:
@@ -132,7 +132,7 @@ class Aliases:
 
 
 def note_write(emulation: Any, x: Tensor) -> None:
-    """Somebody wrote to `x`, which may be an alias: rounded copies of the same memory are rounded again."""
+    """Note a write to `x`, which may be an alias: rounded copies of the same memory are rounded again."""
     aliases: Aliases = emulation.aliases
     if aliases.is_empty:
         return
@@ -165,7 +165,7 @@ def _refresh(copy: Tensor, own: Tensor, spec: RoundingSpec | None, keep_masks: b
 def view_from_outside(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A view of what came from outside: of the rounded copy where gradients flow, else of the memory itself.
+    """A view of a tensor from outside: of the rounded copy where gradients flow, else of the memory itself.
 
     NotImplemented for any other tensor: the call makes a copy, or the tensor cannot be looked into.
     """
@@ -234,7 +234,7 @@ def _own_view(of_memory: Callable[[], Any], i: int, has_role: bool) -> Tensor:
 def _view_as_it_is(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor
 ) -> Any:
-    """A view of a buffer, or of what came from outside without a gradient: it is rounded where it is used."""
+    """A view of a buffer, or of a tensor from outside without a gradient: it is rounded where it is used."""
     out = call(func, args, kwargs)
     for view in tensors_in(out):
         if not _shares_memory(view, args[0]):
@@ -268,7 +268,7 @@ def _with_role(emulation: Any, out: Any, has_role: bool, is_of_weight: bool) -> 
 def write_outside(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A write to a parameter or a buffer, which is stored as it was computed, or to a view of what came from outside.
+    """A write to a parameter or a buffer, which is stored as it was computed, or to a view of a tensor from outside.
 
     What came from outside and is neither is an operand, and takes numbers of the format.
     """

@@ -1,4 +1,4 @@
-"""Attention with points of its own: its softmax, its product with the values, in one block of keys or in several."""
+"""Attention with rounding points: its softmax, its product with the values, in one block of keys or in several."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _exponentials(product: Product, points: Attention, scores: Tensor, largest: 
 
 
 class _Softmax(PlainFunction):
-    """softmax with its points, and the gradient of softmax at the weights that it gave."""
+    """softmax with its points, and its gradient at the resulting weights."""
 
     @staticmethod
     def forward(ctx: Any, product: Product, points: Attention, scores: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The backward pass: rounds a gradient where it arrives, in place where nobody else holds it."""
+"""The backward pass: round a gradient where it arrives, in place if nothing else refers to it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class BackwardRounding:
         return torch.sparse_coo_tensor(indices, values, gradient.shape, is_coalesced=True, check_invariants=False)
 
     def _apart(self, observer: Observer | None, before: Tensor, gradient: Tensor, log2_scale: Tensor | None) -> Tensor:
-        """Rounded in memory of its own. before: the tensor that the observer compares it with."""
+        """Round out of place. before: the tensor that the observer compares it with."""
         result = rounded(gradient, self.spec, None, log2_scale)
         mark(result, self.spec.text, log2_scale)
         self._show(observer, before, result, log2_scale)

@@ -296,7 +296,7 @@ class BackwardCode(Emulation):
         return x if spec is None else self._rounded(x, spec, error[0])
 
     def _rounded(self, x: Tensor, spec: RoundingSpec, log2_scale: Tensor | None) -> Tensor:
-        """An error, rounded in memory of its own; its unrounded values are kept."""
+        """Round an error out of place, and keep its unrounded values."""
         if spec.is_float32:
             return x
         if is_traced(x) and not torch.is_grad_enabled():

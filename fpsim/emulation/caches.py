@@ -128,7 +128,7 @@ class Stored:
         return use.with_cache(own, args, kwargs)
 
     def require_rounded(self) -> None:
-        """Raise TypeError where the module's cache has stored something by an `update` of its own class alone."""
+        """Raise TypeError if a cache stores keys and values without calling the base class's `update`."""
         if self._cache is None or self.use is None or not self.use.stores:
             return
         library: Any = sys.modules[LIBRARY]

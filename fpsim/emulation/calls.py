@@ -352,7 +352,7 @@ class Call:
         return found
 
     def drops_nothing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """True if a dropout with these arguments gives the first one itself."""
+        """True if a dropout with these arguments returns the first one itself."""
         p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
         named = kwargs.get("training", kwargs.get("train", self.drops))
         return not (args[2] if len(args) > 2 else named) or p == 0

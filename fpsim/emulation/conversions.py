@@ -125,7 +125,7 @@ def _require_no_bits(emulation: Any, x: Tensor, dtype: torch.dtype) -> None:
 
 
 def _container_for(x: Any, dtype: torch.dtype) -> Any:
-    """float32 where an argument is the dtype or the type of tensors that stands for it, on the device that it names."""
+    """Return float32 if an argument is the format's dtype or tensor type, on the device that it names."""
     if x is dtype:
         return torch.float32
     place, name = _type_named(x)

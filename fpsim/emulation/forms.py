@@ -42,7 +42,7 @@ _ROWS, _COLUMNS = Side(1, 0), Side(0, 1)
 
 
 class Form(Protocol):
-    """One bilinear operation. All operands come arranged, as `arrange` gives them."""
+    """One bilinear operation. All operands are arranged, as by `arrange`."""
 
     fprop: Sides  # of x and w
     dgrad: Sides  # of dy and w
@@ -54,7 +54,7 @@ class Form(Protocol):
         ...
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        """y, as torch gives it."""
+        """y, as torch computes it."""
         ...
 
     def data_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def simplified(args: tuple[Any, ...]) -> tuple[list[str], list[Tensor], str] | N
     """The terms, operands and result of torch.einsum's arguments; each letter once in a term, no ellipsis.
 
     Letters of one operand that nobody else has are summed, repeated ones are read along the diagonal, and axes of
-    length 1 that stand for longer ones are dropped. None for what torch has to say something about.
+    length 1 that stand for longer ones are dropped. None for arguments that torch refuses.
     """
     read = _read(args)
     if read is None:
@@ -240,7 +240,7 @@ def is_contracted(args: tuple[Any, ...]) -> bool:
 
 
 def _read(args: tuple[Any, ...]) -> tuple[list[str], list[Tensor], str] | None:
-    """The terms without an ellipsis, the operands and the result; None for what torch has to say something about."""
+    """The terms without an ellipsis, the operands and the result; None for arguments that torch refuses."""
     if isinstance(args[0], str):
         rest = args[1:]
         operands = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else list(rest)
@@ -276,7 +276,7 @@ def _without_ellipses(terms: list[str], operands: list[Tensor], out: str | None)
 
 
 def _simple_term(term: str, x: Tensor, sizes: dict[str, int], wanted: set[str]) -> tuple[str, Tensor]:
-    """A term without repeated letters, letters that nobody else wants, and axes that are broadcast; and its operand."""
+    """A term and its operand without repeated letters, letters of no other term, and broadcast axes."""
     letters = "".join(dict.fromkeys(term))
     kept = "".join(c for c in letters if c in wanted)
     if kept != term:

@@ -103,7 +103,7 @@ PERMUTATIONS = frozenset("mT mH adjoint t T H transpose swapaxes swapdims permut
 
 
 def _permuted(name: str, dims: tuple[Any, ...], n: int) -> list[int] | None:
-    """The axes of a tensor of n axes in the order in which a call leaves them; None where that is not known."""
+    """The order of n axes after a call; None if it is unknown."""
     axes = list(range(n))
     if name == "permute":
         flat = dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims

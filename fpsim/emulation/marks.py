@@ -1,4 +1,4 @@
-"""Marks: which format the values of a tensor are known to be in, so that nothing is rounded twice."""
+"""Marks: the format that a tensor's values are in, so that nothing is rounded twice."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ WIDE_MARK: Mark = (WIDE, 0, None, True)  # one for all tensors that are float32 
 
 
 class _MarkAtScale(tuple[Any, ...]):
-    """The mark of a gradient rounded at a scale, which is known by identity: nothing is known of its copies."""
+    """The mark of a gradient rounded at a scale, known by identity, so that copies do not inherit it."""
 
     __slots__ = ()
 
@@ -117,12 +117,12 @@ def is_state(x: Tensor) -> bool:
 
 
 def mark_as_seen_from_outside(x: Tensor) -> None:
-    """Note that `x` is a view of what came from outside, and not brought into the format yet."""
+    """Note that `x` is a view of a tensor from outside, and not rounded yet."""
     x._fpsim_outside = True  # type: ignore[attr-defined]
 
 
 def is_seen_from_outside(x: Tensor) -> bool:
-    """True if `x` is a view of what came from outside."""
+    """True if `x` is a view of a tensor from outside."""
     return getattr(x, "_fpsim_outside", False)
 
 
@@ -200,12 +200,12 @@ def is_wide_tensor(x: Any) -> bool:
 
 
 def was_any_made_wide() -> bool:
-    """True if any tensor of this process was ever marked as float32 on purpose: until then nobody looks for it."""
+    """True if any tensor of this process was ever marked as float32 on purpose: until then the search is skipped."""
     return _has_wide
 
 
 def alone_of(x: Tensor, new: Mark) -> Mark | None:
-    """`new` or WIDE_MARK, where that much is known of a dense float32 and nothing else; None for any other tensor.
+    """`new` or WIDE_MARK, if that is the only mark of a dense float32; None for any other tensor.
 
     new: of `mark_of_new`. A tensor with another note on it, as one that is a weight, has a second attribute.
     """
@@ -250,7 +250,7 @@ def mark_of(x: Tensor) -> Mark | None:
 
 
 def format_of(x: Tensor) -> str | None:
-    """The format that `x` is in; None where that is not known, or where it is a gradient rounded at a scale.
+    """The format that `x` is in; None if it is unknown, or for a gradient rounded at a scale.
 
     Numbers rounded at a scale may lie between the format's values.
     """

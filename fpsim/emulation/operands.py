@@ -22,7 +22,7 @@ class Rounds(Enum):
     NOTHING = "none: autocast was switched off here"
 
     def leaves(self, x: Tensor, known: str | None) -> bool:
-        """True if a tensor without a weight's role stays as it is. known: its format."""
+        """True if a tensor without a weight's role is not rounded. known: its format."""
         if self is Rounds.VIEWED:
             return is_made_here(x) or not x.requires_grad
         return known == WIDE and self is Rounds.ALL_BUT_WIDE

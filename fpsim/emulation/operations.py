@@ -70,7 +70,7 @@ class Number(Enum):
 
 @dataclass(frozen=True)
 class Domain:
-    """The interval of one argument on which an operation gives numbers.
+    """The interval of one argument on which the results of an operation are not NaN.
 
     holds_low, holds_high: whether it gives a number at that border, rather than an infinity.
     at: the argument's position.

@@ -199,7 +199,7 @@ def _is_of_fprop(operand: Operand | None) -> bool:
 
 
 def _plain_spec(operand: Operand | None) -> RoundingSpec | None:
-    """The rounding of an operand that has no scale of its own."""
+    """The rounding of an operand without scales."""
     spec = None if operand is None or operand.is_own else operand.spec()
     return spec if isinstance(spec, RoundingSpec) else None
 
@@ -332,7 +332,7 @@ class Product:
         require_groups(operand.hadamard, x.shape[self.form.fprop[0].axis] // self.form.groups, where)
 
     def _of_original(self, gradient: Tensor, i: int) -> Tensor:
-        """The gradient of x (0) or w (1) as it comes, from that of the forward product's operand.
+        """The gradient of the original x (0) or w (1), from that of the forward product's operand.
 
         It is zero where that saturated, if the operand clips, and transformed back.
         """
@@ -372,7 +372,7 @@ class Product:
         return first, first if wgrad is dgrad else wgrad(dy, False)
 
     def _share_dy(self) -> bool:
-        """True if one copy of dy serves both gradients: it knows no axis, and no noise."""
+        """True if one copy of dy serves both gradients: it depends on no axis, and on no noise."""
         a, b = self.specs.dgrad[0], self.specs.wgrad[0]
         if a is None or a != b or a.rounding == "stochastic" or a.hadamard is not None or a.is_delayed or a.is_own:
             return False
@@ -419,7 +419,7 @@ class Product:
         return results[0], results[1]
 
     def _as_in_fprop(self, x: Tensor, i: int, side: Side) -> Tensor:
-        """The forward product's operand x (0) or w (1), computed again: no amax is kept, nobody is told."""
+        """The forward product's operand x (0) or w (1), computed again: no amax is kept, and no observer called."""
         operand = self.specs.fprop[i]
         if operand is not None and operand.hadamard is not None:
             x = self._turned(x, operand.hadamard, i, False)
@@ -569,7 +569,7 @@ class _Node(PlainFunction):
 
 
 class _Once(PlainFunction):
-    """A gradient of a product that somebody may want to differentiate again."""
+    """A gradient of a product that may be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, site: str, gradient: Tensor, *sources: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Numbers beside tensors of the format: where torch casts them to the dtype of the tensors, and where it does not."""
+"""Numbers beside tensors of the format: where torch casts them to the tensors' dtype, and where it does not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BEYOND_INT64 = 2**63
 def scalars_in_format(
     spec: RoundingSpec | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], is_wide: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with numbers of Python as the format has them, beside a tensor of the format."""
+    """The arguments, with Python numbers beside a tensor of the format rounded to the format."""
     is_read = call.is_comparison or call.action is Action.SET_ITEM
     if is_wide or spec is None or not (is_read or call.has_threshold):
         return args, kwargs
@@ -80,7 +80,7 @@ def scalars_of_call(
 
 
 def _is_taken_as_it_is(call: Call, place: int | str, x: Tensor, is_on_card: bool) -> bool:
-    """True if torch computes with a tensor of one number as it is, beside others of a low precision."""
+    """True if torch computes with a tensor of one number in full, beside others of low precision."""
     is_second = place == 1 or place == "other"
     is_number = call.number is not Number.CAST if is_on_card else call.number is Number.SECOND and is_second
     return is_number and x.is_cpu
@@ -89,7 +89,7 @@ def _is_taken_as_it_is(call: Call, place: int | str, x: Tensor, is_on_card: bool
 def integers_in_format(
     emulation: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], keeps_first: bool, floats: list[Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with tensors of integers in the format, to which torch casts them beside numbers of it.
+    """The arguments, with integer tensors beside numbers of the format cast to the format, as torch does.
 
     Truth values are numbers of any format, and are left as they are; moved integers become numbers of the format.
 

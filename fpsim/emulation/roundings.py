@@ -1,4 +1,4 @@
-"""Rounds what goes into a call and what comes out of it, and has their gradients rounded where they arrive."""
+"""Round the operands and results of a call, and hook their gradients to be rounded where they arrive."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Roundings:
             self._operands[x] = {key: (writes_behind(x), *copy[1:]) for key, copy in values_of(copies).items()}
 
     def forget_operands(self) -> None:
-        """Round again whatever comes from outside: it may have been written to."""
+        """Drop the rounded copies of tensors from outside, which may have been written to."""
         self._operands = ByIdentity()
 
     def mark_wide(self, *tensors: Tensor) -> None:
@@ -127,7 +127,7 @@ class Roundings:
         return self.brought(x, format_of(x), rounds)
 
     def brought(self, x: Tensor, known: str | None, rounds: Rounds) -> Tensor:
-        """`operand` for who knows the format that `x` is in."""
+        """`operand` for callers that know the format of `x`."""
         scope = self.scope
         has_weights_role = type(x) is nn.Parameter or is_weight(x) or (id(x) in scope.weights and scope.stands_in(x))
         if not has_weights_role and known is not None and known == scope.activation and x.dtype is torch.float32:
@@ -172,7 +172,7 @@ class Roundings:
         return rounded
 
     def new_operand(self, x: Tensor) -> Tensor:
-        """`x`, float32 on purpose, in the activations' format: a tensor of its own that nobody else is given.
+        """`x`, float32 on purpose, in the activations' format: a new tensor that is not shared.
 
         float32's extremes are numbers there, not masks, if the format has a name of which code could ask the extremes.
         """
@@ -197,7 +197,7 @@ class Roundings:
         return tuple([self.new_operand(x) if is_wide_tensor(x) else x for x in args])
 
     def _rounds_no(self, x: Tensor, backward: RoundingSpec | None) -> bool:
-        """True if the gradient's format is float32 too and nobody looks: a copy would change the order of its sums."""
+        """True if the gradient stays float32, without observers: a copy would change the order of its sums."""
         listeners = self.scope.listeners
         is_seen = listeners.observer is not None or listeners.scaling is not None
         return (backward is None or backward.is_float32) and not is_seen and x.dtype is torch.float32
@@ -246,7 +246,7 @@ class Roundings:
         return copy
 
     def _may_keep(self, x: Tensor, spec: RoundingSpec) -> bool:
-        """True if a frozen weight's rounded copy may be that of another call: nobody can tell it from a new one."""
+        """True if a frozen weight's rounded copy may be that of another call: it cannot be told from a new one."""
         has_gradient, is_seen = x.requires_grad and torch.is_grad_enabled(), self.scope.listeners.observer is not None
         return not (has_gradient or is_seen or spec.rounding == "stochastic") and is_plain(x)
 

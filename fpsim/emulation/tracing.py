@@ -56,7 +56,7 @@ TO_INTEGERS = frozenset("long int short char byte".split()) | CAST_NAMES  # if t
 
 
 class Operation:
-    """One torch call that gave a tensor of floating-point numbers; or a parameter, which nothing gave.
+    """One torch call whose result is a floating-point tensor; or a parameter (no call).
 
     site: "blocks.0.widen:linear", the module's name and the operation, the second one of a module call ":linear_1"; the
         name of a parameter. A module that is called again has the sites of its first call.
@@ -120,7 +120,7 @@ class Visitor(Protocol):
     """Sees the operations of a trace."""
 
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
-        """An operation gave a result; operands are the tensors of floating-point numbers among its arguments."""
+        """Visit the result of an operation; operands are the floating-point tensors among its arguments."""
 
     def backward(self, operation: Operation, gradient: Tensor) -> None:
         """A gradient reached the result of an operation, or a parameter."""
@@ -196,7 +196,7 @@ class Trace:
             raise
 
     def remove(self) -> None:
-        """Trace no longer, not even the rest of a call that runs; gradients that are still to come are seen."""
+        """Stop tracing, also within a running call; pending gradients are still seen."""
         self.is_installed = False
         not_around_calls(self.model, self._model_called)
         self.clear()
@@ -242,7 +242,7 @@ class Trace:
         self._names = {id(p): name for name, p in self._named.items()}
 
     def clear(self) -> None:
-        """Forget the operations so far; gradients of their results that are still to come are seen."""
+        """Forget the operations so far; pending gradients of their results are still seen."""
         for hook in self._hooks:
             hook.remove()
         self.operations, self._calls, self._hooks = [], {}, []

@@ -1,4 +1,4 @@
-"""diagnose(model, step): where a step's first inf, NaN or saturated number comes from."""
+"""diagnose(model, step): find the origin of a step's first inf, NaN or saturated number."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ class Seen(Timeline):
         notes["divides"] = f", a division by zero ({zeros})" if zeros else ""
 
     def _note_roundings(self, operation: Operation, rounded: list[Rounded]) -> set[str]:
-        """Note what broke where this operation's tensors were rounded, and give the kinds; what masks is set aside."""
+        """Note inf, NaN and saturation in this operation's roundings, and return the kinds; masks do not count."""
         masked, kinds, aside = operation.notes["masked"], set(), []
         for one in rounded:
             site, role, before, after = one[:4]
@@ -355,7 +355,7 @@ class Seen(Timeline):
         return kinds
 
     def _note_leak(self, operation: Operation, result: Tensor) -> None:
-        """Note the mask whose constant was cut off, where a softmax gives weight to what it masks."""
+        """Note the mask whose constant was cut off, where a softmax gives weight to masked positions."""
         weights, at = leaking(operation, result), operation
         if weights is None:
             return
@@ -425,7 +425,7 @@ class Seen(Timeline):
 
 
 def _rounding_row(name: str, rounded: Rounded) -> tuple[dict[str, Any] | None, float]:
-    """The row of a rounding at which finite numbers broke or were cut off; and the largest number that it can give."""
+    """The row of a rounding at which finite numbers broke or were cut off; and the largest number of its format."""
     largest, count = overflow_of(rounded)
     if not count:
         return None, largest

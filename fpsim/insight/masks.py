@@ -1,4 +1,4 @@
-"""Masks: which numbers of a result stand for "not to be looked at", and softmaxes that give weight to them."""
+"""Masks: find numbers that hide positions, such as -inf before a softmax, and softmaxes that give weight to them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fills(operation: Operation) -> bool:
 
 
 def is_mask_like(x: Tensor) -> bool:
-    """True if minus infinity stands in a tensor for what may not be looked at: nothing else there is above zero."""
+    """True if the minus infinities of a tensor hide positions: no other number in it is above zero."""
     return not bool((x > 0).any()) and not bool(x.isnan().any())
 
 

@@ -73,7 +73,7 @@ def new_picture(width: float, height: float) -> Picture:
 
 @contextmanager
 def apart_from_pyplot() -> Iterator[None]:
-    """Figures of this block are not pyplot's: nobody but the caller is to see them."""
+    """Keep the figures of this block out of pyplot: only the caller shows them."""
     token = _is_apart.set(True)
     try:
         yield

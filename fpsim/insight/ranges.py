@@ -104,7 +104,7 @@ def glance(x: Tensor) -> Glance:
 
 
 def are_passed_on(result: Tensor, operands: list[Tensor]) -> bool:
-    """True if each infinity of an element-wise result comes from one of an operand, with another sign perhaps."""
+    """True if each infinity of an element-wise result is one of an operand, possibly with the other sign."""
     try:
         shape = torch.broadcast_shapes(*(x.shape for x in operands))
     except RuntimeError:
@@ -139,7 +139,7 @@ class Ends:
 
     @classmethod
     def of_spec(cls, spec: Spec, scale: float | None = None) -> Ends:
-        """The ends of a format; of one that has scales, where the scale is known that a tensor was multiplied by."""
+        """The largest values of a format; with scales, if the scale of the tensor is known."""
         fmt = spec.fmt
         if isinstance(fmt, BlockFormat) and scale is not None:
             return cls(str(fmt), fmt.largest / scale, float(getattr(fmt.element, "smallest", 0.0)) / scale, None)

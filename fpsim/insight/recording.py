@@ -174,7 +174,7 @@ class Recording:
         return {(site, role, str(spec)): sums.result() for (site, role, spec), sums in self._sums.items()}
 
     def rows(self) -> Rows:
-        """A row for each site and role, which print as a table; here the numbers come to the host.
+        """A row for each site and role; they print as a table. Copies the numbers to the host.
 
         count, nonzero, blocks, zero_blocks: counts of numbers, and of blocks that share a scale.
         underflow: share of the non-zero numbers that became zero. subnormal, overflow, nonfinite, exact: share of all

@@ -242,7 +242,7 @@ def _is_broken(ranking: Sensitivity) -> bool:
 
 
 def _find_pair(ranking: Sensitivity, losses: _Losses) -> None:
-    """Try pairs of modules in float32; one that repairs the loss goes first in the ranking."""
+    """Try pairs of modules in float32; a pair that repairs the loss is ranked first."""
     names = [row["module"] for row in ranking]
     pairs = sorted(combinations(range(len(names)), 2), key=sum)  # of what costs most first
     for i, j in pairs[:MOST_PAIRS]:

@@ -241,7 +241,7 @@ class Kept:
         self._states.append((groups, states))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep an optimizer, and tell nobody what its step loses, until `restore`: records are of a training."""
+        """Save an optimizer, and pause records of its lost updates until `restore`: those are of the training only."""
         self.know(optimizer)
         quantized = quantized_optimizer_of(optimizer)
         if quantized is not None and any(optimizer is known for known in self.optimizers):

@@ -247,7 +247,7 @@ def _again(model: nn.Module, called: Called) -> Callable[[], None]:
 
 
 def output_tensors(out: Any) -> list[Tensor]:
-    """The tensors that a model gives: in tuples, lists and mappings."""
+    """The tensors among a model's outputs: in tuples, lists and mappings."""
     return tensors_of(dict(out) if isinstance(out, Mapping) else out)
 
 

@@ -265,7 +265,7 @@ def grouped(lines: Iterable[Line]) -> list[Line]:
 
 
 def _boxes(places: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
-    """Products of sets that are exactly these tuples: a line of a range in two places stands for all its pairs."""
+    """Split tuples into products of sets: a line with a range in two places means all pairs."""
     if not places[0]:
         return [()]
     behind: dict[int, list[tuple[int, ...]]] = {}

@@ -41,7 +41,7 @@ _recorded: dict[int, list[str]] = {}  # of models that are being recorded, by th
 
 
 def register(forward: Any) -> str:
-    """The token by which a program that torch.compile makes knows an `EmulatedForward` and its policy."""
+    """The token that identifies an `EmulatedForward` and its policy in a program of torch.compile."""
     token = f"forward {next(_tokens)}"
     _forwards[token] = forward
     _copies.discard(forward)
@@ -96,7 +96,7 @@ def _parameters_of(arguments: Any, given: list[bool]) -> list[Tensor]:
 def _recorded_forward(
     token: str, tensors: dict[str, Tensor], flags: list[bool], given: list[bool], args: Any, kwargs: Any
 ) -> Any:
-    """The forward known by `token`, with these tensors instead of parameters and buffers; flags are conditions.
+    """The forward of `token`, with these tensors instead of parameters and buffers; flags are conditions.
 
     given: of each tensor among the arguments, whether it is a parameter: one of a module around this one.
     """
@@ -279,7 +279,7 @@ _MAKING = ("__new__", "__setattr__")  # where a type has its own, attributes do 
 
 @dataclass(frozen=True)
 class _Object:
-    """An object in a form that a program can give back; it becomes the object again where it is unflattened.
+    """An object in a form that a program can return; unflattening makes the object again.
 
     of: its type, by its place in `_types`.
     names, values: its attributes, with their values flattened.
@@ -354,7 +354,7 @@ def _place(of: type) -> str:
 
 
 def _is_plain(x: Any) -> bool:
-    """True if all that `x` is stands in its `__dict__`."""
+    """True if the `__dict__` of `x` holds its whole state."""
     of = type(x)
     has_slots = any(vars(c).get("__slots__") for c in of.__mro__)
     is_made_plainly = not has_slots and all(getattr(of, name) is getattr(object, name) for name in _MAKING)

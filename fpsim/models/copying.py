@@ -108,7 +108,7 @@ def _held(function: FunctionType) -> Iterator[Any]:
 
 
 def _sees_the_original(hook: Any, own: set[int]) -> bool:
-    """True if a copy of this hook would still come to the original model, or to an optimizer of it."""
+    """True if a copy of this hook would still refer to the original model, or to its optimizer."""
     waiting: list[tuple[Any, bool]] = [(hook, False)]  # and whether a copy would share it
     if isinstance(hook, FunctionType):
         given = {id(x) for x in _given(hook, own)}  # which `_copied` replaces

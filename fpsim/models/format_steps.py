@@ -287,7 +287,7 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 class _NumbersInFormat(TorchFunctionMode):
-    """Numbers of Python beside tensors of the format are numbers of it.
+    """Round Python numbers beside tensors of the format to the format.
 
     as_torch: only where torch's kernels of bfloat16 on the tensors' device have them so.
     """

@@ -1,4 +1,4 @@
-"""Has a module run under its policy, undoes that, and tells what emulates a module."""
+"""Install the emulation of a module under its policy, uninstall it, and find it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def install(module: nn.Module, name: str, policy: Policy, listeners: Listeners) 
 
 
 def uninstall(module: nn.Module) -> None:
-    """Undo `install`, whoever wrapped the forward since."""
+    """Undo `install`, even if the forward was wrapped since."""
     attributes = vars(module)
     emulated = attributes[KEY]
     for name, value in list(attributes.items()):
@@ -105,7 +105,7 @@ def bound_elsewhere(model: nn.Module, originals: Iterable[nn.Module]) -> str | N
 
 
 def is_reached(module: nn.Module, emulated: EmulatedForward) -> bool:
-    """True if a call of the module comes there: it is `forward`, or inside of that, or kept by the module besides."""
+    """True if a call of the module reaches it: as `forward`, inside of that, or as another attribute."""
     attributes = vars(module)
     kept = (value for name, value in attributes.items() if name != KEY and not isinstance(value, nn.Module))
     return "forward" in attributes and any(is_ours(layer, emulated) for value in kept for layer in _layers(value))

@@ -70,8 +70,8 @@ def quantize_optimizer(
         seed: of the random bits of stochastic rounding. All ranks of a distributed run need the same one.
 
     Returns:
-        The optimizer once more, as a `QuantizedOptimizer`: its methods, `detach()`, and what was stored. Either may be
-        used from here on.
+        The optimizer once more, as a `QuantizedOptimizer`: its methods, `detach()`, and the stored tensors. Either may
+        be used from here on.
 
     Raises:
         TypeError: for anything but an optimizer, and for parameters that are not float32.
@@ -185,7 +185,7 @@ class QuantizedOptimizer(Optimizer):
 
     @property
     def stores(self) -> list[ParameterStore]:
-        """What is stored of each parameter that is not plain float32."""
+        """The stores of the parameters that are not plain float32."""
         return self.store.stores
 
     @property
@@ -199,7 +199,7 @@ class QuantizedOptimizer(Optimizer):
         return self.store.observers
 
     def stored(self) -> list[tuple[ParameterStore, dict[str, Any]]]:
-        """What is stored of each parameter, float32 ones too, and its states as the optimizer has them."""
+        """The stored tensors of each parameter, float32 ones too, and its states as the optimizer has them."""
         return self.store.stored()
 
     def detach(self) -> None:
@@ -423,11 +423,11 @@ class OptimizerStore:
 
     @property
     def stores(self) -> list[ParameterStore]:
-        """What is stored of each parameter that is not plain float32."""
+        """The stores of the parameters that are not plain float32."""
         return self._working()
 
     def stored(self) -> list[tuple[ParameterStore, dict[str, Any]]]:
-        """What is stored of each parameter, float32 ones too, and its states as the optimizer has them."""
+        """The stored tensors of each parameter, float32 ones too, and its states as the optimizer has them."""
         optimizer = self._optimizer()
         state: Mapping[Tensor, dict[str, Any]] = {} if optimizer is None else optimizer.state
         return [(store, state.get(p, {})) for p, store in self._stores.items()]
@@ -556,6 +556,6 @@ def _require_parameter(store: ParameterStore) -> None:
 
 
 def _was_skipped(optimizer: Optimizer) -> bool:
-    """True if a GradScaler has let a fused optimizer skip its step, in which that looks at the gradients itself."""
+    """True if a GradScaler has let a fused optimizer skip its step, which checks the gradients itself."""
     flag = getattr(optimizer, "found_inf", None)  # of GradScaler.step, with a fused optimizer
     return isinstance(flag, Tensor) and bool(flag)

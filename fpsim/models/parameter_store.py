@@ -176,7 +176,7 @@ class ParameterStore:
         self._end()
 
     def abandon(self) -> None:
-        """The step has raised: where the stored weight is known it comes back, else what became of it is rounded."""
+        """Clean up after a step that raised: restore the stored weight if it is known, else round the current one."""
         if self.visible is not None or self.update.is_in_format:
             self.undo()
             return
@@ -311,7 +311,7 @@ def saved(state: dict[str, Any], stores: Sequence[ParameterStore], seed: int, st
 
 
 def without_ours(state: dict[str, Any]) -> dict[str, Any]:
-    """The state as the optimizer itself knows it."""
+    """The state without our additions, as the optimizer itself saves it."""
     by_index = {
         index: {name: x for name, x in entry.items() if name not in COPIES} for index, entry in state["state"].items()
     }

@@ -124,7 +124,7 @@ class Ranks:
                 self._gradients.append(gradients)
 
     def run(self, step: Callable[[Any], Any], batches: Iterable[Any]) -> list[Any]:
-        """Run the passes of all ranks: `step(batch)` once for each of the batches, in a thread of its own each.
+        """Run the passes of all ranks: `step(batch)` once for each of the batches, each in its own thread.
 
         One rank runs at a time, in their order, up to the next batch norm that is synchronised. Each has the CPU's
         random numbers to itself: a seed that a step sets is that of its rank.
@@ -394,7 +394,7 @@ def in_turns(meeting: Meeting, step: Callable[[int], Any], modules: Mapping[str,
 
 
 class _Shared:
-    """Stands in for `torch.batch_norm` while ranks run: known batch norms have the statistics of all ranks.
+    """Replaces `torch.batch_norm` while ranks run: synchronised batch norms use the statistics of all ranks.
 
     There, and not in a mode of functions: an emulation has brought the operands into their formats when it calls this,
     and rounds the result; and a checkpoint that computes again in the backward pass comes here too, where torch has
@@ -424,7 +424,7 @@ class _Shared:
         return y  # type: ignore[no-any-return]
 
     def require_met(self, modules: Mapping[str, nn.Module]) -> None:
-        """Raise RuntimeError for a module in training mode whose statistics nobody has asked for here."""
+        """Raise RuntimeError for a module in training mode whose statistics were not asked for here."""
         missing = [name for name, module in modules.items() if module.training and name not in self.met]
         if missing:
             raise RuntimeError(

@@ -29,8 +29,8 @@ _LARGEST_SCALE, _SMALLEST_SCALE = torch.finfo(torch.float32).max, torch.finfo(to
 def _out_of_sight(function: Function) -> Function:
     """Run `function` with all modes off, so that the tensors it makes are plain and can be changed later.
 
-    It is left whatever is raised within, a KeyboardInterrupt too, and at once: a generator that holds a block would put
-    gradients off again as late as its traceback is forgotten.
+    The modes are on again at once after any exception, a KeyboardInterrupt too: a generator that holds a block would
+    put gradients off again as late as its traceback is forgotten.
     """
 
     @functools.wraps(function)
@@ -233,7 +233,7 @@ class Histories:
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on from a `state_dict`: from then on this has its histories and no others.
 
-        Raises ValueError for what is none.
+        Raises ValueError for other values.
         """
         self.take(loaded(state))
 
@@ -259,7 +259,7 @@ class Histories:
 
     @_out_of_sight
     def _move(self, name: str, device: torch.device) -> None:
-        """A history goes where its operand is; a table is dropped when the last one has gone."""
+        """Move a history to its operand's device; a table is dropped with its last history."""
         old = self._histories[name]
         state = old.table.state(old.row)
         history = self._add(name, old.rule, old.largest, device)
@@ -315,7 +315,7 @@ def _require_no_capture() -> None:
 
 @_out_of_sight
 def loaded(state: Mapping[str, Mapping[str, Any]]) -> Histories:
-    """The histories of a `state_dict`. Raises ValueError for what is none."""
+    """The histories of a `state_dict`. Raises ValueError for other values."""
     fresh = Histories()
     for name, entry in state.items():
         rule, largest = _checked(name, entry)

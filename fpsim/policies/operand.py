@@ -192,7 +192,7 @@ class ProductSpecs(NamedTuple):
 
     @property
     def unordered(self) -> ProductSpecs:
-        """The same where it is not known which operand of the three is which."""
+        """The same for products without a known order of operands."""
         if self.accumulators is None:
             return self
         one, two, three = (a if a.group is None else replace(a, operands=None) for a in self.accumulators)
@@ -238,7 +238,7 @@ def with_rounding(operand: Operand | None, rounding: str) -> Operand | None:
 
 
 def is_of_few_bits(dy: Operand | None, most_bits: int) -> bool:
-    """True if a gradient is rounded, number by number, to a format of at most so many bits by a rule nobody named."""
+    """True if a gradient is rounded, number by number, to a format of at most so many bits by a default rule."""
     if dy is None or dy.rounding is not None or not isinstance(dy.fmt, Element) or dy.is_own:
         return False
     return dy.fmt.bits <= most_bits

@@ -164,7 +164,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
 
     @property
     def points(self) -> Attention | None:
-        """The points of an attention; None where it has none of its own."""
+        """The points of an attention; None if it has none."""
         return self.attention if isinstance(self.attention, Attention) else None
 
     @property
@@ -224,7 +224,7 @@ def _three(
 
 
 def _take_backward(products: Products) -> None:
-    """Put the operands that `backward` stands for into their places; then it stands for nothing more."""
+    """Resolve `backward` to operands, and reset it."""
     require_word("backward", products.backward, BACKWARDS)
     if products.backward == "original":
         return

@@ -35,7 +35,7 @@ def warm_up(
 
     Adaptive scales, products in an accumulator and Hadamard transforms have kernels of their own. Run a step of such
     a model once before it is captured, as torch asks for too. `python -m fpsim warm` runs steps of all recipes and
-    updates, and keeps what they compile on disk.
+    updates, and caches the compiled loops on disk.
 
     Args:
         device: a CUDA device, or the CPU, whose loops are compiled at their first call too.

@@ -1,4 +1,5 @@
-"""Explain why a result, or a gradient, became inf or NaN: read from its operands, and from what gave them."""
+"""Explain why a result, or a gradient, became inf or NaN: read from its operands and their operations.
+"""
 
 from __future__ import annotations
 
@@ -409,7 +410,7 @@ def _reaches_a_border(row: Row, read: Glance) -> bool:
 
 
 def _is_steep(child: Operation, operation: Operation) -> bool:
-    """True if the slope of `child` in what `operation` gave has no end at zero."""
+    """True if the slope of `child` with respect to the result of `operation` is unbounded at zero."""
     spelling = spelling_of(child.name)
     if spelling.row.divides is not None:
         at = spelling.place(spelling.row.divides)

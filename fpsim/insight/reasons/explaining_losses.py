@@ -57,7 +57,7 @@ class Look:
 
     @property
     def read(self) -> Iterator[tuple[Operation | None, Tensor]]:
-        """Each operand, with what gave it."""
+        """Each operand, with the operation that computed it."""
         return zip(self.operation.sources, self.operands, strict=False)
 
 

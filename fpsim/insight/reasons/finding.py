@@ -271,7 +271,7 @@ class _Checks:
 
 
 def _may_be_of_unread(event: Event) -> bool:
-    """True if an event is of numbers that came from where nobody looks, or of one of Python that is not finite."""
+    """True if the numbers of an event came from code that is not traced, or from a Python number that is not finite."""
     given = () if event.operation is None else event.operation.notes.get("numbers", ())
     return event.stage == "loss" or event.place.startswith("operand ") or not all(map(math.isfinite, given))
 

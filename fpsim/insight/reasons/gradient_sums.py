@@ -65,7 +65,7 @@ def gradient_sum_event(name: str, sums: GradientSum) -> Event:
 
 
 class _Given:
-    """The sum of the gradients that the readers of one tensor give: in their dtype, as autograd has it, and exactly.
+    """The sum of the gradients from the readers of one tensor: in their dtype, as in autograd, and exact.
 
     largest: the largest magnitude of the sum on the way.
     """

@@ -177,7 +177,7 @@ class Timeline:
         return glances
 
     def _written(self, parameter: Operation, reader: Operation, x: Tensor, before: Glance | None) -> Glance:
-        """A parameter that was written since it was looked at, as by an optimizer that asks for the loss again."""
+        """A parameter that was written to since it was recorded, as by an optimizer that calls its closure again."""
         parameter.notes["version"], now = version_of(x), glance(x)
         if before is not None and now.nonfinite and not before.nonfinite:
             kind = "NaN" if now.nan else "overflow"
@@ -325,7 +325,7 @@ class Timeline:
 
 
 def entrances(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """A model and its name; and the parts that a step must call where it has no forward of its own."""
+    """A model and its name; for one without a forward, the parts that a step must call."""
     yield name, model
     if type(model).forward is nn.Module.forward:
         for child, module in model.named_children():
@@ -346,7 +346,7 @@ def _place_of(operation: Operation, role: str, unrounded: Glance) -> str:
 
 
 def overflow_of(rounded: Rounded) -> tuple[float, int]:
-    """The largest value that a rounding can give, and how many finite numbers became inf, NaN or that, and were not."""
+    """The largest value of a rounding's format, and the count of finite numbers that became inf, NaN or that value."""
     _, _, before, after, spec, cut = rounded
     if isinstance(spec.fmt, BlockFormat) and spec.fmt.nonfinite == "nan" and not bool(before.isfinite().all()):
         return math.inf, 0  # reported where it arose: that its block becomes NaN is not a second event

@@ -223,7 +223,7 @@ def _is_finite(x: Tensor) -> bool:
 
 
 class _Nobody:
-    """A visitor that looks at nothing."""
+    """A visitor that ignores all operations."""
 
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None: ...
 
@@ -424,7 +424,7 @@ class Reference:
 
 
 class _Unbroken(Keeping):
-    """Ends a run with the first event that was not known: a look at a whole step takes ten steps' time."""
+    """Ends a run at the first new event, because observing a whole step takes the time of ten."""
 
     def __init__(self, model: nn.Module, known: Collection[tuple[str, str]], results: bool) -> None:
         super().__init__(model, results)
@@ -440,7 +440,7 @@ class _StillThereError(Exception):
 
 
 class Attempts:
-    """Tries changes, and knows which of them are remedies: this is the one rule.
+    """Tries changes, and decides which of them are remedies.
 
     In the step under the change the event is absent. No parameter that has a gradient in the reference is without one.
     Each gradient that was off by FAR of itself or more is nearer to the reference than before by NEARER, or as near as
@@ -570,7 +570,7 @@ class Attempts:
         return f"of the gradients of parameters {100 * shares[0]:.3g} % were lost, and {100 * shares[1]:.3g} % are"
 
     def looks_well(self, change: Change) -> Outcome | None:
-        """As `works`, with a look at each result: nothing breaks, leaks or saturates that was not known."""
+        """True if the modified step works and shows no new inf, NaN, leak or saturation."""
         is_compared = self.event.stage == "float32"
         seen = _Unbroken(self.trials.model, self._known, is_compared)
         outcome = self._run(change, seen)

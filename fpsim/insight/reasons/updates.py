@@ -364,7 +364,7 @@ class _Average:
 
 
 class Averages:
-    """Finds the tensors of few bits that a step writes to, and runs it once more with float64 copies of them beside.
+    """Finds the tensors in few bits that a step writes to, and runs it once more with float64 copies beside them.
 
     It is told of a run by `see` and `written`, and is an `edit` of the other. Optimizers' parameters are left out:
     `Updates` looks at these.
@@ -396,7 +396,7 @@ class Averages:
                 self._outside.setdefault(x.untyped_storage().data_ptr(), x)
 
     def written(self, x: Tensor, is_outside: bool, place: str) -> None:
-        """A tensor is about to be written to. is_outside: whether no operation gave it."""
+        """Visit a tensor before a write to it. is_outside: whether it is not the result of an operation."""
         if x.dtype not in LOW or x.layout is not torch.strided:
             return
         memory = x.untyped_storage().data_ptr()
