@@ -25,9 +25,8 @@ from fpsim.insight.snapshots import Snapshot, Snapshots, snapshots
 from fpsim.insight.summary import summary
 from fpsim.insight.watch import Watch, watch
 from fpsim.insight.why import Why, why
-from fpsim.models.frozen import frozen
 from fpsim.models.optimizers import QuantizedOptimizer, quantize_optimizer
-from fpsim.models.quantize import dequantize, quantize, round_parameters_, set_policy
+from fpsim.models.quantize import dequantize, frozen, quantize, round_parameters_, set_policy
 from fpsim.models.ranks import Ranks
 from fpsim.models.scaling_state import load_scaling_state, scaling_state, set_scaling_group
 from fpsim.policies.attention import Attention
