@@ -324,9 +324,6 @@ def loaded(state: Mapping[str, Mapping[str, Any]]) -> Histories:
     return fresh
 
 
-_restored = loaded  # the name in pickles of earlier versions
-
-
 def _checked(name: str, entry: Any) -> tuple[Delayed, float]:
     """The rule and the largest value of an entry of a state."""
     try:
