@@ -14,15 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.checks import few
-from fpsim.insight.engines.decisions import Choices, Decision, Replayed, compared_choices
 from fpsim.insight.engines.dumps import LOGPROBS, MASK, TOKENS, Dump
 from fpsim.insight.engines.forced import Change, Injected, Judged, Seen, Target, apart, changes, matched
-from fpsim.insight.engines.likelihoods import Figures, Likelihoods, compared, interval, read_batch
+from fpsim.insight.engines.likelihoods import (
+    Choices,
+    Decision,
+    Figures,
+    Likelihoods,
+    Replayed,
+    compared,
+    compared_choices,
+    interval,
+    read_batch,
+)
 from fpsim.insight.engines.msprobe import STATISTICS
-from fpsim.insight.engines.places import MARGIN, TINY, Measured
+from fpsim.insight.engines.places import MARGIN, TINY, Measured, Permuted, Split
 from fpsim.insight.engines.recorded import Recorded, Source, Steps, batched_steps, mapped, outputs_of
 from fpsim.insight.engines.remedies import Tried, truncated
-from fpsim.insight.engines.reordered import Permuted, Split
 from fpsim.insight.engines.sides import Door, Pair
 from fpsim.tensors.noise import keep_random_numbers
 from fpsim.undoing import Undo, undone
