@@ -61,6 +61,7 @@ WORDS = {
 LISTED: dict[tuple[str, str], tuple[tuple[type[Exception], ...], str]] = {
     ("Ranks.run", "step"): ((Exception,), "a function of the user's, which is called, may raise anything"),
     ("mismatch", "batch"): ((Exception,), "the models are called with it, and say themselves what they cannot take"),
+    ("Dump", "path"): ((FileNotFoundError,), "documented: a path that leads to no dump"),
     ("dump", "batch"): ((Exception,), "the model is called with it, and says itself what it cannot take"),
     ("mismatch", "a"): ((ValueError,), "a module that has no name in common with b, or another output"),
     ("mismatch", "b"): ((ValueError,), "a module that has no name in common with a, or another output"),
