@@ -113,7 +113,7 @@ class Mismatch(Rows):
         lines += self._decided()
         if self.tried:
             lines.append(f"Tried in {'the model' if self.notes else 'b'} (mean |dlogp|, KL):")
-            lines += [f"  {t.what}: {t.mean_dlogp:.3g}, {t.kl:.3g}" for t in self.tried]
+            lines += [f"  {t.what}: {self._left(t)}" for t in self.tried]
         if self.weights is not None and self.is_beyond:
             w = self.weights
             lines.append(
@@ -133,6 +133,10 @@ class Mismatch(Rows):
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _left(self, tried: Tried) -> str:
+        is_cured = self.floor is not None and 0 < tried.mean_dlogp <= 2 * self.floor.mean_dlogp
+        return "within twice the floor" if is_cured else f"{tried.mean_dlogp:.3g}, {tried.kl:.3g}"
 
     def _places(self) -> list[str]:
         if not self:
