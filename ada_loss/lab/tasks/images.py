@@ -63,7 +63,7 @@ def patches(seed: int = 0, depth: int | None = None, version: int | None = None,
     network has to learn the subject, not the position. In float32 0.77 (seed 0), in a minute on a slow core.
 
     depth, version: of the ResNet, 20 and 1. In a sweep: "patches,depth=56,version=2".
-    model: another network, "vgg16", "mobilenet", "wrn28_10", "fixup20"; see `networks`. In a sweep: "patches,model=vgg16".
+    model: another network, "vgg16", "mobilenet", "wrn28_10", "fixup20"; see `networks`. "patches,model=vgg16".
 
     >>> task = patches()
     >>> task.train[0].shape, task.test[0].shape

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 import fpsim
-from ada_loss.lab.studies.classics.frame import Classic, Setting
-from ada_loss.lab.studies.classics.telling import Picture, Row, Rows, Sentences, label, level, lines, panels
+from ada_loss.lab.studies.classics.frame import Classic, Setting, trained
+from ada_loss.lab.studies.classics.telling import Picture, Row, Rows, Sentences, label, level, levels, lines, panels
 from ada_loss.lab.studies.depth import layer_errors, relu_network
 from ada_loss.lab.tasks import deep_digits
-from ada_loss.lab.training import train
 
 # Format and gain of a layer: through 24 layers a gradient's norm shrinks by (gain / 2)^12, 2^24 at 0.5 and 2^52 at 0.1.
 # The range of e5m2, 2^32 with its subnormals, holds the first; 2^18 of e4m3fn and 2^40 of fp16 do not hold the others.
@@ -23,10 +20,10 @@ LOST, KEPT, NEAR = 0.9, 0.3, 3.0  # relative errors; points of accuracy
 
 def settings(quick: bool) -> list[Setting]:
     accuracy = {"what": "accuracy", "format": TRAINED, "epochs": 12 if quick else 20}
-    trained = ("float32", *((0, 12) if quick else range(0, 25, 4)), PER_LAYER)
+    ways = ("float32", *((0, 12) if quick else range(0, 25, 4)), PER_LAYER)
     gradients = [{"what": "gradient", "format": fmt, "gain": gain} for fmt, gain in CASES.items()]
     rows = [{**one, "scale": scale} for one in gradients for scale in (*range(0, 41, 2), PER_LAYER)]
-    return [*rows, *({**accuracy, "scale": scale} for scale in trained)]
+    return [*rows, *({**accuracy, "scale": scale} for scale in ways)]
 
 
 def measure(setting: Setting, seed: int, device: str) -> list[Row]:
@@ -34,21 +31,17 @@ def measure(setting: Setting, seed: int, device: str) -> list[Row]:
     fmt, scale, ways = setting["format"], setting["scale"], {PER_LAYER: "adaptive", "float32": "none"}
     if setting["what"] == "accuracy":
         policy = None if scale == "float32" else fpsim.Policy(error=fmt, weight_grad=fmt)
-        options = {**deep_digits.options, "epochs": setting["epochs"], "seed": seed, "device": device}
-        run = train(deep_digits(seed), policy, scaling=ways.get(scale) or 2.0**scale, record_every=0, **options)
-        return [{"value": 100 * run.metrics["accuracy"]}]
+        options = {"scaling": ways.get(scale) or 2.0**scale, "epochs": setting["epochs"], "record_every": 0}
+        return [{"value": 100 * trained(deep_digits, seed, device, policy, **options).metrics["accuracy"]}]
     network = relu_network(setting["gain"], width=WIDTH, seed=seed).to(device)
     x, gradient = (torch.randn(64, WIDTH).to(device) * size for size in (1.0, SMALLEST))
-    errors = layer_errors(network, x, gradient, fmt, None if scale == PER_LAYER else 2.0**scale)
+    errors = torch.tensor(layer_errors(network, x, gradient, fmt, None if scale == PER_LAYER else 2.0**scale))
     # an overflow is no smaller an error than a loss of everything
-    return [{"value": max(error if math.isfinite(error) else 10.0 for error in errors)}]
+    return [{"value": errors.nan_to_num(10.0, 10.0).max().item()}]
 
 
 def holds(rows: Rows) -> bool:
-    """Where gradients span more than the format, every single scale loses a layer and a scale for each keeps all.
-
-    In the training one scale for each layer is as good as the best single one, to 3 points.
-    """
+    """Every single scale loses a layer, one for each keeps all, and trains as well as the best single to 3 points."""
     errors = [rows.apart("scale", "value", what="gradient", format=fmt) for fmt in JUDGED]
     single, reached = rows.apart("scale", "value", what="accuracy")
     is_kept = all(min(one.values()) >= LOST and words[PER_LAYER] <= KEPT for one, words in errors)
@@ -72,18 +65,15 @@ def says(rows: Rows) -> Sentences:
 
 def draw(rows: Rows) -> Picture:
     picture, (errors, accuracy) = panels(2, 8.8, 3.8)
-    gradient, trained = (rows.of(what=what) for what in ("gradient", "accuracy"))
-    names = {fmt: f"{fmt}, gain {gain:g}" for fmt, gain in CASES.items()}
-    look, x = {"linestyle": "-", "marker": "."}, "log2 of the single scale"
-    lines(errors, gradient.with_numbers("scale"), "format", "scale", "value", names=names, **look)
-    for i, value in enumerate(gradient.averages("format", "value", scale=PER_LAYER).values()):
-        level(errors, value, i)
+    names = {"accuracy": "a single scale"} | {fmt: f"{fmt}, gain {gain:g}" for fmt, gain in CASES.items()}
+    look, x = {"names": names, "linestyle": "-", "marker": "."}, "log2 of the single scale"
+    lines(errors, rows.of(what="gradient").with_numbers("scale"), "format", "scale", "value", **look)
+    levels(errors, rows.of(what="gradient", scale=PER_LAYER), "format", "value")
     title = "24 layers; dashed: a scale for each layer; 10: overflow"
     label(errors, x, "error of the worst layer's weight gradient", title, (0.02, 0.15), yscale="log")
-    one = {"names": {TRAINED: "a single scale"}, "first": 1}
-    lines(accuracy, trained.with_numbers("scale"), "format", "scale", "value", **one, **look)
+    lines(accuracy, rows.of(what="accuracy").with_numbers("scale"), "what", "scale", "value", first=1, **look)
     for name, i in ((PER_LAYER, 1), ("float32", None)):
-        level(accuracy, trained.averages("scale", "value")[name], i, label=name)
+        level(accuracy, rows.averages("scale", "value", what="accuracy")[name], i, label=name)
     label(accuracy, x, "test accuracy in %", f"deep_digits, gradients in {TRAINED}", "best", ylim=(0, 102))
     return picture
 

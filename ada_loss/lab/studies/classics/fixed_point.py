@@ -5,23 +5,19 @@ from __future__ import annotations
 from statistics import mean
 
 import torch
-from torch import nn
 
 import fpsim
-from ada_loss.lab.studies.classics.frame import ByHand, Classic, Setting
-from ada_loss.lab.studies.classics.telling import Picture, Row, Rows, Sentences, label, level, lines, panels
+from ada_loss.lab.studies.classics.frame import ByHand, Classic, Setting, perceptron
+from ada_loss.lab.studies.classics.telling import Picture, Row, Rows, Sentences, below, label, level, lines, panels
 from ada_loss.lab.tasks import mnist5k
 
 WORD, FRACTIONS = 16, (8, 10, 12)  # bits
 JUDGED, APART = (8, 10), 10  # those whose range holds what is computed; that with which gradients are rounded apart
 ALIKE = 4.0  # points, in which two shares of wrong answers count as alike
-# How everything else and how the gradients of activations are rounded.
-ROUNDINGS: dict[str, tuple[str, str]] = {
-    "to nearest": ("nearest_even", "nearest_even"),
-    "stochastic": ("stochastic", "stochastic"),
-    "gradients to nearest": ("stochastic", "nearest_even"),
-    "gradients stochastic": ("nearest_even", "stochastic"),
-}
+NEAREST, RANDOM = "nearest_even", "stochastic"
+# How everything else and how the gradients of activations are rounded: alike, or one against the other.
+ALIKE_ROUNDED = {"to nearest": (NEAREST, NEAREST), "stochastic": (RANDOM, RANDOM)}
+ROUNDINGS = {**ALIKE_ROUNDED, "gradients to nearest": (RANDOM, NEAREST), "gradients stochastic": (NEAREST, RANDOM)}
 
 
 def settings(quick: bool) -> list[Setting]:
@@ -32,21 +28,16 @@ def settings(quick: bool) -> list[Setting]:
 
 def measure(setting: Setting, seed: int, device: str) -> list[Row]:
     """One training: SGD at 0.1, batches of 100; weights, activations, gradients and updates in the format."""
-    layers, update = [nn.Linear(*sizes) for sizes in ((784, 200), (200, 200), (200, 10))], fpsim.Update()
-    for layer in layers:
-        nn.init.xavier_normal_(layer.weight)
-        nn.init.zeros_(layer.bias)
-    model = nn.Sequential(nn.Flatten(), layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]).to(device)
+    model, update, wrong = perceptron(784, 200, 200, 10).to(device), fpsim.Update(), list[float]()
     if setting["rounding"] != "float32":
         fmt, (rest, error) = fpsim.FixedPoint(WORD, setting["fraction"]), ROUNDINGS[setting["rounding"]]
         by_role = {role: error if role == "error" else rest for role in fpsim.ROLES}
         model = fpsim.quantize(model, fpsim.Policy(fmt, fmt, fmt, fmt, rounding=by_role, float32=("cross_entropy",)))
         update = fpsim.Update(weight=fmt, rounding=rest)
-    fit, optimizer, wrong = ByHand(mnist5k(seed), device, model), torch.optim.SGD(model.parameters(), lr=0.1), []
+    fit, optimizer = ByHand(mnist5k(seed), device, model), torch.optim.SGD(model.parameters(), lr=0.1)
     fpsim.quantize_optimizer(optimizer, update, model, seed=seed)
     for _ in range(setting["epochs"]):
-        for batch in torch.randperm(fit.size).split(100):
-            fit.step(optimizer, batch)
+        fit.steps(optimizer, torch.randperm(fit.size).split(100))
         wrong.append(100 * (1 - fit.metric()))
     return [{"epoch": i, "wrong": share} for i, share in enumerate(wrong, 1)]
 
@@ -63,30 +54,26 @@ def says(rows: Rows) -> Sentences:
     plain, words = ends.averages("fraction", "wrong")[0], ends.told("fraction", "wrong", ".1f")[0]
     yield f"After {rows[-1]['epoch']} epochs float32 is wrong for {words} % of 1,000 digits."
     for k in rows.distinct("fraction")[1:]:
-        words = ends.told("rounding", "wrong", ".1f", fraction=k)
-        tried = rows.of(fraction=k, rounding="to nearest")
+        words, tried = ends.told("rounding", "wrong", ".1f", fraction=k), rows.of(fraction=k, rounding="to nearest")
         best = mean(min(tried.column("wrong", seed=seed)) for seed in rows.distinct("seed"))
         yield f"""With {k} of 16 bits behind the point, to nearest {words["to nearest"]} % (at its best epoch {best:.1f}
             %), stochastically {words["stochastic"]} %."""
         if ends.averages("rounding", "wrong", fraction=k)["stochastic"] > plain + ALIKE:
-            largest = fpsim.FixedPoint(WORD, k).largest
-            yield f"There stochastic rounding does not reach float32; no number beyond {largest:.3g} is left."
-    if alone := ends.told("rounding", "wrong", ".1f", fraction=APART):
-        yield f"""With {APART} bits, if the gradients of activations alone are rounded to nearest,
-            {alone["gradients to nearest"]} % are wrong; if they alone are rounded stochastically,
-            {alone["gradients stochastic"]} %."""
+            yield f"""There stochastic rounding does not reach float32; no number beyond
+                {fpsim.FixedPoint(WORD, k).largest:.3g} is left."""
+    if alone := [*ends.told("rounding", "wrong", ".1f", fraction=APART).values()][2:]:
+        yield f"""With {APART} bits, if the gradients of activations alone are rounded to nearest, {alone[0]} % are
+            wrong; if they alone are rounded stochastically, {alone[1]} %."""
 
 
 def draw(rows: Rows) -> Picture:
     fractions = rows.distinct("fraction")[1:]
     picture, row = panels(len(fractions), 3.2 * len(fractions) + 0.8, 3.4, sharey=True)
-    for fraction, axes in zip(fractions, row, strict=True):
+    for fraction, axes, y in zip(fractions, row, ("wrong answers in %", "", ""), strict=False):
         lines(axes, Rows(rows.of(fraction=0) + rows.of(fraction=fraction)), "rounding", "epoch", "wrong")
         level(axes, 90)  # by chance, of ten digits
-        y = "wrong answers in %" if axes is row[0] else ""
         label(axes, "epoch", y, f"{WORD - fraction} bits before, {fraction} behind the point", ylim=(0, 100))
-    most = max(row, key=lambda axes: len(axes.lines))
-    picture.legend(*most.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    below(picture, row)
     return picture
 
 

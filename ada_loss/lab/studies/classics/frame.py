@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from ada_loss.lab.results.figures import figure_bytes
 from ada_loss.lab.studies.classics.papers import Paper
 from ada_loss.lab.studies.classics.telling import Row, Rows
 from ada_loss.lab.tasks import Task
+from ada_loss.lab.training import Run, train
 from ada_loss.lab.training.generators import kept_generators, seed_generators
 from fpsim.checks import is_whole, shown
 
-__all__ = ["ByHand", "Classic", "Reproduction", "Setting", "reproduce"]
+__all__ = ["ByHand", "Classic", "Reproduction", "Setting", "perceptron", "reproduce", "trained"]
 
 Setting = Row
 SEEDS, QUICK_SEEDS = 5, 2  # all of 5 seeds on one side: 1 in 32 by chance
@@ -186,6 +188,29 @@ def _alone(device: str) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def trained(make_task: Callable[[int], Task], seed: int, device: str, fmt: Any = None, **options: Any) -> Run:
+    """The lab's training of a task, with the task's own options; those given here override them."""
+    shared = {**getattr(make_task, "options", {}), "seed": seed, "device": device}
+    return train(make_task(seed), fmt, **{**shared, **options})
+
+
+def perceptron(*sizes: int) -> nn.Sequential:
+    """Linear layers with ReLU between them, Glorot and Bengio's normal weights and zero biases.
+
+    >>> perceptron(784, 10)
+    Sequential(
+      (0): Flatten(start_dim=1, end_dim=-1)
+      (1): Linear(in_features=784, out_features=10, bias=True)
+    )
+    """
+    linear = [nn.Linear(*pair) for pair in pairwise(sizes)]
+    for layer in linear:
+        nn.init.xavier_normal_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    between = [part for layer in linear[1:] for part in (nn.ReLU(), layer)]
+    return nn.Sequential(nn.Flatten(), linear[0], *between)
+
+
 class ByHand:
     """A task whose steps a classic takes itself, on a device, and not by the lab's training.
 
@@ -208,6 +233,11 @@ class ByHand:
         loss.backward()
         optimizer.step()
         return loss.item()
+
+    def steps(self, optimizer: torch.optim.Optimizer, batches: Iterable[Tensor]) -> None:
+        """Take a step with each of some batches."""
+        for batch in batches:
+            self.step(optimizer, batch)
 
     def metric(self) -> float:
         """The task's first metric, of the examples for the test."""

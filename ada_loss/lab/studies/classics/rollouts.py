@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from operator import truediv
 from statistics import mean
 
 import torch
@@ -12,11 +11,11 @@ import torch
 import fpsim
 from ada_loss.lab.studies.classics.frame import ByHand, Classic, Setting
 from ada_loss.lab.studies.classics.telling import Picture, Row, Rows, Sentences, dots, label, panels
-from ada_loss.lab.tasks import chars
+from ada_loss.lab.tasks.chars import chars, drawn, log_likelihood
 
 # Unfused code rounds each result, fused code only the operands of products.
 ENGINES = {
-    "float32": lambda fmt: fpsim.Policy(),
+    "float32": lambda _: fpsim.Policy(),
     "unfused": lambda fmt: fpsim.Policy(weight=fmt, activation=fmt),
     "fused": lambda fmt: fpsim.Policy(products=fpsim.Products.all(fmt)),
 }
@@ -33,9 +32,8 @@ def settings(quick: bool) -> list[Setting]:
 def trained(steps: int, seed: int, device: str) -> ByHand:
     """The policy: the small GPT after some steps in float32."""
     fit, draw = ByHand(chars(seed), device), torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(fit.model.parameters(), lr=3e-3)
-    for _ in range(steps):
-        fit.step(optimizer, torch.randint(fit.size, (32,), generator=draw))
+    batches = (torch.randint(fit.size, (32,), generator=draw) for _ in range(steps))
+    fit.steps(torch.optim.AdamW(fit.model.parameters(), lr=3e-3), batches)
     fit.model.eval()
     return fit
 
@@ -45,36 +43,25 @@ def measure(setting: Setting, seed: int, device: str) -> list[Row]:
     fit = trained(setting["steps"], seed, device)
     policies = [ENGINES[engine](setting["format"]) for engine in setting["pair"].split(" / ")]
     engines = [fpsim.quantize(fit.model, policy) for policy in policies]
-    with torch.no_grad():
-        text = fit.test[0][: setting["rollouts"], :PROMPT]
-        while text.shape[1] <= CONTEXT:
-            last = torch.softmax(engines[1](text)[:, -1].double(), dim=-1)
-            text = torch.cat([text, torch.multinomial(last.cpu(), 1).to(device)], dim=1)
-        given = [torch.log_softmax(engine(text[:, :-1]).double(), dim=-1) for engine in engines]
-    ours, theirs = (x.gather(-1, text[:, 1:, None])[:, PROMPT - 1 :, 0] for x in given)
+    text = drawn(engines[1], fit.test[0][: setting["rollouts"], :PROMPT], CONTEXT + 1)
+    ours, theirs = (log_likelihood(engine, text)[:, PROMPT - 1 :] for engine in engines)
     ratio, kl = ours - theirs, fpsim.compare(fit.model, policies[1], policies[0], text[:, :-1]).kl
     means = {"difference": ratio.abs().mean(), "largest": ratio.abs().max(), "sequence": ratio.sum(dim=1).abs().mean()}
     return [{**{name: float(value) for name, value in means.items()}, "kl": kl}]
 
 
-def times(rows: Rows, name: str, pair: str) -> list[float]:
-    """bf16's number over fp16's, for each seed."""
-    return rows.against("format", name, "fp16", truediv, pair=pair)["bf16"]
-
-
 def holds(rows: Rows) -> bool:
     """bf16's mean difference is 4 to 16 times fp16's, for each pair: three bits of the significand are 8."""
-    return all(4 < x < 16 for pair in PAIRS for x in times(rows, "difference", pair))
+    return all(4 < x < 16 for pair in PAIRS for x in rows.times("format", "difference", "fp16", pair=pair)["bf16"])
 
 
 def says(rows: Rows) -> Sentences:
     yield "An unfused engine rounds each result, a fused one the operands of products alone; trainer / rollout:"
     for pair in PAIRS:
-        difference, kl = (rows.told("format", name, ".2g", pair=pair) for name in ("difference", "kl"))
-        less = [mean(times(rows, name, pair)) for name in ("difference", "kl")]
-        yield f"""{pair}: |log p - log p'| of a character is {difference["bf16"]} in bf16 and {difference["fp16"]} in
-            fp16, {less[0]:.1f} times less; the KL divergence {kl["bf16"]} and {kl["fp16"]} nats, {less[1]:.0f} times
-            less."""
+        gap, kl = (rows.told("format", name, ".2g", pair=pair) for name in ("difference", "kl"))
+        less = [mean(rows.times("format", name, "fp16", pair=pair)["bf16"]) for name in ("difference", "kl")]
+        yield f"""{pair}: |log p - log p'| of a character is {gap["bf16"]} in bf16 and {gap["fp16"]} in fp16,
+            {less[0]:.1f} times less; the KL divergence {kl["bf16"]} and {kl["fp16"]} nats, {less[1]:.0f} times less."""
     far = [math.exp(max(rows.column("sequence", pair=PAIRS[0], format=fmt))) for fmt in FORMATS]
     yield f"""Three more bits are a factor of 8, and of 64 in the divergence. Over {CONTEXT + 1 - PROMPT} characters the
         importance ratio of {PAIRS[0]} is off by a factor of {far[0]:.3f} in bf16 and {far[1]:.4f} in fp16, in the mean
@@ -82,12 +69,11 @@ def says(rows: Rows) -> Sentences:
 
 
 def draw(rows: Rows) -> Picture:
-    picture, (differences, divergences) = panels(2, 8.4, 3.6)
-    dots(differences, rows, "format", "pair", "difference")
-    dots(divergences, rows, "format", "pair", "kl")
-    x = "trainer / rollout; a dot for each seed"
-    label(differences, x, "mean |log p - log p'|", legend="best", yscale="log")
-    label(divergences, x, "KL divergence in nats", yscale="log")
+    picture, row = panels(2, 8.4, 3.6)
+    shown = (("difference", "mean |log p - log p'|", "best"), ("kl", "KL divergence in nats", None))
+    for axes, (name, y, legend) in zip(row, shown, strict=True):
+        dots(axes, rows, "format", "pair", name)
+        label(axes, "trainer / rollout; a dot for each seed", y, legend=legend, yscale="log")
     return picture
 
 

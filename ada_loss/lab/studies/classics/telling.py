@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import sub
+from operator import sub, truediv
 from statistics import mean, stdev
 from typing import Any
 
 from ada_loss.lab.results.figures import DASHES, colour
 from fpsim.insight.pictures import new_picture
 
-__all__ = ["Picture", "Row", "Rows", "Sentences", "dots", "label", "level", "lines", "panels", "spread"]
+__all__ = [
+    "Picture",
+    "Row",
+    "Rows",
+    "Sentences",
+    "below",
+    "dots",
+    "label",
+    "level",
+    "levels",
+    "lines",
+    "panels",
+    "spread",
+]
 
 Row = dict[str, Any]
 Sentences = Iterator[str]
@@ -71,16 +84,21 @@ class Rows(list[Row]):
             found.setdefault(row[by], []).append(factor * row[name])
         return found
 
-    def against(
-        self, by: str, name: str, plain: Any, how: Callable[[Any, Any], float] = sub, **wanted: Any
-    ) -> dict[Any, list[float]]:
-        """A column minus what it is where `by` is plain, for each seed, for each value of `by`. how: instead of minus.
+    def against(self, by: str, name: str, plain: Any, **wanted: Any) -> dict[Any, list[float]]:
+        """A column minus what it is where `by` is plain, for each seed, for each value of `by`.
 
         >>> rows = Rows([{"format": "fp32", "loss": 4}, {"format": "bf16", "loss": 6}])
-        >>> rows.against("format", "loss", "fp32")
-        {'fp32': [0], 'bf16': [2]}
+        >>> rows.against("format", "loss", "fp32"), rows.times("format", "loss", "fp32")
+        ({'fp32': [0], 'bf16': [2]}, {'fp32': [1.0], 'bf16': [1.5]})
         """
-        found = self._by(by, name, 1, **wanted)
+        return self._pairs(sub, plain, self._by(by, name, 1, **wanted))
+
+    def times(self, by: str, name: str, plain: Any, **wanted: Any) -> dict[Any, list[float]]:
+        """A column over what it is where `by` is plain, likewise."""
+        return self._pairs(truediv, plain, self._by(by, name, 1, **wanted))
+
+    @staticmethod
+    def _pairs(how: Callable[[Any, Any], float], plain: Any, found: dict[Any, list[float]]) -> dict[Any, list[float]]:
         return {value: [how(b, a) for a, b in zip(found[plain], own, strict=True)] for value, own in found.items()}
 
 
@@ -149,6 +167,18 @@ def level(axes: Any, y: float, i: int | None = None, **look: Any) -> None:
     own = {"color": "0.5", "linestyle": ":", "linewidth": 0.8}
     own = own if i is None else {"color": colour(i), "linestyle": DASHES[1], "linewidth": 1.1}
     axes.axhline(y, **own | look)
+
+
+def levels(axes: Any, rows: Rows, by: str, y: str, **look: Any) -> None:
+    """A dashed level for each value of the column `by`, of the mean of y over the seeds."""
+    for i, value in enumerate(rows.averages(by, y).values()):
+        level(axes, value, i, **look)
+
+
+def below(picture: Picture, row: Sequence[Any]) -> None:
+    """One legend for all panels, below them: that of the panel with most lines."""
+    most = max(row, key=lambda axes: len(axes.lines))
+    picture.legend(*most.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8, frameon=False)
 
 
 def label(axes: Any, x: str, y: str = "", title: str = "", legend: Any = None, **limits: Any) -> None:

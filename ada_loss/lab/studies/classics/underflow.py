@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fpsim
-from ada_loss.lab.studies.classics.frame import Classic, Setting
-from ada_loss.lab.studies.classics.telling import Picture, Row, Rows, Sentences, label, level, lines, panels
+from ada_loss.lab.studies.classics.frame import Classic, Setting, trained
+from ada_loss.lab.studies.classics.telling import Picture, Row, Rows, Sentences, label, levels, lines, panels
 from ada_loss.lab.tasks import deep_digits, segmentation
-from ada_loss.lab.training import train, underflow_share
+from ada_loss.lab.training import underflow_share
 
 JUDGED = "deep network"
 TASKS = {
@@ -24,10 +24,9 @@ def settings(quick: bool) -> list[Setting]:
 def measure(setting: Setting, seed: int, device: str) -> list[Row]:
     """One training with all gradients in fp16 at one scale of the loss; steps with inf are skipped."""
     make, own, metric = TASKS[setting["task"]]
-    options, scale = {**make.options, **own, "seed": seed, "device": device}, setting["log2_scale"]
-    if scale != "float32":
-        options |= {"fmt": fpsim.Policy(error="fp16", weight_grad="fp16"), "scaling": 2.0**scale}
-    run = train(make(seed), record_every=20, **options)
+    scale, scaled = setting["log2_scale"], {"fmt": fpsim.Policy(error="fp16", weight_grad="fp16")}
+    options = own if scale == "float32" else {**own, **scaled, "scaling": 2.0**scale}
+    run = trained(make, seed, device, record_every=20, **options)
     share = 0.0 if scale == "float32" else underflow_share(run.rows)
     return [{"metric": 100 * run.metrics[metric], "underflow": share, "skipped": run.skipped / len(run)}]
 
@@ -70,8 +69,7 @@ def draw(rows: Rows) -> Picture:
     scaled, x = rows.with_numbers("log2_scale"), "log2 of the scale of the loss; 0: none"
     lines(learnt, scaled, "task", "log2_scale", "metric", **look)
     lines(lost, scaled, "task", "log2_scale", "underflow", factor=100, **look)
-    for i, plain in enumerate(rows.averages("task", "metric", log2_scale="float32").values()):
-        level(learnt, plain, i, linewidth=0.9)
+    levels(learnt, rows.of(log2_scale="float32"), "task", "metric", linewidth=0.9)
     for axes in (learnt, lost):
         axes.axvline(0, color="0.5", linewidth=0.8, linestyle=":")
     label(learnt, x, "metric in %; dashed: float32", ylim=(-2, 102))
