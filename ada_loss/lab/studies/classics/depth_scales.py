@@ -50,11 +50,10 @@ def holds(rows: Rows) -> bool:
 
 def says(rows: Rows) -> Sentences:
     for fmt, gain in CASES.items():
-        errors, words = rows.apart("scale", "value", what="gradient", format=fmt)
-        best = min(errors, key=errors.__getitem__)
-        yield f"""24 layers at the gain {gain:g} in {fmt}: the error of the worst layer's weight gradient is
-            {errors[best]:.2g} of its norm at the best single scale, 2^{best}, and {words[PER_LAYER]:.2g} with a scale
-            for each layer."""
+        errors, own = rows.apart("scale", "value", what="gradient", format=fmt)
+        error, best = min((error, scale) for scale, error in errors.items())
+        yield f"""24 layers at the gain {gain:g} in {fmt}: the error of the worst layer's weight gradient is {error:.2g}
+            of its norm at the best single scale, 2^{best}, and {own[PER_LAYER]:.2g} with a scale for each layer."""
     single, words = rows.apart("scale", "value", what="accuracy")
     best, failed = max(single, key=single.__getitem__), sum(x < words["float32"] - 10 for x in single.values())
     ends = rows.told("scale", "value", ".1f", what="accuracy")
