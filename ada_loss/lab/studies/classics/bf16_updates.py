@@ -72,7 +72,7 @@ def draw(rows: Rows) -> Picture:
     for rate, axes, legend in zip(rates, losses, ("best", None), strict=False):
         lines(axes, rows.of(rate=rate, what="loss"), "update", "step", "value", last=10)
         label(axes, "step", "loss in bits, mean of 10 steps", f"AdamW at {rate:g}", legend)
-    lines(lost, rows.of(rate=SMALL, what="lost"), "update", "step", "value", factor=100)
+    lines(lost, rows.of(rate=SMALL, what="lost"), "update", "step", "value", factor=100, first=1)  # float32 loses none
     label(lost, "step", "updates lost in %", f"updates that change nothing, {SMALL:g}", ylim=(-2, 102))
     return picture
 
