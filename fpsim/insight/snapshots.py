@@ -52,7 +52,7 @@ class Snapshot(NamedTuple):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Snapshot:
-        """The snapshot in a file. Raises ValueError for one that is none or cannot be read.
+        """The snapshot in a file. Raises ValueError for a file that is not a snapshot or cannot be read.
 
         Raises ImportError without safetensors.
         """
@@ -105,7 +105,7 @@ class Snapshots:
         self._seen: Counter[tuple[str, str]] = Counter()
 
     def wants(self, site: str, role: str) -> bool:
-        """Whether this call of a site is one of those that are kept."""
+        """True if this call of a site is one of those that are kept."""
         self._seen[site, role] += 1
         is_due = (self._seen[site, role] - 1) % self._every == 0
         return is_due and self._is_chosen(site, role)
