@@ -40,7 +40,7 @@ def measure(setting: Setting, seed: int, device: str) -> list[Row]:
             rows.append({"what": "loss", "step": i, "value": loss / math.log(2)})
             schedule.step()
     rows += [{"what": "lost", "step": r["step"], "value": r["lost"]} for r in lost.steps() if r["lost"] is not None]
-    norms = [p for name, p in fit.model.named_parameters() if "norm" in name and name.endswith("weight")]
+    norms = [p.detach() for name, p in fit.model.named_parameters() if "norm" in name and name.endswith("weight")]
     still = float((torch.cat(norms) == 1).float().mean())
     end = {"bits": fit.metric(), "all lost": lost.share or 0.0, "norm weights still 1": still}
     return rows + [{"what": what, "step": steps, "value": value} for what, value in end.items()]

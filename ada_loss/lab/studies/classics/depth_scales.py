@@ -65,7 +65,7 @@ def says(rows: Rows) -> Sentences:
 def draw(rows: Rows) -> Picture:
     picture, (errors, accuracy) = panels(2, 8.8, 3.8)
     names = {"accuracy": "a single scale"} | {fmt: f"{fmt}, gain {gain:g}" for fmt, gain in CASES.items()}
-    look, x = {"names": names, "linestyle": "-", "marker": "."}, "log2 of the single scale"
+    look, x = Row(names=names, linestyle="-", marker="."), "log2 of the single scale"
     lines(errors, rows.of(what="gradient").with_numbers("scale"), "format", "scale", "value", **look)
     levels(errors, rows.of(what="gradient", scale=PER_LAYER), "format", "value")
     title = "24 layers; dashed: a scale for each layer; 10: overflow"

@@ -51,8 +51,8 @@ def holds(rows: Rows) -> bool:
 
 def says(rows: Rows) -> Sentences:
     ends = rows.of(epoch=rows[-1]["epoch"])
-    plain, words = ends.averages("fraction", "wrong")[0], ends.told("fraction", "wrong", ".1f")[0]
-    yield f"After {rows[-1]['epoch']} epochs float32 is wrong for {words} % of 1,000 digits."
+    plain, start = ends.averages("fraction", "wrong")[0], ends.told("fraction", "wrong", ".1f")[0]
+    yield f"After {rows[-1]['epoch']} epochs float32 is wrong for {start} % of 1,000 digits."
     for k in rows.distinct("fraction")[1:]:
         words, tried = ends.told("rounding", "wrong", ".1f", fraction=k), rows.of(fraction=k, rounding="to nearest")
         best = mean(min(tried.column("wrong", seed=seed)) for seed in rows.distinct("seed"))

@@ -65,7 +65,7 @@ def says(rows: Rows) -> Sentences:
 def draw(rows: Rows) -> Picture:
     picture, (learnt, lost) = panels(2, 8.4, 3.6)
     names = {task: f"{task}, {metric.replace('_', ' ')}" for task, (*_, metric) in TASKS.items()}
-    look = {"names": names, "linestyle": "-", "marker": "o", "markersize": 3.5}
+    look = Row(names=names, linestyle="-", marker="o", markersize=3.5)
     scaled, x = rows.with_numbers("log2_scale"), "log2 of the scale of the loss; 0: none"
     lines(learnt, scaled, "task", "log2_scale", "metric", **look)
     lines(lost, scaled, "task", "log2_scale", "underflow", factor=100, **look)
