@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import math
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 import fpsim
 from ada_loss.lab.results.judgement import LEAST_SEEDS, Judgement, judge_sweep, smallest_step
@@ -30,7 +32,7 @@ __all__ = ["On", "OnRow", "function_at", "on", "runs"]
 
 LAST = 5  # the loss that a training ends with is the mean of its last fifth
 FLOAT32 = 32  # bits
-NOISE = 2.0**-20  # of the largest gradient of a module: float32 sums are not exacter
+NOISE = 0.01  # of a gradient: where float32 itself misses more, the error of a format says nothing of the format
 WIDTH = 110  # of a printed line
 WORST = 3  # sites that are named
 
@@ -292,7 +294,7 @@ def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float
         failure=failure,
         losses=rows.losses,
         results=_worst(rows, "activation"),
-        gradients=_worst(rows, "weight_grad"),
+        gradients=_worst(rows, "weight_grad", _noise(subject, model, given)),
         breaks="" if breaks is None else f"{breaks['site']} ({breaks['role']})",
         trained=tuple(trained),
         float32=tuple(float32),
@@ -334,23 +336,48 @@ def _choices(subject: _Subject, models: tuple[nn.Module, nn.Module], given: Any)
     return sum(int((a != b).any(-1).sum()) for a, b in pairs) / rows if rows else 0.0
 
 
-def _worst(rows: Sequence[Mapping[str, Any]], role: str) -> tuple[tuple[str, float], ...]:
+def _worst(
+    rows: Sequence[Mapping[str, Any]], role: str, noise: Mapping[str, float] | None = None
+) -> tuple[tuple[str, float], ...]:
     """The sites of a role with the largest errors, the largest first.
 
-    Not those whose float32 is noise: the gradient of a bias before a normalisation is zero but for roundings, and far
-    below that of the same module's weight.
+    Not those that float32 itself misses: the gradient of a bias before a normalisation is zero but for roundings.
+    noise: of parameters, as `_noise` gives it.
     """
-    of_role = [row for row in rows if row["role"] == role and row["relative"] is not None]
-    largest: dict[str, float] = {}
-    for row in of_role:
-        module = row["site"].rpartition(".")[0]
-        largest[module] = max(largest.get(module, 0.0), row["amax_a"] or 0.0)
+    known = noise or {}
     found = [
         (row["site"], row["relative"])
-        for row in of_role
-        if role != "weight_grad" or (row["amax_a"] or 0.0) >= NOISE * largest[row["site"].rpartition(".")[0]]
+        for row in rows
+        if row["role"] == role and row["relative"] is not None and known.get(row["site"], 0.0) < NOISE
     ]
     return tuple(sorted(found, key=lambda pair: -pair[1])[:WORST])
+
+
+def _noise(subject: _Subject, model: nn.Module, given: Any) -> dict[str, float]:
+    """The share of each parameter's gradient that float32 misses, beside float64.
+
+    Empty for a model that runs in float32 alone, and for one that draws other random numbers in float64.
+    """
+    losses, gradients = [], []
+    for dtype in (torch.float32, torch.float64):
+        run = copy.deepcopy(model).to(dtype)
+        data = tree_map(lambda x, to=dtype: x.to(to) if isinstance(x, Tensor) and x.is_floating_point() else x, given)
+        torch.manual_seed(0)  # of dropout
+        try:
+            total = subject.total(run, data)
+            total.backward()
+        except (RuntimeError, TypeError):  # its forward makes tensors of float32
+            return {}
+        losses.append(float(total.detach()))
+        gradients.append({name: p.grad for name, p in run.named_parameters() if p.grad is not None})
+    if not math.isclose(*losses, rel_tol=1e-3):
+        return {}
+    narrow, wide = gradients
+    return {
+        name: float((narrow[name] - wide[name]).abs().max() / narrow[name].abs().max())
+        for name in {*narrow} & {*wide}
+        if narrow[name].any()
+    }
 
 
 def _traffic(subject: _Subject, model: nn.Module, given: Any, policy: Policy) -> tuple[float, float, float]:

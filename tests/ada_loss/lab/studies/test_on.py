@@ -162,6 +162,21 @@ def test_a_gradient_that_is_noise_in_float32_is_not_named() -> None:
     assert max(error for _, error in row.gradients) < 0.1
 
 
+def test_no_gradient_counts_as_noise_where_float64_draws_other_numbers() -> None:
+    """Stochastic depth draws by `torch.rand`, which gives float64 others: nothing is known, and nothing is left out."""
+
+    class Net(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self[0](x)
+            return self[1](x * (torch.rand(len(x), 1, dtype=x.dtype) > 0.5) * 2)
+
+    def net(seed: int) -> nn.Module:
+        return Net(nn.Linear(32, 16), nn.Linear(16, 4))
+
+    (row,) = on("cerebras", net, pair, loss=nn.functional.cross_entropy, seeds=0).rows
+    assert len(row.gradients) == 3
+
+
 def test_bits_are_those_of_operands_and_results() -> None:
     tpu, fp4 = on(
         ["tpu", "b200_fp4"], lambda: nn.Linear(32, 16), lambda: torch.randn(8, 32), loss=torch.sum, seeds=0
