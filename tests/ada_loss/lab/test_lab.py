@@ -77,9 +77,9 @@ def test_training_learns_in_float32_and_recording_changes_nothing() -> None:
 
 def test_underflow_is_the_share_of_lost_nonzero_gradients() -> None:
     rows = [
-        {"role": "error", "nonzero": 6, "underflow": 1},
-        {"role": "error", "nonzero": 2, "underflow": 1},
-        {"role": "activation", "nonzero": 100, "underflow": 100},
+        {"role": "error", "nonzero": 6, "underflow_count": 1},
+        {"role": "error", "nonzero": 2, "underflow_count": 1},
+        {"role": "activation", "nonzero": 100, "underflow_count": 100},
     ]
     assert underflow_share(rows) == 2 / 8
     assert underflow_share([]) == 0
