@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,11 @@ def _mismatch(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> in
             parser.error(f"{file} does not define `{name}`. Expected it at its top level.")
         value = loaded[file][name]
         made.append(value() if callable(value) and not isinstance(value, torch.nn.Module) else value)
-    found = mismatch(*made, attribution=chosen.attribution)
+    passes, most = count(1), 20 + 2 * sum(1 for model in made[:1] for _ in getattr(model, "modules", tuple)())
+    progress = (lambda: _show_progress(next(passes), most, "passes, at most")) if sys.stderr.isatty() else None
+    found = mismatch(*made, attribution=chosen.attribution, progress=progress)
+    if progress is not None:
+        print(file=sys.stderr)
     print(found)
     return int(found.is_beyond)
 
@@ -116,7 +120,7 @@ def _why(parser: argparse.ArgumentParser, script: str) -> int:
 
 
 def _given(script: str, names: dict[str, Any]) -> dict[str, Any]:
-    """What a script defines for `why`; a name that it uses for something else is left out, and that is said."""
+    """Collect the names that a script defines for `why`; report names that it uses for something else."""
     given: dict[str, Any] = {}
     for name, (is_meant, words) in _NAMES.items():
         if name in names and is_meant(names[name]):
@@ -128,7 +132,7 @@ def _given(script: str, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _warm(parser: argparse.ArgumentParser, device: str) -> int:
-    """Compile what is not on disk yet, behind a progress bar on stderr."""
+    """Compile all loops that are not on disk yet, with a progress bar on stderr."""
     try:
         folder = folder_of_code()
     except OSError as error:
@@ -155,7 +159,7 @@ def _show_progress(done: int, total: int, name: str) -> None:
 
 
 def _verify(chosen: argparse.Namespace) -> int:
-    """Print a table of what was compared and measured."""
+    """Print a table of the comparisons and measurements."""
     name = torch.cuda.get_device_name() if chosen.device == "cuda" else platform.processor() or platform.machine()
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {name}")
     failed = total = 0
