@@ -48,7 +48,13 @@ Model = TypeVar("Model", bound=nn.Module)
 FEW_BITS = 4  # in 6 bits and more, nearest rounding keeps enough of a loss's gradient
 
 
-@known_arguments()
+def _of_a_policy(name: str) -> str:
+    """Say where an argument of Policy belongs, for `known_arguments`."""
+    known = inspect.signature(Policy).parameters
+    return f" It is an argument of Policy: quantize(model, fpsim.Policy(..., {name}=...))." if name in known else ""
+
+
+@known_arguments(_of_a_policy)
 def quantize(
     model: Model,
     fmt: FormatLike,
@@ -209,8 +215,8 @@ def _warn_of_a_head_in_few_bits(model: nn.Module, policies: Mapping[str, Policy]
             warnings.warn(
                 f"The gradient of {last} is rounded to nearest in {fmt}. If the loss reads this layer, most of "
                 f"that gradient becomes zero and its rows no longer sum to zero, which costs accuracy at any scale. "
-                f"Use overrides={{{last!r}: 'bf16'}} (fpsim.last_layers(model, step) names such layers), or stochastic "
-                f"rounding of gradients.",
+                f"Use fpsim.Policy(..., overrides={{{last!r}: 'bf16'}}) (fpsim.last_layers(model, step) names such "
+                f"layers), or stochastic rounding of gradients.",
                 stacklevel=4,
             )
             return

@@ -146,8 +146,12 @@ class TrackerOfRuns:
 class TensorBoard(TrackerOfRuns):
     """A run for each cell: every curve, underflow by role, and the hyperparameters. Of what is lower better it says so.
 
-    folder: of the runs. A run is a folder with the cell's name; the file "cell" in it has the id, once it is finished.
-    Raises ImportError without the package.
+    Args:
+        folder: of the runs. A run is a folder with the cell's name; the file "cell" in it has the id, once it is
+            finished.
+
+    Raises:
+        ImportError: without the package.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -207,10 +211,13 @@ class MLflow(TrackerOfRuns):
 
     There is no curve for each layer: a row in MLflow's store takes long. `Results.telemetry` has them.
 
-    uri: of the tracking store.
-    experiment: the name of the experiment, made if need be.
-    artifacts: where a new experiment keeps its artifacts; None leaves it to the store.
-    Raises ImportError without the package.
+    Args:
+        uri: of the tracking store.
+        experiment: the name of the experiment, made if need be.
+        artifacts: where a new experiment keeps its artifacts; None leaves it to the store.
+
+    Raises:
+        ImportError: without the package.
     """
 
     def __init__(self, uri: str, experiment: str = "fpsim", artifacts: str | None = None) -> None:
@@ -308,11 +315,15 @@ class WandB(TrackerOfRuns):
     The cells of all seeds are a group, "e4m3fn torch"; the format and the scaling method are tags. As it is, nothing is
     sent: `wandb sync FOLDER/offline-run-*` uploads what is there.
 
-    folder: of the runs.
-    group: the name of the sweep, which is the type of the jobs.
-    project: the name of the project.
-    mode: "offline", or "online", which sends each number at once and needs a login.
-    Raises ImportError without the package, ValueError for another mode.
+    Args:
+        folder: of the runs.
+        group: the name of the sweep, which is the type of the jobs.
+        project: the name of the project.
+        mode: "offline", or "online", which sends each number at once and needs a login.
+
+    Raises:
+        ImportError: without the package.
+        ValueError: for another mode.
     """
 
     def __init__(

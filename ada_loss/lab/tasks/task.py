@@ -32,7 +32,7 @@ class Task:
         metrics: {name: a function of outputs and targets that gives a float}; the first is the one that tables show.
             Those of an iterable's batches are put together first.
         goal: "minimize" or "maximize", of the first metric, or {metric: "minimize" or "maximize"}, where the names of
-            the metrics do not tell; see `ada_loss.lab.directions`.
+            the metrics do not tell: "accuracy" and "bleu" are to be large, "loss" and "mse" small.
         augment: changes the inputs of each training batch, and may draw torch's random numbers; None leaves them.
 
     Raises:
