@@ -13,6 +13,7 @@ from ada_loss.lab.cells.cell_updates import UPDATE, split
 from ada_loss.lab.cells.cells import Cell, digest
 from ada_loss.lab.cells.identity import is_own
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Start, as_schedule
+from ada_loss.lab.training.rollouts import ROLLOUT
 
 __all__ = ["Branches"]
 
@@ -79,6 +80,7 @@ class Branches:
                 fmt, update = split(cell.config["format"])
                 others = {name: value for name, value in cell.config.items() if name != "format"}
                 others |= {} if update is None else {UPDATE: update}
+                others |= {ROLLOUT: cell.config["format"][ROLLOUT]} if ROLLOUT in cell.config["format"] else {}
                 alike.setdefault(digest(others), []).append((cell.id, as_schedule(fmt)))
         shared = []
         for rest, schedules in alike.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -32,6 +33,7 @@ from ada_loss.lab.training.generators import kept_generators
 from ada_loss.lab.training.methods import make_native_scaling, make_scaling
 from ada_loss.lab.training.native import canonical_native, in_float16, is_native, require_native, unquantized
 from ada_loss.lab.training.options import TrainOptions
+from ada_loss.lab.training.rollouts import Rollout, Sampler, as_rollout
 from ada_loss.lab.training.run import Run, Stopped
 from ada_loss.lab.training.steps import EVALUATED, backward, evaluate, learning_rate_at, make_optimizer
 from ada_loss.lab.training.stored_weights import RoundedWeights, every_of, stored
@@ -71,6 +73,7 @@ def train(
     evaluate_every: int = TrainOptions.evaluate_every,
     device: str = TrainOptions.device,
     update: Update | str | None = None,
+    rollout: Rollout | FormatLike | Mapping[str, Any] = None,
     checkpoint: Path | None = None,
     checkpoint_seconds: float = 30.0,
     progress: Callable[[int], object] | None = None,
@@ -83,6 +86,8 @@ def train(
         "fp16"} is real float16, under torch.autocast, without emulation.
     rounding: of every role; None leaves it to the policy, or to nearest-even.
     update: what the optimizer stores, a fpsim.Update or the name of one ("bf16_sr"); None for float32.
+    rollout: the format of the engine that draws what is learnt from, or {"format": ..., "weights": ...}, of a task that
+        plays, as `rl` does; None for the trainer's own, without importance weights.
     checkpoint, checkpoint_seconds, progress: see `Training.run`.
     Raises ValueError for invalid options, Stopped where the loss rule stops the training.
 
@@ -111,7 +116,8 @@ def train(
         evaluate_every=evaluate_every,
         device=device,
     )
-    return Training(task, fmt, rounding, options, update).run(checkpoint, checkpoint_seconds, progress)
+    own = None if rollout is None else as_rollout(rollout)
+    return Training(task, fmt, rounding, options, update, own).run(checkpoint, checkpoint_seconds, progress)
 
 
 @dataclass
@@ -132,6 +138,7 @@ class TrainingState:
     history: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
     layer_scales: list[tuple[int, dict[str, int]]] = field(default_factory=list)
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -163,6 +170,7 @@ class TrainingState:
             history=self.history,
             layer_scales=self.layer_scales,
             evaluations=self.evaluations,
+            curves=self.curves,
         )
 
 
@@ -176,6 +184,7 @@ class Training:
         rounding: str | None,
         options: TrainOptions,
         update: Update | str | None = None,
+        rollout: Rollout | None = None,
     ) -> None:
         container = torch.float64 if options.accumulation == "float64" else torch.float32
         self.task, self.options, self.schedule = task, options, as_schedule(fmt, rounding)
@@ -197,6 +206,11 @@ class Training:
             self.scaler, self.adaptive = make_scaling(options.scaling, self.model)
         self.forward = in_float16(self.model, options.device) if self.is_native else self.model
         self.formats = FormatSwitch(self.model, self.schedule)
+        self.rollout, self.sampler = rollout, None
+        if task.play is not None or rollout is not None:
+            self.rollout = rollout or Rollout()
+            self.sampler = Sampler(task, self.schedule, self.rollout, options.device, container)
+            self.task = self.sampler.task
         self.optimizer = make_optimizer(options, self.model)
         self.batches = batches_of(task.train, options.batch_size, options.seed, options.device, container)
         self.test = batches_of(task.test, EVALUATED, 0, options.device, container)
@@ -315,14 +329,19 @@ class Training:
 
     def _step(self, x: Tensor, y: Tensor) -> None:
         options, state, done = self.options, self.state, self.state.steps
-        self.formats.enter(done, self.total)
+        self._enter(done)
         for group in self.optimizer.param_groups:  # by hand: torch's schedules warn where the first step is skipped
             group["lr"] = learning_rate_at(options, done, self.total)
+        if self.sampler is not None:
+            x, y = self.sampler.draw(self.model, x, y)
         self.before_step(x, y)
         state.scales.append(self.scaler.get_scale())
         self.optimizer.zero_grad()
-        loss = backward(self.task, self.forward, self.scaler, x, y, options.micro_batches)
+        measured: dict[str, float] = {}
+        loss = backward(self.task, self.forward, self.scaler, x, y, options.micro_batches, measured)
         state.losses.append(loss)
+        for name, value in measured.items():
+            state.curves.setdefault(name, []).append((done, value))
         if options.max_gradient_norm:
             self.scaler.unscale_(self.optimizer)
             self.scaler.clip_(self.optimizer, options.max_gradient_norm)
@@ -349,6 +368,7 @@ class Training:
     def _evaluate(self) -> dict[str, float]:
         self._add_seconds()
         metrics = evaluate(self.task, self.model, self.forward, self.test, self.options.seed, self.cuda_devices)
+        metrics |= {name: statistics.fmean(v for _, v in points) for name, points in self.state.curves.items()}
         self._since = time.perf_counter()
         return metrics
 
@@ -366,9 +386,15 @@ class Training:
             self.checkpoints.remove()
         return Stopped(str(error), self._result({}))
 
+    def _enter(self, step: int) -> None:
+        """Take the format of a step, the engine that draws too."""
+        self.formats.enter(step, self.total)
+        if self.sampler is not None:
+            self.sampler.enter(step, self.total)
+
     def _enter_last(self) -> None:
         """Take the format of the last step that is done."""
-        self.formats.enter(max(self.state.steps - 1, 0), self.total)
+        self._enter(max(self.state.steps - 1, 0))
 
     def _open_checkpoints(self, path: Path | None, seconds: float, shared: Mapping[Start, Path] | None) -> None:
         is_own, branches = shared is not None, shared or {}  # a sweep says what its cells share
@@ -379,10 +405,13 @@ class Training:
         present = {name: thing for name, thing in stateful.items() if thing is not None}
         if not self.is_native:
             present["delayed scaling"] = DelayedScaling(self.model, self._enter_last)  # behind "training", which counts
+        if self.sampler is not None and not self.sampler.is_native:
+            present["rollouts"] = DelayedScaling(self.sampler.model, self._enter_last)
         tensors = {**self.batches.tensors, **dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         identity = {**asdict(self.options), "versions": versions(), "tensors": _fingerprint(tensors)}
         identity["state"] = [f.name for f in fields(TrainingState)]
         identity["update"] = "" if self.update is None else str(self.update)
+        identity["rollout"] = "" if self.rollout is None else str(self.rollout)
 
         def opened(where: Path, formats: str) -> Checkpoints:
             words = {"format": formats, **identity}

@@ -48,20 +48,34 @@ def _rate(schedule: str, warmup: int, step: int, total: int) -> float:
     return (1 + math.cos(math.pi * share)) / 2 if schedule == "cosine" else 1 - share
 
 
-def backward(task: Task, forward: Forward, scaler: GradScaler, x: Tensor, y: Tensor, micro_batches: int) -> float:
+def backward(
+    task: Task,
+    forward: Forward,
+    scaler: GradScaler,
+    x: Tensor,
+    y: Tensor,
+    micro_batches: int,
+    measured: dict[str, float] | None = None,
+) -> float:
     """Add the scaled gradients of a batch to the parameters, part by part; gives the loss of the batch.
 
     forward: the model, or its forward pass in real float16.
     x, y: the inputs and the targets of the batch.
     micro_batches: the number of parts.
+    measured: gets the numbers of the task's curves.
     """
     total, parts = 0.0, min(micro_batches, len(x))
     for inputs, targets in zip(x.tensor_split(parts), y.tensor_split(parts)):
-        loss = task.loss(forward(inputs), targets)
+        outputs = forward(inputs)
+        loss = task.loss(outputs, targets)
         if micro_batches > 1:
             loss = loss * (len(inputs) / len(x))
         scaler.scale(loss).backward()
         total += loss.item()
+        if measured is not None:
+            for name, measure in task.curves.items():
+                share = len(inputs) / len(x)
+                measured[name] = measured.get(name, 0.0) + share * float(measure(outputs.detach(), targets))
     return total
 
 

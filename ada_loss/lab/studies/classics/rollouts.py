@@ -8,12 +8,13 @@ from statistics import mean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fpsim
 from ada_loss.lab.results.figures import colour
 from ada_loss.lab.studies.classics.frame import Classic, Rows, data_of, of, spread
 from ada_loss.lab.tasks.chars import CONTEXT, chars
+from ada_loss.lab.tasks.policy_gradient import drawn, log_probabilities
 from fpsim.insight.pictures import new_picture
 
 FORMATS = ("bf16", "fp16")
@@ -59,11 +60,9 @@ def measure(setting: dict[str, Any], seed: int, device: str) -> Rows:
     ours, theirs = (policy(engine, setting["format"]) for engine in PAIRS[setting["pair"]])
     trainer, rollout = fpsim.quantize(model, ours), fpsim.quantize(model, theirs)
     with torch.no_grad():
-        text = data_of(chars(seed), device)[1][0][: setting["rollouts"], :PROMPT]
-        while text.shape[1] <= CONTEXT:
-            last = torch.softmax(rollout(text)[:, -1].double(), dim=-1)
-            text = torch.cat([text, torch.multinomial(last.cpu(), 1).to(device)], dim=1)
-        ratio = _log_probabilities(trainer, text) - _log_probabilities(rollout, text)
+        prompts = data_of(chars(seed), device)[1][0][: setting["rollouts"], :PROMPT]
+        text, known = drawn(rollout, prompts, CONTEXT + 1 - PROMPT)
+        ratio = log_probabilities(trainer(text[:, :-1]).double(), text[:, PROMPT:]) - known
     whole = ratio.sum(dim=1)
     return [
         {
@@ -73,12 +72,6 @@ def measure(setting: dict[str, Any], seed: int, device: str) -> Rows:
             "kl": fpsim.compare(model, theirs, ours, text[:, :-1]).kl,
         }
     ]
-
-
-def _log_probabilities(model: nn.Module, text: Tensor) -> Tensor:
-    """Of each character behind the prompt, (rollouts, characters) float64."""
-    given = torch.log_softmax(model(text[:, :-1]).double(), dim=-1)
-    return given.gather(-1, text[:, 1:, None])[:, PROMPT - 1 :, 0]
 
 
 def _ratio(rows: Rows, pair: str, name: str) -> list[float]:
@@ -135,9 +128,9 @@ def draw(rows: Rows) -> Any:
 CLASSIC = Classic(
     claim="The engine that draws rollouts and the one that trains compute one policy with different kernels, and in "
     "bf16 their probabilities part enough to bias reinforcement learning. fp16, with three more bits, closes the gap.",
-    limits="Reinforcement learning, its collapse and its recovery. The policy is a GPT of 0.1 million weights with 64 "
-    "characters of context, so that the gaps are small; their ratio is what is compared. The engines differ in where "
-    "they round, not in the order of their sums.",
+    limits="Reinforcement learning, its collapse and its recovery: the task rl trains under such gaps. The policy is a "
+    "GPT of 0.1 million weights with 64 characters of context, so that the gaps are small; their ratio is what is "
+    "compared. The engines differ in where they round, not in the order of their sums.",
     settings=settings,
     measure=measure,
     holds=holds,

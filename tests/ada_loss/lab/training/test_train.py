@@ -238,7 +238,7 @@ def test_train_takes_every_option_with_its_default() -> None:
     names = [name for name in parameters if name not in ("task", "fmt", "rounding")]
     options = {name: parameters[name].default for name in names[: names.index("update")]}  # which is an axis of its own
     assert [*options.items()] == [*asdict(TrainOptions()).items()]  # a cell's configuration keeps this order
-    assert names[len(options) :] == ["update", "checkpoint", "checkpoint_seconds", "progress"]
+    assert names[len(options) :] == ["update", "rollout", "checkpoint", "checkpoint_seconds", "progress"]
 
 
 def test_numbers_are_equal_options_however_they_are_written() -> None:

@@ -1,0 +1,127 @@
+"""A small GPT that learns sums from what it draws itself, after it was taught some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ada_loss.lab.tasks.chars import SmallGPT
+from ada_loss.lab.tasks.policy_gradient import CURVES, expected_reward, play, policy_gradient
+from ada_loss.lab.tasks.task import Task, settled_by, trained_with
+from fpsim.checks import did_you_mean, pip_install, shown
+
+__all__ = ["rl"]
+
+PLUS, EQUALS, SYMBOLS = 10, 11, 12
+DIGITS = 3  # of each number
+TRAIN, TEST = 1024, 512
+GROUP = 8  # samples of a prompt
+TAUGHT, BATCH, RATE = 400, 128, 3e-3  # the supervised training before: steps, sums of a step, learning rate
+
+
+class OfTransformers(nn.Module):
+    """A model of transformers as one of tokens -> logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(input_ids=x).logits  # type: ignore[no-any-return]
+
+
+def llama() -> nn.Module:
+    """A Llama of the size of the GPT, whose keys and values a policy's `cache` rounds. Needs transformers."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        raise ImportError(f"The task 'rl,model=llama' needs transformers: {pip_install('compare')}.") from None
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    size = {"vocab_size": SYMBOLS, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+    return OfTransformers(LlamaForCausalLM(LlamaConfig(**size, **heads)))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": partial(SmallGPT, SYMBOLS), "llama": llama}
+
+
+def sums(count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Prompts, "123+456=", and answers, the digits of the sum from the last to the first, as one adds by hand."""
+    parts = torch.randint(10, (count, 2, DIGITS), generator=draw)
+    total = (parts * 10 ** torch.arange(DIGITS - 1, -1, -1)).sum((1, 2))
+    signs = [torch.full((count, 1), sign) for sign in (PLUS, EQUALS)]
+    answers = torch.stack([total // 10**place % 10 for place in range(DIGITS + 1)], dim=1)
+    return torch.cat([parts[:, 0], signs[0], parts[:, 1], signs[1]], dim=1), answers
+
+
+def is_right(tokens: Tensor, answers: Tensor) -> Tensor:
+    """The reward: 1 where all of an answer is right, else 0; (samples,)."""
+    return (tokens == answers).all(dim=1).double()
+
+
+@lru_cache(maxsize=64)  # all settings of a seed begin with the same model
+def taught(seed: int, model: str, steps: int) -> nn.Module:
+    """The policy before: the model after a supervised training in float32, by other sums than those of the task."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums have one order
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            learner = MODELS[model]()
+            draw = torch.Generator().manual_seed(seed + 2)  # 0 and 1 are the seeds of the data
+            optimizer = torch.optim.AdamW(learner.parameters(), lr=RATE)
+            for _ in range(steps):
+                prompts, answers = sums(BATCH, draw)
+                outputs = learner(torch.cat([prompts, answers[:, :-1]], dim=1))[:, -answers.shape[1] :]
+                optimizer.zero_grad()
+                F.cross_entropy(outputs.flatten(0, 1), answers.flatten()).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        torch.set_num_threads(threads)
+    return learner
+
+
+@settled_by(model=str)
+@trained_with(
+    optimizer="adamw", learning_rate=3e-4, schedule="constant", warmup=10, epochs=5, batch_size=32, evaluate_every=1
+)
+def rl(seed: int = 0, model: str = "gpt") -> Task:
+    """Sums of two numbers of three digits, by policy gradient; the reward is 1 if all digits of an answer are right.
+
+    The policy is taught by 400 supervised steps first, so that it earns something. Then it draws eight answers to each
+    prompt of a batch, in the format of its rollouts, and learns from them. It is judged by the reward that it is
+    expected to have on sums of the test, in the trainer's format.
+
+    Args:
+        seed: of the weights, and of the sums that teach.
+        model: "gpt", or "llama" of transformers: "rl,model=llama".
+
+    Raises:
+        ValueError: for another model.
+        ImportError: for "llama" without transformers.
+    """
+    if model not in MODELS:
+        raise ValueError(
+            f"Unknown model {shown(model)} of rl.{did_you_mean(model, MODELS)} Known: {', '.join(MODELS)}."
+        )
+    train, (prompts, answers) = (
+        sums(count, torch.Generator().manual_seed(own)) for own, count in enumerate((TRAIN, TEST))
+    )
+    return Task(
+        name="rl",
+        model=taught(seed, model, TAUGHT),
+        train=train,
+        test=(torch.cat([prompts, answers[:, :-1]], dim=1), answers),
+        loss=policy_gradient,
+        metrics={"reward": expected_reward},
+        goal={name: "minimize" for name in CURVES if name != "sampled_reward"},
+        play=partial(play, reward=is_right, group=GROUP),
+        curves=CURVES,
+    )
+
+
+rl.plays = True  # type: ignore[attr-defined]  # a format of a sweep may have a rollout
