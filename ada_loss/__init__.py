@@ -1,4 +1,4 @@
-"""ada_loss: what gradient scaling does to training in a small number format, and the lab that compares."""
+"""ada_loss: gradient scaling for training in small number formats, and a lab that compares it."""
 
 from __future__ import annotations
 

@@ -81,9 +81,9 @@ Seconds = Annotated[float | None, typer.Option(help="Seconds that one cell may t
 
 @contextmanager
 def _errors_as_exit_codes(hint: str = "") -> Iterator[None]:
-    """Report an error as one line on stderr and an exit code; a traceback is left for errors of this library itself.
+    """Report an error as one line on stderr and an exit code; bugs of this library keep their traceback.
 
-    hint: printed behind the error where the work was stopped and can go on.
+    hint: printed after the error if the work was stopped and can be resumed.
     """
     from ada_loss.lab.errors import SweepStopped
 
@@ -107,7 +107,7 @@ def _say(words: object) -> None:
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """The options that were given on the command line; the others keep the defaults of the library, or of the file."""
+    """Drop options that were not given, so that the defaults of the library, or of the file, apply."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -146,7 +146,7 @@ def sweep(
 ) -> None:
     """Train every combination of formats, scaling methods and seeds of a file, and report the results.
 
-    Run it again to go on where it was stopped. Options given here override the file.
+    Run it again to resume. Options given here override the file.
     """
     with _errors_as_exit_codes():
         from ada_loss.lab.sweep.config import read_sweep, text_of, with_settings
@@ -172,7 +172,7 @@ def sweep(
 
 
 def _add_current_folder() -> None:
-    """Let a task's module lie in the current folder; `ada-loss` itself is started from another one."""
+    """Make modules in the current folder importable, for tasks; the script `ada-loss` lies in another folder."""
     from ada_loss.lab.tasks import add_to_path
 
     if not sys.flags.safe_path:
@@ -193,7 +193,7 @@ def resume(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Go on with a sweep that was stopped, from its folder alone."""
+    """Resume a stopped sweep from its folder alone."""
     with _errors_as_exit_codes():
         from ada_loss.lab.sweep.driver import resume as run
         from ada_loss.lab.terminal import without_offers
@@ -206,7 +206,7 @@ def resume(
 
 
 def _finish(results: Any, as_json: bool) -> None:
-    """Write the report, print the tables and the cells that failed; the exit code tells whether some did."""
+    """Write the report, print the tables and the failed cells; exit with FAILED if there are any."""
     from ada_loss.lab.errors import printable
     from ada_loss.lab.printed import show, show_table
 
@@ -264,7 +264,7 @@ def search(
     Prints the formats that no others beat in both bits and metric, the smallest within the tolerance, and whether the
     seeds decide that it is.
 
-    Run it again to go on where it was stopped.
+    Run it again to resume.
     """
     command = shlex.join(["ada-loss", *sys.argv[1:]])
     with _errors_as_exit_codes(f" Go on with: {command}"):
@@ -312,7 +312,7 @@ def _number_or_name(word: str) -> float | str:
 
 @app.command()
 def status(out: Out, as_json: AsJson = False) -> None:
-    """Show how far a sweep is, also while it runs."""
+    """Show the progress of a sweep, also while it runs."""
     with _errors_as_exit_codes():
         from ada_loss.lab.cells.ledger import Ledger, counted  # without torch: it answers at once
         from ada_loss.lab.cells.lock import is_driven
@@ -383,7 +383,7 @@ def report(
     minimize: Minimize = None,
     maximize: Maximize = None,
 ) -> None:
-    """Write one HTML file with the tables, the pictures and every cell; it needs no network."""
+    """Write one HTML file, for offline use, with the tables, the pictures and every cell."""
     with _errors_as_exit_codes():
         from ada_loss.lab.results import Results
 
@@ -405,7 +405,7 @@ def verdict(
     minimize: Minimize = None,
     maximize: Maximize = None,
 ) -> None:
-    """Tell which settings are no more than a tolerance below float32, which fall short, and what is open."""
+    """List the settings within a tolerance of float32, those that fall short, and those still undecided."""
     with _errors_as_exit_codes():
         from ada_loss.lab.printed import show
         from ada_loss.lab.results import Results
@@ -434,7 +434,7 @@ def formats(as_json: AsJson = False) -> None:
 
 @app.command()
 def tasks(as_json: AsJson = False) -> None:
-    """Show the tasks: what float32 reaches, and the smallest tolerance that 3, 5 and 10 seeds can decide."""
+    """Show the tasks with the metric of float32 and the smallest tolerance that 3, 5 and 10 seeds can decide."""
     with _errors_as_exit_codes():
         from ada_loss.lab.printed import show_lines
         from ada_loss.lab.results.deciding import task_rows
@@ -457,7 +457,7 @@ def inspect(
     ] = "fp16",
     as_json: AsJson = False,
 ) -> None:
-    """Show the formats of a model: of its modules, and for a task of every site of one training step."""
+    """Show the formats of a model's modules, and for a task of every site of one training step."""
     with _errors_as_exit_codes():
         from ada_loss.files import strict_json
         from ada_loss.lab.studies.describe import describe
@@ -467,33 +467,11 @@ def inspect(
         print(strict_json(description.as_dict()) if as_json else description)
 
 
-@app.command()
-def depth(
-    out: Annotated[Path, typer.Option(help="The folder for depth.csv, .md, .png and .svg.")] = Path("runs/depth"),
-) -> None:
-    """Send a gradient through deep ReLU networks whose layers make it grow or shrink, under every scaling method.
-
-    Prints the underflow, or how many gradients left the range, and the relative error of the first layer's weight
-    gradient against float32.
-    """
-    with _errors_as_exit_codes():
-        import torch
-        from tqdm.auto import tqdm
-
-        from ada_loss.files import csv_bytes, write_atomically
-        from ada_loss.lab.results.figures import figure_bytes, plot_depth
-        from ada_loss.lab.studies.depth import COLUMNS, GAINS, METHODS, depth_table, depth_trial
-
-        torch.set_num_threads(1)
-        with tqdm(total=3 * len(GAINS) * len(METHODS), unit="backward") as bar:
-            rows = depth_trial(progress=bar.update)
-        figure = plot_depth(rows)
-        files = {"csv": csv_bytes(rows, COLUMNS), "md": (depth_table(rows) + "\n").encode()}
-        files |= {kind: figure_bytes(figure, kind) for kind in ("png", "svg")}
-        for kind, content in files.items():
-            write_atomically(out / f"depth.{kind}", content)
-        print(depth_table(rows))
-        print(f"Written: {', '.join(str(out / f'depth.{kind}') for kind in files)}")
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def depth() -> None:
+    """Say where the trial with deep networks is now."""
+    _say("The command depth is a script of the repository now: python benchmarks/depth.py --out FOLDER.")
+    raise typer.Exit(BAD_INPUT)
 
 
 @app.command()
@@ -522,9 +500,9 @@ def on(
     list_them: Annotated[bool, typer.Option("--list", help="Print the hardware, and each line's source.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a model would do on other hardware: what fails, the error by site, a short training, the bits.
+    """Predict a model's behaviour on other hardware: failures, error by site, a short training, bits.
 
-    The model is run here, in the formats that documents of the hardware name.
+    The model runs here, in the formats that documents of the hardware name.
     """
     with _errors_as_exit_codes():
         from tqdm.auto import tqdm

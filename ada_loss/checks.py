@@ -1,4 +1,4 @@
-"""Checks of arguments: which values a parameter may have, in words and as a test, and one error for all others."""
+"""Checks of arguments: the valid values of a parameter, in words and as a test, and a uniform error."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ FLOAT64_MAX = sys.float_info.max
 
 
 class Possible(NamedTuple):
-    """The values that a parameter may have.
+    """The valid values of a parameter.
 
-    words: what an error says of them, after "it must be".
-    allows: whether a value is one of them.
+    words: their description in an error, after "it must be".
+    allows: returns whether a value is valid.
     """
 
     words: str
     allows: Callable[[Any], bool]
 
     def or_none(self) -> Possible:
-        """These values, and None."""
+        """Allow None too."""
         return Possible(f"{self.words}, or None", lambda v: v is None or self.allows(v))
 
 
 def number(words: str, holds: Callable[[Any], bool]) -> Possible:
-    """The finite numbers for which `holds` is true. An int beyond the largest float64 is not one of them."""
+    """The finite numbers for which `holds` is true, without ints beyond the largest float64."""
     return Possible(words, lambda v: is_finite_number(v) and _is_in_float64(v) and bool(holds(v)))
 
 
@@ -65,13 +65,13 @@ FLAG = Possible("True or False", lambda v: isinstance(v, bool))
 
 
 def require(name: str, value: object, possible: Possible, owner: str, default: object = MISSING) -> None:
-    """Raise ValueError unless the value is possible.
+    """Raise ValueError unless the value is valid.
 
     name: the parameter's name.
-    value: what was given for it.
-    possible: the values that it may have.
-    owner: what would be made with it, for the error: "GradScaler".
-    default: what it is when it is left out; without one the error does not suggest that.
+    value: the value given.
+    possible: the valid values.
+    owner: the object that takes the parameter, for the error: "GradScaler".
+    default: the default; without one the error does not suggest to omit the parameter.
 
     >>> require("growth", 0.5, ABOVE_ONE, "rule", 2.0)
     Traceback (most recent call last):
@@ -83,19 +83,19 @@ def require(name: str, value: object, possible: Possible, owner: str, default: o
 
 
 def param(default: Any, possible: Possible) -> Any:
-    """A dataclass field for a parameter that `check_fields` checks.
+    """Declare a dataclass field that `check_fields` checks.
 
-    default: its default, or `dataclasses.MISSING` where there is none.
-    possible: the values that it may have.
+    default: its default, or `dataclasses.MISSING`.
+    possible: its valid values.
     """
     return field(default=default, metadata={"possible": possible})
 
 
 def check_fields(made: Any, owner: str) -> None:
-    """Raise ValueError unless every field of a dataclass that says what is possible has such a value.
+    """Raise ValueError unless every field of a dataclass that declares its valid values has one.
 
-    made: an instance, as it arrives in `__post_init__`.
-    owner: what it is, for the error: "rule 'torch'".
+    made: an instance, in its `__post_init__`.
+    owner: its description for the error: "rule 'torch'".
     """
     for f in fields(made):
         if "possible" in f.metadata:

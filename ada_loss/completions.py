@@ -1,4 +1,4 @@
-"""What a shell proposes to complete on the command line; each function imports what it asks."""
+"""Shell completion of the command line; each function imports only the module it needs."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ __all__ = [
 
 
 def _files_of(folder: str, kind: str, incomplete: str) -> list[str]:
-    """The names of the files of a kind in a folder of this package that begin so, without importing anything."""
+    """List files of a kind in a folder of this package by prefix, without importing anything."""
     return [
         path.stem for path in sorted((Path(__file__).parent / folder).glob(kind)) if path.stem.startswith(incomplete)
     ]
 
 
 def complete_sweeps(incomplete: str) -> list[str]:
-    """Names that begin so."""
+    """Complete names of sweeps."""
     here = [str(path) for kind in ("*.yaml", "*.yml") for path in Path().glob(kind)]
     return [*_files_of("lab/sweep", "*.yaml", incomplete), *(name for name in here if name.startswith(incomplete))]
 
 
 def complete_tasks(incomplete: str) -> list[str]:
-    """Names that begin so."""
+    """Complete names of tasks."""
     from ada_loss.lab.tasks import TASKS
 
     return [name for name in TASKS if name.startswith(incomplete)]
 
 
 def complete_formats(incomplete: str) -> list[str]:
-    """Names that begin so."""
+    """Complete names of formats."""
     import fpsim
 
     recipes = [f"{fpsim.RECIPE_PREFIX}{row.name}" for row in fpsim.recipes()]
@@ -43,7 +43,7 @@ def complete_formats(incomplete: str) -> list[str]:
 
 
 def complete_hardware(incomplete: str) -> list[str]:
-    """Names that begin as the last one of those with commas between."""
+    """Complete the last name of a comma-separated list."""
     from ada_loss.lab.studies.hardware import PRESETS
 
     before, comma, last = incomplete.rpartition(",")
@@ -51,14 +51,14 @@ def complete_hardware(incomplete: str) -> list[str]:
 
 
 def complete_updates(incomplete: str) -> list[str]:
-    """Names that begin so."""
+    """Complete names of updates."""
     import fpsim
 
     return [name for name in ("float32", *fpsim.UPDATES) if name.startswith(incomplete)]
 
 
 def complete_classics(incomplete: str) -> list[str]:
-    """Names that begin so."""
+    """Complete names of classics."""
     from ada_loss.lab.studies.classics import CLASSICS
 
     return [name for name in CLASSICS if name.startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and the forms that rows take in them and in a DataFrame."""
+"""Atomic writes of files, safe reads of foreign ones, and rows as CSV, JSON and DataFrame."""
 
 from __future__ import annotations
 
@@ -40,16 +40,15 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | BINARY
 
 
 def write_atomically(path: Path, content: bytes, *, is_kept: bool = True, is_own: bool = False) -> None:
-    """Write a file beside the target and rename it, so that a reader finds the old file or the whole new one.
+    """Write a temporary file and rename it, so that a reader finds the old file or the whole new one.
 
-    Nothing else is written to: a link in the place of the target is replaced, and what it leads to stays. The file
-    beside it has a random name and is made anew, or somebody who can guess the name would choose by a link what is
-    overwritten.
+    Nothing else is written to: a link at the target is replaced, and its destination stays. The temporary file has a
+    random name and must be new; otherwise somebody who can guess the name could redirect the write with a link.
 
-    path: the target. Folders that are missing are made.
+    path: the target. Missing folders are created.
     content: the bytes of the new file.
-    is_kept: whether the file has to survive a crash of the machine. False is quicker.
-    is_own: whether its folder is one that a sweep makes, and so is no link; ChangedFolder is raised for one.
+    is_kept: whether the file has to survive a crash of the machine. False is faster.
+    is_own: whether a sweep makes its folder, which then must not be a link; ChangedFolder is raised for one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _held(path.parent, is_own) as (folder, at):
@@ -71,9 +70,9 @@ def write_atomically(path: Path, content: bytes, *, is_kept: bool = True, is_own
 
 @contextmanager
 def _held(folder: Path, is_own: bool) -> Iterator[tuple[int | None, Callable[[str], str]]]:
-    """A folder, open, and how files in it are named: what takes its place meanwhile is not written to.
+    """Hold a folder open and name files relative to it, so that a folder swapped in meanwhile is not written to.
 
-    On Windows, which opens no folder: None, and whole paths.
+    On Windows, which cannot open folders: None, and whole paths.
     """
     if is_own:
         require_own(folder)
@@ -93,9 +92,9 @@ def _held(folder: Path, is_own: bool) -> Iterator[tuple[int | None, Callable[[st
 
 
 def append_to(path: Path, content: bytes) -> None:
-    """Append to a file in a folder that a sweep makes; it is made where it is missing.
+    """Append to a file in a folder that a sweep makes; create the file if it is missing.
 
-    Raises OSError for a link, ValueError for what is no file.
+    Raises OSError for a link, ValueError for anything but a file.
     """
     with _held(path.parent, is_own=True) as (folder, at):
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_LINK
@@ -104,7 +103,7 @@ def append_to(path: Path, content: bytes) -> None:
 
 
 def remove_from(folder: Path, is_left: Callable[[str], bool], *, is_own: bool = True) -> None:
-    """Delete files of a folder by their names, if there is such a folder.
+    """Delete files of a folder by name, if the folder exists.
 
     is_own: as in `write_atomically`.
     """
@@ -117,16 +116,16 @@ def remove_from(folder: Path, is_left: Callable[[str], bool], *, is_own: bool = 
 
 
 def is_leftover(name: str) -> bool:
-    """Whether this is the name of a file that `write_atomically` has begun, in an earlier version too."""
-    return re.fullmatch(r"\..+\.([0-9a-f]{16}|[0-9]+)\.tmp", name) is not None
+    """True for the name of a temporary file of `write_atomically`."""
+    return re.fullmatch(r"\..+\.[0-9a-f]{16}\.tmp", name) is not None
 
 
 class ChangedFolder(OSError):
-    """In a folder that a sweep writes to is something that no sweep makes, or what it made is gone."""
+    """Raised if a sweep's folder holds something that no sweep makes, or lacks something that one made."""
 
 
 def require_own(path: Path) -> None:
-    """Raise ChangedFolder for a link in the place of a file or folder that a sweep makes: what is there is not its own.
+    """Raise ChangedFolder if a file or folder of a sweep is a link: its content is not the sweep's own.
 
     On Windows a junction is a link, too.
     """
@@ -138,9 +137,9 @@ def require_own(path: Path) -> None:
 
 
 def require_own_file(path: Path) -> None:
-    """Raise ChangedFolder where something else than a file is in the place of one that a sweep makes, or a link.
+    """Raise ChangedFolder if a file of a sweep is a link, or something else than a file.
 
-    A pipe there would be waited for.
+    A read from a pipe there would block.
     """
     require_own(path)
     if path.exists() and not path.is_file():
@@ -150,7 +149,7 @@ def require_own_file(path: Path) -> None:
 def csv_bytes(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> bytes:
     """Rows as the content of a CSV file.
 
-    rows: dictionaries of a value for each column. Values of other names are left out.
+    rows: dictionaries with a value for each column. Other keys are ignored.
     columns: the names of the columns, in order.
     """
     text = io.StringIO()
@@ -163,7 +162,7 @@ def csv_bytes(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> bytes:
 def data_frame(rows: Sequence[dict[str, Any]], columns: Sequence[str] | None = None) -> Any:
     """Rows as a pandas.DataFrame. Raises ImportError without pandas.
 
-    rows: dictionaries of a value for each column.
+    rows: dictionaries with a value for each column.
     columns: the names of the columns, in order; None for those of the rows.
     """
     try:
@@ -176,7 +175,7 @@ def data_frame(rows: Sequence[dict[str, Any]], columns: Sequence[str] | None = N
 
 
 def strict_json(content: Any) -> str:
-    """The content as JSON, with null for inf and NaN, which JSON does not have.
+    """The content as JSON, with null for inf and NaN, which JSON lacks.
 
     >>> strict_json({"sqnr": [1.5, float("-inf"), float("nan")]})
     '{"sqnr": [1.5, null, null]}'
@@ -185,18 +184,18 @@ def strict_json(content: Any) -> str:
 
 
 def opened(path: Path) -> io.BufferedReader:
-    """A file of a folder that came from someone else, opened for reading.
+    """Open a file of an untrusted folder for reading.
 
-    Raises OSError for one that cannot be opened, ValueError for a pipe or a device, which might never end.
+    Raises OSError if it cannot be opened, ValueError for a pipe or a device, which might never end.
     """
     file: io.BufferedReader = _regular(path, os.open(path, os.O_RDONLY | NO_WAIT | BINARY), "rb")
     return file
 
 
 def content_of(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The bytes of a file in a folder that came from someone else.
+    """The bytes of a file in an untrusted folder.
 
-    most: bytes that it may have.
+    most: the largest size.
     Raises OSError and ValueError as `opened` does, and ValueError for a larger one.
     """
     with opened(path) as file:
@@ -214,7 +213,7 @@ def _regular(path: Path, handle: int, mode: str) -> Any:
 
 
 def mapping_in(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file; {} for a file that is missing, damaged or holds something else."""
+    """The mapping in a JSON file; {} if it is missing, damaged or no mapping."""
     try:
         content = json.loads(content_of(path))
     except (OSError, ValueError, RecursionError):
@@ -223,7 +222,7 @@ def mapping_in(path: Path) -> dict[str, Any]:
 
 
 def folder_at(out: object) -> Path:
-    """The path of a folder. Raises ValueError for what is not one.
+    """The path of a folder. Raises ValueError for anything else.
 
     >>> folder_at("")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Recorder: the scale of every gradient of a scaled model, and what rounding at that scale lost, as rows."""
+"""Recorder: rows with the scale of every gradient of a scaled model, and the loss by rounding at that scale."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["COLUMNS", "Recorder"]
 
 
 class Label(NamedTuple):
-    """The columns of a row that are known on the host."""
+    """Columns of a row that are known on the host."""
 
     step: int
     site: str
@@ -36,10 +36,10 @@ CURVES = ("log2_scale", "underflow", "underflow_unscaled", "overflow")
 
 
 class Recorder:
-    """Records the gradients of an `AdaLossScaled`: `scaled.observer = Recorder(every=100)`; None ends it.
+    """Record the gradients of an `AdaLossScaled`: `scaled.observer = Recorder(every=100)`; None ends it.
 
-    There is a row for each sampled step and each site where a gradient is rounded. Rows stay on the device until they
-    are asked for. Recording changes no result, and computes nothing in a step that is not sampled.
+    Each sampled step adds a row for each site where a gradient is rounded. Rows stay on the device until they are
+    requested. Recording changes no result, and computes nothing in other steps.
 
     The columns of a row:
 
@@ -50,18 +50,18 @@ class Recorder:
     elements: the size of the gradient.
     unbound: the factor that the rule asked for at the last product of this site.
     bound: this factor within its bounds.
-    log2_power_of_two: log2 of the power of two that was made of it. Between updates these three are the last ones; they
-        are NaN if the site chose no factor.
-    log2_wanted: log2 of the scale with which the gradient arrived, or which was measured, or kept from an earlier step.
+    log2_power_of_two: log2 of this rounded down to a power of two. Between updates these three are the last ones; NaN
+        if the site chose no factor.
+    log2_wanted: log2 of the scale with which the gradient arrived, or that was measured, or held from an earlier step.
     log2_scale: log2 of the scale at which the gradient was rounded.
-    limited: whether that is lower, because the gradient or the container would have overflowed.
+    limited: whether it is lower, because the gradient or the container would have overflowed.
     zeros: the share of the elements that are zero before rounding.
-    underflow: the share of the other elements that become zero if they are rounded at the scale.
-    underflow_unscaled: the share of the other elements that become zero if they are rounded at scale 1.
+    underflow: the share of the other elements that become zero when rounded at the scale.
+    underflow_unscaled: the share of the other elements that become zero when rounded at scale 1.
     overflow: the share of all elements that are finite, and become inf or NaN or saturate at the scale.
 
     Args:
-        every: sample the first step and each n-th after it.
+        every: sample the first step and every n-th after it.
     """
 
     def __init__(self, every: int = 1) -> None:
@@ -72,7 +72,7 @@ class Recorder:
         self._numbers: list[Tensor] = []  # for each label its SCALES and SHARES
 
     def wants(self, step: int) -> bool:
-        """Whether this step is sampled."""
+        """True if this step is sampled."""
         return (step - 1) % self.every == 0
 
     def __call__(
@@ -88,7 +88,7 @@ class Recorder:
         log2_scale: log2 of the scale at which it is rounded, an integer on its device.
         chosen: the five SCALES, float64 on its device.
         """
-        key = torch.tensor(step, device="cpu")  # noise of its own: the training's is left as it is
+        key = torch.tensor(step, device="cpu")  # noise of its own, so that the training's stays the same
         count = gradient.numel()
         lost = lost_between(gradient, rounded(gradient, spec, key, log2_scale), spec.fmt.largest, log2_scale)
         zeros, underflow, overflow = lost.double()
@@ -108,7 +108,7 @@ class Recorder:
         return len(self._labels)
 
     def __str__(self) -> str:
-        """The sites of which most is lost, each at its worst."""
+        """The sites that lose most, each at its worst."""
         rows = self.rows()
         if not rows:
             return f"Recorder(every={self.every}), without rows so far: `scaled.observer = recorder` records."
@@ -136,7 +136,7 @@ class Recorder:
     __repr__ = __str__
 
     def clear(self) -> None:
-        """Forget the rows."""
+        """Delete the rows."""
         self._labels.clear()
         self._numbers.clear()
 
@@ -155,7 +155,7 @@ class Recorder:
         return data_frame(self.rows(), COLUMNS)
 
     def table(self) -> Rows:
-        """A row for each site and role: how often it was sampled, its last scale, and the means of the shares."""
+        """A row for each site and role: the number of samples, the last scale, and the means of the shares."""
         places: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
         for row in self.rows():
             places.setdefault((row["site"], row["role"], row["format"]), []).append(row)
@@ -167,14 +167,14 @@ class Recorder:
         return table
 
     def __bool__(self) -> bool:
-        return True  # one that has seen nothing yet is a recorder too
+        return True  # len() would make an empty recorder false
 
     def plot(self, role: str = "error", value: str = "log2_scale") -> Any:
-        """A figure: a value of the rows by site and step, as colours; needs matplotlib.
+        """Plot a value of the rows by site and step, as colours; needs matplotlib.
 
         role: "error" or "weight_grad".
         value: a column of numbers.
-        Raises ValueError where no row has the role or the column.
+        Raises ValueError if no row has the role or the column.
         """
         all_rows = self.rows()
         rows = [row for row in all_rows if row["role"] == role]
@@ -189,7 +189,7 @@ class Recorder:
         return plot_watch(rows[::-1], value, f"{value}, role {role}")
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows to a CSV file, whole or not at all. Folders that are missing are made."""
+        """Write the rows to a CSV file, atomically. Missing folders are created."""
         write_atomically(Path(path), csv_bytes(self.rows(), COLUMNS))
 
     def to_tensorboard(self, writer: Any, prefix: str = "ada_loss") -> None:

@@ -1,4 +1,4 @@
-"""What is scaled: the modules that transforms choose, and the operations that are products."""
+"""The targets of scaling: the modules that transforms choose, and the operations that are products."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = [
 
 
 class Product(NamedTuple):
-    """One operand of a product, and what its gradient is computed from.
+    """One operand of a product, and the terms of its gradient.
 
     operand: the operand.
-    other: the other operand. None if it is hidden inside of the operation; then the operand's gradient is measured.
+    other: the other operand. None if it is hidden inside the operation; then the operand's gradient is measured.
     terms: an element of the operand's gradient is the sum of this many products of the output's gradient and `other`.
     channel: a dimension of the output and one of `other`. Only elements with the same index there are multiplied.
     is_gate: whether elements are multiplied one by one. Such a product gets a factor only where `other` is a parameter.
@@ -95,7 +95,7 @@ def _einsum(equation: Any, *operands: Any) -> list[Product]:
 
 
 def _hidden(*operands: Any) -> list[Product]:
-    """Operands of an operation whose products are inside of it, such as the two of attention around its softmax."""
+    """The operands of an operation with inner products, such as the two of attention around its softmax."""
     return [Product(x, None, 1) for x in operands if isinstance(x, Tensor) and x.is_floating_point()]
 
 
@@ -122,7 +122,7 @@ def _added_gate(_: Tensor, a: Tensor, b: Tensor, value: Any = 1, *__: Any) -> li
 
 
 def _per_element(total: int, x: Tensor) -> int:
-    """How many of the operation's products are added for an element of x."""
+    """The number of the operation's products that are added for an element of x."""
     return max(total // max(x.numel(), 1), 1)
 
 
@@ -146,7 +146,7 @@ PRODUCTS: dict[str, Callable[..., list[Product]]] = {
 
 @dataclass(frozen=True)
 class AdaLossTransform:
-    """Scale the gradients of products in all modules of a class, and in the modules inside of them.
+    """Scale the gradients of products in all modules of a class, and in their submodules.
 
     Args:
         kind: a module class, several, or the name of a class, which may be defined anywhere.
@@ -164,7 +164,7 @@ class AdaLossTransform:
             )
 
     def matches(self, module: nn.Module) -> bool:
-        """Whether this transform chooses a module. Raises TypeError for what is not one."""
+        """True if this transform chooses a module. Raises TypeError for anything else."""
         if not isinstance(module, nn.Module):
             raise TypeError(f"module is {shown(module)}. Expected: a torch.nn.Module.")
         if isinstance(self.kind, str):

@@ -20,10 +20,10 @@ import torch
 
 from ada_loss.files import write_atomically
 from ada_loss.lab.directions import by_name
+from ada_loss.lab.results.deciding import FILE, PAIRED, Spread, spreads
 from ada_loss.lab.results.judgement import LEAST_SEEDS, judge_sweep, smallest_tolerance
 from ada_loss.lab.results.table import is_share
 from ada_loss.lab.tasks import find_task
-from ada_loss.lab.tasks.spread import FILE, PAIRED, Spread, spreads
 from ada_loss.lab.training import train
 from ada_loss.lab.training.run import Stopped
 from fpsim import Policy, Products

@@ -36,7 +36,7 @@ COMMANDS = {
         for name, (sweep, _) in SWEEPS.items()
     },
     **dict.fromkeys(DIAGNOSE, "python docs/pictures.py diagnose-watch.png"),
-    "depth.png": "ada-loss depth --out docs",
+    "depth.png": "python benchmarks/depth.py --out docs",
     "updates.png": "python benchmarks/updates.py --rate 3e-4 --figure docs/updates.png",
     **{
         f"classics-{name}.png": f"ada-loss reproduce {name} && cp runs/classics/{name}.png docs/classics-{name}.png"

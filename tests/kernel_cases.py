@@ -17,9 +17,9 @@ from ada_loss.rules import LAYER_RULES, LayerRule
 from fpsim import Accumulator, as_accumulator
 from fpsim.compiling.card import CudaKernel
 from fpsim.formats.blocks import Choose
-from fpsim.kernels import accumulate, block_amax, block_choice, block_dense, block_teams, hadamard, moments, tally
+from fpsim.kernels import accumulate, block_choice, block_dense, block_teams, hadamard, moments, tally
 from fpsim.kernels.blocks import WIDE_NUMBERS
-from fpsim.kernels.codebook_tables import table_address, table_at
+from fpsim.kernels.codebooks import table_address, table_at
 from fpsim.kernels.core import BINARY32, BINARY64, BOOK, NUMBERS
 from fpsim.kernels.round import Masks, cuda_loop
 from fpsim.kernels.statistics import SMALLEST_SCALE
@@ -281,12 +281,12 @@ def densely_rounded_by(
 
 def shared_by(machine: Machine, x: torch.Tensor, spec: BlockSpec) -> torch.Tensor:
     """What the blocks of a tensor share, two int64, and its amax."""
-    out, kernel = torch.full((block_amax.PLACES,), -1), block_amax.cuda_amax()
+    out, kernel = torch.full((block_dense.PLACES,), -1), block_dense.cuda_amax()
     launched(machine, kernel)
     asked, largest = asked_of(spec.fmt, block_plan(spec)), BINARY32.bits(spec.fmt.largest)
     blocks = moments.partial_words(x.numel(), 4)[0]
     machine(kernel, blocks, Memory(x), x.numel(), int(is_aligned(x)), largest, asked, Array(out))
-    return out[: block_amax.FOUND + 1]
+    return out[: block_dense.FOUND + 1]
 
 
 def tallied_by(machine: Machine, x: torch.Tensor, after: torch.Tensor, spec: BlockSpec, axis: int) -> torch.Tensor:
@@ -451,7 +451,7 @@ COMPILED: dict[str, Callable[[], CudaKernel]] = {
     "round, with masks": lambda: cuda_loop(6, 1, 32, Masks(1, True)),
     "blocks": lambda: block_teams.cuda_rounding(0, 1, 1, 0),
     "blocks, dense": lambda: block_dense.cuda_rounding(0, 1, 1, 0, 32),
-    "amax": block_amax.cuda_amax,
+    "amax": block_dense.cuda_amax,
     "hadamard": lambda: hadamard.cuda_loop(1024, 32),
     "accumulate": lambda: accumulate.cuda_loop(summation_of(ACCUMULATORS[0]).code),
     "moments": lambda: moments.cuda_moments(4, True, False),

@@ -1,1 +1,1 @@
-"""Gradient scaling in training loops of other libraries: Accelerate and transformers' Trainer, Lightning."""
+"""Gradient scaling in the training loops of Accelerate, transformers' Trainer and Lightning."""

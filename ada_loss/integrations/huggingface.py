@@ -1,4 +1,4 @@
-"""A loss scaler of this library in Accelerate's loop, and in that of transformers' Trainer, which is the same."""
+"""Use a loss scaler of this library in Accelerate's loop, and so in transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NEEDS_NO_SCALE = "mixed_precision='bf16' computes in bfloat16, which has float32
 
 
 def use_scaler(loop: Any, scaler: GradScaler) -> None:
-    """Scale the losses of an Accelerator, or of a transformers.Trainer, and step with it. No subclass is needed.
+    """Make an Accelerator or a transformers.Trainer scale its losses with a scaler. No subclass is needed.
 
-    From here `accelerator.backward(loss)` scales, its optimizers unscale, skip steps that are not finite and update
-    the scale, and `accelerator.clip_grad_norm_` (`max_grad_norm` of the Trainer) clips what is unscaled.
+    From then on `accelerator.backward(loss)` scales, its optimizers unscale, skip steps that are not finite and update
+    the scale, and `accelerator.clip_grad_norm_` (`max_grad_norm` of the Trainer) clips unscaled gradients.
 
     With mixed_precision="fp16" (the Trainer's fp16=True) the model is trained in real float16, and is not quantised.
     With "bf16" it is quantised: its format is emulated inside of bfloat16 tensors, which hold formats of up to 8 bits.
@@ -97,7 +97,7 @@ def is_quantised(model: Any) -> bool:
 
 
 def tell(log: Callable[..., None]) -> Any:
-    """A `TrainerCallback` that hands every number that a transformers.Trainer logs to a function.
+    """Create a `TrainerCallback` that passes every number a transformers.Trainer logs to a function.
 
     log: called as log(step, **numbers), such as the method of a `Job`; steps count from 0.
     """

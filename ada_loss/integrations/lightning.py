@@ -1,4 +1,4 @@
-"""A loss scaler of this library in Lightning's loop: a precision plugin, and a callback that tells how it goes."""
+"""Use a loss scaler of this library in Lightning's loop: a precision plugin, and a callback that reports progress."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ NEEDS_NO_SCALE = "precision='bf16-mixed' computes in bfloat16, which has float32
 
 
 class ScaledPrecision(Precision):  # type: ignore[misc]
-    """Scales the loss, unscales before Lightning clips, and skips steps that are not finite.
+    """Precision plugin: scale the loss, unscale before Lightning clips, and skip steps that are not finite.
 
-    `lightning.Trainer(plugins=[...])` takes it.
+    Pass it as `lightning.Trainer(plugins=[...])`.
 
     scaler: a `GradScaler`, or that of a job. With `layers`, those of the LightningModule.
     precision: "32-true" casts nothing: quantise the networks inside of the LightningModule. "16-mixed" is training in
@@ -99,7 +99,7 @@ class ScaledPrecision(Precision):  # type: ignore[misc]
 
 
 class Tell(Callback):  # type: ignore[misc]
-    """Hands the loss of every batch, and what the module logs as numbers, to a function.
+    """Pass the loss of every batch, and the numbers that the module logs, to a function.
 
     log: called as log(step, **numbers), such as the method of a `Job`; steps count from 0.
     """

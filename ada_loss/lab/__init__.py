@@ -1,4 +1,4 @@
-"""The lab. `tasks`: what is trained. `training`: one training. `sweep`: many, in a ledger. `results`: what they gave.
+"""The lab: `tasks`, single trainings (`training`), sweeps of many in a ledger (`sweep`, `cells`), their `results`.
 
-`studies`: what is made of trainings and sweeps, such as the search for the smallest format.
+`studies`: built on trainings and sweeps, such as the search for the smallest format.
 """

@@ -1,4 +1,4 @@
-"""Devices by name, whether this machine has them, and float32 on a GPU."""
+"""Devices by name, checks whether this machine has them, and full float32 on a GPU."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ DEVICE = re.compile(r"(cpu|cuda)(:[0-9]{1,4})?")
 
 
 def require_device_name(device: object) -> None:
-    """Raise ValueError for what is not a name of a device."""
+    """Raise ValueError for anything but the name of a device."""
     if not isinstance(device, str) or not DEVICE.fullmatch(device):
         raise ValueError(f"device={shown(device)} is invalid. Expected: 'cpu', 'cuda', or one GPU such as 'cuda:1'.")
 
 
 def device_problem(device: str) -> str:
-    """Why this machine cannot compute on a device, as a sentence; "" where it can.
+    """The reason why this machine cannot compute on a device, as a sentence; "" if it can.
 
     >>> device_problem("cpu")
     ''
@@ -47,9 +47,9 @@ _inside: list[tuple[Any, ...]] = []  # for each training on a GPU that runs now,
 
 @contextmanager
 def float32_in_full(device: str) -> Iterator[None]:
-    """On a GPU, float32 convolutions and recurrent layers have float32's 24 bits, and not the 11 of TF32 as by default.
+    """Compute float32 convolutions and recurrent layers on a GPU with 24 bits, instead of TF32's 11 by default.
 
-    The settings are the process's own, and come back when the last of its trainings ends.
+    The settings are global to the process, and restored when the last of its trainings ends.
     """
     if not device.startswith("cuda"):
         yield

@@ -1,4 +1,4 @@
-"""Whether a larger or a smaller value of a metric is better: as stated, else by the metric's name."""
+"""Directions of metrics (is a larger or a smaller value better?): as stated, else by the metric's name."""
 
 from __future__ import annotations
 
@@ -23,108 +23,41 @@ __all__ = [
 
 MINIMIZE, MAXIMIZE = "minimize", "maximize"
 FILE = "directions.json"  # in the folder of a sweep
-# "1-accuracy", "1 - val_acc", "-loss"; "1-shot_accuracy" is none
-SUBTRACTION = re.compile(r"\s*(?P<from>(1(\.0)?|100)?)(?P<spaces>\s*)[-\N{MINUS SIGN}]")
-NEGATIONS = ("neg", "negative", "negated", "minus")  # turn the direction of what follows
-# Terms of one word or more, as `_words` splits them. The longest that fits is taken first.
-LARGER = (
-    "accuracy acc auc auroc auprc precision recall specificity sensitivity kappa dice jaccard iou miou giou ciou "
-    "map mar ap mrr ndcg dcg squad chunk_f1 f_1 f_beta fbeta fmeasure f_measure r_2 d_2 bleu sacrebleu rouge meteor "
-    "chrf cider spice comet bertscore mcc corr corr_coef corrcoef corrcoeff correlation pearson pearsonr spearman "
-    "spearmanr kendall concordance similarity explained_variance exact_match em hit hits success win reward return "
-    "score quality silhouette completeness homogeneity likelihood psnr ssim snr sdr pesq stoi mos intelligibility "
-    "signal_noise_ratio signal_distortion_ratio inception_score intersection_over_union io_u preserved top_1 top_5 "
-    "true_positive true_negative tpr tnr positive_likelihood_ratio v_measure mutual_info rand critical_success_index "
-    "dunn fowlkes_mallows_index visual_information_fidelity tschuprow "
-    "theils_u cramers_v gleu nist bleurt sari mauve elbo vif aupr pass_1 pass_5 pass_10 pass_100 pass_k per_second "
-    "throughput d_2_log_loss d_2_absolute_error d_2_brier d_2_pinball d_2_tweedie"
-).split()
-SMALLER = (
-    "loss losses nll ppl perplexity error err mse rmse mae mape smape msle rmsle mase wer cer ter eer bits bpc bpb bpd "
-    "bpw entropy crossentropy xent ce bce kl kld divergence deviance distance hinge brier poisson fid kid lpips "
-    "fpr fnr false_positive false_negative fall_out edit_rate word_info_lost error_rate brier_score deviance_score "
-    "tweedie_deviance_score davies_bouldin_score davies_bouldin spectral_angle ergas perceptual_image_patch_similarity "
-    "deep_image_structure_and_texture_similarity dists "
-    "negative_likelihood_ratio misclassification regret cost underflow overflow skipped seconds "
-    "latency continuous_ranked_probability_score crps disparity huber tversky log_cosh ctc total_variation "
-    "spatial_distortion_index spectral_distortion_index charcut runtime logcosh ece fvd fad mpjpe "
-    "word_information_lost toxicity ranked_probability_score interval_score energy_score"
-).split()
-# These make a setting or a count of what stands beside them: a loss scale is not a loss.
-OTHERS = set(
-    "scale scales scaling lr learning weight weights weighting coefficient coef lambda temperature threshold norm "
-    "grad gradient momentum decay target schedule curve matrix "
-    # a change or a spread of what stands beside them: an accuracy_drop is not an accuracy
-    "drop gap degradation decrease increase reduction improvement diff difference delta change std stddev variance "
-    "uncertainty inverse reciprocal non".split()
-)
+# The words that tell a direction. Few, and each means one thing: what is not known is not judged, and a statement costs
+# one option, where a wrong guess would turn a verdict around.
+LARGER = "accuracy acc precision iou f1 auc bleu".split()
+SMALLER = "loss error perplexity ppl entropy nll bits mse".split()
+COLUMNS = ("underflow", "skipped", "seconds")  # of every sweep, by their whole name; smaller is better
+TURNED = {"neg", "negative", "negated", "minus", "inverse"}  # a name with one of these tells nothing
 
 
 def by_name(metric: str) -> str | None:
-    """The direction that a metric's name tells; None where its words tell none, or both.
+    """The direction that a metric's name tells by its last word; None where that is not one of fifteen.
 
-    >>> by_name("val_loss"), by_name("top5_acc"), by_name("neg_log_loss"), by_name("loss_scale")
-    ('minimize', 'maximize', 'maximize', None)
+    Digits, "rate", the "score" of what is to be large, and what the word is counted by may follow it.
+
+    >>> by_name("val_loss"), by_name("top5_acc"), by_name("F1Score"), by_name("bits_per_character")
+    ('minimize', 'maximize', 'maximize', 'minimize')
+    >>> by_name("loss_scale"), by_name("neg_log_loss"), by_name("1-accuracy"), by_name("kappa")
+    (None, None, None, None)
     """
-    words = _words(metric)
-    if subtracted := SUBTRACTION.match(metric):
-        first = _words(metric[subtracted.end() :])
-        if subtracted["spaces"] or not subtracted["from"] or (first and _term(first, 0)[1] is not None):
-            return None
-    directions: set[str] = set()
-    turned = False
-    place = 0
-    while place < len(words):
-        length, direction = _term(words, place)
-        if direction is not None:
-            directions.add(direction)
-        elif length == 1 and words[place] in NEGATIONS:
-            turned = not turned
-        elif length == 1 and words[place] in OTHERS:
-            return None
-        place += length
-    if len(directions) != 1:
+    if metric in COLUMNS:
+        return MINIMIZE
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])\d*|[A-Z]?[^\W\d_A-Z]+\d*|\d+", metric)]
+    if "per" in words:
+        words = words[: words.index("per")]
+    is_score = words[-1:] == ["score"]
+    while words and (words[-1].isdigit() or words[-1] in ("score", "rate")):
+        words.pop()
+    # "1 - accuracy", "-loss" and "one_minus_f1" are turned around
+    if not words or TURNED & {*words} or re.match(r"\W|1\W", metric.strip()):
         return None
-    (only,) = directions
-    return _opposite(only) if turned else only
-
-
-def _opposite(direction: str) -> str:
-    return MAXIMIZE if direction == MINIMIZE else MINIMIZE
-
-
-def _words(metric: str) -> list[str]:
-    """The words of a name, in small letters: split at signs, and at digits and case where the whole is not known.
-
-    >>> _words("val/mAP50"), _words("F1Score"), _words("TruePositives")
-    (['val', 'map', '50'], ['f', '1', 'score'], ['true', 'positive'])
-    """
-    words: list[str] = []
-    for part in re.findall(r"[^\W_]+", metric):
-        letters, digits = re.fullmatch(r"(.*?)(\d*)", part, re.DOTALL).groups()  # type: ignore[union-attr]
-        if (letters.lower(),) in TERMS:
-            words += [letters.lower(), *([digits] if digits else [])]
-        else:
-            words += [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\dA-Z]+|\d+", part)]
-    return [word[:-1] if word.endswith("s") and word not in WORDS and word[:-1] in WORDS else word for word in words]
-
-
-def _term(words: list[str], place: int) -> tuple[int, str | None]:
-    """The longest term at a place: how many words it has, and its direction; (1, None) where there is none."""
-    for length in range(min(LONGEST, len(words) - place), 0, -1):
-        term = tuple(words[place : place + length])
-        if term in TERMS:
-            return length, TERMS[term]
-    return 1, None
-
-
-TERMS: dict[tuple[str, ...], str | None] = {
-    **{tuple(term.split("_")): MAXIMIZE for term in LARGER},
-    **{tuple(term.split("_")): MINIMIZE for term in SMALLER},
-    ("scale", "invariant"): None,
-}
-WORDS = {word for term in TERMS for word in term} | OTHERS
-LONGEST = max(map(len, TERMS))
+    last = words[-1] if words[-1] in LARGER else words[-1].rstrip("0123456789")
+    if last in LARGER:
+        return MAXIMIZE
+    return (
+        MINIMIZE if last in SMALLER and not is_score else None
+    )  # "d2_log_loss_score" is large where the loss is small
 
 
 def goals_of(goal: object, first: str | None = None) -> dict[str, str]:
@@ -207,8 +140,8 @@ class Directions:
 def hint_for(metric: str) -> str:
     """How to state the direction of a metric, for an error."""
     return (
-        f"State it: minimize=[{metric!r}] or maximize=[{metric!r}] in the sweep, in ada_loss.Results or on the command "
-        f"line (--minimize {metric}), or Task(goal=...)."
+        f"State it: minimize=[{metric!r}] or maximize=[{metric!r}] in the sweep or in ada_loss.Results, --minimize or "
+        f"--maximize {metric} on the command line, or Task(goal=...)."
     )
 
 

@@ -20,7 +20,7 @@ PACKAGES = (DISTRIBUTION, "torch", "numpy", "numba", "distributed")
 
 
 def environment() -> dict[str, Any]:
-    """The environment in strings, ready for JSON; None for what is not known.
+    """The environment as strings, ready for JSON; None for unknown parts.
 
     >>> environment()["python"] == platform.python_version()
     True
@@ -30,7 +30,7 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of the packages on which results depend; None for one that is not installed.
+    """Versions of the packages on which results depend; None for one that is not installed.
 
     >>> versions()["torch"] == version("torch")
     True

@@ -1,4 +1,4 @@
-"""Errors that the command line catches by class, and their text for a terminal; without torch, as it starts at once."""
+"""Errors that the command line catches by class, and their text for a terminal; without torch, for a fast start."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ __all__ = ["SweepStopped", "UnreadableLedger", "in_line", "printable"]
 
 
 class SweepStopped(RuntimeError):
-    """A sweep could not go on. The cells that are done are kept."""
+    """Raised if a sweep cannot continue. Finished cells are kept."""
 
 
 class UnreadableLedger(ValueError):
-    """The ledger of a sweep is damaged, or cannot be read for another reason."""
+    """Raised if the ledger of a sweep is damaged, or cannot be read for another reason."""
 
 
 def printable(text: object) -> str:
-    r"""A text for a terminal: control characters, signs that turn the direction of writing and halves of pairs escaped.
+    r"""Escape control characters, bidirectional marks and lone surrogates in a text for a terminal.
 
     A ledger may hold errors of someone else. Newlines and tabs stay.
 
@@ -30,7 +30,7 @@ def printable(text: object) -> str:
 
 
 def in_line(text: object) -> str:
-    r"""A text for a line of its own: also newlines and tabs are escaped, which could begin a line of a table.
+    r"""Escape a text for a single line: newlines and tabs too, which could forge a line of a table.
 
     >>> print(in_line("a\n| forged |"))
     a\n| forged |

@@ -1,4 +1,4 @@
-"""What the command line prints: aligned tables with colour on a terminal, and the text itself where it is piped."""
+"""Output of the command line: aligned tables with colour on a terminal, plain text in a pipe."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RULE = re.compile(r"\|(?::?-+:?\|)+")
 
 
 def show(text: object) -> None:
-    """Print a text; on a terminal the Markdown tables in it are drawn, and the lines of verdicts have colours."""
+    """Print a text; on a terminal its Markdown tables are drawn and lines of verdicts are coloured."""
     if not is_terminal():
         print(text)
         return
@@ -74,7 +74,7 @@ def show_table(table: Any) -> None:
 
 
 def show_lines(lines: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns, of which the first line is their heads."""
+    """Print aligned columns; the first line holds the headings."""
     if is_terminal():
         _draw(_console(), lines[0], lines[1:], [False] * len(lines[0]))
         return
@@ -84,7 +84,7 @@ def show_lines(lines: Sequence[Sequence[str]]) -> None:
 
 
 def is_terminal() -> bool:
-    """Whether what is printed goes to a terminal that draws."""
+    """True if output goes to a terminal that can draw."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 

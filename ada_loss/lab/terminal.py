@@ -1,4 +1,4 @@
-"""Lines on the terminal, above a bar where there is one."""
+"""Lines on the terminal, above a progress bar if there is one."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _is_offering = [True]
 
 
 def offer(words: str) -> None:
-    """Say what may be done next in Python; the command line has done it."""
+    """Suggest the next step in Python; the command line takes it by itself."""
     if _is_offering[0]:
         say(words)
 
 
 @contextmanager
 def without_offers() -> Iterator[None]:
-    """Offer nothing inside of the block."""
+    """Suppress `offer` inside the block."""
     before, _is_offering[0] = _is_offering[0], False
     try:
         yield

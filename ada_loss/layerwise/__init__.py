@@ -1,4 +1,4 @@
-"""Adaptive gradient scaling: each layer's gradient is rounded at a scale of its own."""
+"""Adaptive gradient scaling: each layer's gradient is rounded at its own scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rule decides about one gradient: the kernels, with the tensors that they take and the scale that they give."""
+"""Choice of one gradient's scale: runs a rule's kernels and prepares their tensors."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from fpsim.scaling import Moments, RoundingSpec, amax_of, binades, log2_scale_li
 __all__ = ["ScaleChooser"]
 
 CANDIDATES = 4  # scales among which Mse chooses
-NO_OPERAND = (0.0,) * len(Moments._fields)  # moments that say that there is no other operand
+NO_OPERAND = (0.0,) * len(Moments._fields)  # moments that stand for a missing operand
 
 
 class ScaleChooser:
-    """Runs the kernels of one rule.
+    """Run the kernels of one rule.
 
     options: the settings, with the rule.
-    constants: where constant tensors are looked up.
+    constants: the cache of constant tensors.
     """
 
     def __init__(self, options: Options, constants: Constants) -> None:
@@ -47,15 +47,15 @@ class ScaleChooser:
             self._factor_kernel, self._parameters = factor_kernel(options.rule.core()), options.rule.parameters()
 
     def requested_scale(self, incoming: Sequence[IncomingScale], limits: Tensor, device: torch.device) -> Tensor:
-        """The scale that the consumers of a tensor ask for: of several the largest, or the choice of Zhao et al.
+        """The scale that a tensor's consumers request: the largest of several, or the choice of Zhao et al.
 
-        incoming: what the consumers sent; nothing where the gradient enters the model.
+        incoming: the scales sent by the consumers; empty where the gradient enters the model.
         limits: of the tensor's site.
         device: of its gradient.
         """
         if not incoming:
             return self._constants.tensor(torch.int64, device, self._init_log2_scale)
-        for a in incoming:  # their memory is not to be given out again to another stream before they are read here
+        for a in incoming:  # the allocator must not hand their memory to another stream before they are read here
             for sent in (a.log2_scale,) if a.amax is None else (a.log2_scale, a.amax):
                 if sent.is_cuda:
                     sent.record_stream(torch.cuda.current_stream(sent.device))
@@ -92,16 +92,16 @@ class ScaleChooser:
         state: SiteState,
         index: int,
     ) -> Tensor:
-        """A scale times the factor of one product, which is computed first where the mode says so.
+        """Multiply a scale by the factor of one product, which is computed first if the mode requires it.
 
         log2_scale: the scale of the gradient.
         g: moments of the gradient, as the product takes it.
-        w: moments of the product's other operand, None where there is none.
+        w: moments of the product's other operand, or None.
         terms: how many products add up to one element of the result.
         limits: of the site where the result is rounded.
-        mode: what the gradient's site does in this step.
-        state: that of the gradient's site, which keeps the factor.
-        index: under which it keeps it.
+        mode: of the gradient's site in this step.
+        state: of the gradient's site, which caches the factor.
+        index: the key of the cached factor.
         """
         constants, device = self._constants, log2_scale.device
         out = constants.new_scale(device)
@@ -125,13 +125,13 @@ class ScaleChooser:
     def fit_scale(
         self, site: GradientSite, gradient: Tensor, requested: Tensor, state: SiteState, has_amax: bool
     ) -> Tensor:
-        """The scale at which a gradient is rounded: one at which it does not overflow.
+        """The scale at which a gradient is rounded, lowered until the gradient does not overflow.
 
         site: where it is rounded.
-        gradient: in its true size, before it is rounded.
+        gradient: in its true size, before rounding.
         requested: the scale that it arrives with, or that its site holds.
         state: of its site.
-        has_amax: whether the state's moments hold the gradient's amax already; else it is written there.
+        has_amax: whether the state's moments already hold the gradient's amax; else it is written there.
         """
         if not has_amax:
             amax_of(gradient, out=state.moments)
@@ -144,11 +144,11 @@ class ScaleChooser:
         return self._constants.written(out)
 
     def _measure_scale(self, measured: Measured) -> None:
-        """Write the scale of a rule that measures each gradient, whatever scale it arrives with."""
+        """Write the scale of a rule that measures each gradient, ignoring the requested scale."""
         MEASURES[self._rule.measures](self._rule, self._constants, measured)
 
     def scale_to_hold(self, requested: Tensor, state: SiteState) -> Tensor:
-        """The scale to hold until the next update: the requested one, unless the gradient tells nothing."""
+        """The scale to hold until the next update: the requested one, unless the gradient is all zero or not finite."""
         held = state.held_log2_scale
         if held is None:
             return requested
@@ -161,7 +161,7 @@ class Measured(NamedTuple):
     """One gradient whose scale a rule measures.
 
     site: where it is rounded.
-    gradient: in its true size, before it is rounded.
+    gradient: in its true size, before rounding.
     requested: the scale that it arrives with.
     limits: of the site.
     state: of the site.
@@ -207,12 +207,12 @@ def _measure_underflow(rule: Any, constants: Constants, m: Measured) -> None:
 
 
 def _squared_error(gradient: Tensor, spec: RoundingSpec, log2_scale: Tensor) -> Tensor:
-    """The sum of squared errors of rounding at a scale, a float64 of no dimensions."""
+    """The sum of squared errors of rounding at a scale, 0-d float64."""
     error = rounded(gradient, spec, None, log2_scale).sub_(gradient)
     return error.to(torch.float64).square_().sum()
 
 
-# What rules measure, by the word of their `measures`.
+# Statistics by name, as `LayerRule.measures` names them.
 MEASURES: dict[str, Callable[[Any, Constants, Measured], None]] = {
     "amax": _measure_amax,
     "amax of the last steps": _measure_last_amaxes,

@@ -1,6 +1,6 @@
-"""The small tensors that decisions take and give: made once for each device and looked up from then on.
+"""Cache of the small tensors that kernels take and return, created once per device.
 
-To find a tensor costs less than to make one, and a scale that is the same tensor is known to be the same.
+A lookup costs less than a new tensor, and equal scales can be compared by identity.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ TO_NEAREST = ("nearest_even", "nearest_away", "stochastic")  # roundings that fl
 
 
 class Constants:
-    """Constant tensors by device, and the buffer to which kernels on the CPU write a scale.
+    """Cache of constant tensors by device, and the buffer to which kernels on the CPU write a scale.
 
-    u_min: what rules keep gradients above: "smallest", "flush", "normal" or a number.
-    u_max: what they keep them below; None for the format's largest magnitude.
+    u_min: the lower limit of gradients: "smallest", "flush", "normal" or a number.
+    u_max: the upper limit; None for the format's largest magnitude.
     factor_bound: the largest factor of one product, or None.
     scale_bound: the largest scale, or None.
     """
@@ -42,7 +42,7 @@ class Constants:
         return len(self._found)
 
     def tensor(self, dtype: torch.dtype, device: torch.device, *values: float) -> Tensor:
-        """The one-dimensional tensor of these values; nobody may write to it."""
+        """The one-dimensional tensor of these values, which is shared: never write to it."""
         key = (dtype, device, values)
         tensor = self._found.get(key)
         if tensor is None:
@@ -50,7 +50,7 @@ class Constants:
         return tensor
 
     def limits_of(self, spec: RoundingSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The `Limits` of gradients of this dtype that are rounded so."""
+        """The `Limits` of gradients of this dtype and rounding."""
         key = (spec, dtype, device)
         limits = self._found.get(key)
         if limits is None:
@@ -84,11 +84,10 @@ class Constants:
         return math.floor(math.log2(lost_below)) - flushed
 
     def loses_ties(self, spec: RoundingSpec) -> bool:
-        """Whether a magnitude of exactly 2**lost_exponent is lost, and not only what is below.
+        """True if a magnitude of exactly 2**lost_exponent is lost, and not only smaller ones.
 
-        It is what rounding makes zero of, or, for u_min="normal", less than the smallest normal number, or less than
-        a number in its place. Of stochastic
-        rounding, which keeps every second one of half the smallest number, all are counted.
+        Lost means rounded to zero; with u_min="normal" below the smallest normal number; with a number below that.
+        Stochastic rounding keeps every second one of half the smallest number; all count as lost.
         """
         loses = self._loses_ties.get(spec)
         if loses is None:
@@ -105,7 +104,7 @@ class Constants:
         return loses
 
     def new_scale(self, device: torch.device) -> Tensor:
-        """Where a kernel writes a scale; on the CPU one buffer for all, to be read with `written` at once."""
+        """The output of a kernel that writes a scale; on the CPU a shared buffer, to be read with `written` at once."""
         return self._buffer if device.type == "cpu" else torch.empty(1, dtype=torch.int64, device=device)
 
     def written(self, log2_scale: Tensor) -> Tensor:

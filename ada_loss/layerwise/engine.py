@@ -1,11 +1,11 @@
 """The engine that gives each gradient its own scale.
 
-In the forward pass, `make_site` notes where a tensor's gradient will be rounded. In the backward pass, `scale_at` gives
-the scale, in one of two ways. A step that chooses scales takes the largest scale that the gradient's consumers sent,
-lowers it if the gradient would overflow, and sends the sites behind this one their scales (`_choose_scale`). A step
-between updates takes the scale that the site holds, and only looks for overflow (`_hold_scale`).
+In the forward pass, `make_site` records where a tensor's gradient will be rounded. In the backward pass, `scale_at`
+returns its scale. A step that chooses scales takes the largest scale that the gradient's consumers sent, lowers it if
+the gradient would overflow, and sends the sites behind this one their scales (`_choose_scale`). A step between updates
+takes the scale that the site holds, and only checks for overflow (`_hold_scale`).
 
-What is decided stands elsewhere: the formulas of the rules in `rules/formulas.py`, the kernels that apply them in
+The decisions are made elsewhere: the formulas of the rules in `rules/formulas.py`, the kernels that apply them in
 `scale_kernels.py`, which torch functions are products in `transforms.PRODUCTS`. `docs/architecture.md` lists the
 calls from the backward hook to the scale.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from ada_loss.layerwise import graph
 from ada_loss.layerwise.chooser import ScaleChooser
 from ada_loss.layerwise.constants import Constants
-from ada_loss.layerwise.forks import round_branches
+from ada_loss.layerwise.graph import round_branches
 from ada_loss.layerwise.options import Options
 from ada_loss.layerwise.scale_kernels import (
     HOLD,
@@ -61,30 +61,30 @@ __all__ = ["Dead", "Engine", "Observed", "product_moments"]
 
 
 class Observed(Protocol):
-    """An observer: it is told of the gradients of some steps, before they are rounded, with the scales chosen."""
+    """A callback for the gradients of some steps, before they are rounded, with the scales chosen."""
 
     def wants(self, step: int) -> bool:
-        """Whether it is to be told of this step; asked once for each."""
+        """True if this step is to be observed; called once per step."""
         ...
 
     def __call__(
         self, step: int, site: str, role: str, spec: RoundingSpec, gradient: Tensor, log2_scale: Tensor, chosen: Tensor
     ) -> None:
-        """Called once per gradient.
+        """Observe one gradient.
 
         step: the number of the backward pass, from 1.
         site: the site's name, with '#1' and so on for its second use and later ones.
         role: "error" or "weight_grad".
         spec: how the gradient is rounded.
-        gradient: in its true size, before it is rounded.
+        gradient: in its true size, before rounding.
         log2_scale: at which it is rounded, (1,) int64 on its device.
-        chosen: how that came about, (5,) float64 on its device: the fields of `scale_kernels.CHOSEN`.
+        chosen: the decision, (5,) float64 on its device: the fields of `scale_kernels.CHOSEN`.
         """
         ...
 
 
 def _require_no_capture() -> None:
-    """Raise NotImplementedError where replays would use the scales that are held now for ever."""
+    """Raise NotImplementedError during a capture, whose replays would never update the scales."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             "AdaLossScaled with update_every above 1 was used while a CUDA graph was captured, whose replays would "
@@ -93,10 +93,10 @@ def _require_no_capture() -> None:
 
 
 class Engine:
-    """Decides at which scale each gradient of a model is rounded.
+    """Choose the scale at which each gradient of a model is rounded.
 
     options: the settings.
-    owner: gives who attached it to the model, None once that is lost.
+    owner: returns the object that attached it to the model, None once that is lost.
     """
 
     def __init__(self, options: Options, owner: Callable[[], object]) -> None:
@@ -111,16 +111,16 @@ class Engine:
         self._warns_of_noise = rule.saturates
         self._dead = Dead(self._predicts and not rule.is_constant)
         self.observer: Observed | None = None
-        self._told: Observed | None = None  # the observer in a step that it wants to see, else None
+        self._told: Observed | None = None  # the observer in a step that it wants, else None
         self.states: defaultdict[tuple[str, str], SiteState] = defaultdict(SiteState)  # by name and role
-        # sites of steps between updates, with what tells their scales: used again in the next such step
+        # sites of steps between updates, with the function that returns their scale: reused in the next such step
         self.unlinked: dict[tuple[str, str], tuple[GradientSite, Callable[[Tensor, bool], Tensor]]] = {}
         self.schedule = Schedule(options.update_every, self._holds_scales, self.states)
         self.constants = Constants(options.u_min, options.u_max, options.scale_upper_bound, options.accum_upper_bound)
         self._chooser = ScaleChooser(options, self.constants)
 
     def load(self, step: int, last_update: int, sites: Iterable[Mapping[str, Any]]) -> None:
-        """Go on from a saved step, with what was saved of each site."""
+        """Resume from a saved step, with the saved state of each site."""
         self.schedule.load(step, last_update)
         self.states.clear()
         for saved in sites:
@@ -135,7 +135,7 @@ class Engine:
     def make_site(
         self, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...], out: Tensor
     ) -> Callable[[Tensor, bool], Tensor]:
-        """Note where a gradient will be rounded, and return the function that gives its scale.
+        """Record where a gradient will be rounded, and return the function that chooses its scale.
 
         This is the `fpsim.scaling.Scaling` that the emulation calls, once for each tensor of the forward pass.
 
@@ -205,7 +205,7 @@ class Engine:
 
         site: where it is rounded.
         gradient: in its true size.
-        may_round: whether nobody else holds it, so that it may be rounded in place at once.
+        may_round: whether nobody else holds the gradient, so that it may be rounded in place.
         """
         graph_task, schedule = current_graph_task(), self.schedule
         if schedule.enter(graph_task, site.made_in, site.is_linked):
@@ -236,9 +236,9 @@ class Engine:
         return log2_scale
 
     def _state_of(self, site: GradientSite) -> tuple[tuple[str, str], SiteState]:
-        """The state of a site and the key under which it is kept; '#1' and so on is added from its second use on.
+        """The state of a site and its key, with '#1' and so on from the second use in a step.
 
-        Uses are counted as the backward pass reaches them, for not every forward pass has one: the last use is first.
+        Uses are counted in backward order, since not every forward pass has a backward pass: the last use is first.
         """
         key = site.key
         state = self.states[key]
@@ -253,7 +253,7 @@ class Engine:
     def _choose_scale(
         self, site: GradientSite, graph_task: int, gradient: Tensor, state: SiteState, may_round: bool
     ) -> Tensor:
-        """The scale of the gradient's consumers, lowered where it would overflow; sites behind are sent theirs."""
+        """Take the scale of the gradient's consumers, lower it on overflow, and send the sites behind their scales."""
         chooser = self._chooser
         limits = self.constants.limits_of(site.spec, site.dtype, gradient.device)
         incoming = site.incoming if site.graph_task == graph_task else []
@@ -290,10 +290,10 @@ class Engine:
         return log2_scale
 
     def _round_for_products(self, site: GradientSite, gradient: Tensor, log2_scale: Tensor, may_round: bool) -> Tensor:
-        """The gradient in its format, of which its products' factors are computed, as in the original.
+        """The rounded gradient, from which its products' factors are computed, as in the original.
 
-        Where somebody else holds it, this is a copy; under stochastic rounding one with noise of its own, so that the
-        training's is drawn as without it.
+        A copy if somebody else holds the gradient. Stochastic rounding then draws its own noise, so that the
+        training's noise does not change.
         """
         if is_rounded_at(gradient, log2_scale, site.spec):
             return gradient
@@ -304,9 +304,9 @@ class Engine:
         return rounded(gradient, site.spec, torch.tensor(self.schedule.step, device="cpu"), log2_scale)
 
     def _mode_of(self, site: GradientSite, incoming: list[IncomingScale], state: SiteState) -> tuple[SiteMode, bool]:
-        """What the site does in this step, and whether its scale gets a factor computed from the gradient itself.
+        """The mode of the site in this step, and whether its scale gets a factor computed from the gradient itself.
 
-        It gets one where a gradient enters the format, and where a consumer is a product that hides its operands.
+        It does where a gradient enters the format, and where a consumer is a product that hides its operands.
         """
         is_measured = self._predicts and (
             any(scale.must_measure for scale in incoming) if incoming else self._measures_casts
@@ -341,9 +341,9 @@ class Engine:
     def _scale_of_operand(
         self, edge: ProductEdge, gradient: Tensor, log2_scale: Tensor, state: SiteState, mode: SiteMode
     ) -> Tensor:
-        """The scale of what a product passes on to one operand, from statistics of the gradient and of the other.
+        """The scale of one operand's gradient, from statistics of the incoming gradient and the other operand.
 
-        gradient: in its format, where factors are computed.
+        gradient: rounded, if factors are computed.
         """
         gathers, g, w = mode >= IF_UNKNOWN, state.moments if self._is_fixed else state.rounded_moments, None
         if self._product_rule is not None:
@@ -367,10 +367,10 @@ class Engine:
     def _hold_scale(
         self, site: GradientSite, gradient: Tensor, state: SiteState, held: Tensor, may_round: bool
     ) -> Tensor:
-        """The held scale, or a lower one where the gradient would overflow at it.
+        """The held scale, or a lower one at which the gradient does not overflow.
 
-        On the CPU a gradient is rounded in the pass that finds its amax, where the last one left enough headroom. If it
-        does not fit after all, its elements below the ceiling have been rounded once when its scale is lowered.
+        On the CPU one pass finds amax and rounds, if the last gradient left enough headroom. If this one does not fit
+        after all, its elements below the ceiling have been rounded once already when its scale is lowered.
         """
         is_rounded = may_round and state.has_headroom() and self._round_if_it_fits(site, gradient, state, held)
         if is_rounded or is_rounded_at(gradient, held, site.spec):  # what was rounded at this very scale fits
@@ -382,7 +382,7 @@ class Engine:
         return log2_scale
 
     def _round_if_it_fits(self, site: GradientSite, gradient: Tensor, state: SiteState, log2_scale: Tensor) -> bool:
-        """Round in place the elements up to the ceiling, and return whether that was all of them."""
+        """Round the elements up to the ceiling in place, and return whether those were all."""
         amax = scaling.round_fitting_(gradient, site.spec, log2_scale, state.ceiling)
         if amax is None or amax > state.ceiling:
             return False
@@ -391,16 +391,16 @@ class Engine:
         return True
 
 
-# Gradients of which nothing is left in the first step, as of a branch that a number of 1e-6 multiplies: told of once
+# Warn once of gradients that underflow completely in the first step, as in a branch multiplied by a number of 1e-6
 
 
 SHOWN = 3
 
 
 class Dead:
-    """Looks at the first step of a rule that predicts, and copies from the device once, at the beginning of the next.
+    """Check the first step of a rule that predicts, with one copy from the device at the beginning of the next step.
 
-    It looks at the gradients of results, not of parameters: a key's bias has noise for a gradient, and no loss there.
+    Only gradients of results, not of parameters: the gradient of a key's bias is noise, and may vanish.
     """
 
     def __init__(self, may_look: bool) -> None:
@@ -409,7 +409,7 @@ class Dead:
         self._found: list[tuple[str, Tensor]] = []
 
     def begin(self, step: int) -> None:
-        """A step begins: the first is looked at; after it what was found is told."""
+        """Begin a step: the first is checked; at the second, warn of what was found."""
         if self._step is None:
             self._step = step
         elif self.looks:
@@ -420,7 +420,7 @@ class Dead:
         return self.looks and role == "error" and not _is_captured()
 
     def note(self, site: str, was_something: Tensor, gradient: Tensor, spec: RoundingSpec, log2_scale: Tensor) -> None:
-        """Note whether a gradient that was not zero is, once it is rounded; its noise is none of the training's."""
+        """Record whether rounding turns a nonzero gradient to zero, with noise other than the training's."""
         left = rounded(gradient, spec, torch.tensor(0, device="cpu"), log2_scale).any()
         self._found.append((site, was_something & ~left))
 

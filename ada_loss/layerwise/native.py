@@ -1,4 +1,4 @@
-"""Per-layer gradient scaling of a training in real float16: the rule's factors in the backward pass of the loss."""
+"""Per-layer gradient scaling in real float16 training: hooks apply the rule's factors in the backward pass."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from ada_loss.layerwise.constants import Constants
 from ada_loss.layerwise.native_graph import Factor
 from ada_loss.layerwise.native_hooks import Leaves, NativePass
 from ada_loss.layerwise.native_powers import HALF, HEADROOM, Power, from_to, on, times
-from ada_loss.layerwise.options import Options
-from ada_loss.layerwise.saved import check_progress, check_sites
+from ada_loss.layerwise.options import Options, check_progress, check_sites
 from ada_loss.layerwise.scale_kernels import CHOSEN, FINAL, IF_UNKNOWN, RECOMPUTE, REUSE, carried_factor_kernel
 from ada_loss.layerwise.schedule import UPDATE, Schedule
 from ada_loss.layerwise.sites import SiteState
@@ -39,27 +38,28 @@ from fpsim.scaling import (
 __all__ = ["NativeScaling", "native_rule"]
 
 CPU = torch.device("cpu")
-NOTHING = (0.0,) * len(Moments._fields)  # moments that say that there is no other operand
+NOTHING = (0.0,) * len(Moments._fields)  # moments that stand for a missing operand
 BACKOFF = 4  # powers of two that a site loses when its numbers overflow
 RECOVERY = 200  # steps after which an overflowed site may scale twice as far again
 
 
 class NativeScaling:
-    """Scales the gradients of each layer of a model that trains in real float16.
+    """Scale the gradients of each layer of a model that trains in real float16.
 
-    `scale(loss).backward()` gives every parameter its true gradient; within the pass each product's gradient carries a
-    power of two that the rule chooses, so that the gradient it sends on does not underflow. The model is not changed.
+    `scale(loss).backward()` computes the true gradient of every parameter; within the pass each product's gradient
+    carries a power of two, chosen by the rule so that the gradient it sends on does not underflow. The model is not
+    changed.
 
     Args:
         model: a module that is not quantised, for the names of sites.
         rule: a rule that predicts: "approx_range", "abs_range" or "fixed".
-        update_every: factors are chosen in each n-th backward pass, and held in between.
+        update_every: factors are chosen in every n-th backward pass, and held in between.
         scale_upper_bound: the largest factor of one product, None for no bound.
         accum_upper_bound: the largest scale that factors may add up to, None for no bound.
-        u_min: what the rule keeps gradients above, "smallest", "flush", "normal" or a number. Subnormal numbers lose
+        u_min: the lower limit of gradients, "smallest", "flush", "normal" or a number. Subnormal numbers lose
             digits, and attention's gradients have heavier tails than the rule's normal distribution, so the default is
             "normal".
-        u_max: what the rule keeps gradients and sums of products below, None for 65504, float16's largest number.
+        u_max: the upper limit of gradients and sums of products, None for 65504, float16's largest number.
 
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     >>> x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
@@ -75,7 +75,7 @@ class NativeScaling:
     True
     """
 
-    keeps_on_device = False  # on the CPU too, as on a card, where tests look at it
+    keeps_on_device = False  # tests set it, to run on the CPU as on a card
 
     def __init__(
         self,
@@ -118,11 +118,11 @@ class NativeScaling:
         # of a product's results; 0 for any
         self._largest = 0.0 if rule.is_constant else self.options.u_max or torch.finfo(HALF).max
         self._weights: dict[int, Tensor] = {}  # moments of parameters in this update, by id
-        self._events: dict[torch.device, Any] = {}  # at which the factors of the last update are on the host
+        self._events: dict[torch.device, Any] = {}  # after which the factors of the last update are on the host
         self._order: list[str] = []  # sites in the order of the last backward pass
         self._leaves: dict[int, tuple[Tensor, frozenset[str]]] = {}
         self._is_lowered = True  # whether limits are set for the last backward pass, or there was none
-        # Such as a Recorder; it is told of what each product, gate and cast sends on, by the site of the sender.
+        # Such as a Recorder; called with the gradient that each product, gate and cast sends on, by the sender's site.
         self.observer: Recorder | None = None
         self.has_scaled = False  # a loss since the last update of the scaler
         self._pass = NativePass({}, self._choose, HALF, self._begin, needs_half=True)
@@ -135,9 +135,9 @@ class NativeScaling:
         )
 
     def scale(self, loss: Tensor) -> Tensor:
-        """A copy of `loss` whose backward pass is scaled layer by layer.
+        """Copy `loss`, so that the backward pass of the copy is scaled layer by layer.
 
-        Raises TypeError where no gradient of the pass is float16; for more see `NativePass.scale`.
+        Raises TypeError if no gradient of the pass is float16, and as `NativePass.scale` does.
         """
         self._pass.names = names_in_graphs(self.model)  # some may be new, as LoRA's
         self.has_scaled = True
@@ -153,7 +153,7 @@ class NativeScaling:
         return self._pass.scale(loss, observe=tell)
 
     def _ones(self) -> frozenset[str]:
-        """The sites whose factor is known to be 1 in the next backward pass, so that no hook is needed there."""
+        """Sites whose factor is known to be 1 in the next backward pass, and which need no hook."""
         step, last = self.schedule.step + 1, self.schedule.last_update
         if step - last >= self.options.update_every or not self._may_read(step):
             return frozenset()
@@ -164,7 +164,7 @@ class NativeScaling:
         )
 
     def _may_read(self, step: int) -> bool:
-        """Whether factors that are held are numbers of the host, so that nothing waits: always in the same step."""
+        """True if held factors can be read on the host without waiting: always in the same step after an update."""
         if not (self._events or self.keeps_on_device):
             return True
         if step < self.schedule.last_update + 2:
@@ -176,16 +176,17 @@ class NativeScaling:
     def log2_scales(self) -> dict[str, int]:
         """log2 of the scales with which gradients arrived last, by site, from input to output.
 
-        A product multiplies what arrives by one more factor, as in an emulated training, whose scales these are.
+        As in emulated training; a product multiplies the arriving gradient by one more factor.
         """
         found = {site: s.log2_scale for (site, _), s in self.states.items()}
         return {site: int(k) for site, k in reversed(found.items()) if k is not None}
 
     def true_grad(self, tensor: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient of a hidden tensor as a plain backward pass has it, in float32 (or wider, as it came).
+        """Unscale the gradient of a hidden tensor, to float32 (or wider, as it came): that of a plain backward pass.
 
-        tensor: whose gradient it is, as its hooks, `retain_grad` and `torch.autograd.grad` show it in the last scaled
-        backward pass. A parameter's is true already. Raises ValueError for a tensor without a gradient in that pass.
+        tensor: the tensor to which the gradient belongs, as its hooks, `retain_grad` and `torch.autograd.grad` return
+        it in the last scaled backward pass. A parameter's gradient is true already. Raises ValueError for a tensor
+        without a gradient in that pass.
 
         >>> layer = nn.Linear(8, 8)
         >>> layers = NativeScaling(layer)
@@ -207,9 +208,9 @@ class NativeScaling:
         return times(wide, from_to(log2, 0, gradient.device))
 
     def overflowed(self) -> None:
-        """Lower the scales where numbers left the range; to be called when a step was skipped for its gradients.
+        """Lower the scales where gradients overflowed. Call it when a step was skipped for its gradients.
 
-        Without it a rule undoes what a loss scaler takes back, and every step would be skipped. The site whose
+        Otherwise the rule undoes the backoff of a loss scaler, and every step is skipped. The site whose
         parameters' gradients are not finite, the first in the backward pass, and the one before it are limited to a
         sixteenth of their scales. The host waits for the gradients, as it did to skip the step.
         """
@@ -229,7 +230,7 @@ class NativeScaling:
         self.schedule.last_update = self.schedule.step - self.options.update_every
 
     def state_dict(self) -> dict[str, Any]:
-        """All settings, the step, limits, and what is known of each site, as plain values."""
+        """All settings, the step, limits, and the state of each site, as plain values."""
         return {
             **self.options.as_plain(),
             "native": True,
@@ -240,9 +241,9 @@ class NativeScaling:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was saved; a state that is refused leaves everything as it was.
+        """Resume from a saved state; a refused state changes nothing.
 
-        Raises TypeError for what is not a mapping, ValueError for one of other settings or of another model.
+        Raises TypeError for anything but a mapping, ValueError for one of other settings or of another model.
         """
         require_mapping("state", state, "what state_dict() returns")
         mine = {**self.options.as_plain(), "native": True}
@@ -277,7 +278,7 @@ class NativeScaling:
             self._leaves = {id(leaf): (leaf, names) for leaf, names in leaves}
 
     def _choose(self, factor: Factor, came: list[Tensor], log2: Power) -> Power:
-        """log2 of a site's factor. Gradients that are zero everywhere or not finite leave the last one."""
+        """log2 of a site's factor. Gradients that are all zero or not finite keep the last one."""
         schedule, constants = self.schedule, self._constants
         state = self.states.setdefault((factor.site, "error"), SiteState())
         state.last_step = schedule.step
@@ -299,7 +300,7 @@ class NativeScaling:
         kept = state.factor(0, device) if device == state.moments.device else state.factors_on_host[0]
         out = constants.new_scale(device) if is_read else torch.empty(1, dtype=torch.int64, device=device)
         limit = self.limits.get(factor.site, NEVER)
-        rows = min(factor.rows, 2**HEADROOM)  # a larger sum of equal signs is less likely than small gradients are
+        rows = min(factor.rows, 2**HEADROOM)  # a larger sum of equal signs is rarer than small gradients
         on_device(
             self._kernel,
             constants.tensor(torch.int64, device, log2) if isinstance(log2, int) else on(log2, device),
@@ -332,7 +333,7 @@ class NativeScaling:
 
 
 def native_rule(rule: LayerRule | str) -> LayerRule:
-    """The rule of a native training. Raises ValueError for one that measures what only an emulation shows it."""
+    """The rule of a native training. Raises ValueError for one that measures gradients before they are rounded."""
     rule = as_layer_rule(rule)
     if not rule.predicts or rule.forms_products:
         raise ValueError(

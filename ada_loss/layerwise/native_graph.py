@@ -1,4 +1,4 @@
-"""The plan of a native backward pass: at which nodes of a loss's graph gradients get factors, meet and become true.
+"""The plan of a native backward pass: the nodes of a loss's graph that multiply, join and unscale gradients.
 
 A node of autograd's graph has slots, where gradients arrive. Each slot belongs to a cell, the power of two that
 gradients there carry. A plan holds no tensor but the parameters, which it needs by identity.
@@ -41,9 +41,9 @@ REENTRANT = "CheckpointFunctionBackward"
 
 @dataclass(eq=False, slots=True)
 class Cell:
-    """The power of two that some gradients carry in the running pass; None until one of them is known.
+    """The power of two that some gradients carry in the running pass; None until one of them arrives.
 
-    sites: those whose factors it has passed last, one on each branch; none for the true gradient before any factor.
+    sites: the last sites that multiplied it, one on each branch; empty for the true gradient before any factor.
     """
 
     sites: frozenset[str] = frozenset()
@@ -57,7 +57,7 @@ Arrivals = dict[tuple[str, int], dict[int, Cell]]
 
 @dataclass(eq=False, slots=True)
 class Meeting:
-    """A slot whose producers carry different cells. Their parts are held until the last one of this pass has come."""
+    """A slot whose producers carry different cells. Parts are held until the last one of this pass arrives."""
 
     cell: Cell
     expected: int = 0
@@ -69,9 +69,9 @@ class Factor:
     """A site where a gradient is multiplied.
 
     parameter: the operand that it meets, if that is a parameter through views and casts.
-    terms: how many products are added up to one element of the result.
-    is_wide: whether the gradient arrives in a wider dtype than the half one, and may be beyond the range of that.
-    rows: how many elements of the gradient are added up to one of a bias's; 0 without a bias.
+    terms: how many products add up to one element of the result.
+    is_wide: whether the gradient arrives in a dtype wider than half, and may exceed its range.
+    rows: how many elements of the gradient add up to one of the bias's; 0 without a bias.
     """
 
     site: str
@@ -83,7 +83,7 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A node before which gradients are brought to the cell `out`. slots: the cells in which they arrive."""
+    """A node whose incoming gradients are brought to the cell `out`. slots: the cells in which they arrive."""
 
     node: Node
     slots: dict[int, Cell]
@@ -93,7 +93,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """A node after which gradients are divided (where the edge ends at a leaf) or held."""
+    """A node whose outgoing gradients are divided (at an edge to a leaf) or held."""
 
     node: Node
     cell: Cell
@@ -102,7 +102,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that is hooked in a graph, in the order of the backward pass."""
+    """All hooks of a graph, in the order of the backward pass."""
 
     root: Node
     cells: list[Cell]
@@ -123,7 +123,7 @@ def plan_of(
     """Plan the backward pass that begins at `root`.
 
     names: of parameters, by id. half: the dtype whose range gradients are to fit. ones: sites whose factor is 1.
-    Raises NotImplementedError for a reentrant checkpoint, whose inner backward pass no hook of this graph sees.
+    Raises NotImplementedError for a reentrant checkpoint, whose inner backward pass escapes the hooks of this graph.
     """
     edges, arriving = _edges_of(root)
     has_half = any(half in slot_dtypes(node) for node in edges)
@@ -191,7 +191,7 @@ def plan_of(
 
 
 def _edges_of(root: Node) -> tuple[dict[Node, tuple[tuple[Node, int], ...]], dict[Node, int]]:
-    """The edges of every node that can be reached, and how many edges arrive at each."""
+    """The edges of every reachable node, and the number of edges that arrive at each."""
     # Every node is kept in `edges`: torch makes a new Python object for a node that nobody holds.
     edges: dict[Node, tuple[tuple[Node, int], ...]] = {}
     arriving: dict[Node, int] = defaultdict(int)
@@ -209,7 +209,7 @@ def _edges_of(root: Node) -> tuple[dict[Node, tuple[tuple[Node, int], ...]], dic
 
 
 def parameter_behind(node: Node | None) -> Tensor | None:
-    """The leaf behind views and casts. Saved tensors are not read: a checkpoint allows that once."""
+    """The leaf behind views and casts. Saved tensors are not read: a checkpoint allows only one read."""
     while node is not None and not hasattr(node, "variable"):
         if node.name() not in PASSED:
             return None

@@ -1,24 +1,44 @@
-"""What a native backward pass does at the nodes of its plan: multiply, hold where branches meet, divide at leaves."""
+"""What a native backward pass does at the nodes of its plan: multiply, hold where branches meet, divide at leaves.
+
+`Checks` refuses, or warns once of, what scaling of layers cannot make right while a pass runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ada_loss.layerwise.native_checks import Checks, written
-from ada_loss.layerwise.native_graph import Arrivals, Cell, Entry, Exit, Factor, Gradients, Meeting, Plan, plan_of
+from ada_loss.layerwise.native_graph import (
+    INSIDE,
+    Arrivals,
+    Cell,
+    Entry,
+    Exit,
+    Factor,
+    Gradients,
+    Meeting,
+    Node,
+    Plan,
+    plan_of,
+)
 from ada_loss.layerwise.native_observed import watch_sent
 from ada_loss.layerwise.native_powers import Power, Ratio, aligned, from_to, meet, times
 from fpsim.scaling import (
     call_at_the_end_of_backward,
+    calls_of_backward,
     current_graph_task,
     current_node,
     edge_of,
+    graph_tasks_so_far,
     key_of,
+    slot_shapes,
     take_float32_gradients,
+    version_of,
     will_run,
 )
 
@@ -27,22 +47,23 @@ __all__ = ["NativePass"]
 Choose = Callable[[Factor, list[Tensor], Power], Power]
 Observe = Callable[[Factor, Tensor, Power], None]
 Leaves = list[tuple[Tensor, frozenset[str]]]
+MODULE_HOOK = "BackwardHookFunctionBackward"
 
 
 class NativePass:
-    """Carries powers of two through the backward passes of losses, and gives every leaf its true gradient.
+    """Carry powers of two through the backward passes of losses, and divide them out at every leaf.
 
-    The gradient of a leaf equals the one of a plain pass bit for bit where no number leaves the range of its dtype. A
-    leaf of `half` gets a float32 gradient.
+    The gradient of a leaf equals that of a plain pass bit for bit if no number leaves the range of its dtype. A leaf of
+    `half` gets a float32 gradient.
 
     names: of parameters, by id, for sites; it may change between losses. half: the dtype to fit.
-    choose: is given a site, the gradients that arrive there, and log2 of what they carry; returns log2 of their factor.
-    needs_half: whether a loss is refused in whose graph no gradient is half.
-    on_begin: is called as a pass begins, with its sites in order, its leaves with the sites that they depend on, and
+    choose: takes a site, the gradients that arrive there, and log2 of the power they carry; returns log2 of the factor.
+    needs_half: whether to refuse a loss whose graph has no half gradient.
+    on_begin: called as a pass begins, with its sites in order, its leaves with the sites that they depend on, and
         whether these are all.
     """
 
-    running: ClassVar[set[int]] = set()  # graph tasks in which a scaled loss began, whichever scaler's: no two meet
+    running: ClassVar[set[int]] = set()  # graph tasks of scaled losses of all scalers: no two may meet
 
     def __init__(
         self,
@@ -58,15 +79,15 @@ class NativePass:
         self._arrivals: Arrivals = {}  # of the last pass; powers and no tensors of the graph
 
     def scale(self, loss: Tensor, ones: Collection[str] = frozenset(), observe: Observe | None = None) -> Tensor:
-        """A copy of `loss` (any shape) whose backward pass is hooked.
+        """Copy `loss` (any shape) and hook the backward pass of the copy.
 
         Raises NotImplementedError for a reentrant checkpoint, TypeError for a half leaf with a half gradient, a loss
-        that requires no gradient, and, if asked for, one without a half gradient in its graph. Its backward raises
-        NotImplementedError with create_graph=True and where other code than autograd writes a parameter's gradient,
-        RuntimeError if two scaled losses meet in it, or one that is not scaled meets one that is.
+        that requires no gradient, and, with `needs_half`, one without a half gradient in its graph. Its backward raises
+        NotImplementedError with create_graph=True and if other code than autograd writes a parameter's gradient,
+        RuntimeError if two scaled losses, or a scaled and an unscaled one, meet in it.
 
         ones: sites whose factor is known to be 1, which need no hook.
-        observe: is told of what each product sends on, in float32 before it is rounded, and log2 of what that carries.
+        observe: called with a product's factor, the gradient it sends on (float32, unrounded), and log2 of its power.
         """
         if not loss.requires_grad:
             raise TypeError("Got a loss that requires no gradient. Expected: the loss of a forward pass, not detached.")
@@ -90,7 +111,7 @@ class NativePass:
         return loss
 
     def power_at(self, tensor: Tensor) -> Power | None:
-        """log2 of what the gradient of a tensor carried in the last pass; None where no gradient of it arrived."""
+        """log2 of the power that a tensor's gradient carried in the last pass; None if it had no gradient there."""
         node, nr = edge_of(tensor)
         if node is None:
             return 0
@@ -99,7 +120,7 @@ class NativePass:
 
     def _hook(self, plan: Plan, is_whole: bool, observe: Observe | None) -> None:
         task = _Task()
-        # Not the plan, which has the root: a node that a hook of its own holds is never freed.
+        # Do not capture the plan, which holds the root: a node held by its own hook is never freed.
         cells, meetings, carried, sites, leaves = plan.cells, plan.meetings, plan.carried, plan.sites, plan.leaves
         arrivals = plan.arrivals
 
@@ -129,7 +150,7 @@ class NativePass:
                 if [*written(leaf)] != before:
                     self.checks.refuse_written(leaf)
 
-        # No hook but that of the root holds a node, and the root meets nothing: else a node would keep itself alive.
+        # Only the root's hook holds a node, and the root is no meeting: otherwise a node would keep itself alive.
         plan.root.register_prehook(begin)  # before any other hook of the root
         for entry in plan.entries:
             entry.node.register_prehook(self._entering(task, entry))
@@ -193,9 +214,9 @@ class NativePass:
 
 
 class _Task:
-    """The graph task of one loss; hooks are inert in all others.
+    """The graph task of one loss; its hooks do nothing in other tasks.
 
-    undelivered: leaves with carried gradients that no hook has divided yet, and what their `.grad` was before the pass.
+    undelivered: leaves with carried gradients that no hook has divided yet, and their `.grad` before the pass.
     """
 
     number = -2
@@ -210,7 +231,7 @@ def _known(cell: Cell) -> Power:
 
 
 def _gather(meeting: Meeting, g: Tensor | None, log2: Power) -> Tensor | None:
-    """Hold what comes; at the last part return the sum of all."""
+    """Hold a part of the sum; return the sum with the last part."""
     meeting.held.append((g, log2))
     if len(meeting.held) < meeting.expected:
         return None
@@ -221,3 +242,143 @@ def _gather(meeting: Meeting, g: Tensor | None, log2: Power) -> Tensor | None:
         return None
     total, meeting.cell.log2 = meet(parts)
     return total
+
+
+class Checks:
+    """Look for code that would see gradients times the scale of a layer, and remember the nodes that were checked.
+
+    names: of parameters, by id. parameters: returns those that a pass may write to besides the leaves of its graph.
+    """
+
+    def __init__(self) -> None:
+        self.names: Mapping[int, str] = {}
+        self.parameters: Callable[[], Iterable[Tensor]] = tuple
+        self._seen: set[tuple[str, int]] = set()  # Functions by kind and number that wrote no gradient
+        self._warned: set[str] = set()
+
+    def look_at(self, plan: Plan, is_ours: Callable[[], bool]) -> None:
+        """Warn of problems that the plan's graph alone shows, and hook Functions that were not seen before.
+
+        is_ours: whether the running graph task is the pass of the plan.
+        """
+        count: dict[str, int] = {}
+        for node, slots in plan.functions:
+            kind = node.name()
+            if kind == MODULE_HOOK:
+                self._warn(
+                    kind,
+                    "A module has a full backward hook, which sees gradients times the scale of their layer. "
+                    "scaler.layers.true_grad(tensor, gradient) divides that of a tensor; parameters have true ones.",
+                )
+            elif not kind.startswith(INSIDE) and _may_add_a_constant(node, slots):
+                self._warn(
+                    kind,
+                    f"{kind} sends a gradient to a single number, as a Function does that adds the constant gradient "
+                    f"of an auxiliary loss, and a constant would be divided by the scale of its layer. Add the "
+                    f"auxiliary loss to the loss: scaler.scale(loss + auxiliary).",
+                )
+            count[kind] = number = count.get(kind, 0) + 1
+            if (kind, number) not in self._seen:
+                self._watch(node, (kind, number), [leaf for leaf, _ in plan.leaves], is_ours)
+
+    def look_at_call(self, root: Node, arrivals: Arrivals) -> None:
+        """Compare the arguments of `backward` or `grad` with the graph of the scaled loss.
+
+        root: the node of the scaled loss, which is running. arrivals: the powers that gradients in its graph carry.
+        Raises RuntimeError if the gradient of another loss enters that graph.
+        """
+        for outputs, inputs in calls_of_backward():
+            roots = [edge_of(x)[0] for x in outputs]
+            if len(roots) == 1 and roots[0] is root:
+                others: list[tuple[Node, int]] = []
+            else:
+                found = [*_entered(roots, arrivals)]
+                if not any(child is root for child, _ in found):
+                    continue  # the call of another thread
+                others = [(child, nr) for child, nr in found if child is not root]
+            for child, nr in others:
+                if _is_carried(arrivals, child, nr):
+                    raise RuntimeError(
+                        f"Got a loss that is not scaled in the backward pass of a scaled one: its gradient enters at "
+                        f"{child.name()}, where others carry the scale of a layer. Expected: the scale of the sum, "
+                        f"scaler.scale(a + b) in the place of scaler.scale(a) + b."
+                    )
+            if any(node is not None and _is_carried(arrivals, node, nr) for node, nr in map(edge_of, inputs)):
+                self._warn(
+                    "inputs",
+                    "The gradient of a hidden tensor was asked for, which has the scale of its layer. "
+                    "scaler.layers.true_grad(tensor, gradient) divides by it; parameters have true gradients.",
+                )
+            return
+
+    def refuse_written(self, leaf: Tensor, by: str = "other code than autograd") -> None:
+        """Raise NotImplementedError for a gradient that no hook has divided."""
+        raise NotImplementedError(
+            f"The gradient of {self.names.get(id(leaf), 'a parameter')} was written by {by}, as fused weight gradients "
+            f"are, or by a backward pass within a Function's backward, and has the scale of its layer. Turn that off, "
+            f"or let the Function return the gradient (torch.autograd.grad, not backward)."
+        )
+
+    def _watch(self, node: Node, key: tuple[str, int], leaves: Iterable[Tensor], is_ours: Callable[[], bool]) -> None:
+        every = {id(leaf): leaf for leaf in (*leaves, *self.parameters())}
+        before: list[tuple[Tensor, tuple[int, int]]] = []
+        begun = 0
+
+        def keep(gradients: Gradients) -> None:
+            nonlocal begun
+            device = next((g.device for g in gradients if g is not None), None)
+            if is_ours():  # only one thread runs the nodes of a device
+                before[:] = [(leaf, written(leaf)) for leaf in every.values() if leaf.device == device]
+                begun = graph_tasks_so_far()
+
+        def compare(sent: Gradients, _: Gradients) -> None:
+            if not is_ours():
+                return
+            # Without a backward pass inside, what was written is true: FSDP2 reduces gradients in such a Function.
+            has_passes = graph_tasks_so_far() > begun + 1
+            for leaf, was in before:
+                if has_passes and written(leaf) != was:
+                    self.refuse_written(leaf, f"other code than autograd, in {key[0]}")
+            before.clear()
+            self._seen.add(key)
+
+        node.register_prehook(keep)
+        node.register_hook(compare)
+
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, stacklevel=2)
+
+
+def written(leaf: Tensor) -> tuple[int, int]:
+    """Identity and version of the gradient of a leaf."""
+    return (0, 0) if leaf.grad is None else (id(leaf.grad), version_of(leaf.grad))
+
+
+def _may_add_a_constant(node: Node, slots: Collection[int]) -> bool:
+    own = slot_shapes(node)
+    if any(math.prod(own[nr]) == 1 for nr in slots):
+        return False
+    edges = ((child, nr) for child, nr in node.next_functions if child is not None and not hasattr(child, "variable"))
+    return any(math.prod(slot_shapes(child)[nr]) == 1 for child, nr in edges)
+
+
+def _entered(roots: Iterable[Node | None], arrivals: Arrivals) -> Iterator[tuple[Node, int]]:
+    """The slots at which the graph above enters the planned graph, leaves excepted."""
+    waiting = [(root, 0) for root in roots if root is not None]
+    above: set[Node] = set()
+    while waiting:
+        node, nr = waiting.pop()
+        if hasattr(node, "variable"):
+            continue
+        if key_of(node) in arrivals:
+            yield node, nr
+        elif node not in above:
+            above.add(node)
+            waiting += [(child, nr) for child, nr in node.next_functions if child is not None]
+
+
+def _is_carried(arrivals: Arrivals, node: Node, nr: int) -> bool:
+    slots = arrivals.get(key_of(node))
+    return slots is not None and nr in slots and bool(slots[nr].sites)

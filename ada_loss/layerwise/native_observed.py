@@ -1,4 +1,4 @@
-"""What a native product sends on, before it is rounded: recomputed in float32 for an observer, in its steps alone."""
+"""The gradient a native product sends on, before rounding: recomputed in float32 in an observer's steps only."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fpsim.scaling import slot_shapes, sum_sent_by_convolution
 __all__ = ["watch_sent"]
 
 CAST = "ToCopyBackward0"
-TURNS = ("TBackward0", CAST)  # what a weight may be behind to be found as the product had it
+TURNS = ("TBackward0", CAST)  # nodes behind which a weight is still found as it was multiplied
 
 
 def watch_sent(
     node: Node, half: torch.dtype, tell: Callable[[Tensor], None], is_wanted: Callable[[], bool] = lambda: True
 ) -> None:
-    """Have `tell` called in each backward pass with what a product sends on, in float32 before it is rounded.
+    """Call `tell` in each backward pass with the gradient that a product sends on, in float32 before rounding.
 
-    Nothing is told of a node for which `_sent_by` finds nothing, and of passes in which `is_wanted` is false. To be
-    called behind other hooks that change what arrives. tell, is_wanted: hold no node.
+    Nodes for which `_sent_by` returns None, and passes in which `is_wanted` is false, are skipped. Register this after
+    other hooks that change the incoming gradient. tell, is_wanted: must not hold a node.
     """
     sent = _sent_by(node, half)
     arrived: list[Tensor | None] = []
@@ -42,11 +42,11 @@ def watch_sent(
 
 
 def _sent_by(node: Node, half: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """A function from the gradient that arrives at a product to the one that it sends on, both in float32.
+    """A function from a product's incoming gradient to the gradient it sends on, both in float32.
 
-    The other operand is the parameter, rounded to `half` as autocast does. None for a node whose other operand is not
-    one: its saved tensors are not read, which a checkpoint allows once; nor is what a compiled region computes known.
-    The function does not hold the node, of which it becomes a hook: else the graph would never be freed.
+    The other operand is the parameter, rounded to `half` as autocast does. None if it is not a parameter: saved tensors
+    are not read, as a checkpoint allows only one read; and a compiled region's computation is unknown.
+    The function becomes a hook of the node and must not hold it, or the graph would never be freed.
     """
     edges = node.next_functions
     kind = node.name()

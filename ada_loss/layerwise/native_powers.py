@@ -1,4 +1,4 @@
-"""Powers of two that gradients carry: numbers of the host, or tensors where a card would have to be waited for."""
+"""Powers of two that gradients carry: host numbers, or tensors where the host would have to wait for a card."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["HALF", "HEADROOM", "Power", "Ratio", "aligned", "from_to", "largest"
 
 # log2 of a power of two: a number, or (1,) int64 on the device of the gradients that carry it
 Power = int | Tensor
-# what a gradient is multiplied by: the exponent as a number, or the factor itself, (1,) float32 on its device
+# the multiplier of a gradient: its exponent as a number, or the factor itself, (1,) float32 on its device
 Ratio = int | Tensor
 HEADROOM = 10  # powers of two that a sum of branches leaves to the products and weight gradients behind it
 HALF = torch.float16
 
 
 def on(power: Power, device: torch.device) -> Tensor:
-    """The exponent as a tensor of the device; a number is filled in there, which nothing waits for."""
+    """The exponent as a tensor on the device; a number is filled in there, without waiting."""
     if isinstance(power, Tensor):
         return power.to(device, non_blocking=True)
     return torch.full((1,), power, dtype=torch.int64, device=device)
 
 
 def largest(powers: Sequence[Power], device: torch.device) -> Power:
-    """The largest one, as a tensor if one of them is."""
+    """The largest power, as a tensor if one of them is."""
     numbers = [power for power in powers if isinstance(power, int)]
     result: Power | None = max(numbers, default=None)
     for power in powers:
@@ -39,7 +39,7 @@ def largest(powers: Sequence[Power], device: torch.device) -> Power:
 
 
 def from_to(came: Power, goes: Power, device: torch.device) -> Ratio:
-    """What brings a gradient that carries one power to the other; the number 0 where these are the same."""
+    """The ratio from the power `came` to the power `goes`; the number 0 if they are the same."""
     if came is goes:
         return 0
     if isinstance(came, int) and isinstance(goes, int):
@@ -50,7 +50,7 @@ def from_to(came: Power, goes: Power, device: torch.device) -> Ratio:
 
 
 def times(g: Tensor, ratio: Ratio) -> Tensor:
-    """The gradient times the ratio, rounded once, in its dtype; itself where that is the number 0."""
+    """The gradient times the ratio, rounded once, in its dtype; itself if the ratio is the number 0."""
     if isinstance(ratio, Tensor):
         if g.dtype is not HALF:
             return g * ratio.to(g.device, non_blocking=True).view(())
@@ -71,9 +71,9 @@ ROOM = torch.finfo(HALF).max / 2.0**HEADROOM
 
 
 def aligned(gradients: Iterable[Tensor | None], came: dict[int, Power]) -> tuple[list[Tensor | None], Power]:
-    """The gradients of a node's results at one power of two.
+    """Bring the gradients of a node's results to one power of two, and return it too.
 
-    It is the largest of theirs at which each float16 gradient keeps its headroom. came: by the place of the gradient.
+    The largest of theirs at which each float16 gradient keeps its headroom. came: by the index of the gradient.
     """
     result, powers = [*gradients], [*came.values()]
     first = powers[0]
@@ -102,9 +102,9 @@ def aligned(gradients: Iterable[Tensor | None], came: dict[int, Power]) -> tuple
 
 
 def meet(parts: Sequence[tuple[Tensor, Power]]) -> tuple[Tensor, Power]:
-    """The sum of gradients, in their dtype, at the largest of their powers of two at which it keeps its headroom.
+    """Add gradients, in their dtype, at the largest of their powers of two at which the sum keeps its headroom.
 
-    parts: each gradient and what it carries; they are added in float32, or in their dtype if that is wider.
+    parts: each gradient and its power; they are added in float32, or in their dtype if that is wider.
     """
     g, top = parts[0]
     is_half, device = g.dtype is HALF, g.device

@@ -1,4 +1,4 @@
-"""At which scale a gradient is rounded, and which scale it passes on: decided where the numbers are.
+"""Kernels that choose the scale of a gradient, and the scale that it passes on, on the gradient's device.
 
 Each kernel is a function over small arrays. It runs in Python for a gradient on the CPU, and is compiled as a CUDA
 kernel of one thread for a gradient on a GPU, so that no number is copied to the host. Kernels share these arguments:
@@ -60,7 +60,7 @@ __all__ = [
 
 
 class SiteMode(IntEnum):
-    """What a site does in a step that chooses scales. From REUSE on, the scales of its consumers give its own."""
+    """Mode of a site in a step that chooses scales. From REUSE on, its scale follows from its consumers' scales."""
 
     HOLD = 0  # it is rounded at its held scale, and its products reuse their factors
     REUSE = 1  # factors are those of an earlier step
@@ -72,7 +72,7 @@ HOLD, REUSE, IF_UNKNOWN, RECOMPUTE = SiteMode  # for speed: Python 3.11 takes 60
 
 
 class Limits(NamedTuple):
-    """What bounds the scale of a gradient in one format and container."""
+    """Bounds of a gradient's scale in one format and container."""
 
     u_min: float  # rules keep gradients above this magnitude
     u_max: float  # the format's largest magnitude
@@ -84,7 +84,7 @@ class Limits(NamedTuple):
 
 
 U_MIN, U_MAX, LOWEST, HIGHEST, FACTOR_BOUND, SCALE_BOUND, LOST_EXPONENT = range(len(Limits._fields))
-# What a recorder is told: the factor that the rule asked for, what the bounds left of it, the exponent of its power
+# Fields for a recorder: the factor that the rule asked for, this factor within its bounds, the exponent of its power
 # of two, the requested log2_scale, and the one at which the gradient was rounded.
 CHOSEN = range(5)
 UNBOUND, BOUND, POWER_OF_TWO, REQUESTED, FINAL = CHOSEN
@@ -105,12 +105,12 @@ def pass_scale_on(log2_scale, moments, limits, out, chosen):
 
 
 def retain_last_informative(requested, held, moments, out):
-    """The scale to hold for the next steps: a gradient of zeros, or one that is not finite, leaves the last one."""
+    """Write the scale to hold: the requested one, or the last one if the gradient is all zero or not finite."""
     out[0] = requested[0] if 0.0 < moments[AMAX] < math.inf else held[0]
 
 
 def _measured(k, log2_scale, limits, chosen):
-    """The scale that a rule measured, or the largest one that its user allows."""
+    """The scale that a rule measured, at most the bound that the user set."""
     if limits[SCALE_BOUND] < math.inf:
         k = min(k, floor_log2(limits[SCALE_BOUND]))
     chosen[POWER_OF_TWO] = k - log2_scale[0]
@@ -118,7 +118,7 @@ def _measured(k, log2_scale, limits, chosen):
 
 
 def keep_what_is_not_finite(before, after):
-    """Let the moments of a rounded gradient say that it was not finite: a format that saturates shows no inf."""
+    """Mark the moments of a rounded gradient as not finite if it was: a format that saturates has no inf."""
     if not before[AMAX] < math.inf:
         after[AMAX] = math.inf
 
@@ -135,7 +135,7 @@ def scale_to_max(log2_scale, moments, limits, margin, out, chosen):
 def delayed_scaling(log2_scale, moments, limits, margin, history, out, chosen):
     """Scale the largest amax of the past steps to just below the maximum; then add this step's to `history`.
 
-    A history of zeros tells nothing: this step's own amax takes its place.
+    If the history is all zero, this step's own amax is used.
     """
     largest = 0.0
     for i in range(len(history)):
@@ -152,7 +152,7 @@ def delayed_scaling(log2_scale, moments, limits, margin, history, out, chosen):
 
 
 def smallest_sufficient_scale(log2_scale, moments, limits, bins, first, share, out, chosen):
-    """The smallest scale, 1 or more, at which at most `share` of the elements underflows.
+    """Choose the smallest scale, 1 or more, at which at most `share` of the elements underflows.
 
     bins, first: from `binades`: the elements counted by exponent, and the exponent of the first count. A power of two
         ends its binade where rounding loses it, and begins it elsewhere.
@@ -163,9 +163,9 @@ def smallest_sufficient_scale(log2_scale, moments, limits, bins, first, share, o
 
 
 def least_error_scale(log2_scale, moments, limits, errors, out, chosen):
-    """Of the scales from the one that fits on, the one of least squared error, the smaller of two equal ones.
+    """Choose the scale of least squared error among the fitting one and larger ones; the smaller of two equals.
 
-    errors: of each, the first at the scale in `out`; not finite where a number overflowed.
+    errors: of each scale, beginning at the one in `out`; not finite where a number overflowed.
     """
     best, k = 0, out[0]
     for i in range(1, len(errors)):
@@ -180,17 +180,17 @@ def least_error_scale(log2_scale, moments, limits, errors, out, chosen):
 
 
 def meeting_scale(amaxima, log2_scales, limits, out):
-    """The scale of a sum of branches, each rounded at its own scale: the choice of Zhao et al."""
+    """Choose the scale of a sum of branches, each rounded at its own scale, as Zhao et al. do."""
     out[0] = branch_exponent(amaxima, log2_scales, limits[U_MAX])
 
 
 @cache
 def factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
-    """The kernel that scales what a product passes on: the scale of its gradient times a factor of `formula`.
+    """Make the kernel that chooses the scale a product passes on: its gradient's scale times a factor of `formula`.
 
-    mode: (1,) int64, a SiteMode, which says whether the factor is computed or the one of an earlier step.
-    factor: (1,) float64; 0 is a factor that is not known yet, and scales by 1. It stays as it was where the gradient
-    or the other operand is zero everywhere or not finite, for neither tells anything.
+    mode: (1,) int64, a SiteMode: whether the factor is computed or reused from an earlier step.
+    factor: (1,) float64; 0 is an unknown factor, and scales by 1. It is kept if the gradient or the other operand is
+    all zero or not finite, and so has no usable statistics.
     p: the rule's parameters.
     """
 
@@ -212,15 +212,15 @@ def factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
 
 @cache
 def carried_factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
-    """The kernel that chooses by what power of two a carried gradient is multiplied, in `out`.
+    """Make the kernel that chooses the power of two by which a carried gradient is multiplied, in `out`.
 
-    Here the gradient's moments are those of what it carries, so that the scale 1 is the formula's unit, and log2_scale
-    says what it carries. The rest is as in `factor_kernel`, but for these:
+    The moments are those of the carried gradient, so that the formula's unit is 1, and log2_scale is the power that it
+    carries. The rest is as in `factor_kernel`, except for:
 
     room: (4,) float64: the largest magnitude that a sum of the product's terms may reach, 0 for any; whether the
         gradient itself must not exceed it; log2 of the largest scale, of a site that overflowed; how many elements of
-        the gradient are added up otherwise, for a bias.
-    factor: a power of two that has room. It stays as it was where the gradient is zero everywhere or not finite.
+        the gradient are added up for a bias.
+    factor: a power of two within that room. It is kept if the gradient is all zero or not finite.
     """
 
     def choose_carried(log2_scale, g, w, terms, limits, p, mode, room, factor, out, chosen):
@@ -259,15 +259,15 @@ NORMAL = 126  # 2**-126 to 2**126 are normal numbers of float32
 def quotient(goes, came, out):
     """The factor 2**(goes - came).
 
-    Scales are kept to those at which float32 has the true gradient, so what is cut off here rounds to zero anyway.
+    Scales are limited to those at which float32 holds the true gradient: beyond the clamp it rounds to zero anyway.
     """
     out[0] = math.ldexp(1.0, min(max(goes[0] - came[0], -NORMAL), NORMAL))
 
 
 def with_headroom(top, power, moments, limit, out):
-    """The power `top`, or less, so that a gradient which carries `power` stays below the limit.
+    """Lower the power `top` until a gradient that carries `power` stays below the limit.
 
-    A gradient that is beyond the limit already is not brought further down than it is.
+    A gradient that already exceeds the limit keeps its power.
     """
     out[0] = top[0]
     if 0.0 < moments[AMAX] < math.inf:
@@ -275,7 +275,7 @@ def with_headroom(top, power, moments, limit, out):
 
 
 def sum_with_headroom(top, moments, limit, out):
-    """The power of a sum that carries `top`: that, or less, so that the sum stays below the limit."""
+    """Lower the power `top` of a sum until the sum stays below the limit."""
     out[0] = top[0]
     if 0.0 < moments[AMAX] < math.inf:
         out[0] = top[0] + min(fitting_log2_scale(moments[AMAX], limit[0]), 0)

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ada_loss.layerwise.engine import Engine, Observed
-from ada_loss.layerwise.options import Options
-from ada_loss.layerwise.saved import check_progress, check_sites
+from ada_loss.layerwise.options import Options, check_progress, check_sites
 from ada_loss.rules.layer import LayerRule, as_layer_rule
 from ada_loss.transforms import AdaLossTransform, AdaLossTransformCast
 from fpsim.checks import require_iterable, require_mapping, require_word, shown
@@ -22,26 +21,26 @@ __all__ = ["AdaLossScaled"]
 
 
 class AdaLossScaled:
-    """Adaptive gradient scaling of a quantised model: each layer's gradient is rounded at a scale of its own.
+    """Adaptive gradient scaling of a quantised model: each layer's gradient is rounded at its own scale.
 
     Attaches to `model`, which is trained as before: gradients keep their true size, so the optimizer, clipping and a
-    loss scaler need not know. `detach()`, or the end of a `with` block, leaves the model as it was. A copy of the model
-    is not scaled.
+    loss scaler are unaffected. `detach()`, or the end of a `with` block, restores the model. A copy of the model is not
+    scaled.
 
     The method is that of Zhao, Vogel, Ahmed, Luk, IJCAI 2020. At a matrix product the incoming gradient, rounded at
-    scale S, and the other operand give the power of two by which the outgoing gradient is scaled: few of its elements
+    scale S, and the other operand determine the power of two by which the outgoing gradient is scaled: few elements
     underflow and none overflows. `x * parameter` (a layer scale, the weight of a normalisation that is written by hand)
-    is a product of one term. Other operations pass S on, and parameters' gradients are rounded at S. So a branch that a
-    number of 1e-6 multiplies, or a gate that the model computes, is scaled by `rule="current"` or an `init_scale`, not
-    by the default; where every gradient of a result underflows in the first step, a warning says so. In every step a
-    scale at which a gradient would overflow is lowered until it fits. A gradient that holds inf or NaN is passed
+    is a product of one term. Other operations pass S on, and parameters' gradients are rounded at S. So a branch
+    multiplied by a number such as 1e-6, or a gate that the model computes, needs `rule="current"` or an `init_scale`
+    instead of the default; if every gradient of a result underflows in the first step, a warning says so. In every step
+    a scale at which a gradient would overflow is lowered until it fits. A gradient that holds inf or NaN is passed
     through at scale 1; guard the step with a scaler (`GradScaler("static", ...)`) where that may happen.
 
     Gradients in formats of at most 6 bits are rounded stochastically under "approx_range" and "current", unless the
     policy names a rounding: to nearest, most of their elements become zero at any scale. Blocks that share scales, and
     gradients in wider formats, keep the policy's rounding.
 
-    What is ours and not the original's: any format, any operation and any model (the original is for fp16 and for a
+    Differences from the original: any format, any operation and any model (the original is for fp16 and for a
     list of layers); factors at gates; scales without bounds (`approx_range` with `bound="worst_case"` has the
     original's on sums of products); bounds, where they are given, on every rule that predicts and on casts (the
     original bounds "approx_range" alone); `branches="exact"`; lowering a scale until the gradient fits, also between
@@ -58,9 +57,9 @@ class AdaLossScaled:
         init_scale: the scale of gradients that enter the model, a power of two. A rule that measures takes another than
             1 with `transforms` only, for the modules that they leave out.
         rule: how a scale is chosen: a `LayerRule`, or a name: "approx_range", "abs_range", "element_wise_range" and
-            "fixed" predict what a product gives; "exact", "current", "amax_history" and "mse" measure each tensor where
+            "fixed" predict a product's result; "exact", "current", "amax_history" and "mse" measure each tensor where
             it is rounded.
-        update_every: scales are chosen in each n-th step, a step being a backward pass, and held in between, each site
+        update_every: scales are chosen in every n-th step, a step being a backward pass, and held in between, each site
             its own. Where a gradient is zero or not finite the last scale stays, or the next step chooses the first. A
             gradient that overflows between updates, more than 16 times as large as in the step before, may have been
             rounded once already when its scale is lowered. A rule that measures does so in every step, and takes 1
@@ -72,14 +71,14 @@ class AdaLossScaled:
         branches: where the gradients of several consumers are added, "exact" rounds their sum once, at the largest of
             their scales, which is lowered until the sum fits. "original" rounds each at its own scale, and the sum at
             the scale that the original chooses; between updates it reuses factors, not scales. For rules that predict.
-        u_min: what the rules keep gradients above: "smallest", the format's smallest magnitude; "flush", the half of
-            it, where rounding flushes; "normal", the smallest with all its digits, which suits 8-bit formats; or a
+        u_min: the lower limit of gradients: "smallest", the format's smallest magnitude; "flush", the half of
+            it, where rounding flushes; "normal", the smallest normal number, which suits 8-bit formats; or a
             number that every format of a gradient holds (the original: 6e-8). "exact", which counts powers of two,
             takes the next one from that number up.
-        u_max: what the rules keep gradients below: None, the largest magnitude of each format, or a number that every
+        u_max: the upper limit of gradients: None, the largest magnitude of each format, or a number that every
             format holds (the original: 60000, then 65504). Scales are lowered until no gradient exceeds it.
-        power_of_two: True only. The original takes other factors if it is told so. Here a gradient is rounded at its
-            scale and divided by it, which is exact for powers of two alone.
+        power_of_two: True only. The original has an option for other factors. Here a gradient is rounded at its scale
+            and divided by it, which is exact for powers of two only.
 
     >>> import fpsim
     >>> model = fpsim.quantize(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)), "fp16")
@@ -151,7 +150,7 @@ class AdaLossScaled:
 
     @property
     def rule(self) -> LayerRule:
-        """How scales are chosen."""
+        """The rule that chooses scales."""
         return self._options.rule
 
     @property
@@ -161,7 +160,7 @@ class AdaLossScaled:
 
     @property
     def update_every(self) -> int:
-        """Scales are chosen in each n-th step."""
+        """The interval of steps in which scales are chosen."""
         return self._options.update_every
 
     @property
@@ -176,22 +175,22 @@ class AdaLossScaled:
 
     @property
     def branches(self) -> str:
-        """How gradients of several consumers are added, "exact" or "original"."""
+        """The mode of adding the gradients of several consumers, "exact" or "original"."""
         return self._options.branches
 
     @property
     def u_min(self) -> str | float:
-        """What the rules keep gradients above, "smallest", "flush", "normal" or a number."""
+        """The lower limit of gradients, "smallest", "flush", "normal" or a number."""
         return self._options.u_min
 
     @property
     def u_max(self) -> float | None:
-        """What the rules keep gradients below, None for each format's largest magnitude."""
+        """The upper limit of gradients, None for each format's largest magnitude."""
         return self._options.u_max
 
     @property
     def step(self) -> int:
-        """The backward passes so far."""
+        """Number of backward passes so far."""
         return self._engine.schedule.step
 
     @property
@@ -204,7 +203,7 @@ class AdaLossScaled:
         self._engine.observer = observer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output."""
+        """Call the model."""
         return self.model(*args, **kwargs)
 
     def __enter__(self) -> AdaLossScaled:
@@ -214,7 +213,7 @@ class AdaLossScaled:
     __exit__ = Exit()
 
     def leave(self) -> None:
-        """The end of its block."""
+        """Detach at the end of the `with` block."""
         self.detach()
 
     def __reduce__(self) -> Any:
@@ -228,7 +227,7 @@ class AdaLossScaled:
         return f"AdaLossScaled({type(self.model).__name__}, {', '.join(words)}, step={self.step})"
 
     def detach(self) -> nn.Module:
-        """Leave the model as it was and give it back. Graphs that were made before keep their scales."""
+        """Restore the model and return it. Graphs made before keep their scales."""
         for group in self._listeners:
             if group.scaling == self._engine.make_site:
                 _release(group)
@@ -236,11 +235,11 @@ class AdaLossScaled:
 
     @staticmethod
     def detach_from(model: nn.Module) -> None:
-        """Leave a model as it was before the AdaLossScaled that is attached to it, for one that is out of reach.
+        """Detach whichever AdaLossScaled is attached to a model, without a reference to it.
 
-        Ctrl-C between its construction and the `with` leaves one that only a traceback holds.
+        Ctrl-C between construction and `with` leaves one that only a traceback references.
 
-        Raises TypeError for what is not a module, ValueError for a model that is not quantised.
+        Raises TypeError for anything but a module, ValueError for a model that is not quantised.
         """
         for group in listeners(model):
             if _engine_of(group) is not None:
@@ -251,7 +250,7 @@ class AdaLossScaled:
 
         site: the site's name, such as "layer1.conv1:conv2d".
         role: "error" or "weight_grad".
-        Raises KeyError for a site where no gradient was rounded.
+        Raises KeyError for a site where no gradient was rounded yet.
         """
         scales = self._last_scales(role)
         if not isinstance(site, str):
@@ -276,7 +275,7 @@ class AdaLossScaled:
         return {site: s.log2_scale for (site, r), s in states.items() if r == role and s.log2_scale is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """All settings, the step, and what is known of each site, as plain values; copies numbers to the host."""
+        """All settings, the step, and the state of each site, as plain values; copies numbers to the host."""
         schedule, states = self._engine.schedule, self._engine.states
         return {
             **self._options.as_plain(),
@@ -286,13 +285,12 @@ class AdaLossScaled:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was saved.
+        """Resume from a saved state.
 
-        All of it is checked first: a state that is refused leaves everything as it was.
+        The whole state is checked first: a refused state changes nothing.
 
-        Raises TypeError for what is not a mapping; ValueError for the state of other settings or of another model, for
-        one with a value that makes no sense, and for one that does not say all settings: one that an older version
-        saved, which kept the rule alone.
+        Raises TypeError for anything but a mapping; ValueError for the state of other settings or of another model, for
+        an invalid value, and for missing settings: an older version saved the rule alone.
         """
         require_mapping("state", state, "what state_dict() returns")
         if state.get("native"):
@@ -328,13 +326,13 @@ def _release(listener: Any) -> None:
 
 
 def _engine_of(listener: Any) -> Engine | None:
-    """The engine that scales a model's gradients, if one of ours does."""
+    """The engine that scales a model's gradients, if it is one of ours."""
     engine = getattr(listener.scaling, "__self__", None)
     return engine if isinstance(engine, Engine) else None
 
 
 def _require_unscaled(registered: list[Any]) -> None:
-    """Raise ValueError where the model is scaled; take off with a warning what a lost AdaLossScaled has left."""
+    """Raise ValueError if the model is scaled; detach a lost AdaLossScaled with a warning."""
     busy = [group for group in registered if group.scaling is not None]
     engines = [_engine_of(group) for group in busy]
     if any(engine is None or engine.owner() is not None for engine in engines):
@@ -352,7 +350,7 @@ def _require_unscaled(registered: list[Any]) -> None:
 
 
 def _short(setting: Any) -> str:
-    """A setting in an error: a long list of modules by its ends."""
+    """Format a setting for an error, shortening a long list of modules."""
     text = repr(setting)
     return text if len(text) <= 80 else f"{text[:38]} ... {text[-38:]}"
 

@@ -1,7 +1,7 @@
-"""Which step a backward pass is, and what the step does: choose all scales, complete them, or hold them.
+"""Steps: count backward passes, and decide whether one chooses all scales, completes them, or holds them.
 
-A backward pass is a *graph task*: torch numbers them upwards. Each is a step of its own, but for one that a
-checkpoint runs within another.
+A backward pass is a *graph task*, numbered upwards by torch. Each is a step of its own, except one that a checkpoint
+runs within another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["BETWEEN", "COMPLETE", "UPDATE", "Schedule", "StepKind"]
 
 
 class StepKind(Enum):
-    """What a step does."""
+    """Kinds of steps."""
 
     UPDATE = "all scales are chosen"
     COMPLETE = "sites are linked: scales that are not known yet are chosen, others are held"
@@ -27,33 +27,33 @@ UPDATE, COMPLETE, BETWEEN = StepKind  # for speed: Python 3.11 takes 60 ns to lo
 
 
 class Schedule:
-    """Counts steps and knows what the current one does.
+    """Count steps, and hold the kind of the current one.
 
     update_every: every n-th step is an update.
-    holds_scales: whether scales are held between updates, and not factors alone.
-    states: those of all sites, which grow while the model trains.
+    holds_scales: whether scales are held between updates, rather than factors.
+    states: those of all sites, a mapping that grows while the model trains.
     """
 
     def __init__(self, update_every: int, holds_scales: bool, states: Mapping[Any, SiteState]) -> None:
         self.step = 0
         self.kind = UPDATE
         self.last_update = -update_every  # the step from which the next update is counted
-        self.is_all_known: bool | None = None  # whether all scales are; None where that is to be found out
+        self.is_all_known: bool | None = None  # whether all scales are; None if not checked yet
         self._graph_task = -1  # of the current step
         self._update_every, self._holds_scales, self._states = update_every, holds_scales, states
         self._roots: dict[int, int] = {}  # of graph tasks within the current step
 
     def load(self, step: int, last_update: int) -> None:
-        """Go on from a saved step."""
+        """Resume from a saved step."""
         self.step, self.last_update = step, last_update
         self.is_all_known = None
 
     def links_sites(self, graph_task: int) -> bool:
-        """Whether sites that are made now have to know one another: their step, this one or the next, chooses scales.
+        """True if sites made now must be linked, because their step, this one or the next, chooses scales.
 
-        The steps between updates choose none, and are saved the time that it takes to search the graph.
+        Steps between updates choose none, and skip the search of the graph to save time.
 
-        graph_task: that in which the forward pass runs, -1 outside of one.
+        graph_task: the one in which the forward pass runs, -1 outside of one.
         """
         if not self._holds_scales:
             return True
@@ -68,11 +68,11 @@ class Schedule:
         return not self.is_all_known
 
     def enter(self, graph_task: int, made_in: int, is_linked: bool) -> bool:
-        """Note that a gradient reached a site, and tell whether it begins a new step.
+        """Record that a gradient reached a site; return True if it begins a new step.
 
-        graph_task: that in which it arrived.
+        graph_task: the one in which it arrived.
         made_in: the site's; a checkpoint's graph task belongs to the step that runs its forward pass.
-        is_linked: whether the site is.
+        is_linked: whether the site is linked.
         """
         root = graph_task
         if made_in >= 0:

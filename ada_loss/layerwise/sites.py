@@ -1,6 +1,6 @@
-"""The sites where gradients are rounded: what is known of each in one graph, and from step to step.
+"""Sites where gradients are rounded: their links in one graph, and their state from step to step.
 
-A site is a place in the model where a tensor is rounded. A `GradientSite` belongs to one forward pass and knows the
+A site is a place in the model where a tensor is rounded. A `GradientSite` belongs to one forward pass and links to the
 sites behind it, towards the model's input. A `SiteState` belongs to the training and holds scales and statistics.
 """
 
@@ -24,7 +24,7 @@ MEASURED = -1  # the index of the factor that a site's own gradient gets; produc
 
 
 class SiteState:
-    """What is known of one site from step to step."""
+    """State of one site from step to step."""
 
     __slots__ = (
         "ceiling",
@@ -51,17 +51,17 @@ class SiteState:
         self.uses = 0  # gradients of the site in that step, counted in the state of the first of them
         self.history: Tensor | None = None  # of amax, for delayed scaling
         self.log2_scale: Tensor | None = None  # at which the last gradient was rounded
-        # of the gradient before it is rounded, often its amax alone; and of the rounded one, where a product asks
+        # of the unrounded gradient, often only its amax; and of the rounded one, if a product needs it
         self.moments = keep_memory_of(torch.zeros(len(Moments._fields), dtype=torch.float64, device="cpu"))
         self.rounded_moments = keep_memory_of(torch.zeros_like(self.moments))
         self.chosen = keep_memory_of(torch.full((len(CHOSEN),), math.nan, dtype=torch.float64, device="cpu"))
 
     def has_headroom(self) -> bool:
-        """Whether the last gradient was so far below the ceiling that the next one will fit."""
+        """True if the last gradient was so far below the ceiling that the next one should fit."""
         return 0.0 < self.last_amax * HEADROOM <= self.ceiling
 
     def knows(self, indices: Iterable[int]) -> bool:
-        """Whether these factors are known on the host. Nothing waits for a copy from a GPU that is under way."""
+        """True if these factors are known on the host. Does not wait for a pending copy from a GPU."""
         known = self.factors_on_host
         return all(index in known and memory_of(known[index])[0] != 0 for index in indices)
 
@@ -78,14 +78,14 @@ class SiteState:
         self.factors_on_host[index].copy_(factor, non_blocking=True)
 
     def factor(self, index: int, device: torch.device) -> Tensor:
-        """The factor kept under this index; 0, which is one that is not known yet, where none was."""
+        """The cached factor of this index; a new one is 0, which means unknown."""
         factor = self.factors.get(index)
         if factor is None:
             factor = self.factors[index] = keep_memory_of(torch.zeros(1, dtype=torch.float64, device=device))
         return factor
 
     def note_headroom(self, held: Tensor, limits: Tensor) -> None:
-        """Record what the next step needs to predict whether its gradient fits the held scale (CPU only)."""
+        """Record the ceiling and amax by which the next step predicts whether its gradient fits (CPU only)."""
         if held.is_cpu:
             k, bounds = memory_of(held)[0], memory_of(limits)
             can_be_carried = bounds[LOWEST] <= k <= bounds[HIGHEST]
@@ -104,7 +104,7 @@ class SiteState:
         self.chosen = self.chosen.to(device)
 
     def as_plain(self) -> dict[str, Any]:
-        """What `state_dict` saves of a site, as plain values; copies numbers to the host."""
+        """The state of a site for `state_dict`, as plain values; copies numbers to the host."""
         return {
             "factors": {index: float(f) for index, f in self.factors.items()},
             "kept": None if self.held_log2_scale is None else int(self.held_log2_scale),
@@ -116,7 +116,7 @@ class SiteState:
         }
 
     def load_plain(self, saved: Mapping[str, Any]) -> None:
-        """Take over what was saved, on the CPU, all but the held scale and its ceiling."""
+        """Load saved values on the CPU, except the held scale and its ceiling."""
         for index, factor in saved["factors"].items():
             self.factors[int(index)] = keep_memory_of(torch.tensor([factor], dtype=torch.float64, device="cpu"))
         self.factors_on_host = dict(self.factors)
@@ -128,7 +128,7 @@ class SiteState:
 
 
 class IncomingScale(NamedTuple):
-    """What a consumer of a tensor tells the tensor's site."""
+    """The scale that a consumer of a tensor sends to the tensor's site."""
 
     log2_scale: Tensor  # the scale that the gradient from there asks for
     is_new: bool  # whether it was chosen in this step, and is not a held one
@@ -154,7 +154,7 @@ class ProductEdge:
 
 
 class GradientSite:
-    """One tensor of one forward pass whose gradient is rounded: where its scale comes from and where it goes."""
+    """One tensor of one forward pass whose gradient is rounded: the sources and targets of its scale."""
 
     __slots__ = (
         "dtype",
@@ -183,7 +183,7 @@ class GradientSite:
     ) -> None:
         self.key, self.role, self.spec, self.dtype = (name, role), role, spec, dtype
         self.is_selected = is_selected  # whether the products of its module are scaled
-        self.is_linked = is_linked  # whether it knows other sites; between updates none does
+        self.is_linked = is_linked  # whether it links to other sites; between updates none does
         self.made_in = made_in  # the graph task in which a checkpoint ran this forward pass, or -1
         self.products: list[ProductEdge] = []  # whose operands' gradients get a factor
         self.predicted: list[int] = []  # the index of those whose factor is computed here
@@ -192,7 +192,7 @@ class GradientSite:
         self.graph_task = -1  # in which they arrived
 
     def receive(self, graph_task: int, incoming: IncomingScale) -> None:
-        """Take the scale of one consumer. What an earlier, partial backward pass left is dropped."""
+        """Add the scale of one consumer, and drop those of an earlier, partial backward pass."""
         if self.graph_task != graph_task:
             self.graph_task, self.incoming = graph_task, []
         self.incoming.append(incoming)

@@ -1,4 +1,4 @@
-"""Rules decide a scale by pure arithmetic: `loss` has those of the whole loss, `layer` those of one layer."""
+"""Rules that choose a scale by pure arithmetic: `loss` for the whole loss, `layer` for one layer."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ LEAST_VARIANCE = 2.0**-30
 
 
 def overflow_limit(g, w, terms, u_max):
-    """The largest factor with which neither the gradient nor a sum of its products can overflow."""
+    """The largest factor at which neither the gradient nor a sum of its products can overflow."""
     largest = g[AMAX]
     if w[COUNT] > 0.0:
         largest = largest * max(1.0, terms * w[AMAX])
@@ -88,7 +88,7 @@ def overflow_limit(g, w, terms, u_max):
 
 
 def approx_range(g, w, terms, u_min, u_max, unit, p):
-    """Zhao et al. 2020: at most a share of the results is below u_min if they are normal with mean 0.
+    """Zhao et al. 2020: at most a share of the results is below u_min, if they are normal with mean 0.
 
     Their standard deviation comes from the second moments of both operands; under GRAD it is the gradient's own, and
     the other operand bounds nothing either. p is indexed by HALF_WIDTH (sqrt(2) erfinv(share)), STATISTICS,
@@ -121,7 +121,7 @@ def approx_range(g, w, terms, u_min, u_max, unit, p):
 
 
 def abs_range(g, w, terms, u_min, u_max, unit, p):
-    """The smallest product of non-zero magnitudes, added `terms` times, reaches u_min."""
+    """The factor at which the smallest nonzero product, added `terms` times, reaches u_min."""
     if not g[AMAX] < math.inf or g[NONZERO] == 0.0 or not w[AMAX] < math.inf:
         return 1.0
     smallest, k = g[AMIN], 1.0
@@ -134,9 +134,9 @@ def abs_range(g, w, terms, u_min, u_max, unit, p):
 
 
 def element_wise_range(g, w, terms, u_min, u_max, unit, p):
-    """The smallest product reaches u_min, and the largest can be added `terms` times.
+    """The factor at which the smallest product reaches u_min and the largest can be added `terms` times.
 
-    Here `g` are the moments of the products themselves.
+    `g` holds the moments of the products themselves.
     """
     if not 0.0 < g[AMAX] < math.inf:
         return 1.0
@@ -144,7 +144,7 @@ def element_wise_range(g, w, terms, u_min, u_max, unit, p):
 
 
 def fixed(g, w, terms, u_min, u_max, unit, p):
-    """The same factor everywhere."""
+    """A constant factor."""
     return p[0]
 
 
@@ -152,7 +152,7 @@ def exact(bins, first, log2_threshold, share):
     """The smallest k with which at most a share of the non-zero elements has |x| * 2**k <= 2**log2_threshold.
 
     bins: entry i is the number of elements with 2**(first+i) < |x| <= 2**(first+i+1). The result is 0 if all are 0.
-        With 2**(first+i) <= |x| < 2**(first+i+1), what lies at the threshold is kept: |x| * 2**k < 2**log2_threshold.
+        With 2**(first+i) <= |x| < 2**(first+i+1), elements at the threshold are kept: |x| * 2**k < 2**log2_threshold.
     first: the exponent of the first entry.
     log2_threshold: log2 of the magnitude up to which, or below which, an element is lost.
     share: the share of the elements that may be lost.
@@ -170,7 +170,7 @@ def exact(bins, first, log2_threshold, share):
 
 
 def bounded(factor, log2_scale, scale_bound, accumulated_bound):
-    """The factor within its bounds.
+    """Clamp a factor to its bounds.
 
     factor: the factor that a rule asks for.
     log2_scale: log2 of the scale that it multiplies.
@@ -181,7 +181,7 @@ def bounded(factor, log2_scale, scale_bound, accumulated_bound):
 
 
 def branch_exponent(amaxima, log2_scales, u_max):
-    """See branch_log2_scale, which checks the result: the gradient does not fit if no scale down to 2**-4 is enough."""
+    """Unchecked branch_log2_scale: the gradient may not fit if no scale down to 2**-4 is small enough."""
     largest = 0.0
     for i in range(len(amaxima)):
         largest = max(largest, amaxima[i])

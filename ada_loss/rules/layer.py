@@ -1,7 +1,7 @@
 """Rules of one layer, which choose the scale of its gradient: the paper's, and those that measure.
 
 A new rule is a subclass of LayerRule and an entry in LAYER_RULES. One that predicts needs its formula in `formulas.py`,
-given by `core()`. One that measures says by `measures` what it looks for; a new kind of measure needs a kernel in
+given by `core()`. One that measures names the statistic in `measures`; a new kind of measure needs a kernel in
 `layerwise/scale_kernels.py` and its call in `MEASURES` of `layerwise/chooser.py`.
 """
 
@@ -59,7 +59,7 @@ class LayerRule:
         checks.check_fields(self, f"{self.name} rule")
 
     def factor(self, g: Any, w: Any, terms: int, u_min: float, u_max: float) -> float:
-        """The factor for a gradient that carries the scale 1, without bounds. For arguments see the module.
+        """The unbounded factor for a gradient that carries scale 1. `formulas.py` documents the arguments.
 
         Raises NotImplementedError for a rule that measures.
         """
@@ -84,10 +84,10 @@ class ApproxRange(LayerRule):
         standard deviation and the largest magnitude of the gradient alone, so that a constant one has the factor 1) or
         "product" (the first one; it leaves the sum out).
     lognormal: for gradients without weights (casts), take their magnitudes as lognormal.
-    bound: what keeps the results of products from overflowing. "measured": each scale is lowered until the gradient
-        that it meets fits, which every rule does. "worst_case": besides, the authors' limit on the factor, as if all
-        terms of a sum were the largest and of one sign. In formats of few bits it decides alone: in e2m1fn the scales
-        are smaller by 2**8 to 2**14, and all gradients underflow.
+    bound: how products are kept from overflowing. "measured": each scale is lowered until the gradient at its site
+        fits, which every rule does. "worst_case": in addition, the authors' limit on the factor, as if all terms of
+        a sum were the largest and of one sign. In formats of few bits that limit dominates: in e2m1fn the scales are
+        smaller by 2**8 to 2**14, and all gradients underflow.
 
     >>> from fpsim.tensors.moments import Moments
     >>> g = Moments(256, 256, 0, 2.0**-40, -(2.0**-20), 2.0**-20, 2.0**-20, 2.0**-20)
@@ -127,9 +127,9 @@ class ApproxRange(LayerRule):
 
 @dataclass(frozen=True)
 class AbsRange(LayerRule):
-    """No product underflows, by the smallest and the largest non-zero magnitudes of both operands alone.
+    """Keep every product from underflowing, judged by the extreme non-zero magnitudes of both operands.
 
-    The smallest product is taken `terms` times, as if sums never cancelled: where they do, some underflow.
+    The smallest product counts `terms` times, as if sums never cancelled; where they do, some underflow.
     """
 
     name: ClassVar[str] = "abs_range"
@@ -141,9 +141,9 @@ class AbsRange(LayerRule):
 
 @dataclass(frozen=True)
 class ElementWiseRange(LayerRule):
-    """No product underflows, by all products of an element of the gradient and a weight; slow, for diagnosis.
+    """Keep every product from underflowing, judged by all products of a gradient element and a weight; slow.
 
-    It serves linear layers and convolutions.
+    For diagnosis of linear layers and convolutions.
 
     max_rescue_ratio: the share of the products, largest first, that must not underflow. None for all of them, which
         is found channel by channel. With a share every product is formed, at most 2**27 of them.
@@ -160,9 +160,9 @@ class ElementWiseRange(LayerRule):
 
 @dataclass(frozen=True)
 class Fixed(LayerRule):
-    """The same factor at every layer.
+    """Use the same factor at every layer.
 
-    fixed_loss_scale: the factor. With 1 this is loss scaling by `init_scale`.
+    fixed_loss_scale: the factor. 1 makes this loss scaling by `init_scale`.
     """
 
     name: ClassVar[str] = "fixed"
@@ -179,10 +179,10 @@ class Fixed(LayerRule):
 
 @dataclass(frozen=True)
 class Exact(LayerRule):
-    """The smallest scale, 1 or more, at which at most a share of the gradient itself underflows.
+    """Choose the smallest scale, 1 or more, at which at most a share of the gradient itself underflows.
 
-    The share is counted in the histogram of exponents, without a model of the numbers. Other rules are compared with
-    this one.
+    The share is counted in the histogram of exponents, without assuming a distribution: the reference for the other
+    rules.
 
     n_uf_threshold: that share.
     """
@@ -209,10 +209,10 @@ class Current(LayerRule):
 
 @dataclass(frozen=True)
 class AmaxHistory(LayerRule):
-    """Delayed scaling, as in NVIDIA's Transformer Engine: as Current, by the largest magnitude of the last steps.
+    """Delayed scaling as in NVIDIA's Transformer Engine: like Current, by the largest magnitude of the last steps.
 
-    The coming step is not among them, so nothing waits for its statistics. Until a step has had a gradient that is not
-    zero, a gradient's own largest magnitude counts: each layer has its scale from the first step on.
+    The current step is not among them, so nothing waits for its statistics. Until the history has a nonzero gradient,
+    the gradient's own largest magnitude is used.
 
     length: the number of steps.
     margin: the powers of two by which to stay below the format's maximum.
@@ -227,11 +227,11 @@ class AmaxHistory(LayerRule):
 
 @dataclass(frozen=True)
 class Mse(LayerRule):
-    """The power of two with the least squared error: that of `Current`, or 2, 4 or 8 times it, where few saturate.
+    """Choose the power of two with the least squared error: that of `Current`, or 2, 4 or 8 times it.
 
-    For rounding to nearest: in 6 bits and fewer it keeps small elements that `Current` loses, and cuts a few large
-    ones; in 8 bits it equals `Current`. Never combine it with stochastic rounding, whose errors average out only where
-    nothing saturates: a warning says so. The gradient of the loss itself (see `fpsim.last_layers`) needs its largest
+    For rounding to nearest: in 6 bits and fewer it keeps small elements that `Current` loses, and saturates a few large
+    ones; in 8 bits it equals `Current`. Never combine it with stochastic rounding, whose errors average out only
+    without saturation: this warns. The gradient of the loss itself (see `fpsim.last_layers`) needs its largest
     element, and is better left in a wider format.
     """
 
@@ -247,7 +247,7 @@ LAYER_RULES: dict[str, type[LayerRule]] = {
 
 
 def layer_rule(name: str, **params: Any) -> LayerRule:
-    """A rule of one layer by its name.
+    """Create a layer rule by its name.
 
     Args:
         name: "approx_range", "abs_range", "element_wise_range", "fixed", "exact", "current", "amax_history" or "mse".
@@ -271,7 +271,7 @@ def layer_rule(name: str, **params: Any) -> LayerRule:
 
 
 def as_layer_rule(rule: LayerRule | str) -> LayerRule:
-    """A rule from a rule or from its name.
+    """Convert a rule or its name to a rule.
 
     >>> as_layer_rule("abs_range")
     AbsRange()

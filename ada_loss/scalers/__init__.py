@@ -1,8 +1,8 @@
 """Scalers of the whole loss.
 
 grad_scaler: GradScaler, any rule behind the verbs of `torch.amp.GradScaler`.
-verbs: what these verbs do, if the scaler is enabled and if it is off.
-gradients: what is done to the gradients of an optimizer.
+verbs: these verbs for an enabled scaler, and for one that is off.
+gradients: operations on the gradients of an optimizer.
 updater: Updater, a whole training step with retries.
 """
 

@@ -19,32 +19,32 @@ from fpsim.checks import require_flag, require_mapping, shown
 
 __all__ = ["GradScaler", "NoScaler"]
 
-DEVICES = ("cpu", "cuda", "mps", "xpu")  # torch.amp.GradScaler takes a device in the place of our rule
+DEVICES = ("cpu", "cuda", "mps", "xpu")  # the first argument of torch.amp.GradScaler is a device, ours a rule
 
 
 class GradScaler:
-    """Scales a loss, unscales gradients, steps if they are finite, and lets a rule choose the next scale.
+    """Scale a loss, unscale gradients, step if they are finite, and let a rule choose the next scale.
 
-    It takes the place of `torch.amp.GradScaler`. A step with a gradient that is not finite changes no parameter, unless
+    Drop-in for `torch.amp.GradScaler`. A step with a gradient that is not finite changes no parameter, unless
     the rule skips nothing (`static`). Nothing is copied to the host before `step` has to choose or `update` to adjust,
-    and nothing at all if a fused optimizer chooses by itself and the rule is torch's.
+    and nothing at all if a fused optimizer skips by itself and the rule is torch's.
 
     Args:
         rule: a `LossRule`, the name of a system ("torch", "nnabla", ...), or a number for a constant scale. A device
             means torch's rule. The rule "off" does not scale. None is torch's, or with `layers` a constant 1 that skips
             steps with gradients that are not finite.
         max_gradient_norm: `step` clips the unscaled gradients of its optimizer to this global norm.
-        enabled: False does not scale, as the rule "off".
+        enabled: False disables scaling, like the rule "off".
         layers: a model in real float16 training (torch.autocast, half weights), whose gradients then have a scale for
             each layer, besides that of the rule; or `ada_loss.layerwise.native.NativeScaling(model, ...)`, which has
             the settings. A step that is skipped lowers the scales where numbers left the range. `state_dict()` holds
             theirs under "layers".
-        device: accepted as in torch, and not needed: the scale is put on the device of each loss.
+        device: accepted as in torch, and not used: the scale is put on the device of each loss.
         params: parameters of the rule, if it is given by name.
 
     Raises:
         ValueError: for an invalid value.
-        TypeError: for a parameter that the rule does not have.
+        TypeError: for a parameter that the rule lacks.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -115,7 +115,7 @@ class GradScaler:
         return self._verbs.rule
 
     def scale(self, outputs: Any) -> Any:
-        """A loss times the scale, or every loss in lists, tuples, mappings and other iterables (lazily).
+        """Multiply a loss by the scale, or every loss in lists, tuples, mappings and other iterables (lazily).
 
         Raises ValueError for anything else.
 
@@ -126,16 +126,16 @@ class GradScaler:
         return self.layers.scale(scaled) if self.layers is not None and isinstance(outputs, Tensor) else scaled
 
     def __call__(self, outputs: Any) -> Any:
-        """The same as `scale`: `scaler(loss).backward()`."""
+        """Same as `scale`: `scaler(loss).backward()`."""
         return self.scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of an optimizer by the scale, in place, and note whether all are finite.
+        """Divide the gradients of an optimizer by the scale, in place, and record whether all are finite.
 
-        `step` does this by itself. Call it before, once, to look at the gradients or to change them. Sparse gradients
+        `step` does this by itself. Call it once before `step` to inspect or change the gradients. Sparse gradients
         are coalesced.
 
-        Raises ValueError for float16 gradients, because the quotient would underflow; RuntimeError for a second call.
+        Raises ValueError for float16 gradients, since the quotient would underflow; RuntimeError for a second call.
         """
         self._verbs.unscale_(optimizer)
         self._lower_layers(optimizer)  # before gradients are clipped, by which one NaN makes all of them NaN
@@ -143,14 +143,14 @@ class GradScaler:
     def clip_(self, optimizer: Optimizer, max_norm: float) -> None:
         """Multiply the unscaled gradients of an optimizer by max_norm / (their global norm + 1e-6), at most by 1.
 
-        A norm that is not finite counts as an overflow, as for Cerebras. `step` does this for `max_gradient_norm`.
+        A norm that is not finite counts as an overflow, as in Cerebras. `step` does this for `max_gradient_norm`.
         """
         self._verbs.clip_(optimizer, max_norm)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale if `unscale_` has not been called, clip, and call `optimizer.step(*args, **kwargs)` or skip it.
 
-        Returns what `optimizer.step` returns, or None if it is skipped.
+        Returns the result of `optimizer.step`, or None if it is skipped.
         """
         result = self._verbs.step(self, optimizer, args, kwargs)
         if self.layers is not None and not self.layers.has_scaled:
@@ -173,19 +173,19 @@ class GradScaler:
             self.layers.overflowed()
 
     def overflowed(self, optimizer: Optimizer) -> bool:
-        """Whether `unscale_` or `step` has found a gradient of this optimizer that is not finite, since `update`.
+        """True if `unscale_` or `step` has found a gradient of this optimizer that is not finite, since `update`.
 
-        Copies one number to the host, unless `step` has done so.
+        Copies one number to the host, unless `step` already did.
         """
         return self._verbs.overflowed(optimizer)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Let the rule choose the next scale. Call it once, after all optimizers have stepped.
 
-        new_scale: the next scale, in the place of the rule's choice.
+        new_scale: the next scale, instead of the rule's choice.
 
-        Raises FloatingPointError if the rule's system stops because its scale cannot fall further. The scaler can be
-        saved then, and goes on with the scale it had.
+        Raises FloatingPointError if the rule's system stops because its scale cannot fall further. The scaler can still
+        be saved, and keeps the scale it had.
         """
         self._verbs.update(new_scale)
         if self.layers is not None:
@@ -193,9 +193,9 @@ class GradScaler:
 
     @property
     def skipped(self) -> int:
-        """How many steps were skipped, as `update` has counted them since this scaler was made.
+        """Number of steps skipped since this scaler was created, as counted by `update`.
 
-        Copies a number to the host for each device on which an optimizer skips by itself. It is not in `state_dict()`.
+        Copies a number to the host for each device on which an optimizer skips by itself. Not part of `state_dict()`.
 
         >>> weight = torch.nn.Parameter(torch.ones(1))
         >>> optimizer, scaler = torch.optim.SGD([weight]), GradScaler("torch")
@@ -238,7 +238,7 @@ class GradScaler:
         self._verbs.set_parameter("growth_interval", new_interval)
 
     def is_enabled(self) -> bool:
-        """Whether this scaler scales at all."""
+        """True if this scaler scales at all."""
         return self._verbs.is_enabled
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,9 +250,9 @@ class GradScaler:
         return state if self.layers is None else {**state, "layers": self.layers.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state, at any time. Raises RuntimeError if it is empty, or if it is of another rule.
+        """Continue from a state, at any time. Raises RuntimeError if it is empty, or of another rule.
 
-        A scaler with layers takes one without them with a warning: their scales are chosen again in the next step.
+        A scaler with layers accepts a state without them and warns: the next step chooses their scales again.
         """
         if self.layers is None:
             self._verbs.load_state_dict(self, state_dict)
@@ -280,7 +280,7 @@ class GradScaler:
 
 
 class _IsOff(type):
-    """Lets `isinstance(scaler, NoScaler)` ask whether a scaler is off, of whichever class it is."""
+    """Let `isinstance(scaler, NoScaler)` test whether a scaler is off, regardless of its class."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if cls is NoScaler:
@@ -289,9 +289,9 @@ class _IsOff(type):
 
 
 class NoScaler(GradScaler, metaclass=_IsOff):
-    """A scaler that is off: no scaling, no checks, nothing skipped. `max_gradient_norm` still clips.
+    """A disabled scaler: no scaling, no checks, no skipped steps. `max_gradient_norm` still clips.
 
-    Every scaler that is off is an instance of this class: `GradScaler(enabled=False)`, `GradScaler("off")`, and
+    Every disabled scaler is an instance of this class: `GradScaler(enabled=False)`, `GradScaler("off")`, and
     those of a subclass.
 
     >>> GradScaler(enabled=False).scale(torch.tensor(3.0))

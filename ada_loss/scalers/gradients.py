@@ -1,7 +1,7 @@
-"""What is done to the gradients of an optimizer: collect, unscale and check, clip, sum over processes.
+"""Operations on the gradients of an optimizer: collect, unscale and check, clip, sum over processes.
 
-`torch._amp_*` and `torch._foreach_*` are private names that `torch.amp.GradScaler` is made of, and so is ours: one call
-for many tensors, without a copy to the host.
+They use the private `torch._amp_*` and `torch._foreach_*`, as `torch.amp.GradScaler` does: one call for many tensors,
+without a copy to the host.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def gradients_of(optimizer: Optimizer) -> Gradients:
-    """The gradients in a list for each device and type. A sparse gradient is coalesced, and its values are listed."""
+    """The gradients, listed by device and dtype. A sparse gradient is coalesced, and its values are listed."""
     gradients: Gradients = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -57,10 +57,10 @@ def gradients_of(optimizer: Optimizer) -> Gradients:
 def unscale_and_check_(
     gradients: Gradients, inverse_on: Callable[[torch.device], Tensor], found_inf: dict[torch.device, Tensor]
 ) -> None:
-    """Multiply gradients by the inverse of the scale, in place, and note on which devices one is not finite.
+    """Multiply gradients by the inverse of the scale, in place, and record on which devices one is not finite.
 
     gradients: of one optimizer.
-    inverse_on: gives the inverse, 0-d float32, on a device.
+    inverse_on: returns the inverse, 0-d float32, on a device.
     found_inf: for each device a 0-d float32, which becomes 1 if a gradient there is not finite; new devices are added.
     """
     for (device, _), grads in gradients.items():
@@ -76,17 +76,18 @@ def one_on(device: torch.device) -> Tensor:
 
 
 def largest_of(gradients: Gradients) -> list[Tensor]:
-    """The largest magnitude of each gradient, 0-d; those without elements have none."""
+    """The largest magnitude of each gradient, 0-d; gradients without elements are left out."""
     some = [grad for grads in gradients.values() for grad in grads if grad.numel()]
     return list(torch._foreach_norm(some, ord=float("inf"))) if some else []
 
 
 def clip_to_norm_(gradients: Gradients, max_norm: float) -> Tensor | None:
-    """Clip gradients to a global norm, in place, and return the norm they had; None if there is no gradient."""
+    """Clip gradients to a global norm, in place, and return their norm before; None if there is no gradient."""
     every = [grad for grads in gradients.values() for grad in grads]
     if not every:
         return None
     norm = torch.nn.utils.get_total_norm(every)
+    # 1e-6 and the clamp as in torch.nn.utils.clip_grad_norm_: always a product, so that the host need not compare
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for (device, _), grads in gradients.items():
         torch._foreach_mul_(grads, coefficient.to(device, non_blocking=device.type != "cpu"))
@@ -104,8 +105,8 @@ def total_of(tensors: Iterable[Tensor]) -> Tensor | None:
 def all_reduce_(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Sum gradients over a process group, in one collective for each device and type.
 
-    A gradient that is missing on some ranks counts as zero there. One that is missing on all stays missing: how many
-    ranks have each gradient is summed in the same collective.
+    A gradient that is missing on some ranks counts as zero there, and one that is missing on all stays None: the same
+    collective sums the number of ranks that have each gradient.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
@@ -117,6 +118,7 @@ def all_reduce_(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
                 "A sparse gradient reached an Updater with a process group, which adds dense ones. "
                 "Set sparse=False, or leave out process_group."
             )
+        # The flags travel with the gradients: every rank must enter the same number of collectives.
         present = torch.tensor([float(p.grad is not None) for p in alike]).to(alike[0])
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in alike]
         packed = torch.cat([present, *(g.reshape(-1) for g in flat)])
@@ -128,10 +130,10 @@ def all_reduce_(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def join_overflows_(kept: Iterable[Tensor], summed: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Make gradients NaN on every rank if one that is not summed is not finite on some rank: all skip the step then.
+    """Make gradients NaN on every rank if one that is not summed is not finite on any rank, so that all ranks skip.
 
     kept: the parameters whose gradients each rank keeps for itself.
-    summed: those whose gradients are the same on all ranks. They are made NaN too, for a rank may have none of `kept`.
+    summed: the parameters whose gradients are equal on all ranks. They become NaN too: a rank may lack all of `kept`.
     """
     kept, summed = list(kept), list(summed)
     grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in kept if p.grad is not None]

@@ -1,4 +1,4 @@
-"""Updater: a whole training step in one call, which is tried again after an overflow."""
+"""Updater: a whole training step in one call, repeated after an overflow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Updater"]
 
 
 class Updater:
-    """A whole training step in one call. After an overflow it is tried again with new data and a smaller scale.
+    """Run a whole training step in one call. After an overflow, retry it with new data and a smaller scale.
 
     This is NNabla's `DynamicLossScalingUpdater` with any scaler. `update` sets the gradients to zero, adds up those of
     `accumulate` losses, sums them over `process_group`, unscales and clips them, adds the weight decay, steps, and lets
@@ -36,9 +36,9 @@ class Updater:
         process_group: None for one process, `torch.distributed.group.WORLD` for all. Every rank must have the same
             parameters and an equal rule; then all see the same gradients, and skip, retry and adjust together.
         clip: clips the unscaled gradients to this global norm.
-        max_retries: how often a skipped step is tried again.
-        grads: the parameters whose gradients are summed over `process_group`; None for all. The others keep the
-            gradient of their rank, and one of these that overflows on one rank is retried on all.
+        max_retries: how often a skipped step is retried.
+        grads: the parameters whose gradients are summed over `process_group`; None for all. The others keep their
+            rank's gradient; if one of these overflows on one rank, all ranks retry.
 
     Raises:
         ValueError: for an invalid value.
@@ -87,7 +87,7 @@ class Updater:
         self.grads = None if grads is None else self._summed(grads)
 
     def update(self) -> Tensor | None:
-        """One step. Returns the sum of its losses, not scaled, or None if all tries overflowed: nothing is changed."""
+        """Run one step. Returns the unscaled sum of its losses, or None if all tries overflowed: nothing is changed."""
         for _ in range(1 + self.max_retries):
             loss = self._backward()
             self.scaler.unscale_(self.optimizer)
@@ -96,6 +96,7 @@ class Updater:
             if self.weight_decay is not None:
                 self._decay(self.weight_decay)
             self.scaler.step(self.optimizer)
+            # before update(), which forgets what the checks of this step found
             skipped = self.scaler.rule.skips and self.scaler.overflowed(self.optimizer)
             self.scaler.update()
             if not skipped:
@@ -124,7 +125,7 @@ class Updater:
             join_overflows_((p for p in parameters_of(self.optimizer) if id(p) not in summed), self.grads, group)
 
     def _summed(self, grads: Iterable[Tensor]) -> list[Tensor]:
-        """The parameters of `grads`, checked."""
+        """Check `grads` and return it as a list."""
         listed = require_iterable("grads", grads, "list(model.body.parameters())")
         if not listed:
             raise ValueError("grads is empty, and nothing would be summed. Omit it for all gradients.")

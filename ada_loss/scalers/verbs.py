@@ -1,4 +1,4 @@
-"""What the verbs of a GradScaler do: `Scaling` where it is enabled, `PassThrough` where it is off."""
+"""The verbs of a GradScaler: `Scaling` for an enabled scaler, `PassThrough` for one that is off."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TORCH_STATE = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_
 
 
 class Scaler(Protocol):
-    """The GradScaler whose verb runs. A verb that needs another one calls it here: a subclass may override it."""
+    """The calling GradScaler. A verb calls other verbs through it, because a subclass may override them."""
 
     max_gradient_norm: float | None
 
@@ -45,9 +45,9 @@ class Scaler(Protocol):
 
 
 class Scaling:
-    """The verbs of an enabled scaler, its rule, and how far each optimizer has come since the last update.
+    """Verbs of an enabled scaler, with its rule and the progress of each optimizer since the last update.
 
-    The methods are documented at GradScaler.
+    GradScaler documents the methods.
     """
 
     is_enabled: ClassVar[bool] = True
@@ -60,7 +60,7 @@ class Scaling:
         self.inverses: dict[torch.device, Tensor] = {}
         self.progress: dict[int, Progress] = {}  # by id of the optimizer
         self._skipped = 0
-        self._skipped_on: dict[torch.device, Tensor] = {}  # those that no number of the host tells of
+        self._skipped_on: dict[torch.device, Tensor] = {}  # skipped steps that only the device knows
 
     @property
     def skipped(self) -> int:
@@ -75,7 +75,7 @@ class Scaling:
 
     @property
     def skips(self) -> bool:
-        """Whether steps with an overflow are skipped; unlike `rule`, it copies nothing to the host."""
+        """True if steps with an overflow are skipped; unlike `rule`, it copies nothing to the host."""
         return self._rule.skips
 
     def set_parameter(self, name: str, value: float) -> None:
@@ -144,6 +144,7 @@ class Scaling:
         progress = self._begin(optimizer, "step")
         if progress.stage is Stage.STEPPED:
             raise RuntimeError("step() has already been called since the last update(). Call update() first.")
+        # A fused optimizer unscales in its own kernel. Clipping, and rules that need the largest gradient, come before.
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         must_unscale = not fused or scaler.max_gradient_norm is not None or self._rule.needs_largest
         if progress.stage is Stage.READY and must_unscale:
@@ -181,6 +182,7 @@ class Scaling:
         self.progress = {}
         if not self._rule.dynamic:
             return
+        # The host has not asked whether this step overflowed, and need not: torch's kernel adjusts on the device.
         if type(self._rule) is Torch and any(progress.known is None for progress in seen):
             found_inf = total_of(flag for progress in seen for flag in progress.found_inf.values())
             assert found_inf is not None
@@ -191,7 +193,7 @@ class Scaling:
         self._adopt(self.rule.adjust(ok, max(largest, default=None)))
 
     def _count_skipped(self) -> None:
-        """Count a step that is over, if an optimizer skipped it. One that is fused tells its device alone."""
+        """Count the finished step if an optimizer skipped it. For a fused optimizer only the device knows."""
         seen = [progress for progress in self.progress.values() if progress.stage is Stage.STEPPED]
         if not self._rule.skips or not seen:
             return
@@ -219,6 +221,7 @@ class Scaling:
                 "GradScaler. A state has the rule's parameters. Save it where is_enabled() is true."
             )
         rule = self.rule
+        # A state of torch.amp.GradScaler names no rule, and no scale of the first step.
         if set(state) == TORCH_STATE and type(rule) is Torch:
             state = {"rule": rule.system, "init_scale": rule.init_scale, **state}
         name = state.pop("rule", None)
@@ -252,13 +255,13 @@ class Scaling:
             )
 
     def between_steps(self) -> Scaling:
-        """The same scaling without tensors, to be saved. RuntimeError in the middle of a step."""
+        """A copy without tensors, for pickling. RuntimeError in the middle of a step."""
         if self.progress:
             raise RuntimeError(
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end "
                 "after scaler.update(). Call update() first, or save state_dict(), at any time."
             )
-        saved = Scaling(self.rule)
+        saved = Scaling(self.rule)  # the property: it fetches what the device has adjusted
         saved._has_scaled, saved._skipped = self._has_scaled, self.skipped
         return saved
 
@@ -299,13 +302,13 @@ class Scaling:
     def _step_fused(
         self, scaler: Scaler, optimizer: Any, progress: Progress, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A step of an optimizer that unscales and skips by itself, on its device."""
+        """Step with an optimizer that unscales and skips by itself, on its device."""
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:  # the older of torch's contracts
             return optimizer.step(*args, **kwargs, grad_scaler=scaler)
         scale = getattr(optimizer, "grad_scale", None)
         if progress.stage is Stage.READY:
             unscale_and_check_(gradients_of(optimizer), one_on, progress.found_inf)
-        elif not progress.found_inf and gradients_of(optimizer):  # they came after unscale_
+        elif not progress.found_inf and gradients_of(optimizer):  # gradients that appeared after unscale_
             progress.require_checked()
         found_inf = total_of(progress.found_inf.values())
         if progress.stage is Stage.READY and found_inf is not None:
@@ -334,7 +337,7 @@ class Scaling:
 
 
 class PassThrough:
-    """The verbs of a scaler that is off: outputs and gradients stay, and every step is taken.
+    """Verbs of a disabled scaler: outputs and gradients stay unchanged, and every step is taken.
 
     `max_gradient_norm` still clips. Setting a parameter of the rule does nothing.
     """
@@ -378,7 +381,7 @@ class PassThrough:
 
 
 class Stage(Enum):
-    """How far an optimizer has come since the last update."""
+    """Stage of an optimizer between two updates."""
 
     READY = "not unscaled"
     UNSCALED = "unscaled"
@@ -386,7 +389,7 @@ class Stage(Enum):
 
 
 class Progress:
-    """What is known of one optimizer since the last update."""
+    """State tracked for one optimizer since the last update."""
 
     __slots__ = ("found_inf", "known", "largest", "stage")
 
@@ -404,7 +407,7 @@ class Progress:
             )
 
     def overflow(self) -> bool:
-        """Whether a gradient was not finite, on the host."""
+        """True if a gradient was not finite; copies to the host."""
         if self.known is None:
             self.require_checked()
             self.known = any(flag.item() != 0 for flag in self.found_inf.values())
@@ -412,7 +415,7 @@ class Progress:
 
 
 def parameter_of(rule: LossRule, name: str) -> Any:
-    """A parameter of a rule. AttributeError if it has none of that name."""
+    """A parameter of a rule. Raises AttributeError for an unknown name."""
     if not hasattr(rule, name):
         raise AttributeError(
             f"The rule {rule.system!r} has no {name!r}. "
@@ -422,8 +425,9 @@ def parameter_of(rule: LossRule, name: str) -> Any:
 
 
 def _changed(rule: LossRule, scale: float, **others: Any) -> LossRule:
-    """The rule with other fields. Its scale may be 0 or inf, which a rule can reach, but where it may not start."""
+    """Copy a rule with other fields. Its scale may be 0 or inf, which a rule can reach but not start from."""
     require("scale", scale, REACHED, "GradScaler")
+    # replace() checks every field, and refuses a scale of 0 or inf; evolve() does not.
     return replace(rule, **others, scale=1.0).evolve(scale=float(scale))
 
 

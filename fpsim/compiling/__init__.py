@@ -1,1 +1,3 @@
-"""The compiler driver: Numba functions become machine code for CPU and CUDA, kept on disk under their sources."""
+"""The compiler driver: Numba functions become machine code for CPU and CUDA, cached on disk by a digest of their
+sources.
+"""

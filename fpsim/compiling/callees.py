@@ -1,8 +1,8 @@
 """The functions that a loop calls: each compiled once for its types of arguments, and inlined by LLVM.
 
-Where Numba inlines a function (`inline="always"`), it reads the function anew for every call, and types and lowers each
-copy: a hash that is called 24 times takes seconds. Here LLVM does it, in milliseconds. Numba's own `njit` would make
-each of them callable from Python and optimise it by itself, which takes longer still.
+Where Numba inlines a function (`inline="always"`), it reads the function again for every call, and types and lowers
+each copy: a hash that is called 24 times takes seconds. Here LLVM inlines it, in milliseconds. Numba's own `njit` would
+make each of them callable from Python and optimise it by itself, which takes longer still.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from threading import local
 from typing import Any
 
 _Options = dict[str, Any]
-_types: dict[str, dict[Any, Any]] = {}  # by the options of the loop, which what it calls inherits
+_types: dict[str, dict[Any, Any]] = {}  # by the options of the loop, which its callees inherit
 _thread = local()  # its `current`: the types for the loop that a thread compiles
 
 
 def compiles_a_loop() -> bool:
-    """Whether this thread is inside of `callees_of`: what it compiles is for the CPU."""
+    """True if this thread is inside `callees_of`, which means that it compiles for the CPU."""
     return getattr(_thread, "current", None) is not None
 
 
 @contextmanager
 def callees_of(options: _Options) -> Iterator[None]:
-    """Inside, functions are compiled as a loop with these options needs them. Numba's lock must be held."""
+    """Compile functions inside as callees of a loop with these options. The caller holds Numba's lock."""
     _thread.current = _types.setdefault(repr(sorted(options.items())), {})
     try:
         yield
@@ -33,7 +33,7 @@ def callees_of(options: _Options) -> Iterator[None]:
 
 
 def callee_type(function: Callable[..., Any], options: _Options) -> Any:
-    """Numba's type of a function that a loop calls, one for all loops with the same options."""
+    """Return Numba's type of a function that a loop calls, one for all loops with the same options."""
     from numba.core import types
 
     known = _thread.current
@@ -44,7 +44,7 @@ def callee_type(function: Callable[..., Any], options: _Options) -> Any:
 
 
 def linked_libraries(library: Any) -> Iterable[Any]:
-    """The libraries that a library calls, and those that they call, each after all that call it.
+    """Return the libraries that a library calls, directly or not, each after all that call it.
 
     LLVM's linker drops a function that nothing calls yet.
     """
@@ -63,7 +63,7 @@ def linked_libraries(library: Any) -> Iterable[Any]:
 
 
 class Callee:
-    """What Numba asks a dispatcher when it types and lowers a call, and nothing that Python could call."""
+    """The part of a dispatcher that Numba needs to type and lower a call; Python cannot call it."""
 
     is_compiling = False  # none calls itself
 
@@ -86,7 +86,7 @@ class Callee:
         return template, self.pysig, kinds, {}
 
     def _compile(self, kinds: tuple[Any, ...]) -> tuple[Any, Any]:
-        """A key by which Numba finds the code, and its signature."""
+        """Compile, and return a key by which Numba finds the code, and the signature."""
         done = compiled_library(self.py_func, kinds, self.targetoptions)
         done.library._finalized = True  # not optimised by itself: the loop is, with all that it calls
         key = object()
@@ -102,7 +102,7 @@ class Callee:
 
 
 def compiled_library(function: Callable[..., Any], kinds: tuple[Any, ...], options: _Options) -> Any:
-    """What Numba makes of a function as LLVM's instructions, without a way to it from Python or C."""
+    """Compile a function to LLVM IR with Numba, without wrappers for Python or C."""
     from numba.core import compiler
     from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
     from numba.core.registry import cpu_target

@@ -31,7 +31,7 @@ from fpsim.compiling.compile import CUDA_THREADS, cuda_module, for_device, ptx_c
 from fpsim.compiling.kept import kept_code, source_digest
 
 IS_SIMULATED = bool(numba.config.ENABLE_CUDASIM)  # which is settled when Numba is imported
-VECTOR_BYTES = 16  # what one load of a thread brings at most
+VECTOR_BYTES = 16  # the most that a thread loads at once
 
 WORDS32, WORDS64 = types.CPointer(types.uint32), types.CPointer(types.uint64)
 FLOATS32, FLOATS64 = types.CPointer(types.float32), types.CPointer(types.float64)
@@ -41,7 +41,7 @@ _INVALID_CONTEXT, _INVALID_HANDLE = 201, 400  # of CUresult
 
 
 def _require(result: tuple[Any, ...]) -> Any:
-    """What a function of the driver gives. Raises RuntimeError if it failed."""
+    """Return the result of a driver function. Raises RuntimeError if the function failed."""
     error, *values = result
     if int(error):
         raise RuntimeError(f"The CUDA driver gave {getattr(error, 'name', error)}.")
@@ -61,7 +61,7 @@ def _driver() -> Any:
 
 @cache
 def _context(device: int) -> Any:
-    """The context that torch uses too."""
+    """Return the device's primary context, which torch uses too."""
     return _require(_driver().cuDevicePrimaryCtxRetain(_require(_driver().cuDeviceGet(device))))
 
 
@@ -74,9 +74,9 @@ def compute_capability(device: int) -> tuple[int, int]:
 
 
 def assembled(ptx: str, capability: tuple[int, int]) -> bytes:
-    """The cubin of PTX, by nvJitLink, whose error is raised if it refuses the PTX.
+    """Assemble PTX to a cubin with nvJitLink, and raise its error if it refuses the PTX.
 
-    For a card that is newer than nvJitLink: the PTX, which the card's driver assembles.
+    For a card that is newer than nvJitLink return the PTX itself, which the card's driver assembles.
     """
     from cuda.bindings import nvjitlink
 
@@ -114,7 +114,7 @@ def _too_new(complaint: str) -> str:
 
 @contextmanager
 def _not_part_of_a_capture() -> Iterator[None]:
-    """Inside, this thread may allocate memory of the device while another thread captures a CUDA graph."""
+    """Allow this thread to allocate device memory while another thread captures a CUDA graph."""
     driver = _driver()
     mode = _require(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
     try:
@@ -136,11 +136,11 @@ class _Packed:
 class CudaKernel:
     """A CUDA kernel, compiled for a compute capability once, kept on disk, and loaded for a device once.
 
-    make_body: gives the Python function. It is called when there is something to compile.
+    make_body: returns the Python function; called only if something has to be compiled.
     signature: the types of its arguments, each of eight bytes. A launch takes a number for each number and pointer, one
         for each element of a tuple, and `array_words` for each array.
-    key: what tells it apart from all other kernels, in this state of the sources.
-    threads: of a block. The assembler is told, so that the registers of every card suffice for them.
+    key: distinguishes it from all other kernels of the same sources.
+    threads: of a block. The assembler gets this bound, so that a card's registers suffice for the block.
     """
 
     def __init__(
@@ -155,14 +155,15 @@ class CudaKernel:
         self._modules: list[Any] = []
 
     def ptx(self, capability: tuple[int, int]) -> str:
-        """What is assembled for a compute capability; its entry is called `kernel`."""
+        """Return the PTX for a compute capability; its entry is called `kernel`."""
         text = ptx_code(self._make_body(), self._signature, capability, self.threads)
         found = re.search(r"\.entry\s+([\w$]+)", text)
         assert found is not None
+        # A fixed name, so that loading needs no search for the mangled one.
         return text.replace(found.group(1), "kernel")
 
     def cubin(self, capability: tuple[int, int]) -> bytes:
-        """Its machine code for a compute capability, from disk if it is there."""
+        """Return the machine code for a compute capability, from the cache if it is there."""
         name = f"{self.name}-sm{capability[0]}{capability[1]}-{_toolchain()}.cubin"
         return kept_code(name, lambda: assembled(self.ptx(capability), capability))
 
@@ -186,7 +187,7 @@ class CudaKernel:
             _require(driver.cuCtxPopCurrent())
 
     def bind(self, device: int, launch: Callable[..., tuple[Any, ...]], function: Any) -> None:
-        """What launches this kernel on a device: the driver's cuLaunchKernel, and the function that it is given."""
+        """Set how the kernel is launched on a device: the driver's cuLaunchKernel, and the function that it gets."""
         self._loaded[device] = launch, function
 
     @cached_property
@@ -194,7 +195,7 @@ class CudaKernel:
         return cuda_module().jit(self._make_body())
 
     def _grouped(self, arguments: tuple[Any, ...]) -> Iterator[Any]:
-        """Arguments as the Python function takes them: what belongs to a tuple in one, and numbers with a width."""
+        """Yield the arguments as the Python function takes them: elements of a tuple together, integers as int64."""
         rest = (np.int64(a) if isinstance(a, int) else a for a in arguments)
         for kind in self._signature:
             yield tuple(islice(rest, kind.count)) if isinstance(kind, types.UniTuple) else next(rest)
@@ -212,6 +213,7 @@ class CudaKernel:
             self.load(device, stream)
             loaded = self._loaded[device]
         launch, function = loaded
+        # A free list instead of a lock: `pop` and `append` are atomic, and a launch does not wait for another thread's.
         try:
             packed = self._free.pop()  # the driver copies it in the call; another thread takes another one
         except IndexError:
@@ -234,14 +236,16 @@ class CudaKernel:
 
 
 def _width(kind: Any) -> int:
-    """How many arguments of eight bytes a type is in a kernel."""
+    """Return the number of eight-byte arguments that a type takes in a kernel."""
     if isinstance(kind, types.UniTuple):
         return int(kind.count)
     return 5 + 2 * kind.ndim if isinstance(kind, types.Array) else 1
 
 
 def array_words(address: int, shape: tuple[int, ...], item_size: int) -> tuple[int, ...]:
-    """A contiguous array as a kernel takes it: two owners, items, size of one, address, shape, strides in bytes."""
+    """Describe a contiguous array as a kernel takes it: two owners, items, size of one, address, shape, strides in
+    bytes.
+    """
     strides, step = [], item_size
     for extent in reversed(shape):
         strides.append(step)
@@ -251,13 +255,13 @@ def array_words(address: int, shape: tuple[int, ...], item_size: int) -> tuple[i
 
 @cache
 def _toolchain() -> str:
-    """A digest of the compilers that decide what comes out of a kernel's source."""
+    """Return a digest of the compilers that a kernel's machine code depends on."""
     from cuda.bindings import nvjitlink
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
     try:
         assembler = nvjitlink.version()
-        # what the libraries say of their version is the same for many releases
+        # The libraries' version numbers stay the same for many releases.
         sizes = [os.stat(load_nvidia_dynamic_lib(name).abs_path or "").st_size for name in ("nvvm", "nvJitLink")]
     except Exception as error:  # of the search for the libraries, and of the libraries
         raise RuntimeError(
@@ -269,13 +273,15 @@ def _toolchain() -> str:
 
 
 def for_card(function: Any) -> Any:
-    """The function with all that it calls inlined; itself in the simulator, whose arrays nothing compiled can take."""
+    """Return the function with its callees inlined; in the simulator unchanged, because compiled code cannot take its
+    arrays.
+    """
     return function if IS_SIMULATED else for_device(function)
 
 
 @cache
 def scalar_kernel(function: types_module.FunctionType, kinds: tuple[tuple[str, int], ...]) -> CudaKernel:
-    """A Python function over small arrays as a kernel of one thread. Decisions stay on the card.
+    """Make a kernel of one thread from a Python function over small arrays, so that decisions stay on the card.
 
     kinds: of each array, the name of its numbers' type and its number of dimensions.
     """
@@ -286,9 +292,10 @@ def scalar_kernel(function: types_module.FunctionType, kinds: tuple[tuple[str, i
 
 
 def _described(function: types_module.FunctionType) -> list[str]:
-    """What a Python function compiles to, in words that are the same in every process: its code, and what it uses."""
+    """Describe a Python function by text that is equal in every process: its bytecode, and the values that it uses."""
     code = function.__code__
     lines = [code.co_code.hex(), repr(code.co_names), repr([c for c in code.co_consts if not hasattr(c, "co_code")])]
+    # Values of globals and closures too: the cached code has to change its name when a constant changes.
     used = {name: function.__globals__[name] for name in sorted(code.co_names) if name in function.__globals__}
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     for name, value in (*used.items(), *((name, cell.cell_contents) for name, cell in cells)):
@@ -303,7 +310,7 @@ def _described(function: types_module.FunctionType) -> list[str]:
 
 
 def _vector_intrinsics(width: int, lanes: int) -> tuple[Any, Any]:
-    """A load and a store of `lanes` integers of `width` bits at once: (pointer, number of the vector[, values])."""
+    """Make a load and a store of `lanes` integers of `width` bits at once: (pointer, index of vector[, values])."""
     element = types.uint32 if width == 32 else types.uint64
     vector = ir.VectorType(ir.IntType(width), lanes)
 
@@ -334,7 +341,7 @@ def _vector_intrinsics(width: int, lanes: int) -> tuple[Any, Any]:
 
 @cache
 def vector_access(width: int) -> tuple[Any, Any]:
-    """How a kernel loads and stores 16 aligned bytes of integers at once: load(x, i) and store(x, i, tuple).
+    """Return functions that load and store 16 aligned bytes of integers at once: load(x, i) and store(x, i, tuple).
 
     i: the number of the vector. In the simulator they are Python over its arrays.
     """

@@ -1,4 +1,4 @@
-"""Numba's machinery: from a loop to object code that Python can call, stack memory, and the way to numba-cuda.
+"""Wraps Numba's compilers: loops as object code that Python can call, arrays on the stack, and PTX by numba-cuda.
 
 Numba is imported when one of these functions is called.
 """
@@ -10,8 +10,8 @@ import types as types_module
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from llvmlite import binding
@@ -21,7 +21,7 @@ from fpsim.compiling.callees import callees_of, compiled_library, linked_librari
 from fpsim.compiling.deferred import Deferred, carray, intrinsic, njit
 
 ENTRY = "fpsim_entry"  # the name of a loop in its object code: a function (self, arguments, count) as Python calls it
-FUNCTIONS = {  # of Python that it calls: what they give, and what they take
+FUNCTIONS = {  # C functions of Python that it calls: the type returned, then the types taken
     "PyLong_AsLongLong": "integer object",
     "PyFloat_AsDouble": "float object",
     "PyErr_Occurred": "object",
@@ -34,7 +34,7 @@ FUNCTIONS = {  # of Python that it calls: what they give, and what they take
 
 
 def llvm_text(function: Callable[..., Any], fastmath: Any, error_model: str) -> str:
-    """A loop, its entry and all that it calls as LLVM's instructions, for any processor of this system.
+    """Compile a loop, its entry and its callees to LLVM IR, for any processor of this system.
 
     function: of integers and, where they are annotated so, floats. It allocates nothing: see `stack_array`.
     """
@@ -47,6 +47,7 @@ def llvm_text(function: Callable[..., Any], fastmath: Any, error_model: str) -> 
     kinds = [types.float64 if function.__annotations__.get(name) == "float" else types.int64 for name in names]
     options = {"fastmath": fastmath, "error_model": error_model}
     with global_compiler_lock, _shared_scopes(ir), callees_of(options):
+        # Numba learns here of intrinsics that were defined since the last compilation.
         cpu_target.typing_context.refresh()
         cpu_target.target_context.refresh()
         done = compiled_library(function, tuple(kinds), options)
@@ -58,7 +59,7 @@ def llvm_text(function: Callable[..., Any], fastmath: Any, error_model: str) -> 
 
 
 def machine_code(text: str) -> bytes:
-    """The object code of `llvm_text` for this processor. All that it needs beside FUNCTIONS is in the C library."""
+    """Compile the IR of `llvm_text` to object code for this processor. It links to FUNCTIONS and the C library only."""
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
 
@@ -73,9 +74,9 @@ def machine_code(text: str) -> bytes:
 
 @contextmanager
 def _shared_scopes(ir: Any) -> Iterator[None]:
-    """Inside, Numba copies the blocks of a function that it inlines without the function's scope, once for each block.
+    """Make Numba share a function's scope among the blocks that it copies for inlining, instead of copying it for each.
 
-    That takes a third of the time to compile. ir: Numba's module, another one for CUDA. Its lock must be held.
+    The copies take a third of the compile time. ir: Numba's module, another one for CUDA. The caller holds its lock.
     """
     ir.Scope.__deepcopy__ = lambda self, memo: self
     try:
@@ -85,7 +86,7 @@ def _shared_scopes(ir: Any) -> Iterator[None]:
 
 
 def _entry_module(done: Any, names: tuple[str, ...]) -> Any:
-    """The entry of a compiled function: from objects to numbers, the call without the interpreter's lock, and back."""
+    """Build the entry of a compiled function: convert objects to numbers, call without the GIL, convert the result."""
     from llvmlite import ir
     from numba import types
 
@@ -123,6 +124,7 @@ def _entry_module(done: Any, names: tuple[str, ...]) -> Any:
         values.append(builder.call(convert, [builder.load(builder.gep(arguments, [small(i)]))]))
     with builder.if_then(builder.icmp_unsigned("!=", builder.call(python["PyErr_Occurred"], []), null), likely=False):
         builder.ret(null)
+    # The GIL is released around the call, so that loops of several Python threads run at the same time.
     thread = builder.call(python["PyEval_SaveThread"], [])
     callee = context.declare_function(module, done.fndesc)
     status, result = context.call_conv.call_function(builder, callee, returned, done.signature.args, values)
@@ -140,7 +142,7 @@ def _entry_module(done: Any, names: tuple[str, ...]) -> Any:
 
 @cache
 def stack_array(shape: int | tuple[int, ...], kind: Any) -> Callable[[], Any]:
-    """A function for loops that gives an array of this shape and type, without values, on the stack of the loop."""
+    """Return a function for loops that allocates an uninitialised array of this shape and type on the loop's stack."""
     size = math.prod(shape if isinstance(shape, tuple) else (shape,)) * np.dtype(kind).itemsize
     extents = shape if isinstance(shape, tuple) else (shape,)
 
@@ -177,7 +179,7 @@ def pointer(typingctx: Any, address: Any) -> Any:
 
 def _loaded(width: int) -> Any:
     def load(typingctx: Any, address: Any, index: Any) -> Any:
-        """The unsigned integer at a place of an array, whose address is a number: of the CPU's memory, or of a card."""
+        """Load the unsigned integer at an index of an array, given by its address on the CPU or on a card."""
         from llvmlite import ir
         from numba import types
 
@@ -253,10 +255,13 @@ def float32_of(bits):
 
 CUDA_THREADS = 256  # in a block, unless a kernel has its own number
 
+cuda: Any = None  # numba-cuda's module in the files that import this name, once `uses_cuda` has put it there
+_P, _R = ParamSpec("_P"), TypeVar("_R")
+
 
 @cache
 def cuda_module() -> Any:
-    """numba-cuda's module. Raises RuntimeError, with what to install, where it is missing."""
+    """Import numba-cuda. Raises RuntimeError, which says what to install, if it is missing."""
     try:
         import numba_cuda  # numba's own target is deprecated; importing this replaces it
         from numba import cuda
@@ -277,10 +282,24 @@ def cuda_module() -> Any:
     return cuda
 
 
+def uses_cuda(make_kernel: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function that makes the body of a CUDA kernel: `cuda` in its file becomes numba-cuda's module.
+
+    A global, not a variable that the body encloses: CUDA's simulator swaps the module in the globals of a body alone.
+    """
+
+    @wraps(make_kernel)
+    def make(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        make_kernel.__globals__["cuda"] = cuda_module()  # type: ignore[attr-defined]
+        return make_kernel(*args, **kwargs)
+
+    return make
+
+
 def ptx_code(
     function: Callable[..., Any], signature: tuple[Any, ...], capability: tuple[int, int], threads: int
 ) -> str:
-    """A CUDA kernel as PTX for a compute capability, for blocks of at most `threads`."""
+    """Compile a CUDA kernel to PTX for a compute capability, for blocks of at most `threads`."""
     cuda = cuda_module()
     from numba.cuda.core import ir
     from numba.cuda.core.compiler_lock import global_compiler_lock
@@ -291,7 +310,7 @@ def ptx_code(
 
 
 def for_device(function: types_module.FunctionType) -> types_module.FunctionType:
-    """A copy of a Python function in which those that it calls, compiled for the CPU or not, are inlined."""
+    """Copy a Python function for the card with its callees inlined, also those that are compiled for the CPU."""
     from numba import njit
 
     def of(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Numba's decorators, for modules that do not import Numba: that takes a second, and kept machine code needs none.
+"""Numba's decorators without an import of Numba, which takes a second and is not needed for cached machine code.
 
-What they give stands for Numba's own object, which is made when a function that uses it is compiled.
+They return placeholders. Numba's own object is made when a function that uses it is compiled.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from fpsim.compiling.callees import callee_type, compiles_a_loop
 
 
 class Deferred:
-    """Stands for an object of Numba in functions that Numba compiles.
+    """Placeholder for an object of Numba in functions that Numba compiles.
 
-    make: gives the object, once.
+    make: returns the object; called once.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -38,12 +38,12 @@ class Deferred:
 class Function(Deferred):
     """A Python function, `py_func`, that loops and CUDA kernels call.
 
-    With `inline="always"` Numba inlines it. With `forceinline=True` LLVM does in loops of the CPU, which is faster, and
-    Numba elsewhere. Numba must where memory on the stack would be gone when the function returns, and should where
-    arrays are given, whose owners a call counts.
+    With `inline="always"` Numba inlines it. With `forceinline=True` LLVM inlines it in CPU loops, which is faster, and
+    Numba elsewhere. Numba has to inline a function that returns memory on its stack, and should inline one that takes
+    arrays, because a call counts references to their owners.
 
-    keeps_types: where Python calls it, as CUDA's simulator does, it runs in Python: what is compiled gives plain
-    integers in the place of NumPy's.
+    keeps_types: calls from Python, such as those of CUDA's simulator, run the Python function. The compiled one would
+    return plain integers instead of NumPy's.
     """
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any], keeps_types: bool) -> None:
@@ -53,7 +53,7 @@ class Function(Deferred):
 
     @property
     def targetoptions(self) -> dict[str, Any]:
-        """What Numba reads to know whether it inlines the function."""
+        """Options that Numba reads to decide whether it inlines the function."""
         return {"inline": "always"} if self._options.get("forceinline") and not compiles_a_loop() else self._options
 
     def _compile(self) -> Any:
@@ -71,7 +71,7 @@ class Function(Deferred):
 
 
 class Intrinsic(Deferred):
-    """A function that gives Numba a type and LLVM's instructions."""
+    """Placeholder for an intrinsic: a function that returns a type to Numba and emits LLVM IR."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(self._register)
@@ -84,14 +84,14 @@ class Intrinsic(Deferred):
 
 
 def njit(function: Callable[..., Any] | None = None, *, keeps_types: bool = False, **options: Any) -> Any:
-    """`numba.njit`, deferred. keeps_types: see Function."""
+    """Defer `numba.njit`. keeps_types: see Function."""
     if function is None:
         return lambda function: Function(function, options, keeps_types)
     return Function(function, options, keeps_types)
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
-    """`numba.extending.intrinsic`, deferred. The function imports what it needs of Numba and llvmlite itself."""
+    """Defer `numba.extending.intrinsic`. The function imports what it needs of Numba and llvmlite itself."""
     return Intrinsic(function)
 
 

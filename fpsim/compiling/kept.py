@@ -1,4 +1,4 @@
-"""Machine code that is kept on disk: where, under which name, who can have written it, and whether it is whole."""
+"""Cache of machine code on disk: its folder, file names and locks, and the checks of ownership and integrity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fpsim.compiling.sources import digest_of_imported, have_changed
 
 try:
     import fcntl
-except ImportError:  # there is none on Windows
+except ImportError:  # Windows has none
     fcntl = None  # type: ignore[assignment]
 
 MAX_BYTES = 1 << 26  # of a file; the largest kernels have a few hundred thousand
@@ -31,12 +31,12 @@ _BINARY = getattr(os, "O_BINARY", 0)  # on Windows alone
 
 
 class UntrustedError(Exception):
-    """Machine code that somebody else can have written. Its message says why, and what to type."""
+    """Machine code that another user may have written. The message says why, and what to type."""
 
 
 @cache
 def source_digest(toolchain: str) -> str:
-    """The name of what this process has imported, compiled by these tools."""
+    """Return a digest of the sources that this process imported and of the tools that compile them."""
     return hashlib.sha256(digest_of_imported() + toolchain.encode()).hexdigest()[:16]
 
 
@@ -46,6 +46,7 @@ def _digest(file: Path, payload: bytes) -> bytes:
 
 def write_whole(file: Path, payload: bytes) -> None:
     """Write a file that `read_whole` knows to be whole; others see all of it or nothing. Raises OSError."""
+    # Written beside it and renamed, so that a reader never sees a part, even if this process is killed.
     temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex[:16]}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
@@ -57,11 +58,12 @@ def write_whole(file: Path, payload: bytes) -> None:
 
 
 def read_whole(file: Path) -> bytes | None:
-    """What `write_whole` wrote under this name; None where there is nothing, or a single bit of it has changed.
+    """Return the bytes that `write_whole` wrote under this name; None if there are none, or a bit of them has changed.
 
-    Raises UntrustedError for what another user can have written, and for what is not a regular file.
+    Raises UntrustedError if another user may have written the file, and if it is not a regular file.
     """
     try:
+        # The folder is checked too: a user who can write to it can replace the file.
         _require_trusted(file.parent, os.stat(file.parent))
         descriptor = os.open(file, os.O_RDONLY | _BINARY | _NO_LINK | _NO_WAIT)
     except OSError:
@@ -80,7 +82,7 @@ def read_whole(file: Path) -> bytes | None:
 
 
 def _require_trusted(path: Path, found: os.stat_result) -> None:
-    """Raise UntrustedError if a user other than this one and root can have written a file or folder."""
+    """Raise UntrustedError if a user other than this one and root may have written a file or folder."""
     if not hasattr(os, "geteuid"):  # Windows: the mode says nothing there
         return
     user = os.geteuid()
@@ -96,7 +98,7 @@ def _require_trusted(path: Path, found: os.stat_result) -> None:
 
 @cache
 def _folder_of(chosen: str) -> Path:
-    """The first of the folders for machine code that can be written. Raises OSError where none can be."""
+    """Return the first cache folder that can be written. Raises OSError if none can be."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     folders = [Path(chosen, "fpsim")] if chosen else []
     error: OSError | None = None
@@ -115,12 +117,12 @@ def _folder_of(chosen: str) -> Path:
 
 
 def folder_of_code() -> Path:
-    """Where machine code is kept: in NUMBA_CACHE_DIR, beside the sources, or in the user's cache. Raises OSError."""
+    """Return the cache folder: in NUMBA_CACHE_DIR, beside the sources, or in the user's cache. Raises OSError."""
     return _folder_of(os.environ.get("NUMBA_CACHE_DIR", ""))
 
 
 def read_kept(name: str) -> bytes | None:
-    """What is kept under this name; None where there is nothing whole that can be trusted."""
+    """Return the code cached under this name; None if there is none that is whole and trusted."""
     try:
         return read_whole(folder_of_code() / name)
     except OSError:
@@ -131,7 +133,7 @@ def read_kept(name: str) -> bytes | None:
 
 
 def keep(name: str, code: bytes) -> None:
-    """Keep code on disk under this name, if that can be done, and if it is of the sources as they still are."""
+    """Cache code on disk under this name, if that is possible and the imported sources are still the same."""
     if have_changed():
         return  # this process may have imported some files before an update and others after it
     try:
@@ -149,10 +151,10 @@ def keep(name: str, code: bytes) -> None:
 
 @contextmanager
 def one_process_for(name: str) -> Iterator[None]:
-    """Inside, no other process on this folder makes what is kept under this name, unless it takes very long.
+    """Keep other processes on this folder from making the same code meanwhile, unless it takes very long.
 
-    Without a lock, where the system has none, processes make the same code several times. Where making it or waiting
-    for the lock takes long, a line on stderr says so.
+    On a system without locks, several processes may make the same code. If making it or waiting takes long, a line on
+    stderr says so.
     """
     with announced(name.partition("-")[0]), _locked(name):
         yield
@@ -167,12 +169,12 @@ def _locked(name: str) -> Iterator[None]:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | _NO_LINK | _NO_WAIT, 0o600)
             _try_to_lock(descriptor)
     except OSError:
-        pass  # whoever keeps the code will say that the folder cannot be written
+        pass  # `keep` will warn that the folder cannot be written
     try:
         yield
     finally:
         if descriptor >= 0:
-            # Whoever waits for this file finds the code; a later process makes a new file.
+            # A process that waits for this file finds the code; a later one creates a new lock file.
             with suppress(OSError):
                 lock.unlink(missing_ok=True)
             with suppress(OSError):
@@ -182,6 +184,7 @@ def _locked(name: str) -> Iterator[None]:
 
 def _try_to_lock(descriptor: int) -> None:
     end = time.monotonic() + LONGEST_WAIT
+    # Polled: a blocking flock has no timeout, and a process that hangs must not hang all others.
     while time.monotonic() < end:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,10 +194,11 @@ def _try_to_lock(descriptor: int) -> None:
 
 
 def kept_code(name: str, make: Callable[[], bytes]) -> bytes:
-    """What is kept on disk under this name. Where there is nothing whole, it is made."""
+    """Return the code cached under this name; make and cache it if there is none."""
     code = read_kept(name)
     if code is None:
         with one_process_for(name):
+            # Another process may have made it while this one waited for the lock.
             code = read_kept(name)
             if code is None:
                 code = make()

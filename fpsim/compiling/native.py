@@ -1,7 +1,7 @@
-"""Loops of the CPU as machine code: kept on disk, loaded by LLVM, called by Python. Numba comes where one is compiled.
+"""CPU loops as machine code: cached on disk, loaded by LLVM, called from Python. Numba is imported only to compile one.
 
 A loop's code has an entry that Python calls as it calls its own functions written in C: no tuple of arguments, no
-matching of types. What Numba does for a call takes four times as long.
+matching of types. A call through Numba's dispatcher takes four times as long.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fpsim.compiling.compile import ENTRY, FUNCTIONS, llvm_text, machine_code
 from fpsim.compiling.kept import keep, one_process_for, read_kept, source_digest
 from fpsim.compiling.shipped import shipped_text
 
-# of Numba, which reads them when it is imported: what decides how it compiles
+# environment variables, NUMBA_..., that Numba reads when it is imported and that change its machine code
 _SETTINGS = ("OPT", "CPU_NAME", "CPU_FEATURES", "ENABLE_AVX", "LOOP_VECTORIZE", "SLP_VECTORIZE", "DISABLE_INTEL_SVML")
 
 
 @cache
 def _toolchain() -> str:
-    """All that decides, beside the sources, which machine code comes out."""
+    """Describe all that the machine code depends on in addition to the sources."""
     settings = [os.environ.get(f"NUMBA_{name}") for name in _SETTINGS]
     cpu = binding.get_process_triple(), binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
     return repr((sys.implementation.cache_tag, version("numba"), llvmlite.__version__, cpu, settings))
@@ -60,13 +60,15 @@ def _jit() -> Any:
 
 
 def loaded(code: bytes) -> Callable[..., Any]:
-    """The function whose object code this is. Raises RuntimeError for what cannot be linked in this process."""
+    """Link object code into this process and return its function. Raises RuntimeError if it cannot be linked here."""
     library = binding.JITLibraryBuilder().add_object_img(code).export_symbol(ENTRY).add_current_process()
     for name in FUNCTIONS:
         address = ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value
         library.import_symbol(name, address)
     with _lock:
         tracker = library.link(_jit(), f"fpsim-{next(_numbers)}")
+    # A builtin: METH_FASTCALL passes the arguments as a C array. Its `self` is the class of the error that the entry
+    # raises.
     definition = _MethodDefinition(b"loop", tracker[ENTRY], _METH_FASTCALL, None)
     _loaded.append((tracker, definition))
     kinds = ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p
@@ -75,11 +77,11 @@ def loaded(code: bytes) -> Callable[..., Any]:
 
 
 class Loop:
-    """A loop of the CPU. It takes integers and, where they are annotated so, floats; it gives a number, 0 for nothing.
+    """A CPU loop that Python calls. It takes integers and, where annotated, floats; it returns a number, 0 for None.
 
-    function: what Numba compiles, if its machine code is not on disk.
-    key: what tells it apart from the other closures of the same source.
-    name: by which its code is known, on disk and in a wheel.
+    function: the source, which Numba compiles if the machine code is not on disk.
+    key: distinguishes it from other closures of the same source.
+    name: of its code, on disk and in a wheel.
     was_compiled: whether this process had to; None before its first call.
     """
 
@@ -92,12 +94,12 @@ class Loop:
 
     @cached_property
     def file_name(self) -> str:
-        """Under which name its machine code is kept."""
+        """Name of its machine code in the cache."""
         return f"{self.name}-{source_digest(_toolchain())}.o"
 
     @cached_property
     def native(self) -> Callable[..., Any]:
-        """The function itself, without a look at this object in each call."""
+        """The compiled function itself, for calls without the overhead of this object."""
         function = self._from_disk()
         if function is None:
             with one_process_for(self.file_name):
@@ -126,9 +128,9 @@ class Loop:
 
 
 def compiled_loop(*key: int, fastmath: Any = False, error_model: str = "python") -> Callable[..., Loop]:
-    """Make a Loop of a function. Its machine code holds no lock while it runs, and is kept on disk if that can be done.
+    """Make a Loop of a function. It runs without the GIL, and its machine code is cached on disk if that is possible.
 
-    key: what tells it apart from the other closures of the same source.
+    key: distinguishes it from other closures of the same source.
     error_model: "numpy" divides by zero as IEEE 754 says; "python" branches, to raise an error.
     """
     return lambda function: Loop(function, key, fastmath=fastmath, error_model=error_model)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from threading import Lock, Timer
 
 AFTER = 1.0  # seconds without machine code, after which the line is written
-_RANKS = "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"  # what starts many processes numbers them
+_RANKS = "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"  # set by launchers of many processes
 
 _lock = Lock()
 _waited = 0.0  # seconds, of all loops so far: a step needs several, each of which may take less than a second
@@ -19,12 +19,12 @@ _is_said = False
 
 
 def _is_one_of_many() -> bool:
-    """Whether another process says it: what started this one, or the first rank."""
+    """True if another process writes the line: the parent of this one, or the first rank."""
     return multiprocessing.parent_process() is not None or any(os.environ.get(name, "0") != "0" for name in _RANKS)
 
 
 def silence() -> None:
-    """Write no line in this process: what it compiles is shown in another way."""
+    """Write no line in this process, because it shows in another way what it compiles."""
     global _is_said
     _is_said = True
 
@@ -45,9 +45,10 @@ def _say(name: str) -> None:
 
 @contextmanager
 def announced(name: str) -> Iterator[None]:
-    """Inside, this process makes the machine code of a loop, or waits for another process that does.
+    """Announce that this process compiles a loop, or waits for another process that does.
 
-    Once a process has spent a second so, it writes a line on stderr, one for all its loops. Workers write none.
+    Once a process has spent a second in such blocks, it writes a line on stderr, one for all its loops. Workers write
+    none.
     """
     global _waited
     if _is_said or _is_one_of_many():

@@ -1,7 +1,7 @@
-"""The sources of what is compiled, read before the first of them is imported.
+"""Digest of the sources of compiled code, read before the first of them is imported.
 
-A running process keeps the functions that it has imported. Files that an update has changed since then say nothing of
-them, so a digest of the files as they are now would be a wrong name for what this process compiles.
+A running process keeps the functions that it has imported. An update may have changed the files since then, so a digest
+of the files as they are now would be a wrong name for what this process compiles.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def digest_of_imported() -> bytes:
 
 
 def have_changed() -> bool:
-    """Whether the files differ from what was imported. Then it is not known which of them a function came from."""
+    """True if the files differ from what was imported. Then it is not known which of them a function came from."""
     try:
         return _digest() != _IMPORTED
     except OSError:  # a file is gone: an update is running

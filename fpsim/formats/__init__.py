@@ -1,1 +1,1 @@
-"""What a format is: floating point, fixed point, blocks that share a scale, and the formats of other libraries."""
+"""Number formats: floating point, fixed point, code books, blocks that share a scale, and those of other libraries."""

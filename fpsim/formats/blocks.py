@@ -93,8 +93,8 @@ class Delayed:
 class Choose:
     """A scale rule that rounds each block by several rules, and keeps the result that is nearest to its numbers.
 
-    The choice is that of rounding to nearest where elements are rounded stochastically: a choice that saw the noise
-    would make it biased.
+    Where elements are rounded stochastically, the choice is made as for rounding to nearest: choosing by the noisy
+    results would bias them.
 
     Args:
         candidates: two to eight scale rules of a format: ("amax/6", "amax/4") in NVFP4 is 4 over 6 (arXiv 2512.02010),
@@ -134,7 +134,7 @@ class Choose:
             raise ValueError(f"top={shown(self.top)} is no scale. Expected: a number above 0, or None.")
 
     def __str__(self) -> str:
-        """The word of it in a format's name, or its `repr` where that does not say all."""
+        """Return its word in a format's name, or its `repr` where that word does not say all."""
         word = f"{self.error}({','.join(self.candidates)})"
         return word if self == Choose(self.candidates, self.error) else repr(self)
 
@@ -162,9 +162,9 @@ class BlockFormat:
             axis.
         gain: elements are rounded at this multiple of their size, and divided by it afterwards: 3/4 in MXFP4 as in
             arXiv 2502.20586, so that nothing saturates under the rule "floor".
-        least_amax: under "absmax", what a smaller amax counts as: 1e-12 in torchao. With 0, a block of zeros has a
-            scale of 0, and stays zero in formats without a zero too.
-        nonfinite: what an infinity or NaN makes of the block that it is in. "nan": the scale is NaN, and so is every
+        least_amax: under "absmax", the value that replaces a smaller amax: 1e-12 in torchao. With 0, a block of zeros
+            has a scale of 0, and stays zero in formats without a zero too.
+        nonfinite: the effect of an infinity or NaN on its block. "nan": the scale is NaN, and so is every
             element; with a tensor_scale, of the whole tensor. "saturate": an infinity saturates at `scale_of_infinity`,
             which hides the overflow, and NaN stays NaN alone, as in TransformerEngine. Under Delayed() scales are those
             of before: an infinity alone becomes NaN in elements that have one, and saturates in others.
@@ -206,7 +206,7 @@ class BlockFormat:
         return _BLOCK_NAMES.get(self) or _systematic_name(self) or repr(self)
 
     def __repr__(self) -> str:
-        """That of a dataclass, without `nonfinite` where it is the standard's: ids of stored cells hold such words."""
+        """Return the `repr` of a dataclass without a default `nonfinite`: ids of stored cells hold such words."""
         given = [f.name for f in fields(self) if f.name != "nonfinite" or self.nonfinite != "nan"]
         return f"BlockFormat({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
 
@@ -229,7 +229,7 @@ class BlockFormat:
 
     @property
     def has_power_scale(self) -> bool:
-        """Whether scales are powers of two."""
+        """True if scales are powers of two."""
         return self.scale.specials == "scale"
 
     @property
@@ -244,13 +244,13 @@ class BlockFormat:
 
     @property
     def candidates(self) -> tuple[BlockFormat, ...]:
-        """The formats among which each block takes the nearest: this one alone, but under Choose()."""
+        """Formats among which each block takes the nearest result; this one alone unless the rule is Choose()."""
         rule = self.scale_rule
         return tuple(replace(self, scale_rule=c) for c in rule.candidates) if isinstance(rule, Choose) else (self,)
 
     @property
     def tensor_lands_on(self) -> float:
-        """The block's scale times the element that the tensor's amax becomes, beneath a scale for the whole tensor.
+        """Value to which a `tensor_scale` brings the tensor's amax: the top block scale times the element there.
 
         >>> as_format("nvfp4").tensor_lands_on, as_format("nvfp4_4over6").tensor_lands_on
         (2688.0, 1536.0)
@@ -276,7 +276,7 @@ class BlockFormat:
 
     @property
     def lands_on(self) -> float:
-        """The element that the largest magnitude of a block becomes, but for the rounding of its scale; at most.
+        """Element that a block's amax becomes if the scale is exact; under Choose() the largest of the candidates'.
 
         >>> as_format("nvfp4").lands_on, as_format("e2m1fn per 16 e4m3fn fp32 amax/4").lands_on
         (6.0, 4.0)
@@ -288,7 +288,7 @@ class BlockFormat:
 
     @property
     def rounds_up_from(self) -> int:
-        """The mantissa field of float32 from which an amax counts one power of two more; 2**23 for none.
+        """Float32 mantissa field from which an amax counts as one more power of two; 2**23 for never.
 
         >>> f"{1 + as_format('e2m1fn per 32 mid_max').rounds_up_from / 2**23:.6f}"  # 6 / 4 is 1.5
         '1.750000'
@@ -304,7 +304,7 @@ class BlockFormat:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of an element and its part of the scale; for rows and tensors the scale counts nothing.
+        """Bits of an element plus its share of the block's scale; scales of rows and tensors are not counted.
 
         >>> as_format("mxfp4").bits_per_value, as_format("nvfp4").bits_per_value
         (4.25, 4.5)
@@ -334,7 +334,7 @@ def _require_block(block: object) -> None:
 
 
 def has_room_for_scales(element: Element) -> bool:
-    """Whether a float32 holds each value of an element that is no code book, times a scale."""
+    """True if float32 holds every value of an element, other than a code book, times a scale."""
     return element.min_ulp_exponent >= -94 and element.mantissa_bits <= 22
 
 
@@ -403,7 +403,7 @@ def _require_second_scale(f: BlockFormat) -> None:
 
 
 def _require_word(f: BlockFormat, rule: object) -> None:
-    """Raise ValueError for what is no scale rule of this format, but for delayed scaling."""
+    """Raise ValueError unless `rule` is the name of a scale rule that fits this format."""
     is_book, is_power = isinstance(f.element, Codebook), f.has_power_scale
     rules = [r for r in POWER_RULES if r != "even" or not is_book] if is_power else ["amax"]
     rules += ["absmax"] if f.scale == CATALOGUE["fp32"] else []
@@ -435,7 +435,7 @@ _PER = re.compile(
 
 
 def _systematic_name(f: BlockFormat) -> str | None:
-    """'<element> per <block> [scale [fp32 [per <block>]]] [rule] [saturate] [at gain]', where that says all."""
+    """Return '<element> per <block> [scale [fp32 [per <block>]]] [rule] [saturate] [at gain]'; None if lossy."""
     size = "x".join(map(str, f.block)) if isinstance(f.block, tuple) else f.block
     words = [str(f.element).replace("symmetric ", ""), "per", str(size)]
     if isinstance(f.element, FixedPoint):
@@ -456,7 +456,7 @@ def _systematic_name(f: BlockFormat) -> str | None:
 
 
 def _from_words(name: str) -> BlockFormat | None:
-    """The format of a name as `_systematic_name` writes it; None where it is not one."""
+    """Parse a name as `_systematic_name` writes it; None for any other name."""
     match = _PER.fullmatch(name)
     if match is None:
         return None
@@ -489,7 +489,7 @@ _CALL = re.compile(r"(FixedPoint|Codebook|BlockFormat)\(.*\)", re.DOTALL)
 
 
 def as_element(fmt: str | Element) -> Element:
-    """The format of single numbers that a name, a `repr` or a format stands for, of any kind but blocks."""
+    """Return the format of single numbers for a name, a `repr` or a format. Block formats are refused."""
     parsed = as_format(fmt)
     if isinstance(parsed, BlockFormat):
         raise ValueError(
@@ -500,7 +500,7 @@ def as_element(fmt: str | Element) -> Element:
 
 
 def as_format(fmt: Any) -> Format:
-    """The format that a name, a `repr` or a format stands for.
+    """Return the format for a name, a `repr` or a format.
 
     Args:
         fmt: a name of the catalogues ("fp16", "e4m3fn", "mxfp4", "nvfp4"), an alias ("half"), eXmY, eXmYfn or eXmYfnuz
@@ -513,7 +513,7 @@ def as_format(fmt: Any) -> Format:
 
     Raises:
         ValueError: for an unknown name.
-        TypeError: for what is not a name.
+        TypeError: for an object that describes no format.
 
     >>> as_format("half") is as_format("fp16")
     True
@@ -561,7 +561,7 @@ def _from_repr(text: str) -> Format:
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """A literal, or a call of the formats' classes with such arguments; nothing else is run."""
+    """Evaluate a literal, or a call of the formats' classes with such arguments; nothing else is run."""
     if isinstance(node, ast.Tuple):
         return tuple(map(_evaluate, node.elts))
     if isinstance(node, ast.Name) and node.id in ("inf", "nan"):  # as code books write them

@@ -25,9 +25,9 @@ NAMES: dict[Codebook, str] = {}  # of the books that have one: see codebooks
 class Codebook:
     """A format that is a list of numbers: code `i` stands for `values[i]`.
 
-    A number between two neighbours becomes the nearer one. NaN stays NaN. A result that is zero takes the sign of what
-    was rounded if the book holds -0, and is +0 otherwise. What lies beyond the ends becomes the nearest value, inf too,
-    unless the book holds that infinity.
+    A number between two neighbours becomes the nearer one. NaN stays NaN. A result that is zero keeps the sign of the
+    input if the book holds -0, and is +0 otherwise. A number beyond the ends becomes the nearest value, and so does inf
+    unless the book holds it.
 
     Args:
         values: 2 to 2**16 different numbers in the order of their codes, which need not be ascending. Each is kept as
@@ -75,6 +75,7 @@ class Codebook:
     def __eq__(self, other: object) -> bool:
         return self._key == other._key if isinstance(other, Codebook) else NotImplemented
 
+    # Cached: a book has up to 2**16 values, and formats are keys of caches that every rounding looks up.
     @cached_property
     def _hash(self) -> int:
         return hash(self._key)
@@ -95,18 +96,20 @@ class Codebook:
 
     @cached_property
     def ascending(self) -> tuple[tuple[float, int], ...]:
-        """The values in ascending order, each with its code; without NaN, and 0 for both zeros."""
+        """Twelve hexadecimal digits that distinguish this book from others."""
         numbers = ((v, code) for code, v in enumerate(self.values) if not math.isnan(v))
         return tuple((v, code) for v, code in sorted(numbers) if v or math.copysign(1, v) > 0)
 
     @cached_property
     def exact_borders(self) -> tuple[Fraction, ...]:
-        """What separates neighbours of `ascending`: `borders`, or the midpoints, which float64 need not hold."""
+        """Borders between neighbours of `ascending`: `borders`, or the exact midpoints, which float64 need not hold."""
         if self.borders is not None:
             return tuple(map(Fraction, self.borders))
         numbers = [v for v, _ in self.ascending]
         borders = []
         for i, (low, high) in enumerate(pairwise(numbers)):
+            # No midpoint with an infinity exists. IEEE 754 overflows where the next value would begin if the last
+            # spacing went on.
             if math.isinf(low):
                 borders.append(Fraction(high) + (Fraction(high) - Fraction(numbers[i + 2])) / 2)
             elif math.isinf(high):
@@ -117,11 +120,11 @@ class Codebook:
 
     @property
     def midpoints(self) -> tuple[float, ...]:
-        """What separates neighbours in ascending order, as the nearest float64."""
+        """Borders between neighbours in ascending order, as the nearest float64."""
         return tuple(map(float, self.exact_borders))
 
     def goes_up(self, i: int) -> bool:
-        """Whether the border between the values `i` and `i + 1` of `ascending` goes to the upper one."""
+        """True if the border between the values `i` and `i + 1` of `ascending` goes to the upper one."""
         (low, low_code), (high, high_code) = self.ascending[i : i + 2]
         if self.exact_borders[i] in (low, high):  # a value of the book stays
             return self.exact_borders[i] == high
@@ -147,13 +150,14 @@ class Codebook:
         """The code of a value of the book. Raises ValueError for other numbers: round them first."""
         value = number_of("value", value)
         code = self._codes.get(str(value))
+        # A book without -0 encodes it as 0: the key "-0.0" is not among its codes.
         if code is None and value == 0:
             code = self._codes.get("0.0")
         if code is None:
             raise ValueError(f"value={value!r} is not a value of {self}. Round it first: fpsim.round_to.")
         return code
 
-    # What a rounding asks of any format
+    # Interface that a rounding uses of every format
 
     specials = "book"
     subnormals = True
@@ -206,12 +210,12 @@ class Codebook:
 
     @property
     def has_inf(self) -> bool:
-        """Whether an infinity is among the values."""
+        """True if an infinity is among the values."""
         return "inf" in self._codes or "-inf" in self._codes
 
     @cached_property
     def _digits(self) -> tuple[int, int]:
-        """The most significant bits of a value, and the exponent of the lowest bit of all."""
+        """Return the largest number of significant bits of a value, and the exponent of the lowest bit of all."""
         most, lowest = 1, 1000
         for v in self.finite:
             numerator, denominator = abs(v).as_integer_ratio()
@@ -241,12 +245,13 @@ class Codebook:
 
     @property
     def saturated_from(self) -> float:
-        """The magnitude from which saturation is counted: the largest value and half of the last spacing."""
+        """Magnitude from which saturation is counted: the largest value plus half of the last spacing."""
+        # The end farther from zero, mirrored if it is the negative one.
         end = [*self.finite] if self.finite[-1] >= -self.finite[0] else [-v for v in reversed(self.finite)]
         return end[-1] + (end[-1] - end[-2]) / 2
 
     def resolve_overflow(self, overflow: str | None = None) -> str:
-        """ "inf" for a book that holds an infinity, "saturate" for others; "saturate" can be asked for in both.
+        """Return "inf" for a book that holds an infinity, else "saturate"; "saturate" can be asked for in both.
 
         Raises ValueError for anything else.
         """
@@ -261,7 +266,7 @@ class Codebook:
 
 
 def nearest_float32(value: float) -> float:
-    """The float32 nearest to a number, as a float."""
+    """Return the float32 nearest to a number, as a float."""
     if math.isfinite(value) and abs(value) > FLOAT32_LARGEST:
         raise ValueError(f"{value!r} is beyond float32, whose largest number is {FLOAT32_LARGEST:g}.")
     return float(struct.unpack("<f", struct.pack("<f", value))[0])

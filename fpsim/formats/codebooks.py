@@ -19,7 +19,7 @@ NF4 = (
 
 
 def _linspace(count: int) -> list[float]:
-    """torch.linspace(0.1, 1, count), which computes the halves from their ends, each step rounded to float32."""
+    """Compute torch.linspace(0.1, 1, count) as torch does: each half from its own end, each step rounded to float32."""
     f = nearest_float32
     start, end = f(0.1), 1.0
     step = f(f(end - start) / f(count - 1)) if count > 1 else 0.0
@@ -28,7 +28,7 @@ def _linspace(count: int) -> list[float]:
 
 
 def dynamic_map(signed: bool, most_exponents: int, bits: int) -> tuple[float, ...]:
-    """The values of bitsandbytes' `create_dynamic_map(signed, most_exponents, bits)`, ascending.
+    """Return the values of bitsandbytes' `create_dynamic_map(signed, most_exponents, bits)`, ascending.
 
     Decades, from the top one downwards with half as many fractions each, which are the means of a linear scale from
     0.1 to 1; with 0 and 1 (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861, section 2).
@@ -45,7 +45,9 @@ def dynamic_map(signed: bool, most_exponents: int, bits: int) -> tuple[float, ..
 
 
 def _hif8() -> Codebook:
-    """HiFloat8 (Luo et al. 2024, arXiv 2409.16626, tables 1 to 4): a prefix says how many bits the exponent has."""
+    """Build HiFloat8 (Luo et al. 2024, arXiv 2409.16626, tables 1 to 4), where a prefix gives the width of the
+    exponent.
+    """
     magnitudes = []
     for code in range(128):
         if code >> 5:  # a prefix of two bits: 11, 10, 01 for exponents of 4, 3, 2 bits
@@ -67,12 +69,14 @@ def _hif8() -> Codebook:
     beyond = magnitudes[0x6F]  # 1.5 * 2**15, whose code is that of inf
     magnitudes[0x6F] = math.inf
     book = Codebook((*magnitudes, math.nan, *(-v for v in magnitudes[1:])), ties="away")
+    # Not the default border before inf: the spacing doubles at the largest value, 2**15, so the last spacing is too
+    # small.
     end = (book.largest + beyond) / 2
     return replace(book, borders=(-end, *book.midpoints[1:-1], end))
 
 
 def posit_value(code: int, bits: int) -> float:
-    """The value of a posit (Standard for Posit Arithmetic 2022, section 3: es = 2); NaN for NaR."""
+    """Return the value of a posit (Standard for Posit Arithmetic 2022, section 3: es = 2); NaN for NaR."""
     if code == 0:
         return 0.0
     if code == 1 << (bits - 1):
@@ -90,12 +94,14 @@ def posit_value(code: int, bits: int) -> float:
 
 
 def _posit(bits: int) -> Codebook:
-    """Rounded by section 4.1: to the neighbour on whose side of the posit of one more bit the number lies, ties to the
-    even code; no number but zero becomes zero, none becomes NaR."""
+    """Build a posit format. Its borders are the posits of one more bit, with ties to the even code (section 4.1); only
+    zero becomes zero, and no number becomes NaR.
+    """
     half = 1 << (bits - 1)
     ascending = [*range(half + 1, 2 * half), *range(half)]
     borders = [posit_value(2 * code + 1, bits + 1) for code in ascending[:-1]]
     zero = ascending.index(0)
+    # Both borders around zero are zero itself, so that every other number, however small, stays above or below it.
     borders[zero - 1] = borders[zero] = 0.0
     return Codebook(tuple(posit_value(code, bits) for code in range(2 * half)), "even", tuple(borders))
 

@@ -16,7 +16,7 @@ __all__ = ["FIXED_POINT_NAME", "FixedPoint", "named_fixed_point"]
 class FixedPoint:
     """The numbers `k * 2**-fraction_length` for the integers `k` of `word_length` bits.
 
-    There is no inf, NaN or -0, and what lies beyond the ends saturates.
+    There is no inf, NaN or -0; numbers beyond the ends saturate.
 
     Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
 
@@ -24,8 +24,8 @@ class FixedPoint:
         word_length: 2 to 25 bits if signed, the sign among them; 1 to 24 if not.
         fraction_length: how many of the bits lie behind the point; may be negative, or more than there are.
         signed: two's complement, `-2**(word_length - 1) <= k < 2**(word_length - 1)`; False starts at 0.
-        symmetric: leave out the lowest number of two's complement, so that `-x` is in the format wherever `x` is. The
-            elements of a block format are so (OCP MX v1.0, 5.3.3).
+        symmetric: leave out the lowest number of two's complement, so that `-x` is in the format wherever `x` is.
+            Elements of block formats are symmetric (OCP MX v1.0, 5.3.3).
 
     Raises:
         ValueError: for fields that make no format, or one that float32 cannot hold.
@@ -50,6 +50,7 @@ class FixedPoint:
                 f"word_length={shown(self.word_length)} makes no format that a float32 holds. "
                 f"Expected: the integers {least} to {most}."
             )
+        # Bounded first, so that the checks below cannot compute powers of two with billions of digits.
         if not is_whole(self.fraction_length) or abs(self.fraction_length) > 10**9:
             given = shown(self.fraction_length)
             raise ValueError(f"fraction_length={given} makes no format. Expected: an integer, from -127 to 149.")
@@ -84,13 +85,14 @@ class FixedPoint:
         return -self.largest if self.symmetric else -math.ldexp(2**self.digits, -self.fraction_length)
 
     def values(self) -> tuple[float, ...]:
-        """All values in ascending order, of a format of up to 16 bits."""
+        """Return all values in ascending order, for formats of up to 16 bits."""
         if self.word_length > 16:
             raise ValueError(f"values() of {self} would list 2**{self.word_length} numbers. It lists up to 2**16.")
         step = math.ldexp(1.0, -self.fraction_length)
         return tuple(k * step for k in range(int(self.lowest / step), 2**self.digits))
 
-    # What a rounding asks of any format. In a float's terms every value is subnormal, or in the first normal binade.
+    # Interface that a rounding uses of every format. In terms of floats, every value is subnormal or in the first
+    # normal binade.
 
     specials = "fixed"
     subnormals = True
@@ -129,7 +131,7 @@ class FixedPoint:
     smallest_subnormal = smallest
 
     def resolve_overflow(self, overflow: str | None = None) -> str:
-        """Always "saturate". Raises ValueError for anything else."""
+        """Return "saturate". Raises ValueError if anything else is asked for."""
         if overflow is not None and (not isinstance(overflow, str) or overflow != "saturate"):
             raise ValueError(
                 f"overflow={shown(overflow)} is invalid: {self} has neither inf nor NaN. Expected: saturate, or None."
@@ -141,6 +143,6 @@ FIXED_POINT_NAME = re.compile(r"(u?)int(\d{1,2})")
 
 
 def named_fixed_point(name: str) -> FixedPoint | None:
-    """The format of a name such as "int8" or "uint4"; None for another name."""
+    """Return the format of a name such as "int8" or "uint4"; None for another name."""
     match = FIXED_POINT_NAME.fullmatch(name)
     return None if match is None else FixedPoint(int(match[2]), 0, signed=not match[1])

@@ -1,4 +1,4 @@
-"""What a number format is: its fields, the numbers that follow from them, its values and its codes."""
+"""Binary floating-point formats: fields, derived numbers, values and codes, and the catalogue of names."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ class FloatFormat:
             object.__setattr__(self, "bias", _standard_bias(self))
         for name in ("exponent_bits", "mantissa_bits", "bias"):
             object.__setattr__(self, name, int(getattr(self, name)))  # NumPy's integers overflow
+        # Neither kind has a field for them: DLFloat's lowest exponent is a normal binade, and scales have no mantissa.
         if self.specials in ("dlfloat", "scale") and self.subnormals:
             object.__setattr__(self, "subnormals", False)
         _require_float32_container(self)
@@ -81,6 +82,7 @@ class FloatFormat:
     def __str__(self) -> str:
         return _NAMES.get(self) or _systematic_name(self) or repr(self)
 
+    # Cached: formats are keys of caches that every rounding looks up.
     @cached_property
     def _hash(self) -> int:
         return hash((self.exponent_bits, self.mantissa_bits, self.bias, self.specials, self.subnormals))
@@ -89,10 +91,10 @@ class FloatFormat:
         return self._hash
 
     def __getstate__(self) -> dict[str, object]:
-        # a cached hash of a string differs from process to process: only the fields travel
+        # Only the fields are pickled: a cached hash of a string differs from process to process.
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
-    # What exists in the format
+    # Special values of the format
 
     @property
     def is_signed(self) -> bool:
@@ -178,7 +180,7 @@ class FloatFormat:
 
     @cached_property
     def finite_count(self) -> int:
-        """How many finite values there are; 0 and -0 are one value.
+        """Number of finite values, where 0 and -0 count as one.
 
         >>> as_float_format("e2m1fn").finite_count, as_float_format("fp16").finite_count
         (15, 63487)
@@ -191,7 +193,7 @@ class FloatFormat:
         return 2 * positive + 1
 
     def values(self) -> tuple[float, ...]:
-        """All finite values in ascending order, 0 once, of a format of up to 16 bits.
+        """Return all finite values in ascending order, 0 once, for formats of up to 16 bits.
 
         >>> as_float_format("e2m1fn").values()[7:]
         (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -202,6 +204,7 @@ class FloatFormat:
                 f"this one has {self.bits}. Decode the codes you need with decode()."
             )
         codes: Iterator[int] = iter(range(self._largest_magnitude_code + 1))
+        # A set, because without subnormals several codes stand for zero.
         magnitudes = sorted({self._magnitude(code) for code in codes})
         if not self.is_signed:
             return tuple(magnitudes)
@@ -210,7 +213,7 @@ class FloatFormat:
     # Codes
 
     def decode(self, code: int) -> float:
-        """The value of a code: finite, inf or NaN. DLFloat's one code for NaN and inf gives NaN.
+        """Return the value of a code: finite, inf or NaN. DLFloat's single code for NaN and inf decodes to NaN.
 
         Without subnormals, the codes of exponent field 0 are zeros. Raises ValueError for a code out of range.
 
@@ -229,7 +232,7 @@ class FloatFormat:
         return math.copysign(self._magnitude(magnitude), -1 if negative else 1)
 
     def encode(self, value: float) -> int:
-        """The code of a value of the format; of several NaNs the first (canonical, quiet) one.
+        """Return the code of a value of the format; for NaN the canonical, quiet one.
 
         Raises ValueError for a value that the format does not hold: round it first.
 
@@ -267,7 +270,7 @@ class FloatFormat:
         return sign + sign_bit - 1
 
     def _magnitude(self, code: int) -> float:
-        """The value of a finite code without its sign bit."""
+        """Return the value of a finite code without its sign bit."""
         field, mantissa = divmod(code, 2**self.mantissa_bits)
         if self.specials in ("dlfloat", "scale"):
             if code == 0 and self.has_zero:
@@ -278,7 +281,8 @@ class FloatFormat:
         return math.ldexp(2**self.mantissa_bits + mantissa, field - self.bias - self.mantissa_bits)
 
     def resolve_overflow(self, overflow: str | None = None) -> str:
-        """What overflow gives: `overflow`, or the default for None: "inf" where there is one, else "saturate".
+        """Return the overflow rule: `overflow`, or the default for None: "inf" where the format has it, else
+        "saturate".
 
         Raises ValueError for an unknown word, and for an inf or a NaN that the format lacks.
 
@@ -327,6 +331,7 @@ def _require_float32_container(f: FloatFormat) -> None:
             f"float32's of 2**{FLOAT32_SMALLEST_EXPONENT}. Use a smaller bias or fewer bits."
         )
     if f.bias < -200 or f._largest_magnitude_code < 1 or not 0 < f.largest <= FLOAT32_LARGEST:
+        # Below this bias `largest` itself may overflow a float64.
         largest = f"{f.largest:g}" if f.bias >= -200 else f"about 2**{2**f.exponent_bits - f.bias}"
         raise ValueError(
             f"A float32 cannot hold {f!r}: its largest value is {largest}, and must lie between its smallest "
@@ -339,7 +344,7 @@ def _standard_bias(f: FloatFormat) -> int:
 
 
 def _systematic_name(f: FloatFormat) -> str | None:
-    """The name of a format that eXmY, eXmYfn or eXmYfnuz describes wholly."""
+    """Return eXmY, eXmYfn or eXmYfnuz if that describes the format wholly, else None."""
     suffix = {"ieee": "", "fn": "fn", "fnuz": "fnuz"}.get(f.specials)
     name = f"e{f.exponent_bits}m{f.mantissa_bits}{suffix}"
     if suffix is None or name in CATALOGUE or not f.subnormals or f.bias != _standard_bias(f):
@@ -387,7 +392,7 @@ ALIASES: dict[str, str] = {
     "ue5m3": "e5m3fn",
 }
 
-# Words of other libraries and papers, which stand for no format here, and what an error names in their place.
+# Names from other libraries and papers that name no format here, with the formats that the error suggests.
 NAMES_OF_OTHERS: dict[str, tuple[str, ...]] = {
     "fp4": ("e2m1fn", "mxfp4", "nvfp4"),
     "fp4_e2m1": ("e2m1fn", "mxfp4"),  # microxcaling, as fp6_e3m2 and fp6_e2m3
@@ -415,7 +420,7 @@ NAMES_OF_OTHERS: dict[str, tuple[str, ...]] = {
     "single": ("fp32",),
 }
 
-# Words of IEEE 754, PTX, LLVM, MPFR, NumPy, qtorch and microxcaling, and what an error names in their place.
+# Words of IEEE 754, PTX, LLVM, MPFR, NumPy, qtorch and microxcaling, with the rules that the error suggests.
 ROUNDINGS_OF_OTHERS = {
     word: names
     for words, names in {
@@ -439,12 +444,12 @@ _WORDS = {"None": None, "True": True, "False": False}
 
 
 def as_float_format(fmt: str | FloatFormat, hint: str | None = None) -> FloatFormat:
-    """The float format that a name, a `repr` or a format stands for; blocks.as_format knows the other kinds too.
+    """Return the float format for a name, a `repr` or a format; blocks.as_format knows the other kinds too.
 
     fmt: a name of the catalogue ("fp16", "e4m3fn"), an alias ("half", "float8_e4m3fn"), eXmY, eXmYfn or eXmYfnuz for
         any other with the standard bias, the `repr` of a format, or a format.
-    hint: what an error adds for a name that is none; None looks for near matches among the float formats.
-    Raises ValueError for an unknown name, TypeError for what is not a name.
+    hint: text that the error adds for an unknown name; None looks for near matches among the float formats.
+    Raises ValueError for an unknown name, TypeError for an object that is neither a name nor a format.
 
     >>> as_float_format("half") is as_float_format("fp16")
     True
@@ -478,7 +483,7 @@ def _parse(text: str, hint: str | None = None) -> FloatFormat:
 
 
 def _from_repr(text: str, fields: str) -> FloatFormat:
-    """The format of `FloatFormat(5, 10)` or `FloatFormat(exponent_bits=5, ...)`, read and not evaluated."""
+    """Parse `FloatFormat(5, 10)` or `FloatFormat(exponent_bits=5, ...)` without evaluating it."""
     positional: list[object] = []
     named: dict[str, object] = {}
     try:

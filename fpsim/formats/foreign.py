@@ -16,7 +16,7 @@ FLOAT_NAME = re.compile(r"b?float\d+\w*")
 
 
 def from_other_library(fmt: Any) -> FloatFormat:
-    """The float format that an object of another library describes. Neither torch nor gfloat is imported for it.
+    """Return the float format that an object of another library describes, without importing torch or gfloat.
 
     fmt: a floating dtype of torch, a NumPy scalar type or dtype (ml_dtypes has some), or gfloat's FormatInfo.
     Raises TypeError for anything else, ValueError for a format that this library does not have, such as float64.
@@ -26,6 +26,7 @@ def from_other_library(fmt: Any) -> FloatFormat:
     ('e4m3fnuz', 'fp16')
     """
     kind = type(fmt)
+    # Compared by name: `isinstance` would need torch and gfloat, which this folder does not import.
     if kind.__name__ == "FormatInfo" and kind.__module__.partition(".")[0] == "gfloat":
         return _from_gfloat(fmt)
     if kind.__name__ == "dtype" and kind.__module__ == "torch":

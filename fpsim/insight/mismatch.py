@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from fpsim.insight.engines.likelihoods import (
 from fpsim.insight.engines.places import Kept, Local, Measured, Place
 from fpsim.insight.engines.remedies import Truncated, changed_policies, fields_of, remedies_for, truncated
 from fpsim.insight.engines.reordered import Permuted, Split
-from fpsim.insight.engines.sides import Pair, require_names
+from fpsim.insight.engines.sides import Pair, Resume, require_names
 from fpsim.insight.rows import Rows, number, text_table
 from fpsim.models.installed import emulated_forward, emulated_forwards
 from fpsim.policies.policy import Policy
@@ -69,7 +69,7 @@ class Mismatch(Rows):
     tried: remedies, each with its mean |dlogp| and KL.
     weights: truncated importance weights.
     alone: modules that one side has alone, by side, and `unlike`, those whose outputs have other shapes.
-    passes: how often a model ran.
+    passes: how often a model ran; resumed: how many of these began at the first module that they change.
     """
 
     def __init__(self, words: tuple[str, str], eps: float) -> None:
@@ -87,7 +87,7 @@ class Mismatch(Rows):
         self.weights: Truncated | None = None
         self.alone: dict[str, list[str]] = {"a": [], "b": []}
         self.unlike: dict[str, str] = {}
-        self.passes = 0
+        self.passes = self.resumed = 0
 
     @property
     def is_beyond(self) -> bool:
@@ -124,7 +124,8 @@ class Mismatch(Rows):
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 lines.append(f"In {side} alone, and so not compared: {', '.join(names[:3])}{more}.")
         lines += [f"{name} is not compared: {why}." for name, why in self.unlike.items()]
-        lines.append(f"{self.passes} passes.")
+        begun = f", of which {self.resumed} begin behind what was known already" if self.resumed else ""
+        lines.append(f"{self.passes} passes{begun}.")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -288,6 +289,7 @@ class _Runs:
         self._logits, tokens, mask = readers
         self.read = [read_batch(batch, tokens, mask) for batch in batches]
         self.of_a: list[Likelihoods] = []
+        self.kept: dict[str, Kept] = {}  # of the first batch, by side
 
     def told(self) -> None:
         if self._progress is not None:
@@ -304,6 +306,19 @@ class _Runs:
             compared(self.of_a[i], self.likelihoods(i, "a hybrid", choice, mode=mode), self.eps)
             for i in range(len(self.batches))
         ]
+        return joined(parts)
+
+    def figures_with(self, side: str, changed: Collection[str]) -> Figures:
+        """Of a run of all batches on one side, with the other's own code in some modules, beside a.
+
+        Of the first batch the results before these modules are known, and only the rest is run.
+        """
+        other = "a" if side == "b" else "b"
+        parts = []
+        for i in range(len(self.batches)):
+            resume = Resume(self.kept[side].outputs, changed) if i == 0 else None
+            found = self.likelihoods(i, "a hybrid", lambda n: other if n in changed else side, resume=resume)
+            parts.append(compared(self.of_a[i], found, self.eps))
         return joined(parts)
 
     def one_by_one(self, side: str) -> Figures | None:
@@ -368,7 +383,7 @@ def _found(
     if result:
         _replay(runs, result, decisions)
         _remedies(runs, result, measured)
-    result.passes = pair.passes
+    result.passes, result.resumed = pair.passes, pair.resumed
     return result
 
 
@@ -393,10 +408,11 @@ def _compare_outputs(runs: _Runs, result: Mismatch) -> tuple[Measured, Measured,
             return lambda: Choices(made[side], lambda: pair.running)
 
         runs.of_a.append(runs.likelihoods(i, "a", "a", kept, noting(0) if i == 0 else None))
-        measured, floor = Measured(kept, valid), Measured(kept, valid)
+        measured, floor = Measured(kept, valid, keeps=i == 0), Measured(kept, valid)
         of_b = runs.likelihoods(i, "b", "b", measured, noting(1) if i == 0 else None)
         parts.append(compared(runs.of_a[i], of_b, runs.eps))
         if i == 0:
+            runs.kept = {"a": kept, "b": measured}
             first, of_floor = measured, floor
             change = (runs.of_a[0].chosen - of_b.chosen)[runs.of_a[0].valid]
             result.weights = truncated(change)
@@ -449,19 +465,13 @@ def _attribute(runs: _Runs, result: Mismatch, total: Figures, attribution: str, 
     whole = total.by_sequence[:, 0]
     for row in result:
         name = row["module"]
-        if len(result) == 1:  # b with a's code there is a
-            without = np.zeros_like(whole)
-        else:
-            without = runs.figures(lambda n, name=name: "a" if n == name else "b").by_sequence[:, 0]
+        # b with a's code at the only place is a
+        without = np.zeros_like(whole) if len(result) == 1 else runs.figures_with("b", {name}).by_sequence[:, 0]
         row["put_back"] = float((whole - without).sum() / whole.sum()) if whole.sum() else 0.0
         row["put_back_interval"] = interval(whole - without, whole, seed)
         row["kl_without"] = float(without.sum() / max(total.by_sequence[:, 1].sum(), 1))
         if attribution == "both":
-            alone = (
-                whole
-                if len(result) == 1
-                else runs.figures(lambda n, name=name: "b" if n == name else "a").by_sequence[:, 0]
-            )
+            alone = whole if len(result) == 1 else runs.figures_with("a", {name}).by_sequence[:, 0]
             row["added"] = float(alone.sum() / whole.sum()) if whole.sum() else 0.0
             row["added_interval"] = interval(alone, whole, seed)
     result.sort(key=lambda row: -max(row["put_back"], row["added"] or 0.0))
@@ -472,11 +482,7 @@ def _halve(runs: _Runs, result: Mismatch, total: Figures) -> None:
     back: list[str] = []
     for row in result[:MOST_BACK]:
         back.append(row["module"])
-        if len(back) == 1:
-            kl = row["kl_without"]
-        else:
-            chosen = set(back)
-            kl = runs.figures(lambda n, chosen=chosen: "a" if n in chosen else "b").kl
+        kl = row["kl_without"] if len(back) == 1 else runs.figures_with("b", back).kl
         result.halving.append((row["module"], kl))
         if kl <= HALF * total.kl:
             return

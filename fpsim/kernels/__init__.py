@@ -1,1 +1,3 @@
-"""The loops over memory: for each body a CPU loop, and a CUDA kernel beneath it."""
+"""Bit-exact kernels: integer functions of one bit pattern, and loops over memory, on the CPU with a CUDA kernel beside
+each.
+"""

@@ -1,4 +1,4 @@
-"""Products of matrices in an accumulator of any format: the loop of the CPU, and the CUDA kernel."""
+"""Matrix products in an accumulator of any format: the CPU loop, and the CUDA kernel."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fpsim.compiling.compile import cuda_module, pointer, stack_array
+from fpsim.compiling.compile import cuda, pointer, stack_array, uses_cuda
 from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
 from fpsim.kernels.core import NUMBERS, draws_noise, make_numbers_from
-from fpsim.kernels.round import key_words
 from fpsim.kernels.sums import (
     BIAS_NOISE,
     OUTER_NOISE,
@@ -29,11 +28,10 @@ from fpsim.kernels.sums import (
     widen,
     with_overflow,
 )
+from fpsim.kernels.threefry import key_words
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
-
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
 # A tile of the result: its sums, the terms that are added to them and the values these are multiplied by lie in the
 # first-level cache together, as float64.
@@ -41,7 +39,8 @@ ROWS, COLUMNS, DEPTH = 32, 64, 32
 
 
 class Code(NamedTuple):
-    """What of an accumulator is compiled in: a rule and a shape for sums, products and the outer sum; groups or not.
+    """Constants of an accumulator that are compiled in: a rule and a shape for sums, products and the outer sum; groups
+    or not.
 
     grouped: 1 for groups that are aligned with the accumulator, 2 for those that are aligned before they meet it.
     """
@@ -58,7 +57,7 @@ class Code(NamedTuple):
 class Sizes(NamedTuple):
     """The operands a (batch, rows, terms) and b (batch, terms, columns), the bias and the result; strides in elements.
 
-    An element's index in the result, by which its noise goes, is its offset in memory.
+    An element's noise depends on its index in the result, which is its offset in memory.
     """
 
     batches: int
@@ -78,7 +77,7 @@ class Sizes(NamedTuple):
     out_row: int
     out_column: int
     has_bias: int
-    chunk: int  # terms; 0 for one accumulator
+    chunk: int  # terms; 0 for a single accumulator
     group: int  # products; 0 for none
     group_bits: int
     sum_bits: int
@@ -90,7 +89,7 @@ class Sizes(NamedTuple):
 
 
 def tiles(sizes: Sizes) -> int:
-    """How many tiles the result has, which are what threads share out."""
+    """Return the number of tiles of the result, which are the units that threads share."""
     return sizes.batches * -(-sizes.rows // ROWS) * -(-sizes.columns // COLUMNS)
 
 
@@ -99,18 +98,18 @@ SIZES = len(Sizes._fields)
 
 @njit(inline="always")
 def _depth(group):
-    """How many terms are loaded at once: whole groups."""
+    """Return how many terms are loaded at once: whole groups."""
     return DEPTH if group == 0 else max(DEPTH // group, 1) * group
 
 
 def memory_of(sizes: Sizes) -> int:
-    """How many bytes of memory a thread of `cpu_loop` needs, beside a few tiles on its stack."""
+    """Return the bytes of memory that a thread of `cpu_loop` needs, in addition to a few tiles on its stack."""
     return int(8 * (ROWS + COLUMNS) * _depth.py_func(sizes.group))
 
 
 @njit
 def _fill(noise, width, element, step, kind, number, key):
-    """The noise of roundings 4 (number // 4) and the three behind it, for `width` elements."""
+    """Fill in the noise of roundings 4 (number // 4) and the next three, for `width` elements."""
     quad = number // 4
     for j in range(width):
         w0, w1, w2, w3 = sum_noise(element + j * step, kind, quad, key[0], key[1])
@@ -119,7 +118,7 @@ def _fill(noise, width, element, step, kind, number, key):
 
 @njit
 def _load(target, source, first, rows, columns, row_step, column_step, width):
-    """A block of patterns as float64; columns beyond those that exist, up to `width`, are zeros."""
+    """Load a block of patterns as float64; columns beyond the existing ones, up to `width`, are zeros."""
     for i in range(rows):
         for j in range(columns):
             target[i, j] = widen(source[first + i * row_step + j * column_step])
@@ -139,6 +138,8 @@ def _make_block(code: Code) -> Callable[..., Any]:
     def add_terms(sums, values, terms, rows, count, width, number, element, row_step, step, g, p, q, noise, key, work):
         for r in range(rows):
             for t in range(count):
+                # A counter gives four words of noise, so that it is drawn at every fourth term, and at the first of a
+                # block.
                 lane, value = (number + t) % 4, values[r, t]
                 if is_stochastic and (lane == 0 or t == 0):
                     _fill(noise[:4], width, element + r * row_step, step, SUM_NOISE, number + t, key)
@@ -154,7 +155,9 @@ def _make_block(code: Code) -> Callable[..., Any]:
 
 
 def _make_grouped_block(code: Code) -> Callable[..., Any]:
-    """The same group by group, each aligned to the largest exponent in it, see Accumulator. Gives their number."""
+    """Add a block group by group, each aligned to the largest exponent in it, see Accumulator. Returns the number of
+    groups.
+    """
     round_value, is_stochastic = make_round_value(code.rule, code.shape), draws_noise(code.rule)
     meets_later = code.grouped == 2
 
@@ -169,6 +172,7 @@ def _make_grouped_block(code: Code) -> Callable[..., Any]:
                 if is_stochastic and (lane == 0 or i == 0):
                     _fill(noise[:4], width, element + r * row_step, step, SUM_NOISE, number + i, key)
                 for j in range(width):
+                    # Two passes over a group: all exponents have to be known before the first bit is cut off.
                     tops[0, j] = 0 if meets_later else sum_field(sums[r, j], least_sum, zero)
                 for t in range(start, end):
                     for j in range(width):
@@ -212,10 +216,11 @@ def _make_fold(rule: int, shape: int) -> Callable[..., Any]:
 
 @cache
 def cpu_loop(code: Code) -> Loop:
-    """Tiles `first` to `last` of a product, each from +0: patterns of float32 at addresses a, b and bias, to out.
+    """Compute tiles `first` to `last` of a product, each from +0: patterns of float32 at addresses a, b and bias, to
+    out.
 
     Addresses: numbers (Sizes, and the Numbers of sums, products and the outer sum, as int64); key (two
-    uint32); memory (`memory_of` bytes, a thread's own). Holds no lock.
+    uint32); memory (`memory_of` bytes, a thread's own). Runs without the GIL.
     """
     add_block = _make_grouped_block(code) if code.grouped else _make_block(code)
     fold = _make_fold(code.outer_rule, code.outer_shape)
@@ -243,7 +248,7 @@ def cpu_loop(code: Code) -> Loop:
         for tile in range(first, last):
             batch, row, column = tile // (down * across), tile % down * ROWS, tile // down % across * COLUMNS
             rows, columns = min(ROWS, m - row), min(COLUMNS, n - column)
-            width = (columns + 7) // 8 * 8  # whole vectors; what is beyond the columns is not kept
+            width = (columns + 7) // 8 * 8  # whole vectors; elements beyond the columns are dropped
             element = batch * out_batch + row * row_step + column * step
             inner[:], outer[:] = 0.0, 0.0
             begin, number, folds = 0, 0, 0
@@ -262,6 +267,7 @@ def cpu_loop(code: Code) -> Loop:
                     folds += 1
                     inner[:] = 0.0
             sums, spare = (outer, inner) if chunk > 0 else (inner, outer)
+            # The bias comes last, as an epilogue adds it, in the tile that is no longer needed.
             if has_bias:
                 c_first = batch * c_batch + row * c_row + column * c_column
                 _load(spare, bias, c_first, rows, columns, c_row, c_column, width)
@@ -278,14 +284,13 @@ def _noise_of(element, kind, number, key0, key1):
     return sum_noise(element, kind, number // 4, key0, key1)[number % 4]
 
 
+@uses_cuda
 def cuda_kernel(code: Code) -> Callable[..., None]:
-    """The body of the CUDA kernel as a Python function: a thread computes one element, in the order of the CPU.
+    """Return the body of the CUDA kernel as a Python function: a thread computes one element, in the order of the CPU.
 
     a, b, bias and out are flat memory of uint32; sizes, sums, products and outer_sums are tuples of int64 as in
     `cpu_loop`. The key is an int64 in memory if `has_key`, else `key_word`.
     """
-    global cuda
-    cuda = cuda_module()
     add, round_value = make_add(code.rule, code.shape), make_round_value(code.rule, code.shape)
     fold, round_product = make_add(code.outer_rule, code.outer_shape), make_round_value(*code[2:4])
     is_stochastic, is_product_stochastic = draws_noise(code.rule), draws_noise(code.product_rule)
@@ -353,12 +358,12 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
 
 @cache
 def cuda_loop(code: Code) -> CudaKernel:
-    """The kernel with its launch, a thread for each element of the result."""
+    """Return the kernel with its launch, a thread for each element of the result."""
     from numba import types
 
     from fpsim.compiling.card import INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
 
     numbers, sizes = types.UniTuple(types.int64, NUMBERS), types.UniTuple(types.int64, SIZES)
     signature = *[WORDS32] * 4, sizes, numbers, numbers, numbers, INTEGERS, INTEGER, INTEGER
-    # inlined: what is not would be compiled for each card
+    # Inlined by Numba: any function that is not would be compiled for each card.
     return CudaKernel(lambda: for_card(cuda_kernel(code)), signature, "accumulate", *code)

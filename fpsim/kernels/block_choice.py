@@ -1,4 +1,4 @@
-"""Blocks that were rounded with several scales: which of the results each block keeps."""
+"""Choice among candidate scales: compare a block's results, and keep the one with the least error."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
 from fpsim.kernels.block_loops import LANES, LANES_OF_LONG, LONG_BLOCK
 
-ERRORS = ("mse", "mae", "max")  # their numbers are what a kernel is compiled for
-GIVEN = -1  # in the place of whether the later of two equals is kept: the choice is made, and carried out
+ERRORS = ("mse", "mae", "max")  # their indices are compiled into a kernel
+GIVEN = -1  # instead of a rule for ties: the choice is made already, and only carried out
 
 
 @cache
 def make_error(error: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What an element adds to the error of its block, and how two parts of a block's error become one.
+    """Return two functions: the error that an element adds to its block, and the sum of the errors of two parts.
 
-    The difference of two float32 is rounded to float32. Sums are float64: squares are exact, and the order of 32 hardly
-    counts, in which a processor, a card and a team of threads differ.
+    The difference of two float32 is rounded to float32. Sums are float64: squares are exact, and the order of 32 of
+    them hardly matters, which differs between a processor, a card and a team of threads.
     """
 
     @njit(forceinline=True)
@@ -39,16 +39,17 @@ def make_error(error: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 @cache
 def cpu_along(error: int) -> Loop:
-    """Let blocks whose elements lie side by side be those of `other` where these are nearer to `src`.
+    """Replace blocks, whose elements lie side by side, by those of `other` where these are nearer to `src`.
 
     Addresses: src, kept, other (float32); dims (of BlockAxes); errors (float64) and chosen (bytes), one for each block:
-    of what is kept, known from the second candidate on. candidate: the number of `other`, from 1. ties: 1 where the
-    later of two equals is kept, else 0; GIVEN where `chosen` says which blocks are those of `other`. Units of work
-    from `first` to `last` are those of `block_loops.cpu_along`.
+    of the kept result, known from the second candidate on. candidate: the number of `other`, from 1. ties: 1 to keep
+    the later of two equals, else 0; GIVEN if `chosen` says which blocks to take from `other`. Units of work from
+    `first` to `last` are those of `block_loops.cpu_along`.
     """
     of_element, joined = make_error(error)
     i64, f32 = np.int64, np.float32
 
+    # Only the order of sums is left to LLVM: without it a sum in float64 does not vectorise.
     @compiled_loop(error, fastmath={"reassoc"})
     def loop(src, kept, other, dims, errors, chosen, candidate, ties, first, last):
         d = carray(pointer(dims), (7,), i64)
@@ -81,7 +82,7 @@ def cpu_along(error: int) -> Loop:
                 else:
                     e[unit + b] = after if is_taken else before
                     k[unit + b] = candidate if is_taken else (0 if candidate == 1 else k[unit + b])
-                for j in range(height):  # without a branch, which nobody could foresee
+                for j in range(height):  # without a branch, which no processor could predict
                     start = base + j * step
                     ys, zs = y[start : start + length], z[start : start + length]
                     for m in range(length):
@@ -93,7 +94,7 @@ def cpu_along(error: int) -> Loop:
 
 @cache
 def cpu_across(error: int) -> Loop:
-    """The same where neighbours in memory belong to other blocks; units of work as in `block_loops.cpu_across`."""
+    """Do the same where neighbours in memory belong to other blocks; units of work as in `block_loops.cpu_across`."""
     of_element, joined = make_error(error)
     i64, f32, new_errors = np.int64, np.float32, stack_array(LANES, np.float64)
 

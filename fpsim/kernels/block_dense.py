@@ -1,25 +1,32 @@
-"""Blocks on a card: the kernel for blocks that lie one behind the other in memory, which is how most are cut.
+"""Blocks on a card: the kernel for blocks that follow each other in memory, which is how most tensors are cut.
 
 The number of threads that share a block is compiled in. A thread takes 16 bytes, and nothing is divided. With one scale
-for the whole tensor there are no blocks to look at, and the same kernel takes any number of elements.
+for the whole tensor there are no blocks to look at, and the same kernel takes any number of elements. A second kernel
+finds the amax of a tensor, and what all its blocks share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fpsim.compiling.compile import CUDA_THREADS, cuda_module
+from fpsim.compiling.compile import CUDA_THREADS, cuda, float32_bits, float32_of, uses_cuda
+from fpsim.compiling.deferred import njit
 from fpsim.kernels.blocks import (
     COUNTED,
+    FLOAT32_LARGEST,
     GAINED,
+    INFINITY,
+    MAGNITUDE,
     MASK,
+    NAN,
     PARAMETERS,
     amax_of_vector,
     counted_amax_of_vector,
+    counted_magnitude,
     is_near,
     make_apply,
     make_apply_far,
@@ -29,33 +36,35 @@ from fpsim.kernels.blocks import (
     special_vector,
 )
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
-from fpsim.kernels.round import exchange_halves, key_words, noise_words
-from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES
+from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, exchange_halves, key_words, noise_words
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
-
 VECTOR = 4  # float32 that a thread takes
 WARP = NOISE_BLOCK // VECTOR  # threads that share a block of noise, and so divide those of a launch
-ONE_SCALE = 0  # in the place of a size
+ONE_SCALE = 0  # instead of a size
 SIZES = tuple(VECTOR << i for i in range(6))  # of the blocks: a team has at most a warp's threads, as one is launched
+
+# Flags of `amax_kernel`: what the first of two numbers becomes; whether the second is the amax; whether inf saturates.
+AMAX, MULTIPLIER, OF_TENSOR, SATURATES = 1, 2, 4, 8
+PLACES = 4  # the two numbers that blocks share, the amax, and how many blocks of threads are done; all begin as -1
+_FIRST, _SECOND, FOUND, _DONE = range(PLACES)
 
 
 def dense_size(axes: Sequence[int]) -> int | None:
-    """The size of the blocks if the kernel is for them. axes: of BlockAxes."""
+    """Return the size of the blocks if this kernel is for them, else None. axes: of BlockAxes."""
     _, _, _, columns, inner, r, c = axes
     return c if inner == 1 and r == 1 and c in SIZES and columns % c == 0 else None
 
 
 def grid_of(count: int, threads: int) -> int:
-    """How many blocks of `threads` round `count` elements."""
+    """Return how many blocks of `threads` round `count` elements."""
     return -(-count // (VECTOR * threads))
 
 
 def amax_of_team(most, shared, thread, team):
-    """The largest of what the threads of a team have, each having left its own in shared memory before a barrier."""
+    """Return the largest value of a team, after each thread has left its own in shared memory and passed a barrier."""
     leader = np.uint64(thread // np.uint32(team)) * np.uint64(team)
     for j in range(team):
         most = max(most, shared[leader + np.uint64(j)])
@@ -63,9 +72,9 @@ def amax_of_team(most, shared, thread, team):
 
 
 def leave_noise(words, thread, vector, key0, key1):
-    """Put the noise of all elements of this thread's block of noise into shared memory, each at its element's place.
+    """Put the noise of this thread's block of noise into shared memory, each word at the place of its element.
 
-    Two threads have each counter, and leave half of its words: see threefry.NOISE_BLOCK.
+    Two threads have the same counter, and each leaves half of its words: see threefry.NOISE_BLOCK.
     """
     u32, u64, lanes = np.uint32, np.uint64, np.uint64(NOISE_LANES)
     w0, w1, w2, w3 = noise_words(vector // u64(WARP) * lanes + vector % lanes, key0, key1)
@@ -77,18 +86,17 @@ def leave_noise(words, thread, vector, key0, key1):
     words[at + u64(2) * lanes], words[at + u64(3) * lanes] = second, exchange_halves(second)
 
 
+@uses_cuda
 def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) -> Callable[..., None]:
-    """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
+    """Return the body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
-    x, y: `n` uint32 in blocks of `size`, or in any number if that is ONE_SCALE, which is then given. is_aligned: both
-    begin at multiples of 16 bytes. The others are those of `block_teams.rounding_kernel`.
+    x, y: `n` uint32 in blocks of `size`, or any number with ONE_SCALE, whose amax or multiplier is given. is_aligned:
+    both begin at multiples of 16 bytes. The others are those of `block_teams.rounding_kernel`.
     """
     from numba import uint32
 
     from fpsim.compiling.card import IS_SIMULATED, VECTOR_BYTES, vector_access
 
-    global cuda
-    cuda = cuda_module()
     tensor_scale, block_scale = make_tensor_scale(kind), make_block_scale(scale_shape, kind)
     apply, apply_far = make_apply(rule, shape, kind), make_apply_far(rule, shape, kind)
     load, store = vector_access(32)
@@ -116,6 +124,8 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
             amax = counted_amax_of_vector(x0, x1, x2, x3, u32(p[COUNTED]))
         if team > 1:
             shared[thread] = amax
+        # Noise goes through shared memory: a counter's words belong to elements 16 apart, and a thread rounds four
+        # neighbours.
         if is_stochastic:
             key0, key1 = key_words(key[0] if has_key else word)
             leave_noise(words, thread, u64(vector), key0, key1)
@@ -142,6 +152,7 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
                 store(y, vector, (y0, y1, y2, y3))
             else:
                 y[first], y[first + 1], y[first + 2], y[first + 3] = y0, y1, y2, y3
+        # The slow path: a scale too far for 32 bits, and the ragged end of a tensor with one scale.
         elif can_be_far or team == 0:
             for i in range(first, min(first + VECTOR, n)):
                 bits = words[mine + u64(i - first)] if is_stochastic else u32(0)
@@ -156,7 +167,7 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
 
 @cache
 def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int, size: int) -> CudaKernel:
-    """The kernel with its launch, in the blocks of `grid_of`."""
+    """Return the kernel with its launch, in the blocks of `grid_of`."""
     from numba import types
 
     from fpsim.compiling.card import FLOATS32, INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
@@ -165,3 +176,81 @@ def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int, size: int)
     signature = WORDS32, WORDS32, INTEGER, INTEGER, parameters, INTEGERS, FLOATS32, INTEGER, INTEGERS, INTEGER, INTEGER
     words = rule, shape, scale_shape, kind, size
     return CudaKernel(lambda: for_card(dense_kernel(*words)), signature, "dense", *words)
+
+
+@njit(inline="always")
+def multiplier(amax, largest):
+    """Return largest / amax as float32, both patterns; 1 where amax is 0 (NVIDIA TransformerEngine,
+    Float8CurrentScaling).
+
+    The result for an infinite amax has no meaning.
+    """
+    nonzero = amax if amax != np.uint32(0) else largest
+    return float32_bits(min(np.float32(float32_of(largest) / float32_of(nonzero)), FLOAT32_LARGEST))
+
+
+@uses_cuda
+def amax_kernel() -> Callable[..., None]:
+    """Return the body of a CUDA kernel that finds the pattern of the amax of `n` uint32, by `counted_magnitude`.
+
+    is_aligned: x begins at a multiple of 16 bytes. largest: of the elements' format, a pattern. asked: flags; the block
+    of threads that finishes last writes the numbers that they ask for. out: PLACES int64.
+    """
+    from numba import int64, uint32
+
+    from fpsim.compiling.card import vector_access
+
+    load, _ = vector_access(32)
+    u32 = np.uint32
+
+    def kernel(x, n, is_aligned, largest, asked, out):
+        shared = cuda.shared.array(CUDA_THREADS, uint32)
+        t, thread, step, amax = cuda.threadIdx.x, cuda.grid(1), cuda.gridsize(1), u32(0)
+        counted = INFINITY if asked & SATURATES else MAGNITUDE
+        vectors = n // 4 if is_aligned else 0
+        for i in range(thread, vectors, step):
+            x0, x1, x2, x3 = load(x, i)
+            # Most vectors hold no mask, infinity or NaN: one comparison of the amax of all patterns finds those that
+            # do.
+            most = amax_of_vector(x0, x1, x2, x3)
+            if most >= MASK:
+                most = counted_amax_of_vector(x0, x1, x2, x3, counted)
+            amax = max(amax, most)
+        for i in range(vectors * 4 + thread, n, step):
+            amax = max(amax, counted_magnitude(x[i], counted))
+        shared[t] = amax
+        half = cuda.blockDim.x // 2
+        cuda.syncthreads()
+        while half > 0:
+            if t < half:
+                shared[t] = max(shared[t], shared[t + half])
+            cuda.syncthreads()
+            half //= 2
+        if t > 0:
+            return
+        cuda.atomic.max(out, FOUND, int64(shared[0]))
+        cuda.threadfence()  # a thread that sees this block as done also sees its result
+        if cuda.atomic.add(out, _DONE, 1) == cuda.gridDim.x - 2:  # it began at -1
+            cuda.threadfence()
+            found = u32(cuda.atomic.max(out, FOUND, 0))
+            if asked & MULTIPLIER and found >= INFINITY:
+                out[_FIRST] = int64(float32_bits(np.float32(1)) if asked & SATURATES else NAN)
+            elif asked & MULTIPLIER:
+                out[_FIRST] = int64(multiplier(found, u32(largest)))
+            elif asked & AMAX:
+                out[_FIRST] = int64(found)
+            if asked & OF_TENSOR:
+                out[_SECOND] = int64(found)
+
+    return kernel
+
+
+@cache
+def cuda_amax() -> CudaKernel:
+    """Return the kernel with its launch, in any number of blocks."""
+    from numba import types
+
+    from fpsim.compiling.card import INTEGER, WORDS32, CudaKernel, for_card
+
+    signature = WORDS32, INTEGER, INTEGER, INTEGER, INTEGER, types.Array(types.int64, 1, "C")
+    return CudaKernel(lambda: for_card(amax_kernel()), signature, "amax")

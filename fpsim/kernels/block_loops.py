@@ -1,4 +1,4 @@
-"""Blocks: the loops over memory.
+"""Blocks on the CPU: the loops over memory.
 
 A tensor is seen as (outer, R, middle, C, inner), contiguous, in blocks of `r` by `c` along R and C. Where `inner` is 1
 a block's elements lie side by side ("along" the memory); otherwise neighbours in memory belong to neighbouring blocks
@@ -32,8 +32,7 @@ from fpsim.kernels.blocks import (
     special_element,
 )
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
-from fpsim.kernels.round import exchange_halves, fill_noise, noise_words
-from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES
+from fpsim.kernels.threefry import NOISE_BLOCK, element_noise, fill_noise
 
 LANES = 256  # neighbours in memory that are rounded side by side; fewer where a block is long, to stay in the cache
 LONG_BLOCK, LANES_OF_LONG = 128, 64
@@ -41,13 +40,13 @@ BATCH = 64  # blocks whose numbers `cpu_along` computes side by side
 
 
 def lanes_of(r: int, c: int) -> int:
-    """How many blocks side by side are a unit of work of `cpu_across`."""
+    """Return how many blocks side by side are a unit of work of `cpu_across`."""
     return LANES if r * c <= LONG_BLOCK else LANES_OF_LONG
 
 
 @njit(forceinline=True)
 def place_of(unit, outer, rows, middle, columns, inner, r, c):
-    """Where a block begins, its height and length, and how far its rows are apart; of height 0 beyond the last one.
+    """Return where a block begins, its height, its length and the distance of its rows; height 0 beyond the last block.
 
     unit: its number, counted by outer, R, middle, C and inner.
     """
@@ -61,19 +60,9 @@ def place_of(unit, outer, rows, middle, columns, inner, r, c):
     return base, height if o < outer else 0, length, step
 
 
-@njit(forceinline=True)
-def element_noise(index, key0, key1):
-    """The noise word of one element, see threefry.NOISE_BLOCK."""
-    block, place = index // NOISE_BLOCK, index % NOISE_BLOCK
-    part, lane = place // NOISE_LANES, place % NOISE_LANES
-    w0, w1, w2, w3 = noise_words(block * NOISE_LANES + lane, key0, key1)
-    word = w0 if part < 2 else (w1 if part < 4 else (w2 if part < 6 else w3))
-    return exchange_halves(word) if part % 2 else word
-
-
 @njit(inline="always")
 def amax_of(xs, count, amax):
-    """Of all patterns, those that stand for no number too: below MASK it is the amax, and nothing is to be left out."""
+    """Return the largest of all patterns, special ones too: if it is below MASK, there are none, and it is the amax."""
     for i in range(count):
         amax = max(amax, magnitude_of(xs[i]))
     return amax
@@ -88,7 +77,7 @@ def counted_amax(xs, count, counted, amax):
 
 @njit(inline="always")
 def treat_specials(xs, ys, count, back, p):
-    """Go again through elements that were rounded at one scale, with masks or infinities among them."""
+    """Correct elements that were rounded at one scale, with masks or infinities among them."""
     for i in range(count):
         ys[i] = special_element(xs[i], ys[i], back, p)
 
@@ -98,7 +87,7 @@ HAS_SPECIALS = 1 << 32  # added to an amax
 
 @cache
 def cpu_amax() -> Loop:
-    """The pattern of the largest magnitude of `n` float32 at address `src`, as `counted_magnitude` has it.
+    """Find the largest magnitude of `n` float32 at address `src`, as `counted_magnitude` counts it, as a pattern.
 
     HAS_SPECIALS is added where there is a mask, an infinity or NaN.
     """
@@ -116,7 +105,7 @@ def cpu_amax() -> Loop:
 
 @cache
 def _numbers_of(scale_shape: int, kind: int) -> Callable[..., Any]:
-    """The BlockScale of `count` blocks into arrays; and whether one of them has a scale too far for 32 bits."""
+    """Write the BlockScale of `count` blocks to arrays. Returns whether one of the scales is too far for 32 bits."""
     block_scale = make_block_scale(scale_shape, kind)
 
     @njit(inline="always")
@@ -136,14 +125,16 @@ def _numbers_of(scale_shape: int, kind: int) -> Callable[..., Any]:
 
 @cache
 def _memory_of(count: int) -> tuple[Callable[[], Any], ...]:
-    """What gives a loop its memory: of a block of noise, and of the unsigned, signed and real numbers of blocks."""
+    """Return functions that allocate a loop's memory: a block of noise, and unsigned, signed and real numbers of
+    blocks.
+    """
     kinds = np.uint32, np.int32, np.float32
     return stack_array(NOISE_BLOCK, np.uint32), *(stack_array(count, kind) for kind in kinds)
 
 
 @cache
 def _run_along(rule: int, shape: int, kind: int) -> Callable[..., Any]:
-    """Round neighbours in memory that share a scale. Gives the number of the noise block that is at hand."""
+    """Round neighbours in memory that share a scale. Returns the number of the noise block that is loaded."""
     apply, is_stochastic = make_apply(rule, shape, kind), draws_noise(rule)
 
     @njit(inline="always")
@@ -176,10 +167,10 @@ def _run_along(rule: int, shape: int, kind: int) -> Callable[..., Any]:
 def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
     """Round blocks whose elements lie side by side: `inner` is 1.
 
-    Addresses: src, dst; parameters (of a BlockPlan); key (two uint32); shared (int64: a pattern to take instead of
-    every block's own number, or below 0; the pattern of the tensor's amax; where the first is given, whether there may
-    be masks or infinities: 0, 1, or -1 for not known; then as `second_place` has it); scales (float32, one for a block;
-    0 for nowhere). Blocks `first` to `last` are rounded, counted by outer, R, middle and C.
+    Addresses: src, dst; parameters (of a BlockPlan); key (two uint32); shared (int64: a pattern to use instead of every
+    block's own amax, or below 0; the pattern of the tensor's amax; if the first is given, whether there may be masks or
+    infinities: 0, 1, or -1 if unknown; then as `second_place` reads it); scales (float32, one for a block; 0 for
+    nowhere). Blocks `first` to `last` are rounded, counted by outer, R, middle and C.
 
     The length of a block is not a constant: LLVM unrolls a loop over 32 elements before it can vectorise it, which took
     twice the time. Numbers are computed for BATCH blocks side by side: a quarter less time with blocks of 16.
@@ -214,6 +205,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
             if at_once > 0:
                 count = min(count, at_once - column % at_once)
                 whole = tensor_scale(common[second_place(common[0], unit, column_blocks)], p)
+            # All patterns first, which vectorises; a second pass only if a mask, an infinity or NaN was among them.
             for b in range(count):
                 begin, length, amax = line + (column + b) * c, min(c, columns - (column + b) * c), u32(0)
                 for j in range(0 if is_known else height):
@@ -237,6 +229,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
                 for j in range(height):
                     start = begin + j * step
                     xs, ys = x[start : start + length], y[start : start + length]
+                    # Element by element: a scale so far away is rare, and rounding in 64 bits does not pay for vectors.
                     if far:
                         for k in range(length):
                             bits = element_noise(start + k, keys[0], keys[1]) if is_stochastic else u32(0)
@@ -255,7 +248,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
 
 @cache
 def _run_across(rule: int, shape: int, kind: int) -> Callable[..., Any]:
-    """Round neighbours in memory that have a scale each. Gives the number of the noise block that is at hand."""
+    """Round neighbours in memory that have a scale each. Returns the number of the noise block that is loaded."""
     apply, is_stochastic, numbers_from = make_apply(rule, shape, kind), draws_noise(rule), make_numbers_from(32)
 
     @njit(inline="always")
@@ -339,6 +332,8 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
                 start = base + t // length * step + t % length * inner
                 xs, ys = x[start : start + width], y[start : start + width]
                 have = run(xs, ys, start, noise, have, k, p, origins, largests, overflows, smallests, by, back, whole)
+                # Rounded again in 64 bits, lane by lane: mostly none is far, and the vectorised pass has no branch for
+                # them.
                 for i in range(width if far else 0):
                     if not is_near(exponents[i], p):
                         bits = element_noise(start + i, k[0], k[1]) if is_stochastic else u32(0)

@@ -1,4 +1,4 @@
-"""What a rounding to shared scales did: to the scales themselves, and to elements at the ends of their range."""
+"""Tally of a rounding to shared scales: of the scales themselves, and of elements at the ends of their range."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ _INFINITY = np.uint64(0x7FF << 52)
 
 @cache
 def make_facts(scale_shape: int, kind: int) -> Callable[..., Any]:
-    """What a tally asks of one block that `has_scale`, as a compiled function.
+    """Return a compiled function that gives a tally's facts about one block that `has_scale`.
 
-    Whether its scale was raised to the smallest of its format, or became zero; whether it was lowered to the largest;
-    the float64 pattern of the scale; and of the magnitudes below which an element is subnormal, and from which one
-    saturates.
+    They are: whether its scale was raised to the smallest of its format or became zero; whether it was lowered to the
+    largest; the float64 pattern of the scale; and of the magnitudes below which an element is subnormal, and from which
+    one saturates.
     """
     block_scale = make_block_scale(scale_shape, kind)
     u32, u64, i64, f64 = np.uint32, np.uint64, np.int64, np.float64
@@ -77,6 +77,7 @@ def make_facts(scale_shape: int, kind: int) -> Callable[..., Any]:
         scale = u64(widened(float32_bits(block.back)))
         unit = float64_of_bits(scale)  # the value of an element 1
         is_under, is_over = False, False
+        # By the scale that the rule wanted: the one in use is clamped, and does not show that it had to be.
         if kind == POWER or kind == GAINED:
             wanted = i64(wanted_exponent(a, p))
             is_under, is_over = wanted < p[LEAST_EXPONENT], wanted > p[MOST_EXPONENT]
@@ -96,14 +97,14 @@ def make_facts(scale_shape: int, kind: int) -> Callable[..., Any]:
 
 @njit(inline="always")
 def has_scale(amax, tensor_amax, p):
-    """Whether a block is not all zero, and its scale is not NaN."""
+    """Return whether a block is not all zero, and its scale is not NaN."""
     is_nan = p[INFINITE_SCALE] > np.int64(INFINITY) and (amax >= INFINITY or tensor_amax >= np.int64(INFINITY))
     return amax != np.uint32(0) and not is_nan
 
 
 @njit(inline="always")
 def end_of_range(before, after, normal, saturated):
-    """Whether an element became subnormal, and whether it saturated: 0 or 1."""
+    """Return whether an element became subnormal, and whether it saturated: 0 or 1."""
     x, r = np.uint64(widened(before) & _MAGNITUDE), np.uint64(widened(after) & _MAGNITUDE)
     is_number = x < _INFINITY and r < _INFINITY and np.uint32(before & MAGNITUDE) != MASK
     return int(is_number and np.uint64(0) < r < normal), int(is_number and x >= saturated)

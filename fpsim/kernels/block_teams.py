@@ -1,7 +1,7 @@
 """Blocks on a card: kernels in which a team of threads shares each block of the format.
 
-Neighbouring threads take neighbours in memory. Where a block lies along the memory they are of one team; elsewhere each
-belongs to another block. So whole sectors are read and written, and a long row is not one thread's work.
+Neighbouring threads take neighbours in memory: of one block where a block lies along the memory, else of different
+blocks. So whole sectors are read and written, and a long row is not the work of one thread.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fpsim.compiling.compile import CUDA_THREADS, cuda_module
+from fpsim.compiling.compile import CUDA_THREADS, cuda, uses_cuda
 from fpsim.compiling.deferred import njit
-from fpsim.kernels.bits import leading_zeros
 from fpsim.kernels.block_choice import GIVEN, make_error
-from fpsim.kernels.block_loops import element_noise, place_of
+from fpsim.kernels.block_loops import place_of
 from fpsim.kernels.block_tally import end_of_range, has_scale, make_facts
 from fpsim.kernels.blocks import (
     COUNTED,
@@ -34,8 +33,8 @@ from fpsim.kernels.blocks import (
     second_place,
     special_element,
 )
+from fpsim.kernels.containers import leading_zeros
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
-from fpsim.kernels.round import key_words
 from fpsim.kernels.statistics import (
     BLOCK_FIELDS,
     BLOCK_SATURATED,
@@ -47,21 +46,22 @@ from fpsim.kernels.statistics import (
     SMALLEST_SCALE,
     ZERO_BLOCKS,
 )
+from fpsim.kernels.threefry import element_noise, key_words
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
-
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
 ELEMENTS = 4  # of a block for each thread of its team: with fewer, the time would go to the scale
 SECTOR = 8  # float32 in the 32 bytes that a card reads at least
 BUSY = 1 << 17  # threads that fill a card
 MANY = 1 << 31  # elements, whose places need more than 32 bits
-NO_SCALE = (1 << 63) - 1  # in the place of the smallest one
+NO_SCALE = (1 << 63) - 1  # instead of the smallest one
 
 
 def grid_of(axes: Sequence[int], threads: int) -> tuple[int, int]:
-    """How many blocks of `threads` a launch has, and how many threads a team: a power of two. axes: of BlockAxes."""
+    """Return how many blocks of `threads` a launch has, and how many threads a team, a power of two. axes: of
+    BlockAxes.
+    """
     outer, rows, middle, columns, inner, r, c = axes
     blocks, size = outer * -(-rows // r) * middle * -(-columns // c) * inner, min(r, rows) * min(c, columns)
     if inner == 1:
@@ -75,20 +75,20 @@ def grid_of(axes: Sequence[int], threads: int) -> tuple[int, int]:
 
 
 def is_small(axes: Sequence[int]) -> bool:
-    """Whether the places of all elements are below 2**31, so that threads compute them in 32 bits."""
+    """Return whether the places of all elements are below 2**31, so that threads can compute them in 32 bits."""
     return math.prod(axes[:5]) < MANY and max(axes) < MANY
 
 
 @njit(inline="always")
 def log2(n):
-    """Of a power of two, an uint32."""
+    """Return the logarithm of a power of two, a uint32."""
     return np.uint32(np.uint32(31) - np.uint32(leading_zeros(n)))
 
 
 def place_in_team(inner, team):
-    """The block of this thread, its number in the team, and in shared memory the first of the team and the next.
+    """Return the block of this thread, its number in the team, and the team's first place and step in shared memory.
 
-    Both the threads of a block and those of a team are a power of two.
+    The threads of a block and those of a team are powers of two.
     """
     u32, u64 = np.uint32, np.uint64
     thread, threads, size = u32(cuda.threadIdx.x), u32(cuda.blockDim.x), u32(team)
@@ -104,7 +104,7 @@ def place_in_team(inner, team):
 
 @njit(inline="always")
 def divided(n, d):
-    """The quotient of two uint32 and the rest; by a shift where the divisor is a power of two, as most are."""
+    """Return the quotient and the remainder of two uint32; by a shift if the divisor is a power of two, as most are."""
     u32 = np.uint32
     is_power = u32(d & u32(d - u32(1))) == u32(0)
     q = u32(n >> log2(d)) if is_power else u32(n // d)
@@ -113,7 +113,7 @@ def divided(n, d):
 
 @njit(inline="always")
 def place_in_32_bits(unit, outer, rows, middle, columns, inner, r, c):
-    """As `block_loops.place_of`, for tensors that are small."""
+    """Do as `block_loops.place_of`, for tensors that are small: a card divides 64-bit integers slowly."""
     u32 = np.uint32
     height, width, along = u32(r), u32(c), u32(columns)
     row_blocks, _ = divided(u32(rows + r - 1), height)
@@ -131,14 +131,15 @@ def place_in_32_bits(unit, outer, rows, middle, columns, inner, r, c):
 
 @cache
 def _make_walk(small: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """How a thread goes through its elements of a block: where it begins, and where it goes on."""
+    """Return how a thread walks through its elements of a block: a function that begins, and one that steps on."""
     place, integer = (place_in_32_bits, np.uint32) if small else (place_of, np.int64)
 
     @njit(inline="always")
     def begin(unit, member, team, outer, rows, middle, columns, inner, r, c):
-        """The row of the block, the column and the place in memory; and how far they are apart, and where they end."""
+        """Return row, column and place in memory of the first element, and the ends and distances for `further`."""
         base, height, length, step = place(unit, outer, rows, middle, columns, inner, r, c)
         j, k, down, along, apart = integer(0), integer(member), integer(0), integer(team), integer(inner)
+        # Divided once at the beginning: with the quotients known, every further step is additions and a comparison.
         if along >= length:
             j, k, down, along = (
                 integer(k // length),
@@ -152,7 +153,7 @@ def _make_walk(small: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     @njit(inline="always")
     def further(at, walk):
-        """The size of the team further."""
+        """Step on by the size of the team."""
         j, k, index = at
         _, length, down, along, ahead, back = walk
         j, k, index = integer(j + down), integer(k + along), integer(index + ahead)
@@ -165,7 +166,7 @@ def _make_walk(small: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def _make_amax(further: Callable[..., Any]) -> Callable[..., Any]:
     def amax_of_team(x, start, walk, shared, member, leader, apart, team, counted):
-        """The pattern of the largest magnitude of a block, and whether this thread has masks, infinities or NaN.
+        """Return the pattern of the largest magnitude of a block, and whether this thread has masks, infinities or NaN.
 
         All threads come here, also those without a block.
         """
@@ -192,15 +193,14 @@ def _make_amax(further: Callable[..., Any]) -> Callable[..., Any]:
     return amax_of_team
 
 
+@uses_cuda
 def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int, small: bool) -> Callable[..., None]:
-    """The body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
+    """Return the body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
     `x` and `y` are flat memory of uint32; the dimensions are those of BlockAxes; `p` is a tuple of a BlockPlan's
-    integers; `given` int64, as `shared` of the CPU's loops; `scales` a float32 for each block, if `has_scales`. The
-    key is an int64 in memory if `has_key`, else `word`. team: as `grid_of` has it. small: of what `is_small` tells.
+    integers; `given` int64, as `shared` of the CPU's loops; `scales` a float32 for each block, if `has_scales`. The key
+    is an int64 in memory if `has_key`, else `word`. team: of `grid_of`. small: of `is_small`.
     """
-    global cuda
-    cuda = cuda_module()
     from numba import uint32
 
     tensor_scale, block_scale = make_tensor_scale(kind), make_block_scale(scale_shape, kind)
@@ -219,6 +219,7 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int, small: b
         whole = tensor_scale(
             given[second_place(given[0], unit, (columns + c - 1) // c)] if walk[0] > 0 else given[1], p
         )
+        # Every thread of a team computes the scale: broadcasting it would cost one more barrier.
         scale = block_scale(amax, given[0], whole, p)
         if has_scales and member == 0 and walk[0] > 0:
             scales[unit] = scale.back
@@ -240,13 +241,13 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int, small: b
     return kernel
 
 
+@uses_cuda
 def tally_kernel(scale_shape: int, kind: int, small: bool) -> Callable[..., None]:
-    """The same, of what a rounding from `x` to `y` did: one row of BLOCK_FIELDS for all, in the int64 array `out`.
+    """Return the body of a kernel that tallies a rounding from `x` to `y`: one row of BLOCK_FIELDS for all, int64 at
+    `out`.
 
     Arguments as those of `block_tally.cpu_loop`: `given` is its `shared`. A block of threads counts in shared memory.
     """
-    global cuda
-    cuda = cuda_module()
     from numba import int64, uint32
 
     facts, tensor_scale = make_facts(scale_shape, kind), make_tensor_scale(kind)
@@ -264,6 +265,7 @@ def tally_kernel(scale_shape: int, kind: int, small: bool) -> Callable[..., None
         amax = u32(max(given[2], i64(0)))
         if given[0] < 0:
             amax, _ = amax_of_team(x, at, walk, shared, member, leader, apart, team, u32(p[COUNTED]))
+        # `amax_of_team` has barriers, which make the zeroed counts visible; without it one is needed here.
         else:
             cuda.syncthreads()
         if walk[0] > 0:
@@ -305,13 +307,12 @@ def tally_kernel(scale_shape: int, kind: int, small: bool) -> Callable[..., None
     return kernel
 
 
+@uses_cuda
 def choice_kernel(error: int, small: bool) -> Callable[..., None]:
-    """The same, of blocks that were rounded with several scales. Arguments as those of `block_choice.cpu_along`.
+    """Return the body of a kernel that chooses among results with several scales, as `block_choice.cpu_along` does.
 
     `chosen` is int64.
     """
-    global cuda
-    cuda = cuda_module()
     from numba import float64
 
     of_element, joined = make_error(error)
@@ -331,6 +332,7 @@ def choice_kernel(error: int, small: bool) -> Callable[..., None]:
                 if candidate == 1:
                     of_kept = joined(of_kept, of_element(x[i], kept[i]))
                 of_other = joined(of_other, of_element(x[i], other[i]))
+                # Both errors are reduced in one pass over shared memory, in halves `CUDA_THREADS` apart.
                 at = further(at, walk)
             mine, half = leader + np.uint64(member) * apart, np.uint32(np.uint32(team) >> np.uint32(1))
             second = np.uint64(CUDA_THREADS)

@@ -1,4 +1,4 @@
-"""Blocks: what is computed for a block, its scale, and for an element of it, its rounding at that scale.
+"""Blocks: the scale of one block, and the rounding of one element at that scale.
 
 Blocks whose scales are powers of two are rounded by integers alone, see core.at_scale. Others multiply and divide
 in float32, each operation rounded by itself.
@@ -14,9 +14,8 @@ import numpy as np
 
 from fpsim.compiling.compile import float32_bits, float32_of
 from fpsim.compiling.deferred import njit
-from fpsim.kernels.bits import leading_zeros
 from fpsim.kernels.codebooks import make_rounding
-from fpsim.kernels.containers import narrowed, widened
+from fpsim.kernels.containers import leading_zeros, narrowed, widened
 from fpsim.kernels.core import BOOK, NUMBERS, SEARCHED_BOOK, make_at_scale, make_numbers_from
 
 # How a scale follows from amax. It selects the code that is compiled.
@@ -28,7 +27,7 @@ QUOTIENT = 4  # amax / largest in float32, by which elements are divided
 
 
 class BlockPlan(NamedTuple):
-    """A block format and a rounding of its elements as what a kernel takes."""
+    """A block format and a rounding of its elements, as the integers that a kernel takes."""
 
     rule: int
     shape: int
@@ -37,7 +36,7 @@ class BlockPlan(NamedTuple):
     parameters: tuple[int, ...]
 
 
-# Where things are in the parameters of a BlockPlan. The Numbers of the elements in 32 bits come first.
+# Places in the parameters of a BlockPlan. The Numbers of the elements in 32 bits come first.
 WIDE_NUMBERS = NUMBERS  # of the elements in 64 bits, for scales at which float32's own subnormals would be in the way
 SCALE_NUMBERS = 2 * NUMBERS  # of the scale's format
 (
@@ -47,16 +46,16 @@ SCALE_NUMBERS = 2 * NUMBERS  # of the scale's format
     MOST_EXPONENT,
     LEAST_SHIFT,  # of log2 of what elements are multiplied by, in 32 bits
     MOST_SHIFT,
-    LANDS_ON,  # what an amax becomes as an element: a float32 pattern, like all that follow
+    LANDS_ON,  # the element that an amax becomes: a float32 pattern, like all that follow
     GAIN,
     LANDS_HIGHEST_ON,  # of the candidates of a choice; 0 beneath an amax that lands on the largest element
     EXPANSION,  # how much lower than that it lands
-    TENSOR_LANDS_ON,  # what the tensor's amax becomes beneath a scale of its own
+    TENSOR_LANDS_ON,  # the value that the tensor's amax becomes under a scale of its own
     LEAST_AMAX,
     COUNTED,  # the largest magnitude that an amax counts: infinity, or every NaN
     INFINITE_SCALE,  # of a block whose amax is not finite
     INFINITE_EXPONENT,  # its log2
-    INFINITE_ELEMENT,  # what an infinity becomes whose scale knows nothing of it; 0 where it is rounded
+    INFINITE_ELEMENT,  # replaces an infinity that the scale does not see; 0 to round it
     PARAMETERS,  # how many there are
 ) = range(3 * NUMBERS, 3 * NUMBERS + 17)
 
@@ -68,7 +67,7 @@ IMPLICIT = np.uint32(0x00800000)
 FLOAT32_LARGEST = np.float32(np.finfo(np.float32).max)
 MASK = np.uint32(0x7F7FFFFF)  # float32's largest number: plus and minus it are masks. No other number is above it
 NAN = np.uint32(0x7FC00000)
-NAN_EXPONENT = 1 << 12  # in the place of log2 of a scale that is NaN: far beyond every other
+NAN_EXPONENT = 1 << 12  # instead of log2 of a scale that is NaN: far beyond every other
 
 
 @njit(forceinline=True)
@@ -78,14 +77,14 @@ def magnitude_of(word):
 
 @njit(forceinline=True)
 def counted_magnitude(word, counted):
-    """The magnitude as an amax counts it: 0 for masks, and for what is above `counted`."""
+    """Return the magnitude as an amax counts it: 0 for masks, and for patterns above `counted`."""
     magnitude = np.uint32(word & MAGNITUDE)
     return np.uint32(0) if magnitude == MASK or magnitude > counted else magnitude
 
 
 @njit(forceinline=True)
 def amax_of_vector(x0, x1, x2, x3):
-    """Of all patterns: below MASK it is the amax of numbers."""
+    """Return the largest of all patterns, special ones too: below MASK it is the amax of numbers."""
     return max(max(magnitude_of(x0), magnitude_of(x1)), max(magnitude_of(x2), magnitude_of(x3)))
 
 
@@ -97,9 +96,9 @@ def counted_amax_of_vector(x0, x1, x2, x3, counted):
 
 @njit(inline="always")
 def special_element(before, after, back, p):
-    """What becomes of an element that may be a mask or an infinity, where `after` is what it was rounded to.
+    """Return an element that may be a mask or an infinity, where `after` is its rounded value.
 
-    back: the scale of its block, of which only whether it is NaN is looked at.
+    back: the scale of its block; only whether it is NaN matters.
     """
     magnitude = np.uint32(before & MAGNITUDE)
     if magnitude == MASK and back == back:
@@ -118,7 +117,9 @@ def special_vector(before, after, back, p):
 
 @njit(forceinline=True)
 def normalised(magnitude):
-    """The exponent field and the mantissa field of a number above zero; a subnormal's as if the range went on below."""
+    """Return the exponent field and the mantissa field of a number above zero; a subnormal gets the fields of a normal
+    one.
+    """
     is_subnormal = np.uint32(magnitude) < IMPLICIT
     distance = np.int32(np.int32(leading_zeros(np.uint32(magnitude))) - np.int32(8))  # of the leading bit to its place
     distance = distance if is_subnormal else np.int32(0)
@@ -129,7 +130,7 @@ def normalised(magnitude):
 
 @njit(inline="always")
 def wanted_exponent(amax, p):
-    """log2 of the scale that the rule gives a block whose largest magnitude has the pattern `amax`, above 0."""
+    """Return log2 of the scale that the rule asks for, for a block whose amax has the pattern `amax`, above 0."""
     field, mantissa = normalised(amax)
     up = np.int32(mantissa >= np.uint32(p[UP_FROM]))
     return np.int32(np.int32(field - np.int32(127)) - np.int32(np.int32(p[EMAX]) - up))
@@ -137,7 +138,7 @@ def wanted_exponent(amax, p):
 
 @njit(inline="always")
 def exponent_of_scale(amax, p):
-    """The same within what the scale's format and a float32 hold; the least for a block of zeros."""
+    """Return that exponent clamped to what the scale's format and a float32 hold; the least for a block of zeros."""
     least, most = np.int32(p[LEAST_EXPONENT]), np.int32(p[MOST_EXPONENT])
     found = max(least, min(most, wanted_exponent(amax, p)))
     found = found if amax != np.uint32(0) else least
@@ -146,9 +147,10 @@ def exponent_of_scale(amax, p):
 
 @njit(inline="always")
 def wanted_scale(amax, whole, p):
-    """What is rounded to the scale of a block beneath a tensor's own.
+    """Return the number that is rounded to a block's scale beneath a scale of the tensor.
 
-    In the order of TransformerEngine; of fouroversix where the amax lands elsewhere than on the largest element.
+    The order of operations is TransformerEngine's; fouroversix's where the amax lands elsewhere than on the largest
+    element.
     """
     if p[LANDS_HIGHEST_ON] != np.int64(0):
         highest = np.float32(np.float32(float32_of(amax) / float32_of(p[LANDS_HIGHEST_ON])) * whole)
@@ -158,7 +160,7 @@ def wanted_scale(amax, whole, p):
 
 @njit(forceinline=True)
 def power_of_two(exponent):
-    """2**exponent as a float32 pattern, for exponents from -149 to 127."""
+    """Return 2**exponent as a float32 pattern, for exponents from -149 to 127."""
     normal = np.uint32(np.uint32(exponent + np.int32(127)) << np.uint32(23))
     subnormal = np.uint32(np.uint32(1) << np.uint32(np.uint32(exponent + np.int32(149)) & np.uint32(31)))
     return normal if exponent >= np.int32(-126) else subnormal
@@ -166,7 +168,7 @@ def power_of_two(exponent):
 
 @njit(forceinline=True)
 def divided_by_power(bits, exponent):
-    """The float64 pattern of a number over 2**exponent, neither of them far from float32's range."""
+    """Return the float64 pattern of a number over 2**exponent, neither of them far from float32's range."""
     field = np.uint64((bits >> np.uint64(52)) & np.uint64(0x7FF))
     is_moved = np.uint64(0) < field < np.uint64(0x7FF)
     return np.uint64(bits - np.uint64(np.int64(exponent) << np.int64(52))) if is_moved else np.uint64(bits)
@@ -174,7 +176,9 @@ def divided_by_power(bits, exponent):
 
 @cache
 def make_tensor_scale(kind: int) -> Callable[..., Any]:
-    """What brings the scale of the block with the tensor's amax to the top of the scales' format."""
+    """Return a compiled function for the tensor's scale: it brings its largest block's scale to the top of their
+    format.
+    """
 
     @njit(inline="always")
     def tensor_scale(tensor_amax, p):
@@ -189,10 +193,10 @@ def make_tensor_scale(kind: int) -> Callable[..., Any]:
 
 @njit(inline="always")
 def second_place(first, unit, columns):
-    """Where in the `shared` of a loop the amax is from which the second scale of a block follows.
+    """Return the place in a loop's `shared` of the amax from which the second scale of a block follows.
 
-    first: the first number of it: -1 where the second scale is the tensor's, of the amax that comes next; -1 - n where
-        n blocks share one, of the amaxes from the fourth on, row by row.
+    first: the first number there: -1 if the second scale is the tensor's, from the amax that comes next; -1 - n if n
+        blocks share one, from the amaxes from the fourth on, row by row.
     unit: the block, counted by rows of `columns`.
     """
     n = np.int64(-1) - first
@@ -203,33 +207,34 @@ def second_place(first, unit, columns):
 
 
 class BlockScale(NamedTuple):
-    """What is computed once for a block: four of the elements' Numbers at its scale, and the scale."""
+    """Numbers computed once for a block: four of the elements' Numbers at its scale, and the scale."""
 
     origin: np.int32
     largest: np.uint32
     overflow: np.uint32
     smallest: np.uint32
-    by: np.float32  # what elements are multiplied by before they are rounded
-    back: np.float32  # and afterwards; the scale itself, where it is a power of two
+    by: np.float32  # multiplies elements before they are rounded
+    back: np.float32  # multiplies them afterwards; the scale itself if that is a power of two
     exponent: np.int32  # log2 of such a scale
 
 
 @cache
 def make_block_scale(scale_shape: int, kind: int) -> Callable[..., Any]:
-    """What gives a block's BlockScale, as a compiled function."""
+    """Return a compiled function that computes a block's BlockScale."""
     at_scale, round_scale = make_at_scale(32), make_rounding(0, scale_shape, 32)
     elements, scales = make_numbers_from(32), make_numbers_from(32, SCALE_NUMBERS)
     u32, i32, i64, f32 = np.uint32, np.int32, np.int64, np.float32
 
     @njit(inline="always")
     def block_scale(amax, shared, whole, p):
-        """amax: as `counted_magnitude` has it. shared: what to take instead where it is not negative."""
+        """amax: of `counted_magnitude`. shared: used instead if it is not negative."""
         numbers = elements(p)
         by, back, exponent = f32(1), f32(1), i32(0)
         a = u32(shared) if shared >= i64(0) else u32(amax)
         is_finite, infinite = a < INFINITY, float32_of(p[INFINITE_SCALE])
         if kind == POWER or kind == GAINED:
             exponent = exponent_of_scale(a, p)
+            # Clamped to the exponents at which 32 bits can round; elements at a scale beyond go to `apply_far`.
             shift = max(p[LEAST_SHIFT], min(p[MOST_SHIFT], -i64(exponent)))
             numbers = at_scale(numbers, shift)
             by, back = float32_of(p[GAIN]), float32_of(power_of_two(exponent)) if is_finite else infinite
@@ -237,6 +242,7 @@ def make_block_scale(scale_shape: int, kind: int) -> Callable[..., Any]:
             nonzero = a if a != u32(0) else u32(p[LANDS_ON])  # a block of zeros has a scale of 1
             by = min(f32(float32_of(p[LANDS_ON]) / float32_of(nonzero)), FLOAT32_LARGEST)
             by = by if is_finite else infinite  # 1 or NaN, as their inverse
+            # For this kind `shared` is the multiplier itself, computed once for the whole tensor.
             by = float32_of(shared) if shared >= i64(0) else by
             back = f32(f32(1) / by)
         elif kind == QUOTIENT:
@@ -245,6 +251,7 @@ def make_block_scale(scale_shape: int, kind: int) -> Callable[..., Any]:
             by = back if back != f32(0) else f32(1)
         else:
             back = float32_of(round_scale(float32_bits(wanted_scale(a, whole, p)), u32(0), scales(p)))
+            # Two reciprocals, in the order of TransformerEngine: whole / back in one step may differ in the last bit.
             back = back if is_finite else infinite
             divisor = f32(back * f32(f32(1) / whole))
             by = min(f32(f32(1) / divisor), FLOAT32_LARGEST) if divisor != f32(0) else FLOAT32_LARGEST
@@ -257,7 +264,7 @@ def make_block_scale(scale_shape: int, kind: int) -> Callable[..., Any]:
 
 @cache
 def make_apply(rule: int, shape: int, kind: int) -> Callable[..., Any]:
-    """The rounding of one element of a block in 32 bits, as a compiled function. numbers: at the block's scale."""
+    """Return a compiled function that rounds one element of a block in 32 bits. numbers: at the block's scale."""
     round_bits = make_rounding(rule, shape, 32)
 
     @njit(forceinline=True)
@@ -267,7 +274,7 @@ def make_apply(rule: int, shape: int, kind: int) -> Callable[..., Any]:
         scaled = float32_bits(np.float32(float32_of(word) / by if kind == QUOTIENT else float32_of(word) * by))
         r = round_bits(scaled, noise, numbers)
         if kind == GAINED:
-            # the rounding was at the scale already: what is left to undo is the gain
+            # the scale was applied within the rounding: only the gain is left to undo
             return float32_bits(np.float32(float32_of(r) / by))
         if kind == DIVIDED or kind == QUOTIENT:
             return float32_bits(np.float32(float32_of(r) * back))
@@ -278,7 +285,7 @@ def make_apply(rule: int, shape: int, kind: int) -> Callable[..., Any]:
 
 @cache
 def make_apply_far(rule: int, shape: int, kind: int) -> Callable[..., Any]:
-    """The rounding of one element of a block whose scale is too far for 32 bits: powers of two alone go so far."""
+    """Return a compiled function that rounds an element at a power of two that is too far for 32 bits."""
     round_wide, at_scale = make_rounding(rule, shape, 64), make_at_scale(64)
     narrow_numbers, wide_numbers = make_numbers_from(32), make_numbers_from(64, WIDE_NUMBERS)
     u32, u64, i64, is_book = np.uint32, np.uint64, np.int64, shape in (BOOK, SEARCHED_BOOK)
@@ -305,5 +312,5 @@ def make_apply_far(rule: int, shape: int, kind: int) -> Callable[..., Any]:
 
 @njit(inline="always")
 def is_near(exponent, p):
-    """Whether elements can be rounded at this scale in 32 bits."""
+    """Return whether elements can be rounded at this scale in 32 bits."""
     return p[LEAST_SHIFT] <= -np.int64(exponent) <= p[MOST_SHIFT]

@@ -1,12 +1,11 @@
-"""Code books: the rounding of one bit pattern by a table, and the choice between it and `core.make_round`.
+"""Code books: the rounding of one bit pattern by a table, how a table is made, and the Plan of any format.
 
-Of a code book the Numbers mean other things than of other formats, see BookNumbers:
+The Numbers of a code book have other meanings than those of other formats, see BookNumbers:
 
     shift, base: the bucket of a magnitude `a` is `(a >> shift) - base`, within 0 to buckets - 1
     low, high: the halves of the table's address, of 32 bits each
     buckets: in a book that is searched, the size of its list, a power of two
-    used: as elsewhere
-    values: how many a number can become
+    used: as elsewhere values: the number of possible results
 
 A table has two halves, for numbers without and with a sign bit; in the second everything is reflected, so that only
 magnitudes are compared. A half has, in words of the container:
@@ -20,7 +19,10 @@ magnitudes are compared. A half has, in words of the container:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,19 +30,28 @@ import numpy as np
 
 from fpsim.compiling.compile import load32, load64
 from fpsim.compiling.deferred import njit
-from fpsim.kernels.bits import shift_left, shift_right
+from fpsim.formats.codebook import Codebook
+from fpsim.formats.fixed_point import FixedPoint
+from fpsim.formats.floats import FloatFormat
+from fpsim.kernels.containers import shift_left, shift_right
 from fpsim.kernels.core import (
     BINARY32,
     BINARY64,
     BOOK,
     SEARCHED_BOOK,
     STOCHASTIC,
+    Container,
+    Numbers,
+    Plan,
     draws_noise,
     make_drawn,
+    make_plan,
     make_round,
 )
+from fpsim.kernels.variants import VARIANTS
 
 SPACING_WORDS = 4
+MOST_BUCKETS = 1 << 14  # of a half: beyond, a search through the limits costs less than memory out of the cache
 
 
 class BookNumbers(NamedTuple):
@@ -58,18 +69,18 @@ class BookNumbers(NamedTuple):
 
 
 def make_rounding(rule: int, shape: int, width: int) -> Callable[..., Any]:
-    """The rounding of one bit pattern to a format of any kind, as a compiled function: see `core.make_round`."""
+    """Return a compiled function that rounds one bit pattern to a format of any kind: see `core.make_round`."""
     return make_round_in_book(rule, shape, width) if shape in (BOOK, SEARCHED_BOOK) else make_round(rule, shape, width)
 
 
 @cache
 def make_goes_up(rule: int, width: int) -> Callable[..., Any]:
-    """Whether a magnitude goes to the next value of its spacing, in stochastic rounding.
+    """Return a compiled function that says whether a magnitude goes up to the next value, in stochastic rounding.
 
     The four words at `at` say where the spacing begins, and how long it is, in units of 2**q: `length` of 32 bits, 0
     where no value is next; the two halves of `begin`, 64 bits modulo 2**64, which count 2**-32 of a unit; and 32 - q,
-    modulo 2**width. The distance to the beginning is counted so too, and what is beyond 64 bits cancels out. It goes up
-    if distance / (2**32 * length) >= 1 - R / 2**32, multiplied out.
+    modulo 2**width. The distance to the beginning is counted in the same units, and bits beyond 64 cancel out. It goes
+    up if distance / (2**32 * length) >= 1 - R / 2**32, multiplied out.
     """
     container = BINARY32 if width == 32 else BINARY64
     uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
@@ -103,7 +114,7 @@ def make_goes_up(rule: int, width: int) -> Callable[..., Any]:
 
 @cache
 def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
-    """The rounding of one bit pattern to a code book, with the arguments of what `core.make_round` gives."""
+    """Return a compiled function that rounds one bit pattern to a code book, called as that of `core.make_round`."""
     container = BINARY32 if width == 32 else BINARY64
     uint = np.uint32 if width == 32 else np.uint64
     top, infinity = uint(1 << (width - 1)), uint(container.bits(float("inf")))
@@ -113,7 +124,8 @@ def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
 
     @njit(forceinline=True)
     def searched(a, address, first, size):
-        """How many limits of a list, its first one not among them, are at most `a`."""
+        """Count the limits of a list, without its first one, that are at most `a`."""
+        # Binary search with a fixed number of steps: threads of a warp stay together, and lanes of a vector too.
         at, step = i64(0), i64(size >> i64(1))
         while step > i64(0):
             at = i64(at + step) if load(address, i64(first + i64(at + step))) <= a else at
@@ -131,6 +143,7 @@ def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
         first = half if u >= top else i64(0)
         if is_searched:
             found = searched(a, address, first, size)
+        # A bucket holds one limit at most, so that two loads find the result without a search.
         else:
             bucket = i64(i64(a >> uint(shift)) - i64(base))
             bucket = i64(first + max(i64(0), min(i64(size - i64(1)), bucket)))
@@ -144,3 +157,227 @@ def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
         return u if a > infinity else r  # NaN keeps its payload
 
     return round_in_book  # type: ignore[no-any-return]
+
+
+def any_plan(
+    fmt: FloatFormat | FixedPoint | Codebook,
+    rounding: str,
+    overflow: str | None,
+    random_bits: int | None,
+    width: int,
+    variant: str = "A",
+    search: bool = False,
+) -> Plan:
+    """Resolve names to the integers of a kernel for a container of `width` bits, for a format of single numbers.
+
+    search: search through a code book even if buckets would do.
+    """
+    if not isinstance(fmt, Codebook):
+        return make_plan(fmt, rounding, overflow, random_bits, width, variant)
+    is_stochastic = rounding == "stochastic"
+    rule = STOCHASTIC + VARIANTS.index(variant) if is_stochastic else 0
+    table = _table_of(fmt, rounding, fmt.resolve_overflow(overflow), width, search)
+    low, high = halves_of(table.words.ctypes.data)
+    used = 0xFFFFFFFF & ~((1 << (32 - random_bits)) - 1) if random_bits else 0xFFFFFFFF
+    numbers = BookNumbers(table.shift, table.base, low, high, table.buckets, 0, used, table.results)
+    return Plan(rule, table.shape, width, Numbers(*numbers))
+
+
+class Table(NamedTuple):
+    """A table as the first lines of this file describe it."""
+
+    shape: int
+    shift: int
+    base: int
+    buckets: int
+    results: int
+    words: np.ndarray[Any, Any]
+
+
+_kept: dict[int, np.ndarray[Any, Any]] = {}  # by address: a kernel holds addresses, which keep no memory alive
+
+
+def halves_of(address: int) -> tuple[int, int]:
+    """Split an address as a Plan stores it."""
+    return address & 0xFFFFFFFF, address >> 32
+
+
+def table_address(numbers: Sequence[int]) -> int:
+    """Return the address of the table from the Numbers of a code book."""
+    book = BookNumbers(*numbers)
+    return book.low | book.high << 32
+
+
+def table_at(address: int) -> np.ndarray[Any, Any]:
+    """Return the words of the table at an address of the CPU's memory."""
+    return _kept[address]
+
+
+class _Result(NamedTuple):
+    """One result of a half: the magnitude from which on it is the result, its pattern, and the spacing above it."""
+
+    limit: int
+    pattern: int
+    spacing: tuple[int, ...] = (0, 0, 0, 0)
+
+
+@cache
+def _table_of(book: Codebook, rounding: str, overflow: str, width: int, search: bool) -> Table:
+    """Build the table of a book for a rounding and an overflow rule. Its limits encode `ties` and directions."""
+    container = BINARY32 if width == 32 else BINARY64
+    make = _stochastic_half if rounding == "stochastic" else _half
+    halves = [make(book, rounding, overflow, container, reflected) for reflected in (False, True)]
+    count = max(map(len, halves))
+    # The halves share shift, base and size, so that a kernel needs one set of numbers for both signs.
+    buckets = None if search else _buckets(halves, container)
+    words: list[int] = []
+    nan = (1 << (width - 1)) - 1
+    for results in halves:
+        limits = [r.limit for r in results]
+        if buckets is None:
+            size = 1 << max(count - 1, 1).bit_length()
+            words += [*limits, *[nan] * (size - len(limits))]
+        else:
+            shift, base, size = buckets
+            words += _bucket_lists(limits, shift, base, size, nan)
+        padded = [*results, *[results[-1]] * (count - len(results))]
+        words += [r.pattern for r in padded]
+        if rounding == "stochastic":
+            words += [word & ((1 << width) - 1) for r in padded for word in r.spacing]
+    array = np.array(words, np.uint32 if width == 32 else np.uint64)
+    _kept[array.ctypes.data] = array
+    if buckets is None:
+        return Table(SEARCHED_BOOK, 0, 0, size, count, array)
+    return Table(BOOK, *buckets, count, array)
+
+
+def _bucket_lists(limits: list[int], shift: int, base: int, size: int, nan: int) -> list[int]:
+    """Return the limits and the starts of the buckets of one half."""
+    places, starts = [nan] * size, [0] * size
+    for limit in limits[1:]:
+        places[_bucket(limit, shift, base, size)] = limit
+    found = 0
+    for bucket in range(size):
+        starts[bucket] = found
+        found += places[bucket] != nan
+    return places + starts
+
+
+def _bucket(magnitude: int, shift: int, base: int, size: int) -> int:
+    return max(0, min(size - 1, (magnitude >> shift) - base))
+
+
+def _buckets(halves: list[list[_Result]], container: Container) -> tuple[int, int, int] | None:
+    """Return shift, base and number of the fewest buckets that hold at most one limit each; None for too many."""
+    limits = [sorted(r.limit for r in half[1:]) for half in halves]
+    # From the coarsest shift on: the first that separates all limits gives the smallest table.
+    for shift in range(container.mantissa_bits, 0, -1):
+        present = sorted(limit >> shift for half in limits for limit in half)
+        if not present:
+            return shift, 0, 1
+        # Everything below the second bucket of either half shares one bucket.
+        seconds = [half[1] >> shift for half in limits if len(half) > 1]
+        base = max(0, min(seconds, default=present[0]) - 1)
+        size = present[-1] - base + 1
+        if size > MOST_BUCKETS:
+            return None
+        if all(len({_bucket(x, shift, base, size) for x in half}) == len(half) for half in limits):
+            return shift, base, size
+    return None
+
+
+Bound = Fraction | float  # a float where it is infinite
+
+
+def _least_pattern(bound: Bound, inclusive: bool, container: Container) -> int:
+    """Return the least pattern of a container whose magnitude is above a bound, or at least at it if `inclusive`."""
+    if isinstance(bound, float):
+        return container.bits(math.inf) if bound > 0 else 0
+    if bound < 0 or (bound == 0 and inclusive):
+        return 0
+    exponent = max(_floor_log2(bound), 1 - container.bias) if bound else 1 - container.bias
+    unit = Fraction(2) ** (exponent - container.mantissa_bits)  # the container's last place in the bound's binade
+    steps, rest = divmod(bound, unit)
+    pattern = ((exponent - (1 - container.bias)) << container.mantissa_bits) + int(steps)
+    return pattern + int(rest > 0 or not inclusive)
+
+
+def _floor_log2(x: Fraction) -> int:
+    exponent = x.numerator.bit_length() - x.denominator.bit_length()
+    return exponent if Fraction(2) ** exponent <= x else exponent - 1
+
+
+def _numbers(book: Codebook, overflow: str) -> tuple[list[float], int]:
+    """Return the values that a result can be, ascending, and how many of `ascending` come before them."""
+    found = [v for v, _ in book.ascending]
+    if overflow != "saturate":
+        return found, 0
+    return [*book.finite], int(math.isinf(found[0]))
+
+
+def _half(book: Codebook, rounding: str, overflow: str, container: Container, reflected: bool) -> list[_Result]:
+    """Return the results of numbers without a sign bit; `reflected`: of those with one, with all signs reversed."""
+    numbers, skipped = _numbers(book, overflow)
+    steps = [_step(book, i + skipped, rounding) for i in range(len(numbers) - 1)]
+    if reflected:
+        numbers, steps = numbers[::-1], [(-bound, not inclusive) for bound, inclusive in reversed(steps)]
+    limits = [0, *(_least_pattern(bound, inclusive, container) for bound, inclusive in steps)]
+    patterns = [_pattern(book, v, reflected, container) for v in numbers]
+    first = bisect_right(limits, 0) - 1
+    return [_Result(0, patterns[first]), *map(_Result, limits[first + 1 :], patterns[first + 1 :])]
+
+
+def _step(book: Codebook, i: int, rounding: str) -> tuple[Bound, bool]:
+    """Return the bound from which a number becomes value `i + 1` and not `i`, and whether it is included."""
+    (low, _), (high, _) = book.ascending[i : i + 2]
+    border = book.exact_borders[i]
+    if rounding == "nearest_away" and border not in (low, high):
+        return border, abs(high) >= abs(low)
+    if rounding.startswith("nearest") or (rounding == "toward_zero" and low < 0 < high):
+        return border, book.goes_up(i)
+    if rounding == "up" or (rounding == "toward_zero" and high <= 0):
+        return _bound(low), False
+    return _bound(high), True
+
+
+def _bound(value: float) -> Bound:
+    return value if math.isinf(value) else Fraction(value)
+
+
+def _stochastic_half(
+    book: Codebook, rounding: str, overflow: str, container: Container, reflected: bool
+) -> list[_Result]:
+    """Return the same for stochastic rounding: each result with the spacing up to the next one."""
+    numbers, skipped = _numbers(book, overflow)
+    begins: list[Fraction] = []
+    for i, v in enumerate(numbers):
+        if math.isinf(v):  # its interval begins where the next value would be if the last spacing went on
+            at, beside = (skipped, numbers[1]) if v < 0 else (skipped + i - 1, numbers[-2])
+            begins.append(2 * book.exact_borders[at] - Fraction(beside))
+        else:
+            begins.append(Fraction(v))
+    if reflected:
+        numbers, begins = numbers[::-1], [-b for b in reversed(begins)]
+    patterns = [_pattern(book, v, reflected, container) for v in numbers]
+    found = [_Result(0, patterns[0])]
+    for i, (begin, pattern) in enumerate(zip(begins, patterns, strict=True)):
+        spacing = _spacing(begin, begins[i + 1]) if i + 1 < len(begins) else (0, 0, 0, 0)
+        found.append(_Result(_least_pattern(begin, True, container), pattern, spacing))
+    first = bisect_right([r.limit for r in found], 0) - 1
+    return [found[first]._replace(limit=0), *found[first + 1 :]]
+
+
+def _spacing(begin: Fraction, end: Fraction) -> tuple[int, int, int, int]:
+    """The words of `make_goes_up`: a length of more than 32 bits is rounded to 32."""
+    q = _floor_log2(end - begin) - 31
+    length = round((end - begin) / Fraction(2) ** q)
+    if length == 1 << 32:
+        q, length = q + 1, 1 << 31
+    place = math.floor(begin * Fraction(2) ** (32 - q)) % (1 << 64)
+    return length, place & 0xFFFFFFFF, place >> 32, 32 - q
+
+
+def _pattern(book: Codebook, value: float, reflected: bool, container: Container) -> int:
+    if value == 0:
+        value = -0.0 if reflected and book.has_negative_zero else 0.0
+    return container.bits(value)

@@ -1,7 +1,8 @@
-"""From one container to the other by integers: a processor that flushes subnormals to zero flushes none of these.
+"""Bit patterns: the integers that hold them, shifts as instructions, and conversion between float32 and float64.
 
-`torch.set_flush_denormal(True)` lets the thread's own conversions between float32 and float64 give zero for a float32
-subnormal. Multiplying two normal numbers to a normal one, and converting an integer, are not affected.
+Conversions are of integers: a processor that flushes subnormals to zero flushes none of these.
+Under `torch.set_flush_denormal(True)` a thread's own conversions between float32 and float64 turn a float32 subnormal
+into zero. Multiplying two normal numbers to a normal one, and converting an integer, are not affected.
 """
 
 from __future__ import annotations
@@ -13,9 +14,72 @@ from typing import Any
 import numpy as np
 
 from fpsim.compiling.compile import float64_bits, float64_of_bits, pointer
-from fpsim.compiling.deferred import carray, njit
+from fpsim.compiling.deferred import carray, intrinsic, njit
 from fpsim.compiling.native import Loop, compiled_loop
-from fpsim.kernels.bits import shift_right
+
+
+def integers(width: int) -> tuple[Any, Any]:
+    """Return the types of unsigned and signed integers of `width` bits."""
+    return (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
+
+
+def _shift(direction: str) -> Callable[..., Any]:
+    def shift(typingctx: Any, value: Any, amount: Any) -> Any:
+        """Shift an unsigned integer; 0 for amounts beyond the width (a negative one, read as unsigned, too).
+
+        An intrinsic keeps LLVM from widening the shift to 64 bits: 2.7 ms against 0.9 ms for 4M floats.
+        """
+        from llvmlite import ir
+        from numba import types
+
+        if not isinstance(value, types.Integer) or value != amount:
+            return None
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            v, n = arguments
+            in_range = builder.icmp_unsigned("<", n, ir.Constant(n.type, value.bitwidth))
+            return builder.select(in_range, getattr(builder, direction)(v, n), ir.Constant(v.type, 0))
+
+        return value(value, value), generate
+
+    return intrinsic(shift)  # type: ignore[no-any-return]
+
+
+shift_left, shift_right = _shift("shl"), _shift("lshr")
+
+
+@intrinsic
+def leading_zeros(typingctx: Any, value: Any) -> Any:
+    """Count the zero bits that a uint32 begins with."""
+    from llvmlite import ir
+    from numba import types
+
+    if value != types.uint32:
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint32(value), generate
+
+
+@intrinsic
+def rotate_left(typingctx: Any, value: Any, amount: Any) -> Any:
+    """Rotate a uint32 by 1 to 31 bits."""
+    from llvmlite import ir
+    from numba import types
+
+    if value != types.uint32 or not isinstance(amount, types.Integer):
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        v, n = arguments
+        n = context.cast(builder, n, signature.args[1], types.uint32)
+        high = builder.shl(v, n)
+        return builder.or_(high, builder.lshr(v, builder.sub(ir.Constant(n.type, 32), n)))
+
+    return types.uint32(types.uint32, amount), generate
+
 
 _SIGN32, _SIGN64 = np.uint32(1 << 31), np.uint64(1 << 63)
 _INFINITY32, _INFINITY64 = np.uint32(0xFF << 23), np.uint64(0x7FF << 52)
@@ -28,10 +92,11 @@ _IMPLICIT = np.uint64(1 << 52)
 
 @njit(forceinline=True)
 def widened(u):
-    """The float64 pattern of a float32 pattern."""
+    """Return the float64 pattern of a float32 pattern."""
     a = np.uint32(u & np.uint32(_SIGN32 - np.uint32(1)))
     special = np.uint64(_REBIAS_SPECIAL << 52) if a >= _INFINITY32 else np.uint64(_REBIAS << 52)
     normal = np.uint64(np.uint64(np.uint64(a) << np.uint64(29)) + special)
+    # An integer times a power of two, all of them normal in float64, so that nothing is flushed.
     subnormal = np.uint64(float64_bits(np.float64(np.int32(a)) * UNIT))
     magnitude = subnormal if a < _NORMAL32 else normal
     return np.uint64(magnitude | np.uint64(np.uint64(u & _SIGN32) << np.uint64(32)))
@@ -39,9 +104,9 @@ def widened(u):
 
 @njit(forceinline=True)
 def narrowed(u):
-    """The float32 pattern of a float64 pattern; of a number that float32 does not hold, the next towards zero.
+    """Return the float32 pattern of a float64 pattern, rounded towards zero if float32 does not hold the number.
 
-    Beyond float32's largest number it says nothing.
+    Beyond float32's largest number the result has no meaning.
     """
     a = np.uint64(u & np.uint64(_SIGN64 - np.uint64(1)))
     special = np.uint64(_REBIAS_SPECIAL << 23) if a >= _INFINITY64 else np.uint64(_REBIAS << 23)
@@ -55,7 +120,7 @@ def narrowed(u):
 
 @cache
 def make_value(width: int) -> Callable[..., Any]:
-    """A compiled function that gives the number, as float64, of a pattern of `width` bits."""
+    """Return a compiled function from a pattern of `width` bits to its number, as float64."""
 
     @njit(forceinline=True)
     def value(u):
@@ -66,7 +131,7 @@ def make_value(width: int) -> Callable[..., Any]:
 
 @cache
 def make_limit(width: int) -> Callable[..., Any]:
-    """A compiled function that gives the pattern of `width` bits of the largest finite number up to `x`, x >= 0."""
+    """Return a compiled function from x >= 0 to the pattern of `width` bits of the largest finite number up to x."""
 
     @njit(forceinline=True)
     def limit(x):
@@ -81,7 +146,7 @@ def make_limit(width: int) -> Callable[..., Any]:
 
 @njit(forceinline=True)
 def times_power(u, log2_scale):
-    """The pattern of a float64 times 2**log2_scale, to nearest even where it becomes subnormal."""
+    """Return the pattern of a float64 times 2**log2_scale, rounded to nearest even where it becomes subnormal."""
     a = np.uint64(u & np.uint64(_SIGN64 - np.uint64(1)))
     sign = np.uint64(u & _SIGN64)
     scale = np.int64(log2_scale)
@@ -96,6 +161,7 @@ def times_power(u, log2_scale):
     if field > 0:
         rest = np.uint64(a & np.uint64(_IMPLICIT - np.uint64(1)))
         return np.uint64(sign | np.uint64(rest | np.uint64(np.uint64(field) << np.uint64(52))))
+    # Too small to round up, and the shifts below must stay under the width of a word.
     if field < -53:
         return sign
     cut = np.uint64(1 - field)  # bits below the smallest subnormal: 1 to 54

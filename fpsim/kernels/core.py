@@ -1,4 +1,4 @@
-"""What rounding means: integer functions of one bit pattern.
+"""Rounding: integer functions of one bit pattern.
 
 One definition serves the CPU and CUDA. No compiled function here touches a floating-point number, so two targets
 cannot differ. `uint32 + uint32` is `uint64` in Numba: every step is cast back, or the loops vectorise at half width.
@@ -17,7 +17,7 @@ from fpsim.compiling.deferred import njit
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.fixed_point import FixedPoint
 from fpsim.formats.floats import FloatFormat
-from fpsim.kernels.bits import integers, shift_left, shift_right
+from fpsim.kernels.containers import integers, shift_left, shift_right
 from fpsim.kernels.variants import VARIANTS
 
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd", "stochastic")
@@ -28,15 +28,15 @@ STOCHASTIC_B, STOCHASTIC_C, STOCHASTIC_C_TIES_TO_ODD, STOCHASTIC_C_TO_ODD = rang
 
 CARRYING = (NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO)  # rules that add at most half a spacing
 
-# How a format's values lie among those of the container. It selects the code that is compiled.
+# Shapes: how a format's values lie among those of the container. The shape selects the code that is compiled.
 FLAT = 0  # the container's own exponents, fewer mantissa bits: one spacing in units of the last place
 GRID = 1  # a narrower exponent range with subnormals: below it the spacing stays the same
 GAP = 2  # a narrower exponent range without subnormals: nothing between zero and the smallest value
 SCALE = 3  # powers of two without sign or zero
-UNSIGNED_ZERO_GRID = 4  # GRID without -0: a shape of its own, because asking costs GRID an eighth of its speed
+UNSIGNED_ZERO_GRID = 4  # GRID without -0: a shape of its own, because a test for it costs GRID an eighth of its speed
 FIXED = 5  # UNSIGNED_ZERO_GRID whose lowest value is not minus its largest
 BOOK, SEARCHED_BOOK = 6, 7  # a table of values, see kernels/codebooks.py
-BESIDE_GAP = 8  # GAP, for numbers that do not lie in the gap: zero, and the smallest value and above. Of no Plan
+BESIDE_GAP = 8  # GAP, for numbers outside the gap: zero, and from the smallest value on. No Plan has it
 
 
 class Container(NamedTuple):
@@ -47,7 +47,7 @@ class Container(NamedTuple):
     bias: int
 
     def bits(self, value: float) -> int:
-        """The bit pattern of `value`, rounded to nearest even; for 64 bits, of any value but a subnormal.
+        """Return the bit pattern of `value`, rounded to nearest even; for 64 bits, of any value but a subnormal.
 
         Computed in float64, where float32's subnormals are normal: a processor that flushes subnormals keeps them.
         """
@@ -69,16 +69,16 @@ BINARY64 = Container(64, 52, 1023)
 class Numbers(NamedTuple):
     """A format, an overflow rule and a number of random bits, as the functions of this file take them.
 
-    Numbers of the format are patterns of the container. In a code book all mean other things, see kernels/codebooks.py.
+    Numbers of the format are patterns of the container. Code books use the fields otherwise, see kernels/codebooks.py.
     """
 
     ulp_shift: int  # from a pattern's highest bit down to the last place of a normal number of the format
     origin: int  # subtracted from a magnitude, it leaves its last place in the exponent field, as ulp_shift: round_grid
-    largest: int  # the largest finite magnitude, and what becomes of what lies beyond it
+    largest: int  # the largest finite magnitude, and the result for magnitudes beyond it
     overflow: int
     smallest: int  # the smallest magnitude above zero
     zero_sign: int  # the sign bit if the format has -0, else 0
-    used: int  # the random bits that count, of a word's 32
+    used: int  # mask of the random bits in use, of a word's 32
     odd: int  # 1 if every significand is odd, for lack of mantissa bits
     lowest: int  # the magnitude of the lowest number, in FIXED
 
@@ -87,7 +87,7 @@ NUMBERS = len(Numbers._fields)
 
 
 class Plan(NamedTuple):
-    """A format, a rounding and an overflow rule as a kernel takes them: three that are compiled in, and the numbers."""
+    """A format, a rounding and an overflow rule as a kernel takes them: three compiled-in integers, and the numbers."""
 
     rule: int
     shape: int
@@ -96,7 +96,7 @@ class Plan(NamedTuple):
 
 
 def needs_wider_container(fmt: FloatFormat | FixedPoint | Codebook) -> bool:
-    """Whether float32 input must go through float64: the format's spacing reaches float32's own subnormals."""
+    """Return whether float32 input must go through float64: the spacing reaches float32's own subnormals."""
     if isinstance(fmt, Codebook):
         return False
     if fmt.specials == "scale":
@@ -105,8 +105,8 @@ def needs_wider_container(fmt: FloatFormat | FixedPoint | Codebook) -> bool:
         return True  # no bit to discard: the core wants at least one
     if _is_flat(fmt, BINARY32):
         return False
-    # A subnormal of float32 has no leading bit, and round_grid gives it one: no word of noise lifts what that is below
-    # 2**-32 of a spacing, which from 2**-94 on all are.
+    # A subnormal of float32 has no leading bit, and round_grid adds one. That does no harm if no word of noise can lift
+    # a subnormal, which holds if it is below 2**-32 of a spacing: all are, from a spacing of 2**-94 on.
     return fmt.min_ulp_exponent < -94
 
 
@@ -116,7 +116,7 @@ def _is_flat(fmt: FloatFormat | FixedPoint, container: Container) -> bool:
 
 
 def draws_noise(rule: int) -> bool:
-    """Whether a rule is stochastic, in any variant."""
+    """Return whether a rule is stochastic, in any variant."""
     return rule >= STOCHASTIC
 
 
@@ -152,19 +152,20 @@ def make_plan(
         odd=int(fmt.mantissa_bits == 0),
         lowest=container.bits(abs(fmt.lowest)) if isinstance(fmt, FixedPoint) else 0,
     )
+    # Wrapped to the signed range: plans travel as int64, also those of 64-bit containers.
     return Plan(rule, shape, width, Numbers._make(n - (1 << 64) if n >= 1 << 63 else n for n in numbers))
 
 
 def has_lone_lowest(fmt: FloatFormat | FixedPoint) -> bool:
-    """Whether the lowest value is not minus the largest: two's complement, and integers without sign."""
+    """Return whether the lowest value is not minus the largest: two's complement, and integers without sign."""
     return isinstance(fmt, FixedPoint) and fmt.lowest != -fmt.largest
 
 
 def scale_limits(fmt: FloatFormat | FixedPoint | Codebook, width: int) -> tuple[int, int]:
-    """The least and the largest log2 of a scale at which numbers of `width` bits can be rounded to `fmt`, see at_scale.
+    """Return the least and the largest log2 of a scale at which `width` bits can round to `fmt`, see at_scale.
 
-    (0, 0) where a scale could change nothing, since the format has the container's own exponents; and where at_scale
-    does not move all of a format: code books, and fixed point whose lowest value has no opposite.
+    (0, 0) if a scale would change nothing, because the format has the container's own exponents, and if at_scale cannot
+    move all of a format: code books, and fixed point whose lowest value has no opposite.
     """
     if isinstance(fmt, Codebook):
         return 0, 0
@@ -182,9 +183,9 @@ def scale_limits(fmt: FloatFormat | FixedPoint | Codebook, width: int) -> tuple[
 
 @cache
 def make_numbers_from(width: int, first: int = 0) -> Callable[..., Any]:
-    """A compiled function that gives the Numbers of which the integers begin at place `first` of memory or a tuple.
+    """Return a compiled function that reads Numbers from memory or a tuple, beginning at place `first`.
 
-    Values, not memory: that would be read again after every number that is written.
+    It returns values, not memory: memory would be read again after every number that is written.
     """
     uint, sint, to_top, i = *integers(width), width - 32, first
 
@@ -200,7 +201,7 @@ def make_numbers_from(width: int, first: int = 0) -> Callable[..., Any]:
 
 @njit(forceinline=True, keeps_types=True)
 def with_ends(numbers, origin, largest, overflow, smallest):
-    """The numbers with others in the place of the four that a scale moves."""
+    """Return the numbers with the four replaced that a scale moves."""
     return Numbers(
         numbers.ulp_shift, origin, largest, overflow, smallest,
         numbers.zero_sign, numbers.used, numbers.odd, numbers.lowest,
@@ -209,7 +210,7 @@ def with_ends(numbers, origin, largest, overflow, smallest):
 
 @cache
 def make_at_scale(width: int) -> Callable[..., Any]:
-    """A compiled function that moves the numbers of a format to those of its scaled twin.
+    """Return a compiled function that moves the numbers of a format to those of its scaled twin.
 
     To round at scale 2**k is to multiply by it, round, and divide again: the same as rounding to the format whose
     every value is 2**k times smaller, for which only exponents change. Nothing is multiplied, and nothing is lost on
@@ -230,14 +231,14 @@ def make_at_scale(width: int) -> Callable[..., Any]:
 
 
 def make_drawn(rule: int, width: int) -> Callable[..., Any]:
-    """The random bits of a stochastic rule, as a compiled function of (noise, the mask of those that are used)."""
+    """Return a compiled function of (noise, mask of the used bits) that prepares a stochastic rule's random bits."""
     uint, _ = integers(width)
     zero, one, is_b_or_c = uint(0), uint(1), rule > STOCHASTIC
 
     @njit(forceinline=True)
     def drawn(noise, used):
-        """Two values. The random bits R, with what is below their last one set so that what goes up carries out of the
-        word; and 1 where the least distance named here stays, else 0.
+        """Return two values: the random bits R, with the bits below set so that a distance that goes up carries out of
+        the word; and 1 if the least distance named here stays, else 0.
 
         In units of 2**-r, a distance goes up if it rounds to T = 2**r - R or beyond. These begin at T in A, at T - 1/2
         in B and C; in C, T - 1/2 itself is one of them where T, and so R, is even. To odd they begin above T - 1 where
@@ -260,15 +261,15 @@ def make_drawn(rule: int, width: int) -> Callable[..., Any]:
 
 
 def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
-    """The rounding of one bit pattern, as a compiled function of (bits, noise, Numbers).
+    """Return a compiled function of (bits, noise, Numbers) that rounds one bit pattern.
 
     `rule`, `shape` and `width` are compiled in; the format's numbers stay arguments, so that one compilation
     serves every format of a shape. `noise` holds 32 uniform bits at the top of the word, for stochastic rules alone.
 
     Its steps: the sign is taken off; `drawn` prepares the random bits; `round_flat`, `round_grid` or, in GAP below the
-    smallest number, `round_gap` gives a multiple of the spacing, by what `addend` adds before the rest is cut off; what
-    lies beyond the largest number becomes `overflow`; a NaN is put back; the sign returns, unless zero has none. SCALE
-    has a function of its own, `round_scale`.
+    smallest number, `round_gap` returns a multiple of the spacing, by adding `addend` before the rest is cut off; a
+    magnitude beyond the largest number becomes `overflow`; a NaN is put back; the sign returns, unless zero has none.
+    SCALE has a function of its own, `round_scale`.
     """
     container = BINARY32 if width == 32 else BINARY64
     uint, sint = integers(width)
@@ -292,7 +293,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
 
     @njit(forceinline=True)
     def addend(ulp, odd, negative, noise):
-        """What to add to the magnitude before the bits below `ulp` are cut off. `odd`: is the bit at `ulp` set?"""
+        """Return the number to add to a magnitude before it is cut off below `ulp`. `odd`: is the bit at `ulp` set?"""
         half, mask = uint(ulp >> one), uint(ulp - one)
         if rule == NEAREST_EVEN:  # IEEE 754-2019, 4.3.1: a tie carries only from an odd neighbour
             return half if odd else uint(half - one)
@@ -330,7 +331,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
             left = sint(s + sint(1))  # of the distance to the lower neighbour, in units of the spacing, `width` bits
             right = uint(sint(0) - left)
             fraction = uint(shift_left(significand, uint(left)) | shift_right(significand, right))
-            if is_b_or_c and left < sint(0) and a != zero:  # what was cut off decides about ties
+            if is_b_or_c and left < sint(0) and a != zero:  # the bits cut off decide ties
                 cut = shift_left(fraction, right) != significand
                 fraction = uint(fraction | (one if cut else zero))
             up = noise > uint(~fraction)  # fraction + noise carries
@@ -344,7 +345,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
 
     @njit(forceinline=True)
     def round_gap(a, negative, noise, stays, smallest):
-        """Zero or `smallest` for a magnitude below `smallest`."""
+        """Round a magnitude below `smallest` to zero or `smallest`."""
         if rule == NEAREST_EVEN:
             up = a > uint(smallest - implicit)  # half of it: a tie goes to zero
         elif rule == NEAREST_AWAY:

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fpsim.compiling.compile import CUDA_THREADS, cuda_module, pointer, stack_array
+from fpsim.compiling.compile import CUDA_THREADS, cuda, pointer, stack_array, uses_cuda
 from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
-from fpsim.kernels.round import key_words
-from fpsim.kernels.threefry import NOISE_ROUNDS, threefry
+from fpsim.kernels.threefry import NOISE_ROUNDS, key_words, threefry
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
-
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
 
 LANES = 16  # groups side by side on the CPU: a cache line of float32, and vectors whatever the size of a group
 SIGNS = 0x5347  # the high word of the signs' counters, which no tensor's rounding noise reaches: one key serves both
@@ -29,19 +26,19 @@ SIGNS = 0x5347  # the high word of the signs' counters, which no tensor's roundi
 
 @njit(forceinline=True)
 def lower(a, b):
-    """What the first of a pair becomes."""
+    """Return the first of a pair after a stage."""
     return a + b
 
 
 @njit(forceinline=True)
 def upper(a, b):
-    """What the second of a pair becomes."""
+    """Return the second of a pair after a stage."""
     return a - b
 
 
 @njit(forceinline=True)
 def is_negated(element, pattern, is_random, key0, key1):
-    """Whether the sign of an element of a group is minus: by 16 bits that repeat, or by noise, 128 bits a counter."""
+    """Return 1 if the sign of a group's element is minus: by 16 bits that repeat, or by noise, 128 bits a counter."""
     if not is_random:
         return (np.uint32(pattern) >> np.uint32(element % 16)) & np.uint32(1)
     counter = np.uint32(element // 128)
@@ -52,7 +49,7 @@ def is_negated(element, pattern, is_random, key0, key1):
 
 
 def _stages(size: int) -> Callable[..., Any]:
-    """All stages on `size` rows of LANES numbers, one after the other; `count` is that size.
+    """Return a function that runs all stages on `size` rows of LANES numbers; `count` is that size.
 
     Each is compiled for its distance: knowing it, LLVM sees that the rows of a pair share no memory.
     """
@@ -92,7 +89,7 @@ def floating_of(width: int) -> Any:
 def cpu_loop(size: int, width: int) -> Loop:
     """Transform the lines `first` to `last` of the memory at address `src` into that at `dst`, which may be `src`.
 
-    pattern, is_random: where the signs come from, see `is_negated`; `key` is the address of two uint32 words.
+    pattern, is_random: the source of the signs, see `is_negated`; `key` is the address of two uint32 words.
     is_inverse: the signs come after the matrix, which undoes a transform.
     """
     floating, stages = floating_of(width), _stages(size)
@@ -146,14 +143,13 @@ def cpu_loop(size: int, width: int) -> Loop:
     return loop
 
 
+@uses_cuda
 def cuda_kernel(size: int, width: int) -> Callable[..., None]:
-    """The body of the CUDA kernel as a Python function, for jit, PTX and the simulator alike.
+    """Return the body of the CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
     `x` and `y` are flat memory of floats; the key is an int64 in memory if `has_key`, else `word`. A thread holds one
     element, a block `size` threads for each of its lines.
     """
-    global cuda
-    cuda = cuda_module()
     from numba import float32, float64
 
     floating = float32 if width == 32 else float64
@@ -190,13 +186,13 @@ def cuda_kernel(size: int, width: int) -> Callable[..., None]:
 
 
 def threads_of(size: int) -> int:
-    """Threads of a block for groups of this size."""
+    """Return the threads of a block for groups of this size."""
     return max(CUDA_THREADS, size)
 
 
 @cache
 def cuda_loop(size: int, width: int) -> CudaKernel:
-    """The kernel with its launch, in blocks whose `threads` hold whole groups."""
+    """Return the kernel with its launch, in blocks whose `threads` hold whole groups."""
     from fpsim.compiling.card import FLOATS32, FLOATS64, INTEGER, INTEGERS, CudaKernel
 
     floats = FLOATS32 if width == 32 else FLOATS64

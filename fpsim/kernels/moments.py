@@ -1,4 +1,4 @@
-"""The moments, the range and the exponents of a tensor, gathered in one pass."""
+"""Moments, range and exponents of a tensor, gathered in one pass."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fpsim.compiling.compile import CUDA_THREADS, cuda_module, float32_of, float64_of_bits, pointer
+from fpsim.compiling.compile import CUDA_THREADS, cuda, float32_of, float64_of_bits, pointer, uses_cuda
 from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
-from fpsim.kernels.bits import integers
-from fpsim.kernels.containers import UNIT, make_value
+from fpsim.kernels.containers import UNIT, integers, make_value
 from fpsim.kernels.core import BINARY32, BINARY64
 from fpsim.kernels.statistics import (
     AMAX,
@@ -34,15 +33,13 @@ if TYPE_CHECKING:
 
 FIELDS = len(Moments._fields)
 
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
-
 
 @cache
 def moments_loop(size: int, only_amax: bool, logs: bool) -> Loop:
     """Gather the Moments of `n` numbers of `size` bytes from address `src` into the float64 fields at `row`.
 
     The extremes go by bit patterns, which vectorise; so do the sums, because their order is left to the compiler.
-    amax is inf where a number is not finite; amin is 0 where none is above 0. only_amax: the other fields stay.
+    amax is inf if a number is not finite; amin is 0 if all are zero. only_amax: the other fields stay as they are.
     """
     uint, sint, floating = (np.uint32, np.int32, np.float32) if size == 4 else (np.uint64, np.int64, np.float64)
     number = make_value(8 * size)
@@ -70,6 +67,7 @@ def moments_loop(size: int, only_amax: bool, logs: bool) -> Loop:
                 amin = min(amin, uint(magnitude - one))  # zero wraps around to the largest
                 nonzero += magnitude != zero
                 word = sint(bits[i])
+                # Negative patterns are reversed, so that signed integers compare as the numbers do.
                 ordered = sint(word ^ sint(sint(word >> sign_shift) & sint(magnitude_mask)))
                 lowest, highest = min(lowest, ordered), max(highest, ordered)
                 value = np.float64(values[i])
@@ -123,22 +121,24 @@ def exponents_loop(size: int, power_begins: bool = False) -> Loop:
 
 MOMENTS_BLOCKS = 1024  # at most: eight for each multiprocessor of an H100, which are resident at once
 
-# What blocks leave for the last of them to join. The number of blocks follows from n alone, and each joins in a fixed
-# order, so that the sums have the same last bit every time.
+# Partial results that blocks leave for the last one to join. The number of blocks depends on n alone, and all join in a
+# fixed order, so that the sums have the same last bit every time.
 _NONZERO, _LOWEST, _HIGHEST, _AMAX, _AMIN = range(5)
 _INTEGERS, _SUMS = 5, 4
-_NOTHING = (1 << 63) - 1  # in the place of the smallest magnitude
+_NOTHING = (1 << 63) - 1  # instead of the smallest magnitude
 
 
 def partial_words(n: int, size: int) -> tuple[int, int, int]:
-    """How many blocks gather `n` numbers, and how many int64 and float64 they need; of the int64 the first is 0."""
+    """Return how many blocks gather `n` numbers, and the int64 and float64 that they need; the first int64 is 0."""
     blocks = max(1, min(MOMENTS_BLOCKS, -(-n * size // (CUDA_THREADS * 16))))
     return blocks, 1 + _INTEGERS * blocks, _SUMS * blocks
 
 
 @cache
 def _make_number(size: int) -> Callable[..., Any]:
-    """The number of a pattern as float64. A card flushes no subnormals here, so that it need not be make_value."""
+    """Return a compiled function from a pattern to its number as float64. A card flushes no subnormals here, so that
+    make_value is not needed.
+    """
 
     @njit(inline="always")
     def number(word):
@@ -148,7 +148,7 @@ def _make_number(size: int) -> Callable[..., Any]:
 
 
 def _make_take(size: int, only_amax: bool, logs: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What a thread begins with, and what it does with the pattern of a number."""
+    """Return a thread's initial state, and a function that takes a pattern into it."""
     uint, sint = integers(8 * size)
     magnitude_mask, sign_shift = uint((1 << (8 * size - 1)) - 1), sint(8 * size - 1)
     zero, one, number = uint(0), uint(1), _make_number(size)
@@ -182,7 +182,7 @@ def _make_take(size: int, only_amax: bool, logs: bool) -> tuple[Callable[..., An
 
 
 def _for_each(function: Callable[..., Any], lanes: int) -> Callable[..., Any]:
-    """`function` for each element of a tuple, one after the other: written out, because indexing one is a branch."""
+    """Apply `function` to each element of a tuple in turn: written out, because indexing a tuple is a branch."""
 
     def both(words, state):
         return function(words[1], function(words[0], state))
@@ -194,7 +194,7 @@ def _for_each(function: Callable[..., Any], lanes: int) -> Callable[..., Any]:
 
 
 def _make_join(only_amax: bool) -> Callable[..., None]:
-    """Join what the threads of a block have, by halves, into the place of thread 0."""
+    """Join the results of a block's threads, by halves, into the place of thread 0."""
 
     def join(shared, sums, t):
         half = cuda.blockDim.x // 2
@@ -215,14 +215,13 @@ def _make_join(only_amax: bool) -> Callable[..., None]:
     return join
 
 
+@uses_cuda
 def cuda_moments_kernel(size: int, only_amax: bool, logs: bool) -> Callable[..., None]:
-    """The body of the CUDA kernel that gathers the Moments of `n` patterns at `x` into the float64 at `out`.
+    """Return the body of the CUDA kernel that gathers the Moments of `n` patterns at `x` into the float64 at `out`.
 
-    is_aligned: x begins at a multiple of 16 bytes. rows, sums: of `partial_words`. The block that is the last to leave
-    its part joins them all.
+    is_aligned: x begins at a multiple of 16 bytes. rows, sums: of `partial_words`. The last block to finish joins all
+    parts.
     """
-    global cuda
-    cuda = cuda_module()
     from numba import float64, int64
 
     from fpsim.compiling.card import vector_access
@@ -258,7 +257,7 @@ def cuda_moments_kernel(size: int, only_amax: bool, logs: bool) -> Callable[...,
             rows[1 + block * integers + t] = shared[t, 0]
         if t < floats:
             sums[block * floats + t] = shared_sums[t, 0]
-        cuda.threadfence()  # what this block has left is seen by whoever sees its ticket
+        cuda.threadfence()  # a block that sees this one's ticket also sees its results
         cuda.syncthreads()
         if t == 0:
             ticket[0] = cuda.atomic.add(rows, 0, 1)
@@ -287,7 +286,7 @@ def cuda_moments_kernel(size: int, only_amax: bool, logs: bool) -> Callable[...,
 
 
 def _make_write(size: int, only_amax: bool) -> Callable[..., Any]:
-    """What the last thread writes, from column 0 of what was joined."""
+    """Return the function that writes the result, run by the last thread on column 0 of the joined arrays."""
     uint, sint = integers(8 * size)
     container = BINARY32 if size == 4 else BINARY64
     infinity, number = np.int64(container.bits(float("inf"))), _make_number(size)
@@ -315,14 +314,13 @@ def _make_write(size: int, only_amax: bool) -> Callable[..., Any]:
     return write
 
 
+@uses_cuda
 def cuda_exponents_kernel(size: int, power_begins: bool = False) -> Callable[..., None]:
-    """The body of the CUDA kernel that counts by binade as `exponents_loop` does, into the int64 array `bins`.
+    """Return the body of the CUDA kernel that counts by binade as `exponents_loop` does, into the int64 array `bins`.
 
-    x: `n` patterns. is_aligned: they begin at a multiple of 16 bytes. A block counts in its shared memory, and adds
-    what it has to `bins` at its end: one atomic addition in memory for each of its binades, not for each element.
+    x: `n` patterns. is_aligned: they begin at a multiple of 16 bytes. A block counts in shared memory and adds its
+    counts to `bins` at its end: one atomic addition in memory for each binade, not for each element.
     """
-    global cuda
-    cuda = cuda_module()
     from numba import int64, uint32
 
     from fpsim.compiling.card import vector_access
@@ -365,7 +363,7 @@ def cuda_exponents_kernel(size: int, power_begins: bool = False) -> Callable[...
 
 @cache
 def cuda_moments(size: int, only_amax: bool, logs: bool) -> CudaKernel:
-    """The kernel with its launch, in as many blocks as `partial_words` has it."""
+    """Return the kernel with its launch, in as many blocks as `partial_words` says."""
     from numba import types
 
     from fpsim.compiling.card import FLOATS64, INTEGER, WORDS32, WORDS64, CudaKernel, for_card
@@ -379,7 +377,7 @@ def cuda_moments(size: int, only_amax: bool, logs: bool) -> CudaKernel:
 
 @cache
 def cuda_exponents(size: int, power_begins: bool = False) -> CudaKernel:
-    """The kernel with its launch, in any number of blocks."""
+    """Return the kernel with its launch, in any number of blocks."""
     from numba import types
 
     from fpsim.compiling.card import INTEGER, WORDS32, WORDS64, CudaKernel, for_card

@@ -1,4 +1,4 @@
-"""Rounding: the loops that round the patterns of a tensor, and the noise that they draw."""
+"""Rounding: the loops that round the patterns of a tensor."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fpsim.compiling.compile import CUDA_THREADS, cuda_module, pointer, stack_array
+from fpsim.compiling.compile import CUDA_THREADS, cuda, pointer, stack_array, uses_cuda
 from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
-from fpsim.kernels.bits import integers, rotate_left
 from fpsim.kernels.codebooks import make_rounding
-from fpsim.kernels.containers import make_limit, make_value
+from fpsim.kernels.containers import integers, make_limit, make_value
 from fpsim.kernels.core import (
     BESIDE_GAP,
     BINARY32,
@@ -25,14 +24,14 @@ from fpsim.kernels.core import (
     make_numbers_from,
     make_round,
 )
-from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, NOISE_ROUNDS, threefry
+from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, exchange_halves, fill_noise, key_words, noise_words
 
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
 
 class Masks(NamedTuple):
-    """Patterns that stay as they are, for they stand for no number: see launch.masks_of.
+    """Patterns that stay unchanged because they stand for no number: see launch.masks_of.
 
     magnitude: those of this magnitude; 0 for none.
     keeps_infinity: minus infinity too.
@@ -44,38 +43,10 @@ class Masks(NamedTuple):
 
 NO_MASKS = Masks()
 
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
-
-
-@njit(forceinline=True)
-def exchange_halves(word):
-    return rotate_left(np.uint32(word), 16)
-
-
-@njit(forceinline=True)
-def noise_words(counter, key0, key1):
-    """The four noise words of one counter, see threefry.NOISE_BLOCK."""
-    low = np.uint32(np.uint64(counter) & np.uint64(0xFFFFFFFF))
-    high = np.uint32(np.uint64(counter) >> np.uint64(32))
-    return threefry(low, high, np.uint32(key0), np.uint32(key1), NOISE_ROUNDS)
-
-
-@njit(forceinline=True)
-def fill_noise(noise, block, key0, key1):
-    """The NOISE_BLOCK words of one block into `noise`."""
-    first = np.uint64(block) * np.uint64(NOISE_LANES)  # 16 counters never cross 2**32: the high word is one
-    low, high = np.uint32(first & np.uint64(0xFFFFFFFF)), np.uint32(first >> np.uint64(32))
-    for lane in range(NOISE_LANES):
-        w0, w1, w2, w3 = threefry(np.uint32(low + np.uint32(lane)), high, key0, key1, NOISE_ROUNDS)
-        noise[lane], noise[lane + 16] = w0, exchange_halves(w0)
-        noise[lane + 32], noise[lane + 48] = w1, exchange_halves(w1)
-        noise[lane + 64], noise[lane + 80] = w2, exchange_halves(w2)
-        noise[lane + 96], noise[lane + 112] = w3, exchange_halves(w3)
-
 
 @cache
 def _make_is_mask(width: int, masks: Masks) -> Callable[..., Any]:
-    """Whether a pattern stays as it is."""
+    """Return a compiled function that says whether a pattern stays as it is."""
     uint, _ = integers(width)
     magnitude_mask, unchanged = uint((1 << (width - 1)) - 1), uint(masks.magnitude)
     minus_infinity = uint((BINARY32 if width == 32 else BINARY64).bits(float("-inf")))
@@ -93,7 +64,10 @@ def _make_is_mask(width: int, masks: Masks) -> Callable[..., Any]:
 
 @cache
 def make_lie_beside(width: int) -> Callable[..., Any]:
-    """Whether no number of an array lies in the gap, where a stochastic rounding multiplies integers of 64 bits."""
+    """Return a compiled function that says whether no number of an array lies in the gap of a GAP format.
+
+    There a stochastic rounding multiplies integers of 64 bits.
+    """
     uint, _ = integers(width)
     magnitude_mask, one = uint((1 << (width - 1)) - 1), uint(1)
 
@@ -114,7 +88,7 @@ def _cpu_body(
 ) -> Callable[..., Any]:
     """Round the patterns of array `x` into `y`: two arrays that share no memory or, `in_place`, one.
 
-    limited: patterns of a magnitude above `limit` stay as they are, and the largest magnitude is given back.
+    limited: patterns of a magnitude above `limit` stay as they are, and the largest magnitude is returned.
     masks: the patterns that stay as they are.
     """
     round_bits, is_mask, (uint, _) = make_rounding(rule, shape, width), _make_is_mask(width, masks), integers(width)
@@ -133,6 +107,8 @@ def _cpu_body(
                 block += 1
                 ys = y[start : start + NOISE_BLOCK]
                 xs = ys if in_place else x[start : start + NOISE_BLOCK]
+                # Tested for a whole block of noise: numbers in the gap are rare, and without any the loop needs no
+                # 64-bit products.
                 beside = can_skip and lie_beside(xs, numbers.smallest)
                 for i in range(len(ys)):
                     bits, word = uint(uint(noise[i]) << to_top), xs[i]
@@ -164,8 +140,8 @@ def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Loop
 
     `parameters` is the address of a Plan's numbers, `key` that of two uint32 words; the noise starts at block
     `block`, so that a tensor cut at multiples of NOISE_BLOCK gets the same bits. `log2_scale` is the address of an
-    int64, see core.at_scale. masks: the patterns that stay as they are. Holds no lock and allocates no array but
-    one block of noise.
+    int64, see core.at_scale. masks: the patterns that stay as they are. Runs without the GIL, and allocates only one
+    block of noise.
     """
     uint, _ = integers(width)
     out_of_place, in_place = (_cpu_body(rule, shape, width, same, False, masks) for same in (False, True))
@@ -176,7 +152,7 @@ def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Loop
         scale = carray(pointer(log2_scale), (1,), np.int64)[0]
         k = carray(pointer(key), (2,), np.uint32)
         y = carray(pointer(dst), (n,), uint)
-        if src == dst:  # LLVM vectorises what it knows to be one array, and what it finds to be two at run time
+        if src == dst:  # LLVM vectorises one array, and two that it finds disjoint at run time
             in_place(y, y, n, p, k, block, scale, uint(0))
         else:
             out_of_place(carray(pointer(src), (n,), uint), y, n, p, k, block, scale, uint(0))
@@ -188,7 +164,7 @@ def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Loop
 def cpu_fitting_loop(rule: int, shape: int, width: int) -> Loop:
     """Round in place those of `n` patterns at address `src` whose magnitude is at most `ceiling`, in one pass.
 
-    Gives the largest magnitude of all, inf where one is not finite. The rest is as in `cpu_loop`.
+    Returns the largest magnitude of all, inf if one is not finite. The rest is as in `cpu_loop`.
     """
     body = _cpu_body(rule, shape, width, True, True)
     uint, _ = integers(width)
@@ -210,15 +186,9 @@ def cpu_fitting_loop(rule: int, shape: int, width: int) -> Loop:
 ALIGNED, HAS_SCALE, HAS_KEY = 1, 2, 4  # flags of a launch, see cuda_kernel
 
 
-@njit(forceinline=True)
-def key_words(key):
-    """The two words of a noise key's 64 bits."""
-    bits = np.uint64(np.int64(key))
-    return np.uint32(bits & np.uint64(0xFFFFFFFF)), np.uint32(bits >> np.uint64(32))
-
-
+@uses_cuda
 def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Callable[..., None]:
-    """The body of a CUDA kernel as a Python function, for the card, PTX and the simulator alike.
+    """Return the body of a CUDA kernel as a Python function, for the card, PTX and the simulator alike.
 
     x, y: where `n` patterns are read, and where they are written: one memory, or two that share nothing.
     log2_scale, key: an int64 each, read where `flags` has HAS_SCALE, HAS_KEY. Else the scale is 0, the key is `word`.
@@ -230,8 +200,6 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
     """
     from fpsim.compiling.card import vector_access
 
-    global cuda
-    cuda = cuda_module()
     round_bits, is_mask, (uint, _) = make_rounding(rule, shape, width), _make_is_mask(width, masks), integers(width)
     numbers_from, at_scale, is_stochastic = make_numbers_from(width), make_at_scale(width), draws_noise(rule)
     to_top, lanes = uint(width - 32), 128 // width
@@ -282,7 +250,7 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
 
 @cache
 def cuda_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> CudaKernel:
-    """The kernel with its launch: (device, stream, blocks, and the arguments of `cuda_kernel`)."""
+    """Return the kernel with its launch: (device, stream, blocks, and the arguments of `cuda_kernel`)."""
     from numba import types
 
     from fpsim.compiling.card import INTEGER, INTEGERS, WORDS32, WORDS64, CudaKernel
@@ -293,5 +261,5 @@ def cuda_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Cud
 
 
 def elements_of_block(rule: int, width: int) -> int:
-    """How many patterns a block of CUDA_THREADS rounds."""
+    """Return how many patterns a block of CUDA_THREADS rounds."""
     return CUDA_THREADS * (NOISE_BLOCK // NOISE_LANES if draws_noise(rule) else 128 // width)

@@ -1,6 +1,6 @@
-"""What one pass over a tensor gathers, field by field: its moments, the tally of a rounding, and what a rounding lost.
+"""Fields that one pass over a tensor gathers: moments, the tally of a rounding, and the counts of lost numbers.
 
-The loops of `kernels` write these fields by number, and whoever reads them takes the numbers from here. No torch: Numba
+The loops of `kernels` write these fields by number, and their callers take the numbers from here. No torch: Numba
 compiles the numbers in.
 """
 
@@ -25,12 +25,12 @@ __all__ = [
 
 
 class Moments(NamedTuple):
-    """What one pass over a tensor tells; as a tensor, ten float64 in this order.
+    """Statistics of one pass over a tensor; as a tensor, ten float64 in this order.
 
     mean_square is the raw second moment, so that the variance is mean_square - mean**2. amax and amin are the largest
     and the smallest non-zero magnitude, amin 0 where all is zero. log_mean and log_mean_square are those of log|x| over
-    non-zero elements, where they were asked for, else 0. Where an element is not finite amax is inf, and the rest says
-    nothing; all is 0 for an empty tensor.
+    non-zero elements, if they were asked for, else 0. If an element is not finite, amax is inf, and the other fields
+    have no meaning; all are 0 for an empty tensor.
     """
 
     count: float  # type: ignore[assignment]  # a field here, a method of tuple there
@@ -46,7 +46,7 @@ class Moments(NamedTuple):
 
     @property
     def variance(self) -> float:
-        """Of the population: E[x**2] - E[x]**2."""
+        """Variance of the population: E[x**2] - E[x]**2."""
         return max(self.mean_square - self.mean * self.mean, 0.0)
 
 
@@ -65,12 +65,12 @@ TALLY_SIGNAL, TALLY_NOISE, TALLY_AMAX, TALLY_SPREAD, TALLY_DEAD_ZONE, TALLY_ALON
 EXPONENT_FIELDS = 2048  # of a float64
 EXPONENT_BIAS = 1023
 
-# What the blocks of one tensor tell, int64: the counts of blocks as in TALLY_COUNTS, two counts of elements, and the
-# float64 patterns of the smallest and the largest scale above 0 of the blocks that are not all zero.
+# Statistics of the blocks of one tensor, int64: the counts of blocks as in TALLY_COUNTS, two counts of elements, and
+# the float64 patterns of the smallest and the largest scale above 0 of the blocks that are not all zero.
 BLOCKS, ZERO_BLOCKS, SCALE_UNDERFLOW, SCALE_OVERFLOW = range(4)
 BLOCK_SUBNORMAL, BLOCK_SATURATED, SMALLEST_SCALE, LARGEST_SCALE = range(4, 8)
 BLOCK_FIELDS = 8
 
-# What a rounding lost: int64 counts.
+# Numbers lost by a rounding: int64 counts.
 LOST_COUNTS = ("zeros", "underflow", "overflow")
 ZERO_BEFORE, LOST_TO_ZERO, LOST_TO_OVERFLOW = range(3)

@@ -1,4 +1,4 @@
-"""What one step of a sum means: an exact product, an exact sum, and one rounding of it. For the CPU and CUDA alike.
+"""One step of a sum: an exact product, an exact sum, and one rounding of it. For the CPU and CUDA alike.
 
 Numbers are float64, roundings are `core.make_round` on their patterns. Why that is exact:
 
@@ -9,11 +9,11 @@ Numbers are float64, roundings are `core.make_round` on their patterns. Why that
   4.2.2, theorem B): additions that neither overflow nor, as all are multiples of 2**-298, underflow.
 - From both comes x + y rounded to odd: cut off to 53 bits toward zero, and the last bit set where something was cut
   off. If `error` points toward zero, the pattern below s is the one that is cut off; else s itself is.
-- A number that is rounded to odd with 53 bits and then to a format of p <= 51 bits gives what one rounding gives
+- A number that is rounded to odd with 53 bits and then to a format of p <= 51 bits is rounded as if once
   (Boldo and Melquiond, IEEE Trans. Computers 57(4), 2008, theorem 3): the last bit says on which side of every value
   and every middle between two the exact sum lies. A subnormal spacing of the format, being coarser, leaves more bits.
-- Stochastic rounding compares random bits with the leading 52 - p of what is cut off, which the last bit is not one
-  of: Accumulator.random_bits_of asks for no more.
+- Stochastic rounding compares random bits with the leading 52 - p of the bits that are cut off, without the last one:
+  Accumulator.random_bits_of asks for no more.
 
 An exact sum of zero is +0, save that of two -0; under "down" too, where IEEE 754-2019, 6.3 has -0.
 """
@@ -28,14 +28,13 @@ import numpy as np
 
 from fpsim.compiling.compile import float64_bits, float64_of_bits
 from fpsim.compiling.deferred import njit
-from fpsim.kernels.bits import shift_left
-from fpsim.kernels.containers import narrowed, widened
+from fpsim.kernels.containers import narrowed, shift_left, widened
 from fpsim.kernels.core import draws_noise, make_round
 from fpsim.kernels.threefry import NOISE_ROUNDS, threefry
 
-EXACT = -1  # in the place of a rule: no rounding
+EXACT = -1  # instead of a rule: no rounding
 
-# Whose noise it is: the second word of a counter holds it above the number of the rounding, four to a counter.
+# Kinds of noise. The second word of a counter holds the kind above the number of the rounding, four to a counter.
 SUM_NOISE, PRODUCT_NOISE, OUTER_NOISE, BIAS_NOISE = range(4)
 
 _u64 = np.uint64
@@ -48,24 +47,26 @@ def bits_of(x):
 
 @njit(forceinline=True)
 def widen(word):
-    """The float64 of a float32's pattern."""
+    """Return the float64 of a float32's pattern."""
     return float64_of_bits(widened(word))
 
 
 @njit(forceinline=True)
 def narrow(x):
-    """The pattern of a float32 that holds this float64 exactly; a NaN stays one."""
+    """Return the pattern of a float32 that holds this float64 exactly; a NaN stays one."""
     return narrowed(bits_of(x))
 
 
 def _inlined(rule: int) -> dict[str, Any]:
-    """Inlined by LLVM, which halves the time of compiling; but it vectorises a stochastic step only if Numba did it."""
+    """Choose who inlines: LLVM compiles in half the time, but vectorises a stochastic step only if Numba inlined it."""
     return {"inline": "always"} if draws_noise(rule) else {"forceinline": True}
 
 
 @cache
 def make_round_value(rule: int, shape: int) -> Callable[..., Any]:
-    """The rounding of one float64: (x, noise, Numbers). noise: 32 bits, for stochastic rules alone."""
+    """Return a compiled function that rounds one float64: (x, noise, Numbers). noise: 32 bits, for stochastic rules
+    alone.
+    """
     if rule == EXACT:
 
         @njit(forceinline=True)
@@ -84,7 +85,7 @@ def make_round_value(rule: int, shape: int) -> Callable[..., Any]:
 
 @njit(forceinline=True)
 def odd_sum(x, y):
-    """x + y rounded to odd, see above. What is not finite gives what IEEE 754 has for it: its error is NaN."""
+    """Return x + y rounded to odd, see above. Sums that are not finite follow IEEE 754: their error is NaN."""
     s = x + y
     t = s - x
     error = (x - (s - t)) + (y - t)
@@ -96,7 +97,7 @@ def odd_sum(x, y):
 
 @cache
 def make_add(rule: int, shape: int) -> Callable[..., Any]:
-    """The sum of two float64 with one rounding: (x, y, noise, Numbers)."""
+    """Return a compiled function that adds two float64 with one rounding: (x, y, noise, Numbers)."""
     round_value = make_round_value(rule, shape)
 
     @njit(**_inlined(rule))
@@ -108,20 +109,20 @@ def make_add(rule: int, shape: int) -> Callable[..., Any]:
 
 @njit(forceinline=True)
 def exponent_field(x):
-    """The biased exponent, as int64: 0 of zero, 2047 of what is not finite. No number here is subnormal."""
+    """Return the biased exponent, as int64: 0 of zero, 2047 if not finite. No number here is subnormal."""
     return np.int64(_u64(_u64(bits_of(x) >> _u64(52)) & _u64(2047)))
 
 
 @njit(forceinline=True)
 def sum_field(x, least, zero):
-    """The biased exponent that a sum counts with among a group: at least `least`, and `zero` if it is zero."""
+    """Return the biased exponent with which a sum counts in a group: at least `least`, and `zero` if it is zero."""
     field = exponent_field(x)
     return zero if field == np.int64(0) else max(field, least)
 
 
 @njit(forceinline=True)
 def product_field(a, b, least_a, least_b, zero):
-    """The biased exponent of a product as a multiplier has it before it normalises: the sum of its factors'.
+    """Return the biased exponent of a product before a multiplier normalises it: the sum of its factors' exponents.
 
     A factor counts with at least `least_a` or `least_b`: a subnormal has its format's least exponent in its exponent
     field, however many leading zeros follow. A product that is zero counts with `zero`.
@@ -133,7 +134,7 @@ def product_field(a, b, least_a, least_b, zero):
 
 @njit(forceinline=True)
 def cut_off(x, top, bits):
-    """`x` toward zero to a multiple of 2**(top - 1023 - (bits - 1)); a zero is +0. What is not finite stays."""
+    """Cut `x` off toward zero to a multiple of 2**(top - 1023 - (bits - 1)); a zero is +0. Infinities and NaN stay."""
     field = exponent_field(x)
     drop = np.int64(top - field + np.int64(53) - bits)
     word = bits_of(x)
@@ -144,7 +145,7 @@ def cut_off(x, top, bits):
 
 @njit(forceinline=True)
 def floor_off(x, top, bits):
-    """As `cut_off`, but toward minus infinity."""
+    """Cut off as `cut_off` does, but toward minus infinity."""
     kept = cut_off(x, top, bits)
     unit = float64_of_bits(_u64(_u64(max(np.int64(top - bits + np.int64(1)), np.int64(1))) << _u64(52)))
     return kept - unit if x < 0.0 and kept > x else kept
@@ -152,7 +153,7 @@ def floor_off(x, top, bits):
 
 @njit(forceinline=True)
 def met_sum(products, top, x, bits, sum_bits, least):
-    """A sum of products, aligned at `top`, and an accumulator x, aligned toward minus infinity, and once more."""
+    """Add products, aligned at `top`, to an accumulator x, cutting both and the result toward minus infinity."""
     own = max(exponent_field(x), least)
     both = max(top, own)
     total = floor_off(products, both, np.int64(sum_bits + np.int64(1))) + floor_off(x, both, bits)
@@ -161,7 +162,7 @@ def met_sum(products, top, x, bits, sum_bits, least):
 
 @njit(forceinline=True)
 def with_overflow(rounded, total, limit, overflow):
-    """`rounded`, but `overflow` where the magnitude of `total` is at least `limit`; all but the first two are patterns.
+    """Return `rounded`, or `overflow` if the magnitude of `total` is at least `limit`; the last three are patterns.
 
     Toward zero, IEEE 754 has the largest number there: an accumulator that cuts off bits of its significand overflows.
     """
@@ -174,9 +175,9 @@ def with_overflow(rounded, total, limit, overflow):
 
 @njit(forceinline=True)
 def sum_noise(element, kind, quad, key0, key1):
-    """The noise of four roundings, number 4 quad to 4 quad + 3, of one element of a product.
+    """Return the noise of four roundings, number 4 quad to 4 quad + 3, of one element of a product.
 
-    Its index counts in the first word of the counter; what is above 2**32 of it changes the key.
+    The first word of the counter is its index; the bits of the index above 2**32 change the key.
     """
     index = _u64(element)
     low, high = np.uint32(index & _u64(0xFFFFFFFF)), np.uint32(index >> _u64(32))

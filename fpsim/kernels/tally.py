@@ -1,4 +1,4 @@
-"""What a rounding did to the numbers of a tensor, counted in one pass."""
+"""Tally of a rounding: the effects on the numbers of a tensor, counted in one pass."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fpsim.compiling.compile import CUDA_THREADS, cuda_module, float64_bits, float64_of_bits, pointer
+from fpsim.compiling.compile import CUDA_THREADS, cuda, float64_bits, float64_of_bits, pointer, uses_cuda
 from fpsim.compiling.deferred import carray, njit
 from fpsim.compiling.native import Loop, compiled_loop
-from fpsim.kernels.bits import integers
-from fpsim.kernels.containers import make_limit, make_value, times_power, widened
+from fpsim.kernels.containers import integers, make_limit, make_value, times_power, widened
 from fpsim.kernels.core import BINARY32, BINARY64
 from fpsim.kernels.statistics import (
     ELEMENT_COUNTS,
@@ -41,15 +40,13 @@ from fpsim.kernels.statistics import (
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
-cuda: Any = None  # numba-cuda's module once it is needed; a global, because the simulator swaps it in those
-
-LEAST_PRODUCT = math.ldexp(1.0, -1022)  # up to it a processor may flush a product to zero, and so we all do
+LEAST_PRODUCT = math.ldexp(1.0, -1022)  # a processor may flush products up to it to zero, so that all targets do
 
 CARD_SUMS = 4  # signal, noise, dead_zone and along: those of TALLY_SUMS that threads add up
 
 _MAGNITUDE = np.uint64((1 << 63) - 1)
 _INFINITY = np.uint64(BINARY64.bits(math.inf))
-_MASK = np.uint64(BINARY64.bits(float(np.finfo(np.float32).max)))  # beside which no square counts
+_MASK = np.uint64(BINARY64.bits(float(np.finfo(np.float32).max)))  # masks: their squares would hide all others
 
 
 @njit(forceinline=True)
@@ -60,7 +57,7 @@ def product(x, y):
 
 @cache
 def _make_wide(size: int) -> Callable[..., Any]:
-    """The float64 pattern of a number of `size` bytes."""
+    """Return a compiled function from a number of `size` bytes to its float64 pattern."""
 
     @njit(forceinline=True)
     def wide(word):
@@ -74,7 +71,7 @@ def tally_loop(size: int) -> Loop:
     """Compare `n` numbers of `size` bytes before (address `src`) and after rounding (`dst`), in one pass.
 
     Adds to int64 counts, float64 sums and an int64 histogram, whose fields `statistics` names: TALLY_COUNTS,
-    TALLY_SUMS, EXPONENT_FIELDS. Bit patterns are compared, so that a flushed subnormal counts for what it is.
+    TALLY_SUMS, EXPONENT_FIELDS. Bit patterns are compared, so that no subnormal is flushed before it is counted.
     """
     (uint, _), wide, zero = integers(8 * size), _make_wide(size), np.uint64(0)
 
@@ -88,7 +85,7 @@ def tally_loop(size: int) -> Loop:
         normal, top = np.uint64(float64_bits(smallest_normal)), np.uint64(float64_bits(largest))
         saturated = np.uint64(float64_bits(saturated_from))
         amax = np.uint64(float64_bits(s[TALLY_AMAX]))
-        # in registers: what is added to in memory waits for its last store
+        # In registers: an addition in memory would wait for the store before it.
         nonfinite, nonzero, underflow, subnormal, overflow, exact = 0, 0, 0, 0, 0, 0
         signal, noise, dead_zone, along = s[TALLY_SIGNAL], s[TALLY_NOISE], s[TALLY_DEAD_ZONE], s[TALLY_ALONG]
         for i in range(n):
@@ -125,15 +122,14 @@ def tally_loop(size: int) -> Loop:
     return loop
 
 
+@uses_cuda
 def tally_kernel(size: int) -> Callable[..., None]:
-    """The body of the CUDA kernel that does the same, as a Python function, for PTX and the simulator alike.
+    """Return the body of the CUDA kernel that does the same, as a Python function, for PTX and the simulator alike.
 
     smallest_normal, saturated_from, largest: float64's patterns. counts, exponents: int64 arrays that are added to.
     amax: the pattern of a float64 in an int64 array. sums: signal, noise, dead_zone and along of each block of threads,
-    float64, whose sum is the caller's: in an order that does not change.
+    float64. The caller adds them up, in an order that does not change.
     """
-    global cuda
-    cuda = cuda_module()
     from numba import float64, int64, uint32
 
     wide, value_of, zero = _make_wide(size), make_value(64), np.uint64(0)
@@ -215,7 +211,9 @@ def cuda_tally(size: int) -> CudaKernel:
 
 @cache
 def _make_lost(size: int) -> Callable[..., Any]:
-    """Whether a number was zero, became zero, and overflowed: 0 or 1 each, by bit patterns, which vectorises."""
+    """Return a compiled function: was a number zero, did it become zero, did it overflow. By bit patterns, which
+    vectorises.
+    """
     uint, _ = integers(8 * size)
     magnitude_mask = uint((1 << (8 * size - 1)) - 1)
     zero, infinity = uint(0), uint((BINARY32 if size == 4 else BINARY64).bits(float("inf")))
@@ -231,7 +229,7 @@ def _make_lost(size: int) -> Callable[..., Any]:
 
 @cache
 def lost_loop(size: int) -> Loop:
-    """Count what `n` numbers of `size` bytes at `src` lost when they became those at `dst`.
+    """Count the losses of `n` numbers of `size` bytes at `src` when they became those at `dst`.
 
     Adds to the int64 LOST_COUNTS at `counts`: zeros before; other numbers that became zero; finite ones that did not
     stay finite, or whose magnitude is above `limit`.
@@ -257,14 +255,13 @@ def lost_loop(size: int) -> Loop:
     return loop
 
 
+@uses_cuda
 def lost_kernel(size: int) -> Callable[..., None]:
-    """The body of the CUDA kernel that does the same, as a Python function.
+    """Return the body of the CUDA kernel that does the same, as a Python function.
 
     largest: a float64's pattern. log2_scale: an int64 in memory; the limit is `largest * 2**-log2_scale`. counts: an
     int64 array that is added to.
     """
-    global cuda
-    cuda = cuda_module()
     from numba import int64
 
     limit_of, lost, fields = make_limit(8 * size), _make_lost(size), len(LOST_COUNTS)

@@ -1,11 +1,11 @@
-"""The random bits of stochastic rounding: a counter-based generator, and which of its words is whose."""
+"""Random bits of stochastic rounding: a counter-based generator, and the assignment of its words to elements."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from fpsim.compiling.deferred import njit
-from fpsim.kernels.bits import rotate_left
+from fpsim.kernels.containers import rotate_left
 
 # Threefry-4x32: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 # Additions, rotations and exclusive ors of 32 bits: what every vector unit has. Its 12 rounds pass BigCrush (ibid.).
@@ -34,7 +34,7 @@ def _four_rounds(x0, x1, x2, x3, r00, r01, r10, r11, r20, r21, r30, r31):
 
 @njit(forceinline=True)
 def threefry(c0, c1, k0, k1, rounds):
-    """Four random words of Threefry-4x32 for the counter (c0, c1, 0, 0) and the key (k0, k1, 0, 0).
+    """Return four random words of Threefry-4x32 for the counter (c0, c1, 0, 0) and the key (k0, k1, 0, 0).
 
     Everything is uint32; `rounds` is 12, or 20 as in the paper's recommendation.
     """
@@ -60,3 +60,46 @@ def threefry(c0, c1, k0, k1, rounds):
 # 128 b + 32 w + 16 + l. Each element sees 32 uniform bits; the two share none of their leading 16.
 NOISE_BLOCK = 128
 NOISE_LANES = 16
+
+
+@njit(forceinline=True)
+def key_words(key):
+    """Return the two words of a noise key's 64 bits."""
+    bits = np.uint64(np.int64(key))
+    return np.uint32(bits & np.uint64(0xFFFFFFFF)), np.uint32(bits >> np.uint64(32))
+
+
+@njit(forceinline=True)
+def exchange_halves(word):
+    return rotate_left(np.uint32(word), 16)
+
+
+@njit(forceinline=True)
+def noise_words(counter, key0, key1):
+    """Return the four noise words of one counter, see threefry.NOISE_BLOCK."""
+    low = np.uint32(np.uint64(counter) & np.uint64(0xFFFFFFFF))
+    high = np.uint32(np.uint64(counter) >> np.uint64(32))
+    return threefry(low, high, np.uint32(key0), np.uint32(key1), NOISE_ROUNDS)
+
+
+@njit(forceinline=True)
+def fill_noise(noise, block, key0, key1):
+    """Write the NOISE_BLOCK words of one block to `noise`."""
+    first = np.uint64(block) * np.uint64(NOISE_LANES)  # 16 counters never cross 2**32: the high word is one
+    low, high = np.uint32(first & np.uint64(0xFFFFFFFF)), np.uint32(first >> np.uint64(32))
+    for lane in range(NOISE_LANES):
+        w0, w1, w2, w3 = threefry(np.uint32(low + np.uint32(lane)), high, key0, key1, NOISE_ROUNDS)
+        noise[lane], noise[lane + 16] = w0, exchange_halves(w0)
+        noise[lane + 32], noise[lane + 48] = w1, exchange_halves(w1)
+        noise[lane + 64], noise[lane + 80] = w2, exchange_halves(w2)
+        noise[lane + 96], noise[lane + 112] = w3, exchange_halves(w3)
+
+
+@njit(forceinline=True)
+def element_noise(index, key0, key1):
+    """Return the noise word of one element, see threefry.NOISE_BLOCK."""
+    block, place = index // NOISE_BLOCK, index % NOISE_BLOCK
+    part, lane = place // NOISE_LANES, place % NOISE_LANES
+    w0, w1, w2, w3 = noise_words(block * NOISE_LANES + lane, key0, key1)
+    word = w0 if part < 2 else (w1 if part < 4 else (w2 if part < 6 else w3))
+    return exchange_halves(word) if part % 2 else word

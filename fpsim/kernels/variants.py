@@ -1,6 +1,6 @@
-"""How a few random bits decide in stochastic rounding: the variants by name.
+"""Variants of stochastic rounding with few random bits, by name.
 
-With r random bits, a number R from 0 to 2**r - 1, a magnitude goes up where d 2**r + R >= 2**r, d being its distance to
+With r random bits, a number R from 0 to 2**r - 1, a magnitude goes up if d 2**r + R >= 2**r, where d is its distance to
 the lower neighbour in units of the spacing. Variants differ in how d 2**r becomes an integer before:
 
 - "A" cuts it off. Results are too close to zero, by (2**-r - 2**-D) / 2 of the spacing on average where D bits are
@@ -8,8 +8,8 @@ the lower neighbour in units of the spacing. Variants differ in how d 2**r becom
 - "B" rounds it to nearest, ties away from zero. Results are too far from zero by 2**-(D + 1).
 - "C" rounds it to nearest, ties to even. Without bias.
 - "C_ties_to_odd" rounds it to nearest, ties to odd. Without bias.
-- "C_to_odd" rounds it to odd: all but integers become the odd one next to them. Without bias; and
-  whatever is not a value of the format can go both ways.
+- "C_to_odd" rounds it to odd: all but integers become the odd one next to them. Without bias, and a number
+  that is not a value of the format can always go both ways.
 
 A, B and C are StochasticA, StochasticB and StochasticC of IEEE P3109 (interim report, 4.7.4), and StochasticFastest,
 StochasticFast and Stochastic of gfloat, whose StochasticOdd is C_ties_to_odd.
@@ -22,13 +22,13 @@ from fpsim.checks import refuse, shown
 __all__ = ["MOST_BITS", "VARIANTS", "require_variant"]
 
 VARIANTS = ("A", "B", "C", "C_ties_to_odd", "C_to_odd")
-MOST_BITS = 30  # of 32: below R, a kernel keeps the bit that decides about ties, and what says that more was cut off
+MOST_BITS = 30  # of 32: below R, a kernel needs one bit for ties, and one for "more was cut off"
 
 
 def require_variant(variant: str, is_stochastic: bool, random_bits: int | None, most: int = MOST_BITS) -> None:
-    """Raise ValueError for a variant that does not exist, or does not go with the rounding and its random bits.
+    """Raise ValueError for a variant that does not exist, or does not fit the rounding and its random bits.
 
-    most: as many random bits can be given with a variant other than "A".
+    most: the most random bits that a variant other than "A" can have.
     """
     if not isinstance(variant, str) or variant not in VARIANTS:
         raise ValueError(refuse(f"Unknown variant {shown(variant)}", VARIANTS, word=variant))

@@ -1,1 +1,3 @@
-"""What happens to a tensor: it is rounded, multiplied, tallied; under autograd, tracers and compilers."""
+"""Operations on one tensor: round, encode, multiply and tally it, in plain torch, under autograd, tracers and
+compilers.
+"""

@@ -1,4 +1,4 @@
-"""How a matrix product adds up: the accumulator's format and rounding, its chunks, and what is aligned before."""
+"""Accumulators of matrix products: format and rounding of the sum, chunks, aligned groups, and splits over ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["ACCUMULATORS", "Accumulator", "as_accumulator"]
 
 ORDERS = ("ascending", "torch")
 SPLIT_ORDERS = ("ring", "tree", "linear")  # of tensors.reductions
-LARGEST_GROUP = 1024  # products: as many rows of an operand lie in the cache at once
+LARGEST_GROUP = 1024  # products: the rows of an operand that are in the cache at once
 MOST_SPLITS = 1024
-EXACT_BITS = 53  # of a float64, in which sums are made
+EXACT_BITS = 53  # significand of float64, in which sums are computed
 PRODUCT_EXPONENTS = (-298, 255)  # of products of two float32
 
 Operands = str | FloatFormat | None  # the format of an operand
@@ -27,7 +27,7 @@ Operands = str | FloatFormat | None  # the format of an operand
 
 @dataclass(frozen=True)
 class Accumulator:
-    """What a product of matrices is added up in: `sum = round(sum + a * b)` for each term, from +0.
+    """The arithmetic in which a matrix product is added up: `sum = round(sum + a * b)` for each term, from +0.
 
     The sum of accumulator and product is exact before it is rounded once, as a fused multiply-add is.
 
@@ -37,39 +37,38 @@ class Accumulator:
         format: of the accumulator; a name or a FloatFormat.
         rounding: "nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd" or "stochastic".
         overflow: "inf", "nan" or "saturate"; None means inf in formats that have one, and the largest value in others.
-        random_bits: of stochastic rounding, wherever it is asked for. None means 32, or as many as a sum of two numbers
-            has to offer: 52 - p for a format of p significant bits.
+        random_bits: of every stochastic rounding. None means 32, or as many as a sum of two numbers offers: 52 - p for
+            a format of p significant bits.
         product: the format to which each product is rounded before it is added; None means exact products.
         product_rounding: of products.
-        chunk: so many terms are added up in an inner accumulator, which starts again from +0; its result is then added
-            to an outer one, with one rounding. None means that there is one accumulator.
+        chunk: number of terms that an inner accumulator adds up, from +0; its result is then added to an outer one,
+            with one rounding. None means a single accumulator.
         outer, outer_rounding: format and rounding of the outer accumulator; None means those of the inner.
-        group: so many products and the accumulator are aligned to the largest exponent among them, cut off below
-            `group_bits` significant bits, added exactly and rounded together. The exponent of a product is the sum of
-            those of its factors. A sum whose exponent is too large for the format overflows, toward zero as well. None
-            means that terms are added one by one.
+        group: number of products that, with the accumulator, are aligned to the largest exponent among them, cut off
+            below `group_bits` significant bits, added exactly and rounded together. The exponent of a product is the
+            sum of those of its factors. A sum whose exponent is too large for the format overflows, toward zero as
+            well. None means that terms are added one by one.
         group_bits: see group; a number at the largest exponent keeps as many.
         sum_bits: products of a group are aligned among themselves, and their sum meets the accumulator later, as on
             AMD's CDNA3: both are aligned to the larger exponent, a subnormal accumulator and a zero having the format's
             least, and cut off toward minus infinity, the sum of products below `sum_bits` + 1 significant bits, the
-            accumulator below `group_bits`. What comes of it is normalised, and cut off so below `sum_bits`, before it
+            accumulator below `group_bits`. The result is normalised, and cut off likewise below `sum_bits`, before it
             is rounded. A product beyond the format's largest number overflows. None means that they meet at once.
-        operands: the format of the operands of a group, or a pair of formats, of a and of b, None for one that is not
-            known. A subnormal then counts with its format's least exponent, as in hardware, which reads the exponent
-            field; so does a subnormal sum. Operands are not rounded, and what is smaller than the format's values
-            counts as if it were subnormal. Where the format is None, and without it, each counts with the exponent of
-            its leading bit.
-        zero_exponent: what a product or a sum that is zero counts with in a group; None means that zeros do not count.
+        operands: the format of the operands of a group, or a pair of formats, of a and of b, None for an unknown one. A
+            subnormal then counts with its format's least exponent, as in hardware, which reads the exponent field; so
+            does a subnormal sum. Operands are not rounded; a number smaller than the format's values counts as a
+            subnormal. If the format is None, each number counts with the exponent of its leading bit.
+        zero_exponent: exponent with which a zero product or sum counts in a group; None means that zeros do not count.
         order: "ascending", term by term; "torch" leaves the product to torch, in float32 and its order.
-        variant: of stochastic rounding with random_bits, wherever it is asked for, as in `round_to`.
-        splits: the terms are split in so many parts, as over the ranks of tensor parallelism: each is added up as
-            above, rounded to `split_format`, and the parts are summed in that format. Parts are as long as
-            `torch.chunk` makes them. None means that there is one.
+        variant: of every stochastic rounding with random_bits, as in `round_to`.
+        splits: number of parts of the terms, as over the ranks of tensor parallelism: each is added up as above,
+            rounded to `split_format`, and the parts are summed in that format. Parts are as long as `torch.chunk` makes
+            them. None means a single part.
         split_format: see splits; None means "fp32".
-        split_order: in which parts are summed, "ring", "tree" or "linear", as in `all_reduce`.
+        split_order: order in which parts are summed, "ring", "tree" or "linear", as in `all_reduce`.
 
     Raises:
-        ValueError: for fields that do not go together, among them an accumulator that cannot hold one product.
+        ValueError: for fields that do not fit together, such as an accumulator that cannot hold one product.
 
     >>> Accumulator("cb16", chunk=64) == as_accumulator("cb16_chunk64")
     True
@@ -115,6 +114,7 @@ class Accumulator:
         if self.outer_rounding == self.rounding:
             object.__setattr__(self, "outer_rounding", None)
         _require_groups(self)
+        # After the groups: operands, sum_bits and zero_exponent are refused without one.
         _take_operands(self)
         _require_room_for_products(self)
         _require_order(self)
@@ -135,17 +135,17 @@ class Accumulator:
 
     @property
     def roundings(self) -> tuple[str, str | None, str]:
-        """Of the accumulator, of products (None where they stay exact) and of the outer accumulator."""
+        """Roundings of the accumulator, of products (None if they stay exact) and of the outer accumulator."""
         return self.rounding, self.product_rounding if self.product else None, self.outer_rounding or self.rounding
 
     @property
     def is_torch(self) -> bool:
-        """Whether a product is torch's own."""
+        """True if a product is torch's own."""
         return self.order == "torch" and self.splits is None
 
     @property
     def result_format(self) -> FloatFormat:
-        """The format of which every result is a value."""
+        """Format of every value of a result."""
         return as_float_format(self.split_format or self.outer or self.format)
 
     @property
@@ -154,13 +154,13 @@ class Accumulator:
 
     @property
     def operand_formats(self) -> tuple[FloatFormat | None, FloatFormat | None]:
-        """Of a and of b, as far as they are known."""
+        """Formats of a and of b, None if unknown."""
         pair = self.operands if isinstance(self.operands, tuple) else (self.operands,) * 2
         return pair  # type: ignore[return-value]  # made formats by __post_init__
 
     @property
     def counted_exponents(self) -> tuple[int | None, int | None, int | None, int | None]:
-        """The least that a, b and a sum count with in a group, and what a zero does; None for none."""
+        """Least exponents with which a, b and a sum count in a group, and the exponent of a zero; None for none."""
         a, b = (None if f is None else f.min_exponent for f in self.operand_formats)
         counts = self.operands is not None or self.sum_bits is not None
         of_sum = as_float_format(self.format).min_exponent if counts else None
@@ -168,13 +168,13 @@ class Accumulator:
 
     @property
     def turned(self) -> Accumulator:
-        """The accumulator of b^T a^T, whose operands have changed places."""
+        """The accumulator of b^T a^T, with the operands' formats exchanged."""
         if not isinstance(self.operands, tuple):
             return self
         return replace(self, operands=self.operands[::-1])
 
     def random_bits_of(self, fmt: FloatFormat) -> int | None:
-        """How many random bits round a sum to `fmt`; None for all 32."""
+        """Return the number of random bits that round a sum to `fmt`; None for all 32."""
         offered = EXACT_BITS - 1 - fmt.precision
         return offered if self.random_bits is None and offered < 32 else self.random_bits
 
@@ -252,7 +252,7 @@ def _require_groups(a: Accumulator) -> None:
 
 
 def _take_operands(a: Accumulator) -> None:
-    """Make `operands` None, one format, or a pair of two that differ."""
+    """Normalise `operands` to None, one format, or a pair of two that differ."""
     for name in ("sum_bits", "operands", "zero_exponent"):
         if getattr(a, name) is not None and a.group is None:
             raise ValueError(
@@ -341,7 +341,7 @@ def _require_splits(a: Accumulator) -> None:
 def _require_random_bits(a: Accumulator) -> None:
     formats = [as_float_format(f) for f in (a.format, a.outer) if f is not None]
     most = min(32, *(EXACT_BITS - 1 - f.precision for f in formats))
-    # a variant looks at one bit more: below it, the last bit of a sum that was rounded to odd says what was cut off
+    # A variant uses one more bit. Below it, the last bit of a sum rounded to odd says whether anything was cut off.
     require_variant(a.variant, a.is_stochastic, a.random_bits, min(most - 1, MOST_BITS))
     if a.random_bits is None:
         return
@@ -407,7 +407,7 @@ _REPR = re.compile(r"Accumulator\((.*)\)", re.DOTALL)
 
 
 def as_accumulator(accumulator: str | Accumulator | FloatFormat) -> Accumulator:
-    """The accumulator that a name, a format, a `repr` or an accumulator stands for.
+    """Return the accumulator for a name, a format, a `repr` or an accumulator.
 
     Args:
         accumulator: a name of ACCUMULATORS ("fp32", "fp16", "cb16_chunk64", "wang2018", "hopper_fp8",
@@ -417,7 +417,7 @@ def as_accumulator(accumulator: str | Accumulator | FloatFormat) -> Accumulator:
 
     Raises:
         ValueError: for an unknown name.
-        TypeError: for what is not a name.
+        TypeError: for an object that describes no accumulator.
 
     >>> as_accumulator("bf16_chunk32")
     Accumulator('bf16', chunk=32)
@@ -458,6 +458,7 @@ def _parse(text: str) -> Accumulator:
 
 
 def _from_repr(text: str, arguments: str) -> Accumulator:
+    # Parsed as a call and read by `literal_eval`: a `repr` from a file must not run code.
     try:
         call = ast.parse(f"f({arguments})", mode="eval").body
         assert isinstance(call, ast.Call)

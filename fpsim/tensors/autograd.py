@@ -15,7 +15,7 @@ from fpsim.torch_internals import constant_under_compile, keep_none
 from fpsim.torch_modes import PlainFunction, has_transform, is_plain
 from fpsim.torch_nodes import in_forward_mode
 
-# Up to this many elements a second pass over the tensor costs less than a Python autograd node.
+# Below this many elements a second pass over the tensor costs less than a Python autograd node.
 SMALL = 1 << 15
 
 
@@ -23,7 +23,7 @@ OperatorWords = tuple[str, str, str, int, str]  # format, rounding, overflow, ra
 
 
 def words_of(spec: RoundingSpec) -> OperatorWords:
-    """A rounding as arguments of the operator."""
+    """Return a rounding as arguments of the operator."""
     return spec.format_text, spec.rounding, spec.overflow, spec.random_bits or 0, spec.variant
 
 
@@ -31,7 +31,9 @@ def words_of(spec: RoundingSpec) -> OperatorWords:
 def operator_words(
     fmt: str | Format, rounding: str, overflow: str | None, random_bits: int | None, variant: str
 ) -> OperatorWords:
-    """The operator's arguments, as constants of a compiled graph: torch.compile cannot trace how they are found."""
+    """Return the operator's arguments as constants of a compiled graph: torch.compile cannot trace the code that finds
+    them.
+    """
     return words_of(rounding_spec(fmt, rounding, overflow, random_bits, variant))  # type: ignore[arg-type]
 
 
@@ -70,7 +72,7 @@ def _(
     dim, key_dim = in_dims[0], in_dims[5]
     if key is None:
         return apply_operator(x, words, None), dim
-    if key_dim is not None:  # randomness="different": one key serves, an element's index tells the samples apart
+    if key_dim is not None:  # randomness="different": one key is enough, as noise differs by element
         key = key.select(key_dim, 0)
         if dim is None:
             x, dim = x.expand(info.batch_size, *x.shape), 0
@@ -93,7 +95,7 @@ def _forward(x: Tensor, spec: RoundingSpec, key: Tensor | None) -> Tensor:
 
 
 class StraightThrough(PlainFunction):
-    """Round forward; let the gradient pass, or round it too."""
+    """Round in the forward pass; pass the gradient on, or round it too."""
 
     generate_vmap_rule = True
 
@@ -116,7 +118,7 @@ class StraightThrough(PlainFunction):
 
 
 class _StraightThroughBothModes(StraightThrough):
-    """The same, and tangents pass in forward mode, or are rounded. A class of its own: torch.compile refuses a jvp."""
+    """The same with a rule for forward mode; a separate class, because torch.compile refuses a Function with a jvp."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
@@ -130,15 +132,15 @@ def straight_through(
     backward_spec: RoundingSpec | None,
     tangent_spec: RoundingSpec | None = None,
 ) -> Tensor:
-    """`x` rounded, with its gradient passed on or rounded, and its tangent of forward mode too."""
+    """Return `x` rounded, with its gradient and its forward-mode tangent passed on or rounded."""
     if torch.compiler.is_compiling():
         return StraightThrough.apply(x, spec, backward_spec, tangent_spec)  # type: ignore[no-any-return]
     out = _StraightThroughBothModes.apply(x, spec, backward_spec, tangent_spec)
-    return out.clone() if spec is None else out  # torch lets nobody write to what a Function returned as it was given
+    return out.clone() if spec is None else out  # torch forbids in-place writes to an input that a Function returned
 
 
 class _WithValues(_StraightThroughBothModes):
-    """Numbers that are known, in the place of others that are rounded to them."""
+    """Replace numbers by known values to which they round, and keep their gradient and tangent."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -150,19 +152,20 @@ class _WithValues(_StraightThroughBothModes):
 def with_values(
     x: Tensor, values: Tensor, backward_spec: RoundingSpec | None, tangent_spec: RoundingSpec | None
 ) -> Tensor:
-    """`values`, to which `x` was rounded, with the gradient and the tangent of `x`, rounded or not."""
+    """Return `values`, to which `x` was rounded, with the gradient and the tangent of `x`, rounded or not."""
     return _WithValues.apply(x, values.detach(), backward_spec, tangent_spec)  # type: ignore[no-any-return]
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func or forward mode sees a call: operators have no rules for them, but vmap's."""
+    """Return whether a torch.func transform or forward mode sees a call: operators have rules for vmap only."""
     return not torch.compiler.is_compiling() and (has_transform() or in_forward_mode())
 
 
 def require_no_forward_mode(what: str) -> None:
-    """Raise where torch.compile makes a program in forward mode: the program has no tangents, and torch takes zeros.
+    """Raise if torch.compile traces forward mode: the program would have no tangents, and torch would take them as
+    zero.
 
-    Outside of `fullgraph=True`, torch runs the function without a compiler then.
+    Without `fullgraph=True`, torch then runs the function without a compiler.
     """
     if torch.compiler.is_compiling() and in_forward_mode():
         raise NotImplementedError(
@@ -172,6 +175,7 @@ def require_no_forward_mode(what: str) -> None:
 
 
 def round_differentiably(x: Tensor, spec: RoundingSpec, log2_scale: Tensor | None = None) -> Tensor:
+    # Tracers and transforms need the Function. On a plain tensor it pays only if a second pass over a clone costs more.
     if not is_plain(x):
         return straight_through(x, spec, None)
     if x.requires_grad and torch.is_grad_enabled():

@@ -67,7 +67,7 @@ def _(
     info: Any, in_dims: Any, x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, axis: int,
     across: int | None, key: Tensor | None, variant: str = "A",
 ) -> tuple[Tensor, int]:  # fmt: skip
-    """Each sample has blocks of its own: a scale of the whole tensor is one for each of them."""
+    """Round each sample with blocks of its own: a scale of the whole tensor becomes one for each sample."""
     words = fmt, rounding, overflow, random_bits, variant
     dim, key_dim = in_dims[0], in_dims[7]
     samples = x.unbind(dim) if dim is not None else [x] * info.batch_size
@@ -87,7 +87,9 @@ _round_blocks_op.register_autograd(_backward, setup_context=keep_none)
 def block_words(
     fmt: str | Format, rounding: str, overflow: str | None, random_bits: int | None, variant: str
 ) -> BlockWords:
-    """The operator's arguments, as constants of a compiled graph: torch.compile cannot trace how they are found."""
+    """Return the operator's arguments as constants of a compiled graph: torch.compile cannot trace the code that finds
+    them.
+    """
     spec = any_spec(fmt, rounding, overflow, random_bits, variant)
     assert isinstance(spec, BlockSpec)
     return _words_of(spec)
@@ -108,7 +110,9 @@ def apply_block_operator(
 
 
 def passes(x: Tensor, spec: Spec, axis: int, across: int | None) -> Tensor:
-    """Where an element does not saturate by half an ulp and more beyond the largest value: bool, shaped as `x`."""
+    """Return a mask of elements that do not saturate, by half an ulp or more beyond the largest value: bool, shaped as
+    `x`.
+    """
     if not isinstance(spec, BlockSpec):
         return ~(x.detach().abs() >= saturated_from(spec.fmt))
     return torch.ops.fpsim.block_passes(x, *_words_of(spec), axis, across)  # type: ignore[no-any-return]
@@ -123,19 +127,19 @@ def _block_passes(
         return torch.empty(x.shape, dtype=torch.bool, device=x.device)
     scales = of_each_element(block_scales(source, spec, axis, across), spec.fmt, x.shape, axis, across)
     limit = scales.double() * saturated_from(spec.fmt.element) / spec.fmt.gain
-    if spec.fmt.tensor_scale:  # as the kernels have it: kernels.blocks.make_tensor_scale
+    if spec.fmt.tensor_scale:  # as in kernels.blocks.make_tensor_scale
         amax = _amaxes(source, spec, axis)
         whole = (torch.tensor(spec.fmt.tensor_lands_on, device=x.device) / amax).clamp(max=_MASK)
         limit /= torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), whole, 1.0))
     magnitude = source.abs()
-    return ~((magnitude >= limit) & (limit > 0) & (magnitude != _MASK))  # under a scale of 0 all is zero
+    return ~((magnitude >= limit) & (limit > 0) & (magnitude != _MASK))  # under a scale of 0 all elements are zero
 
 
 _MASK = torch.finfo(torch.float32).max
 
 
 def _amaxes(x: Tensor, spec: BlockSpec, axis: int) -> Tensor:
-    """Of which amax the second scale of each number follows, float32: of no dimension where it is the tensor's."""
+    """Return the amax behind each element's second scale, float32: of no dimension if the scale is the tensor's."""
     f = spec.fmt
     if isinstance(f.tensor_scale, bool):
         return recorded_amax(x, spec)
@@ -154,7 +158,7 @@ def _(
 
 
 def round_blocks_differentiably(x: Tensor, spec: BlockSpec, axis: int, across: int | None) -> Tensor:
-    """`rounded_blocks` through which the gradient passes unchanged."""
+    """Round as `rounded_blocks` does; the gradient passes unchanged."""
     if is_plain(x) and not (x.requires_grad and torch.is_grad_enabled()):
         return rounded_blocks(x, spec, axis, across)
     return round_blocks_traced(x, spec, axis, across)
@@ -169,7 +173,7 @@ def round_blocks_traced(x: Tensor, spec: BlockSpec, axis: int, across: int | Non
 
 
 class _Transformed(PlainFunction):
-    """The operator under transforms of torch.func, through which a tangent of forward mode passes unchanged too."""
+    """The operator under torch.func transforms; forward-mode tangents pass unchanged too."""
 
     generate_vmap_rule = True
 

@@ -30,7 +30,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True, eq=False)
 class BlockCodes:
-    """What hardware stores of a tensor whose blocks share scales. Each value is element * scale / tensor_scale.
+    """A block-scaled tensor as hardware stores it. Each value is element * scale / tensor_scale.
 
     `encode` makes it and `decode` reads it. The layout is that of safetensors of compressed-tensors and torchao.
 
@@ -43,8 +43,8 @@ class BlockCodes:
         scales: the codes of the scales, uint8, or int32 of more than 8 bits; of scales in float32 the numbers. The
             shape is that of `scales_of`.
         tensor_scale: the second scale of a format that has one, a float32 of no dimension: 2688 / amax in NVFP4, by
-            which numbers are divided. With one for each row, or each n elements, in the tensor's shape with so many
-            along the axis. None without.
+            which numbers are divided. If each row, or each n elements, has one: the tensor's shape, with their number
+            along the axis. None for other formats.
         axis: as in `round_to`.
 
     >>> from fpsim import encode
@@ -93,7 +93,7 @@ class BlockCodes:
         return f"BlockCodes({self.fmt} {tuple(self.shape)}: {', '.join(parts)})"
 
     def unpacked(self) -> Tensor:
-        """One code for each element, in the shape of the tensor.
+        """Return one code for each element, in the shape of the tensor.
 
         >>> BlockCodes("mxfp4", (1, 3), torch.tensor([[0x17, 0x0D]]).byte(), torch.tensor([[127]]).byte()).unpacked()
         tensor([[ 7,  1, 13]], dtype=torch.uint8)
@@ -134,14 +134,15 @@ def encode_blocks(x: Tensor, spec: BlockSpec, axis: int | tuple[int, int] | None
         raise ValueError(
             f"x holds plus or minus float32's largest number, a mask, and {f} has no code for it. Expected: numbers."
         )
-    # The kernels give values, not elements. Dividing by the scales in float64 finds the element again: it is exact
-    # where scales are powers of two, and else off by 2**-22, where elements are 2**-15 apart or more.
+    # The kernels return values, not elements. Dividing by the scales in float64 recovers the element: exactly if scales
+    # are powers of two, else within 2**-22, and elements are at least 2**-15 apart.
     found = rounded.double()
     if second is not None:
         found = found * second_of_each_element(second, f, x.shape, along).double()
     if f.gain != 1:
         found = found * f.gain
-    # A scale of 0 hides the elements, which the kernel of a narrow scale multiplied by float32's largest number.
+    # Under a scale of 0 values do not show the elements: the kernel of a narrow scale multiplied by float32's largest
+    # number.
     is_narrow = not f.has_power_scale and f.scale.mantissa_bits < BINARY32.mantissa_bits
     hidden = x.double() * (_MASK if is_narrow else 1.0)
     if isinstance(f.element, FixedPoint):  # whose zero has no sign: -0 was made of a negative element
@@ -159,7 +160,7 @@ def encode_blocks(x: Tensor, spec: BlockSpec, axis: int | tuple[int, int] | None
 
 
 def decode_blocks(given: BlockCodes) -> Tensor:
-    """The float32 values, in the arithmetic of `round_to`: each product and quotient is rounded by itself."""
+    """Return the float32 values, in the arithmetic of `round_to`: each product and quotient is rounded by itself."""
     for x in (given.codes, given.scales, given.tensor_scale):
         if x is not None and is_sample(x):
             raise under_transform("decode")
@@ -182,7 +183,7 @@ def decode_blocks(given: BlockCodes) -> Tensor:
 
 
 def _second_scales(x: Tensor, spec: BlockSpec, along: int) -> Tensor:
-    """The second scale of the tensor, or of its parts, from their amaxes: kernels.blocks.make_tensor_scale."""
+    """Return the second scale of the tensor, or of its parts, from their amaxes: kernels.blocks.make_tensor_scale."""
     f = spec.fmt
     if isinstance(f.tensor_scale, bool):
         amax = recorded_amax(x, spec)
@@ -198,7 +199,7 @@ def _second_scales(x: Tensor, spec: BlockSpec, along: int) -> Tensor:
 
 
 def _codes_of(found: Tensor, f: BlockFormat, overflow: str) -> Tensor:
-    """The codes of numbers that lie beside elements; one code for each."""
+    """Return the codes of numbers that lie near elements, each the code of the nearest."""
     if not isinstance(f.element, FixedPoint):
         return _stored(element_codes(found, codable(f.element), overflow=overflow), f.element.bits)
     integers = (found.clamp(f.element.lowest, f.element.largest) * math.ldexp(1.0, f.element.fraction_length)).round()
@@ -216,7 +217,7 @@ def _is_packed(f: BlockFormat) -> bool:
 
 
 def _packed(codes: Tensor, along: int) -> Tensor:
-    """Two codes in a byte, the first one in the low nibble."""
+    """Pack two codes into a byte, the first one in the low nibble."""
     codes = codes.reshape(codes.shape or (1,)).movedim(along, -1)
     pairs = torch.nn.functional.pad(codes, (0, codes.shape[-1] % 2)).unflatten(-1, (-1, 2))
     return (pairs[..., 0] | (pairs[..., 1] << NIBBLE)).movedim(-1, along)

@@ -1,4 +1,4 @@
-"""What a rounding did to the blocks of a tensor: their scales, and elements at the ends of their range."""
+"""Tally of a rounding in blocks: their scales, and elements at the ends of their range."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LARGEST = torch.iinfo(torch.int64).max
 
 
 def blocks_between(before: Tensor, after: Tensor, spec: BlockSpec, cut: Cut) -> Tensor:
-    """What the blocks of a tensor tell of its rounding: the BLOCK_FIELDS of `statistics`; nothing goes to the host.
+    """Tally the blocks of a rounding: the BLOCK_FIELDS of `statistics`, without a copy to the host.
 
     before, after: the same shape and device, floating, any strides; taken as float32.
     cut: how it was rounded.
@@ -42,10 +42,11 @@ def blocks_between(before: Tensor, after: Tensor, spec: BlockSpec, cut: Cut) -> 
     choice = choose(x, spec, cut.axis, cut.across)
     rows = []
     for number, candidate in enumerate(spec.candidates):
-        own = torch.zeros_like(x)  # blocks of other candidates are zeros, of which nothing but their number is counted
+        own = torch.zeros_like(x)  # zeros in blocks of other candidates: only their number is counted
         take(choice, number, x, own)
         rows.append(_of_one_rule(own, x, r, candidate, cut, spec.fmt))
     total = joined(torch.stack(rows))
+    # Every candidate's tally counts all blocks, and those of the other candidates as zero blocks.
     total[BLOCKS] = rows[0][BLOCKS]
     total[ZERO_BLOCKS] -= (len(rows) - 1) * rows[0][BLOCKS]
     return total
@@ -54,9 +55,9 @@ def blocks_between(before: Tensor, after: Tensor, spec: BlockSpec, cut: Cut) -> 
 def _of_one_rule(
     x: Tensor, tensor: Tensor, r: Tensor, spec: BlockSpec, cut: Cut, of: BlockFormat | None = None
 ) -> Tensor:
-    """`blocks_between` of contiguous float32 by one scale rule.
+    """Tally contiguous float32 blocks by one scale rule.
 
-    tensor: of whose amax the second scale is. of: as in `block_plan`.
+    tensor: its amax determines the second scale. of: as in `block_plan`.
     """
     plan, axes = block_plan(spec, of), block_axes(x.shape, spec.fmt.tile, cut.axis, cut.across)
     shared = shared_numbers(tensor, spec.fmt, plan, cut.scale)
@@ -81,7 +82,7 @@ def _of_one_rule(
 
 
 def joined(rows: Tensor) -> Tensor:
-    """One row of BLOCK_FIELDS from several, (n, BLOCK_FIELDS)."""
+    """Join several rows of BLOCK_FIELDS, (n, BLOCK_FIELDS), to one."""
     total = rows.sum(0)
     total[SMALLEST_SCALE], total[LARGEST_SCALE] = rows[:, SMALLEST_SCALE].amin(), rows[:, LARGEST_SCALE].amax()
     return total
@@ -109,7 +110,7 @@ def _on_cuda(
 
 @cache
 def limits_of(spec: BlockSpec) -> tuple[float, float, float]:
-    """Below which magnitude an element is subnormal, and from which it saturates; from which a scale does."""
+    """Return the magnitudes below which an element is subnormal, and from which it and a scale saturate."""
     element = spec.fmt.element
     # halfway to the largest subnormal, for elements are multiplied by scales that round; fixed point has none
     normal = 0.0

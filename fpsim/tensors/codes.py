@@ -1,4 +1,4 @@
-"""Codes: the bit patterns of a small format, from numbers and back; and the scales that blocks of numbers share."""
+"""Encode numbers to the codes of a small format, decode them, and find the scales that blocks share."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def encode(
 ) -> Tensor | BlockCodes:
     """Round `x` to a format of up to 16 bits, a code book, or a format of blocks, and return the codes.
 
-    NaN gives the canonical (first quiet) NaN. A block whose scale is NaN has elements of the code 0, where they have no
-    NaN of their own.
+    NaN gets the code of the canonical quiet NaN. In a block whose scale is NaN, elements get the code 0 if their format
+    has no NaN.
 
     Args:
         x, fmt, rounding, overflow: as in `round_to`; `x` is a tensor, of a format of blocks in float32.
         axis: of a format of blocks, as in `round_to`.
 
     Returns:
-        Int32 in the shape of `x`, on its device. Of a format of blocks a `BlockCodes`: the codes, those of 4 bits two
-        in a byte, the codes of the scales, and the second scale. `decode` gives what `round_to` gives, bit for bit.
+        Int32 in the shape of `x`, on its device. For a format of blocks a `BlockCodes`: the codes, two of 4 bits in a
+        byte, the codes of the scales, and the second scale. `decode` returns the values of `round_to`, bit for bit.
 
     Raises:
-        ValueError: for a format of more than 16 bits, where `x` holds a NaN or a mask and the format has none, and for
-            blocks of a tensor without elements.
+        ValueError: for a format of more than 16 bits, if `x` holds a NaN or a mask without a code, and for blocks of an
+            empty tensor.
 
     >>> encode(torch.tensor([1.0, -448.0]), "e4m3fn")
     tensor([ 56, 254], dtype=torch.int32)
@@ -87,7 +87,10 @@ def _require_memory(x: Tensor) -> None:
 
 
 def scales_of(x: Tensor, fmt: str | BlockFormat, *, axis: int | tuple[int, int] | None = None) -> Tensor:
-    """The scales that the blocks of `x` share in a format: each value is an element times the scale of its block.
+    """Return the scales that the blocks of `x` share in a format: each value is an element times the scale of its
+    block.
+
+    The second scale of a whole tensor, as in NVFP4, is not among them.
 
     The second scale of a whole tensor, as NVFP4 has one, is not among them.
 
@@ -126,10 +129,10 @@ def decode(codes: BlockCodes, fmt: None = ...) -> Tensor: ...
 @overload
 def decode(codes: Tensor, fmt: str | Coded) -> Tensor: ...
 def decode(codes: Tensor | BlockCodes, fmt: str | Coded | None = None) -> Tensor:
-    """The values of integer codes of a format of up to 16 bits, of a code book, or of blocks.
+    """Return the values of integer codes of a format of up to 16 bits, of a code book, or of blocks.
 
     Args:
-        codes: a tensor of any integer dtype and shape, or what `encode` returns for a format of blocks.
+        codes: a tensor of any integer dtype and shape, or the `BlockCodes` of a format of blocks.
         fmt: a format, or its name. A `BlockCodes` has its own.
 
     Returns:

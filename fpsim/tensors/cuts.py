@@ -1,4 +1,4 @@
-"""How a tensor is cut into blocks that share a scale."""
+"""Cuts of a tensor into blocks that share a scale."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAGNITUDE, MASK = int(blocks.MAGNITUDE), int(blocks.MASK)
 
 
 class BlockAxes(NamedTuple):
-    """How a contiguous tensor is cut: (outer, R, middle, C, inner) in blocks of r by c along R and C."""
+    """The cut of a contiguous tensor: (outer, R, middle, C, inner) in blocks of r by c along R and C."""
 
     outer: int
     rows: int
@@ -40,12 +40,12 @@ class BlockAxes(NamedTuple):
 
     @property
     def blocks(self) -> tuple[int, int, int, int, int]:
-        """How many blocks there are along each."""
+        """Number of blocks along each."""
         return self.outer, -(-self.rows // self.r), self.middle, -(-self.columns // self.c), self.inner
 
 
 def axis_pair(axis: int | tuple[int, int] | None) -> tuple[int, int | None]:
-    """Along which axis blocks run, and along which the rows of a tile. Raises ValueError for what is neither."""
+    """Return the axis along which blocks run, and that of a tile's rows. Raises ValueError for anything else."""
     if isinstance(axis, tuple):
         if len(axis) != 2:
             raise ValueError(f"axis={shown(axis)} is not a pair. Expected: one axis, or (across, axis) for tiles.")
@@ -61,7 +61,7 @@ def require_no_axis(axis: object, fmt: object) -> None:
 
 
 class Cut(NamedTuple):
-    """How a tensor is cut into blocks, and the scale that it comes with: arguments of `rounded_blocks`."""
+    """A cut into blocks, and a scale that is given: arguments of `rounded_blocks`."""
 
     axis: int = -1
     across: int | None = None
@@ -69,7 +69,7 @@ class Cut(NamedTuple):
 
 
 def block_axes(shape: torch.Size, tile: tuple[int, int], axis: int, across: int | None) -> BlockAxes:
-    """How a tensor of this shape is cut, blocks running along `axis` and a tile's rows along `across`.
+    """Return the cut of a tensor of this shape, with blocks along `axis` and a tile's rows along `across`.
 
     Raises ValueError for axes that the shape does not have.
     """
@@ -105,15 +105,15 @@ def block_axes(shape: torch.Size, tile: tuple[int, int], axis: int, across: int 
 
 
 def runs_elsewhere(f: BlockFormat, x: Tensor, axis: int) -> bool:
-    """Whether a tensor is moved before it is cut: blocks of a second scale lie side by side in memory."""
+    """Return whether a tensor is moved before the cut: blocks with a second scale must be contiguous in memory."""
     rank = x.dim()
     if isinstance(f.tensor_scale, bool) or type(axis) is not int or not -rank <= axis < rank:
-        return False  # what is no axis is refused where the tensor is cut
+        return False  # an invalid axis is refused at the cut
     return axis % rank != rank - 1
 
 
 def second_amaxes(x: Tensor, f: BlockFormat, counted: int) -> Tensor:
-    """The patterns of the amaxes from which second scales follow, int32, (rows, second scales in a row).
+    """Return the patterns of the amaxes that determine second scales, int32, (rows, second scales in a row).
 
     x: a contiguous float32 with elements, in blocks along the last axis. counted: as in kernels' `counted_magnitude`.
     """
@@ -126,9 +126,9 @@ def second_amaxes(x: Tensor, f: BlockFormat, counted: int) -> Tensor:
 
 
 def of_each_element(scales: Tensor, f: BlockFormat, shape: torch.Size, axis: int, across: int | None) -> Tensor:
-    """The scale of each element of a tensor of this shape, from those of its blocks as `scales_of` gives them.
+    """Expand the scales of blocks, as `scales_of` returns them, to the elements of a tensor of this shape.
 
-    Of no dimension where the tensor has one scale.
+    The result has no dimension if the tensor has one scale.
     """
     if f.block == "tensor" or not shape:
         return scales
@@ -141,7 +141,7 @@ def of_each_element(scales: Tensor, f: BlockFormat, shape: torch.Size, axis: int
 
 
 def second_of_each_element(second: Tensor, f: BlockFormat, shape: torch.Size, axis: int) -> Tensor:
-    """The same of second scales, or of what they follow from: those of parts lie along `axis`."""
+    """Expand second scales, or their amaxes, likewise: those of parts lie along `axis`."""
     if isinstance(f.tensor_scale, bool) or not shape:
         return second
     along = axis % len(shape)

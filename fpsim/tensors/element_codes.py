@@ -22,7 +22,7 @@ Coded = FloatFormat | Codebook
 
 
 def element_codes(x: Tensor, f: Coded, rounding: str = "nearest_even", overflow: str | None = None) -> Tensor:
-    """Round a floating tensor, and return the codes, int32. Raises ValueError for a NaN that has no code."""
+    """Round a floating tensor and return the codes, int32. Raises ValueError for a NaN that has no code."""
     x = x.detach()
     rounded = round_to(x if x.dtype is torch.float64 else x.float(), f, rounding, overflow)
     is_nan = rounded.isnan()
@@ -30,7 +30,7 @@ def element_codes(x: Tensor, f: Coded, rounding: str = "nearest_even", overflow:
         raise ValueError(f"x holds NaN and {f} has no code for it. Expected: finite values; see torch.nan_to_num.")
     width = 64 if x.dtype is torch.float64 else 32
     table, codes = (torch.from_numpy(a).to(x.device) for a in _code_table(f, width))
-    # by patterns, which no processor flushes to zero; read as integers, those of negative numbers run backwards
+    # Patterns are compared, which no processor flushes to zero. As integers, those of negative numbers run backwards.
     patterns = rounded.view(torch.int32 if width == 32 else torch.int64)
     ordered = (patterns ^ ((patterns >> (width - 1)) & torch.iinfo(patterns.dtype).max)).contiguous()
     result = codes[torch.searchsorted(table, ordered).clamp_(max=len(table) - 1)]
@@ -38,7 +38,7 @@ def element_codes(x: Tensor, f: Coded, rounding: str = "nearest_even", overflow:
 
 
 def element_values(codes: Tensor, f: Coded) -> Tensor:
-    """The float32 values of integer codes. Raises ValueError for codes out of range."""
+    """Return the float32 values of integer codes. Raises ValueError for codes out of range."""
     index = codes.long()
     table = torch.from_numpy(_value_table(f))
     if codes.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(table):
@@ -49,7 +49,7 @@ def element_values(codes: Tensor, f: Coded) -> Tensor:
 
 
 def codable(fmt: str | Coded) -> Coded:
-    """The format, where its numbers have codes. Raises ValueError for others."""
+    """Return the format if its numbers have codes, else raise ValueError."""
     f = as_format(fmt)
     if not isinstance(f, Coded):
         raise ValueError(f"{f} has no codes here. Expected: a float format of up to 16 bits, or a code book.")
@@ -58,7 +58,7 @@ def codable(fmt: str | Coded) -> Coded:
     return f
 
 
-# Arrays, not tensors: a tensor would keep the device or the tracer under which it was first asked for.
+# Arrays, not tensors: a cached tensor would keep the device or the tracer of the first call.
 
 
 @cache
@@ -69,7 +69,7 @@ def _value_table(f: Coded) -> np.ndarray[Any, Any]:
 
 @cache
 def _code_table(f: Coded, width: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The patterns of all values in a container of `width` bits, inf and -0 included, in order, and their codes."""
+    """Return the patterns of all values in a container of `width` bits, with inf and -0, in order, and their codes."""
     values = [v for v, _ in f.ascending] if isinstance(f, Codebook) else [*f.values()]
     if f.has_inf and not isinstance(f, Codebook):
         values = [-math.inf, *values, math.inf]

@@ -1,8 +1,8 @@
-"""Rounding as expressions of bit patterns, which a compiler fuses with what computes the numbers.
+"""Rounding as expressions over bit patterns, which a compiler fuses with the code that computes the numbers.
 
 The kernels are opaque to a compiler. Here the same integer steps are written over whole tensors of bit patterns, once
-for torch and for inductor, whose names for the steps are torch's. `tests/fpsim/tensors/test_expressions.py` compares
-the two bit for bit. What has no expression is left to the kernels, as an operator that nothing is fused with.
+for torch and for inductor, whose operations have torch's names. `tests/fpsim/tensors/test_expressions.py` compares them
+with the kernels bit for bit. Roundings without an expression stay with the kernels, as an operator that is not fused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fpsim.kernels import core
-from fpsim.kernels.codebook_tables import any_plan
+from fpsim.kernels.codebooks import any_plan
 from fpsim.kernels.core import (
     BINARY32,
     CARRYING,
@@ -58,10 +58,10 @@ def _signed(bits: int) -> int:
 
 
 class Patterns:
-    """The roundings of int32 bit patterns of float32 numbers, in the steps of `core.make_round`.
+    """Rounding of float32 bit patterns, held as int32, in the steps of `core.make_round`.
 
     m: torch, or inductor's operations of the same names.
-    constant: gives an integer as an operand.
+    constant: turns an integer into an operand.
     as_float, as_bits: the same 32 bits as float32 and as int32.
     """
 
@@ -69,7 +69,7 @@ class Patterns:
         self.m, self.constant, self.as_float, self.as_bits = m, constant, as_float, as_bits
 
     def rounded(self, u: Any, noise: Any, rule: int, shape: int, numbers: list[int], masks: tuple[int, bool]) -> Any:
-        """The rounded patterns.
+        """Return the rounded patterns.
 
         u: patterns; noise: as many random patterns for a stochastic rule, else None.
         rule, shape, numbers: of a Plan of 32 bits.
@@ -102,9 +102,9 @@ class Patterns:
         return m.where(u == c(_signed(BINARY32.bits(-torch.inf))), u, r) if masks[1] else r
 
     def _differ(self, a: Any, b: Any) -> Any:
-        """Whether patterns differ, without !=.
+        """Return whether patterns differ, without !=.
 
-        For AVX2 torch 2.13's inductor takes !=, <=, >= and logical_not of int32 for what they negate: <, > and == alone
+        For AVX2 torch 2.13's inductor compiles !=, <=, >= and logical_not of int32 to their negation: only <, > and ==
         are right (`test_inductor_has_the_bits_of_the_kernels_on_other_processors`).
         """
         return self.m.logical_or(a < b, a > b)
@@ -127,7 +127,7 @@ class Patterns:
         return bits | m.where(odd, c(of_odd), c(of_even))
 
     def _limited(self, r: Any, a: Any, negative: Any, rule: int, shape: int, n: Numbers) -> Any:
-        """What is beyond the largest value becomes what the rule says."""
+        """Replace magnitudes beyond the largest value as the rule says."""
         m, c = self.m, self.constant
         if shape == FIXED:
             return m.minimum(r, m.where(negative, c(n.lowest), c(n.largest)))
@@ -161,10 +161,10 @@ class Patterns:
         return (a + added) & c(-ulp)
 
     def _subnormal_nearest(self, a: Any, smallest: int) -> Any:
-        """Rounded to multiples of `smallest`: a sum with 2^23 of it has no finer digits, and ties go to even.
+        """Round to multiples of `smallest`: a sum with 2^23 of it has no finer digits, and ties go to even.
 
-        The float32 unit rounds here, and no compiler changes it: there is no product that a multiply-add would take in,
-        and a subnormal of float32 that is flushed to zero would become zero anyway.
+        The float32 unit rounds here, and no compiler changes that: a multiply-add needs a product, and a float32
+        subnormal that is flushed to zero would become zero anyway.
         """
         shifter = self.as_float(self.constant(smallest + (23 << 23)))
         return self.as_bits((self.as_float(a) + shifter) - shifter)
@@ -188,7 +188,7 @@ class Patterns:
         significand = (a & c(_FRACTION)) | c(_IMPLICIT)
         discarded = c(31) - m.bitwise_right_shift(a - c(n.origin), c(23))
         discarded = m.maximum(discarded, c(31 - n.ulp_shift))
-        # one bit above the significand and a zero above that: whatever is smaller still is treated as these
+        # Clamped to one bit above the significand and a zero above that: smaller magnitudes give the same result.
         ulp = m.bitwise_left_shift(c(1), m.minimum(discarded, c(25)))
         odd = self._differ(significand & ulp, c(0))
         if rule in CARRYING:
@@ -199,7 +199,7 @@ class Patterns:
             left = m.minimum(m.maximum(c(32) - discarded, c(0)), c(31))
             right = m.minimum(m.maximum(discarded - c(32), c(0)), c(31))
             fraction = m.bitwise_right_shift(m.bitwise_left_shift(significand, left), right)
-            if rule != STOCHASTIC:  # what was cut off decides about ties
+            if rule != STOCHASTIC:  # the bits cut off decide ties
                 left_over = m.bitwise_left_shift(m.bitwise_right_shift(significand, right), right)
                 cut = m.logical_and(self._differ(left_over, significand), self._differ(a, c(0)))
                 fraction = fraction | m.where(cut, c(1), c(0))
@@ -212,7 +212,7 @@ class Patterns:
         return m.where(up, base + step, base)
 
 
-# The operator: nothing differentiates it, for the emulation rounds below autograd.
+# The operator has no gradient: the emulation rounds below autograd.
 
 _library = torch.library.Library("fpsim", "FRAGMENT")
 _library.define(
@@ -264,10 +264,10 @@ def _in_inductor(ops: Any, dtype: torch.dtype, x: Any, noise: Any, *words: Any) 
     return out if dtype is torch.float32 else ops.to_dtype(out, dtype, src_dtype=torch.float32)
 
 
-# float16 to nearest is a cast there and back: two instructions for eight numbers, where the steps above are twenty and
-# pass through memory twice. 0.25 in the place of 0.80 ns a number on one thread of an EPYC, and a step of a GPT-2 takes
-# 0.88 of the time. bfloat16 stays: without an instruction of its own a cast is as many steps (0.52 and 0.61 ns), and no
-# model's step was faster.
+# Rounding to float16 to nearest is a cast there and back: two instructions for eight numbers, where the steps above
+# take twenty and pass through memory twice. Measured on one thread of an EPYC: 0.25 instead of 0.80 ns a number, and a
+# step of a GPT-2 takes 0.88 of the time. Not so for bfloat16: without an instruction of its own a cast takes as many
+# steps (0.52 and 0.61 ns), and no model's step was faster.
 
 _library.define("round_by_cast(Tensor x, ScalarType narrow, float limit, int version) -> Tensor")
 
@@ -282,17 +282,17 @@ torch.library.register_fake("fpsim::round_by_cast", _fake, lib=_library)
 
 def _cast_in_inductor(ops: Any, dtype: torch.dtype, x: Any, narrow: torch.dtype, limit: float, version: int) -> Any:
     is_number = ops.lt(ops.abs(x), ops.constant(limit, dtype))
-    # Of a value that nothing else casts: where the program has another cast of x, inductor takes x for the cast back.
-    # use_compute_types=True would let it compute in float32 in the place of `narrow`, and drop both casts.
+    # A value of its own, which nothing else casts: if the program casts x elsewhere, inductor replaces the cast back by
+    # x. use_compute_types=True would let it compute in float32 instead of `narrow`, and drop both casts.
     own = ops.where(is_number, x, ops.constant(0.0, dtype))
     cast = ops.to_dtype(own, narrow, src_dtype=dtype, use_compute_types=False)
     return ops.where(is_number, ops.to_dtype(cast, dtype, src_dtype=narrow), x)
 
 
 def _is_a_cast(x: Tensor, spec: RoundingSpec) -> bool:
-    """Whether a cast to float16 has the same bits, for all but masks and NaN, whose payload it drops.
+    """Return whether a cast to float16 has the same bits, except for masks and for the payload of NaN.
 
-    Not on a card, where memory decides how long a rounding takes, and what Triton makes of two casts was not looked at.
+    Not on a card, where memory bounds the time of a rounding, and Triton's code for two casts was not examined.
     """
     is_native = spec.dtype is torch.float16 and spec.rounding == "nearest_even" and spec.overflow == "inf"
     return is_native and x.dtype is torch.float32 and x.device.type == "cpu"
@@ -307,15 +307,17 @@ def _round_by_cast(x: Tensor, keep_masks: bool) -> Tensor:
 
 @cache
 def _version() -> int:
-    """Of this file, and of what its arguments mean: compilers keep programs on disk by the operators' arguments."""
+    """Return a digest of this file and of the meaning of its arguments: compilers cache programs by an operator's
+    arguments.
+    """
     return zlib.crc32(Path(__file__).read_bytes() + Path(core.__file__).read_bytes())
 
 
 def round_traced(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_infinity: bool = True) -> Tensor:
-    """A rounded copy of a tensor that a compiler traces, below autograd. Arguments as in `launch.round_memory_`.
+    """Return a rounded copy of a tensor that a compiler traces, below autograd. Arguments as in `launch.round_memory_`.
 
-    The noise of stochastic rounding is the kernels' on the CPU, from keys that are drawn as without a compiler; on a
-    card it is the compiler's: equally uniform, but different bits.
+    On the CPU stochastic rounding has the kernels' noise, from keys drawn as without a compiler; on a card it has the
+    compiler's: equally uniform, but different bits.
     """
     width = container_width(spec, x.dtype)
     if width == 0:
@@ -357,7 +359,9 @@ def _by_kernel(x: Tensor, spec: RoundingSpec, keep_masks: bool, keep_infinity: b
 
 
 def round_here_(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_infinity: bool = True) -> None:
-    """`launch.round_memory_`, also of what a compiler traces: what autograd saved of `x` is the rounded value."""
+    """Do `launch.round_memory_`, also under a compiler's tracing: a tensor that autograd saved of `x` has the rounded
+    values.
+    """
     if not is_traced(x):
         round_memory_(x, spec, keep_masks=keep_masks, keep_infinity=keep_infinity)
         return

@@ -1,4 +1,4 @@
-"""Products of matrices in an accumulator of any format: `matmul`, and `accumulate` below autograd."""
+"""Matrix products in an accumulator of any format: `matmul`, and `accumulate` below autograd."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NARROW = 32  # columns: a narrower product of more rows than columns is computed
 
 
 class Summation:
-    """An accumulator as its kernels take it: what is compiled in, and the Numbers of three Plans."""
+    """An accumulator as its kernels take it: constants that are compiled in, and the Numbers of three Plans."""
 
     def __init__(self, accumulator: Accumulator) -> None:
         f, outer = as_float_format(accumulator.format), as_float_format(accumulator.outer or accumulator.format)
@@ -52,7 +52,7 @@ class Summation:
         grouped = 0 if accumulator.group is None else 1 if accumulator.sum_bits is None else 2
         self.code = Code(p.rule, p.shape, q.rule, q.shape, o.rule, o.shape, grouped)
         self.plans = p.numbers, q.numbers, o.numbers
-        # of Sizes, from `chunk` on; an exponent as the field that a float64 has of it
+        # fields of Sizes from `chunk` on; exponents as exponent fields of a float64
         a, b, *others = (0 if e is None else e + 1023 for e in accumulator.counted_exponents)
         lengths = tuple(
             n or 0 for n in (accumulator.chunk, accumulator.group, accumulator.group_bits, accumulator.sum_bits)
@@ -83,7 +83,7 @@ def summation_of(accumulator: Accumulator) -> Summation:
 def accumulate(
     a: Tensor, b: Tensor, accumulator: Accumulator, bias: Tensor | None = None, key: Tensor | None = None
 ) -> Tensor:
-    """The product of batches of matrices in an accumulator, below autograd and without a check of what comes.
+    """Return the product of batches of matrices in an accumulator, below autograd and without checks.
 
     a, b: (batch, rows, terms) and (batch, terms, columns), float32 on one device, any strides.
     bias: (batch, rows, columns), any strides, or None. It is added last, see `matmul`.
@@ -104,7 +104,7 @@ def accumulate(
     if out.numel() == 0:
         return out
     target, ends = out, summation.ends
-    if n < NARROW and m > n:  # multiplication commutes
+    if n < NARROW and m > n:  # multiplication commutes: the wide side goes along the vectors
         a, b, bias, target, m, n = b.mT, a.mT, None if bias is None else bias.mT, out.mT, n, m
         ends = summation.turned_ends
     of_bias = (0, 0, 0) if bias is None else bias.stride()
@@ -116,13 +116,14 @@ def accumulate(
 
 
 def _in_splits(a: Tensor, b: Tensor, accumulator: Accumulator, bias: Tensor | None, key: Tensor | None) -> Tensor:
-    """The same, of parts of the terms, each of which a rank adds up."""
+    """Add up parts of the terms, one for each rank, and reduce the parts."""
     inner, spec = replace(accumulator, splits=None, split_format=None, split_order="ring"), _split_spec(accumulator)
     if inner.is_stochastic and key is None:
         key = new_key_for(a)
     ranks = accumulator.splits or 1
     pairs = [*zip(a.chunk(ranks, 2), b.chunk(ranks, 1), strict=True)]
     parts = [
+        # A key of its own for each rank, or the same elements of all parts would share their noise.
         rounded(accumulate(*pair, inner, None, None if key is None else key + rank), spec)
         for rank, pair in enumerate(pairs)
     ]
@@ -133,7 +134,7 @@ def _in_splits(a: Tensor, b: Tensor, accumulator: Accumulator, bias: Tensor | No
 
 @cache
 def _split_spec(accumulator: Accumulator) -> RoundingSpec:
-    is_same = accumulator.result_format == as_float_format(accumulator.format)  # as an outer accumulator has it
+    is_same = accumulator.result_format == as_float_format(accumulator.format)  # as for an outer accumulator
     return rounding_spec(accumulator.result_format, overflow=accumulator.overflow if is_same else None)
 
 
@@ -183,7 +184,7 @@ def _(
         biases = [None] * n if bias is None else bias.unbind()
         samples = zip(a.unbind(), b.unbind(), biases, strict=True)
         return torch.stack([torch.ops.fpsim.accumulate(x, y, c, accumulator, key) for x, y, c in samples]), 0
-    if key is not None:  # one key serves, an element's index tells the samples apart
+    if key is not None:  # one key is enough, as noise differs by element
         key = key.select(in_dims[4], 0)
     flat = (None if x is None else x.flatten(0, 1) for x in (a, b, bias))
     return torch.ops.fpsim.accumulate(*flat, accumulator, key).unflatten(0, (n, a.shape[1])), 0
@@ -226,7 +227,7 @@ def _apply(a: Tensor, b: Tensor, bias: Tensor | None, accumulator: str, is_stoch
 
 
 def apply_accumulate_operator(a: Tensor, b: Tensor, bias: Tensor | None, accumulator: Accumulator) -> Tensor:
-    """`accumulate` by the operator, which tracers see."""
+    """Run `accumulate` by the operator, which tracers see."""
     words, is_torch, is_stochastic = _words_of(accumulator)
     if is_torch:
         return accumulate(a, b, accumulator, bias)
@@ -236,13 +237,13 @@ def apply_accumulate_operator(a: Tensor, b: Tensor, bias: Tensor | None, accumul
 
 @constant_under_compile
 def _operator_words(accumulator: str | Accumulator | FloatFormat) -> tuple[str, bool, bool]:
-    """The operator's text of an accumulator, whether it is torch's and draws noise: constants of a compiled graph."""
+    """Return the operator's text of an accumulator, and whether it is torch's and draws noise, as constants."""
     return _words_of(as_accumulator(accumulator))
 
 
 @constant_under_compile
 def _gradient_words(accumulator: str) -> tuple[str, str]:
-    """The operator's texts of the accumulators of the gradients of a and b: the format of dy is not one of a pair's."""
+    """Return the operator's texts for the gradients of a and b, where dy has neither format of an operand pair."""
     return _of_gradients(accumulator)
 
 
@@ -266,19 +267,19 @@ def matmul(
     """`torch.matmul` in an accumulator of any format.
 
     Each element is added up from +0, term by term as `Accumulator` says, in the order of the contracted axis. Each
-    sum is exact before it is rounded, subnormals included. NaN, inf and -0 go as IEEE 754 has them; a sum beyond the
-    format's largest value overflows as the accumulator says. Without terms the result is +0.
+    sum is exact before it is rounded, subnormals included. NaN, inf and -0 follow IEEE 754; a sum beyond the format's
+    largest value overflows as the accumulator says. Without terms the result is +0.
 
     The gradients of `a` and `b` are products in the same accumulator, and so are theirs; that of `bias`, and the sums
-    over axes that were broadcast, are torch's. Stochastic noise follows `manual_seed`: an element and a rounding have
-    the same on every device and with any number of threads.
+    over axes that were broadcast, are torch's. Stochastic noise follows `manual_seed`, and is the same on every device
+    and with any number of threads.
 
     Every value is one of the accumulator's (the outer's, the splits') format.
 
     Args:
         a, b: float32 of the same device, in the shapes of torch.matmul: vectors, matrices, batches that broadcast; any
             strides. They are not rounded: round them first, with `round_to`, where the hardware holds them in a format.
-        accumulator: an Accumulator, or what `as_accumulator` takes; "fp32" is torch's own product.
+        accumulator: an Accumulator, or an argument of `as_accumulator`; "fp32" is torch's own product.
         bias: float32 that broadcasts to the result. It is added to the last sum, the outer one if there are chunks,
             with one more rounding: the epilogue of a hardware product does so.
 
@@ -286,9 +287,9 @@ def matmul(
         Float32 of torch.matmul's shape.
 
     Raises:
-        TypeError: for what is not a float32 tensor.
+        TypeError: for anything else than a float32 tensor.
         ValueError: for shapes that do not fit, unknown accumulators, and operands smaller than the numbers of the
-            format that an accumulator has them in.
+            accumulator's format for them.
         NotImplementedError: in forward-mode differentiation.
 
     >>> ones = torch.ones(4096)
@@ -306,10 +307,11 @@ def matmul(
     if is_torch:
         return torch.matmul(a, b) if bias is None else torch.matmul(a, b) + bias
     _refuse_forward_mode(a, b, bias)
+    # Values are looked at only where they exist: a trace has none, and in a capture the look would synchronise.
     if is_plain(a) and is_plain(b) and not is_captured(a):
         _require_operands(a, b, as_accumulator(accumulator))
     m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-    if right.ndim == 2:  # one matrix for all: the batch is more rows
+    if right.ndim == 2:  # one matrix for the whole batch: the batch becomes rows
         batches, m = 1, math.prod(batch) * m
     else:
         batches = math.prod(batch)
@@ -320,9 +322,9 @@ def matmul(
 
 
 def _require_operands(a: Tensor, b: Tensor, accumulator: Accumulator) -> None:
-    """Raise ValueError for an operand smaller than its format's numbers: its exponent would be counted too large.
+    """Raise ValueError for an operand smaller than its format's numbers, whose exponent would be counted too large.
 
-    Larger ones that are not rounded are taken as they are: they count with exponents that they have.
+    Larger numbers that are not rounded pass: they count with their own exponents.
     """
     for name, x, fmt in zip("ab", (a, b), accumulator.operand_formats, strict=True):
         if fmt is None:
@@ -367,7 +369,7 @@ def _batch_shape(left: Tensor, right: Tensor) -> tuple[int, ...]:
 
 
 def _refuse_forward_mode(*operands: Tensor | None) -> None:
-    """An operator has no rule for forward mode, and torch would take its tangent for zero."""
+    """Refuse forward mode: an operator has no rule for it, and torch would take its tangent as zero."""
     if torch.compiler.is_compiling():
         require_no_forward_mode("matmul")
         return

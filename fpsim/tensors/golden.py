@@ -1,8 +1,8 @@
-"""Golden vectors: numbers and what they become, kept in `golden.json` and replayed by `python -m fpsim verify`.
+"""Golden vectors: numbers and their rounded values, stored in `golden.json` and replayed by `python -m fpsim verify`.
 
 The file is data for any project. Numbers are the bits of a float32 in hexadecimal, eight digits each; any NaN stands
-for every NaN. The outputs come from a definition in fractions that shares nothing with this package. A section of its
-own, `blocks`, has what is stored of tensors whose blocks share scales; its `about` says how.
+for every NaN. The outputs come from a definition in fractions that shares nothing with this package. The section
+`blocks` has the stored form of tensors whose blocks share scales; its `about` says how.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fpsim.undoing import Undo, undone
 __all__ = ["BLOCKS_VERSION", "FILE", "STREAM", "BlockCase", "Case", "block_cases", "cases", "replay"]
 
 FILE = Path(__file__).with_name("golden.json")
-STREAM = 1  # the version of the noise: another number means other outputs of stochastic rounding for the same seed
+STREAM = 1  # version of the noise: another number means other outputs of stochastic rounding for the same seed
 BLOCKS_VERSION = 1  # of the section of blocks: another number means other codes, scales or outputs
 
 
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 class BlockCase(NamedTuple):
-    """A tensor that is encoded in one call, and what is stored of it.
+    """A tensor that is encoded in one call, and its stored form.
 
     codes, scales: their bytes, row by row; of scales in float32 those of the numbers.
     tensor_scale: None of a format without.
@@ -64,7 +64,7 @@ def _tensor(words: str) -> Tensor:
 
 
 def cases(file: Path = FILE) -> list[Case]:
-    """The cases of the file.
+    """Return the cases of the file.
 
     >>> sum(len(case.x) for case in cases())
     9920
@@ -88,7 +88,7 @@ def cases(file: Path = FILE) -> list[Case]:
 
 
 def block_cases(file: Path = FILE) -> list[BlockCase]:
-    """The cases of the section of blocks.
+    """Return the cases of the section of blocks.
 
     >>> first = block_cases()[0]
     >>> first.fmt, tuple(first.x.shape), len(first.codes), len(first.scales)
@@ -140,13 +140,13 @@ def replay(device: str, file: Path = FILE) -> Iterator[Row]:
 
 
 def _differs(result: Tensor, expected: Tensor) -> Tensor:
-    """Where two tensors have other bits; every NaN is the same."""
+    """Return a mask of elements whose bits differ; any NaN equals any other."""
     both_nan = result.isnan() & expected.isnan()
     return (result.view(torch.int32) != expected.view(torch.int32)) & ~both_nan
 
 
 def _wrong_part(case: BlockCase, device: str) -> str:
-    """The first part of what is stored that differs, in words; "" where all is as expected."""
+    """Return the first part of the stored form that differs, in words; "" if all is as expected."""
     x = case.x.to(device)
     stored = encode(x, case.fmt)
     for name, part, expected in (("codes", stored.codes, case.codes), ("scales", stored.scales, case.scales)):

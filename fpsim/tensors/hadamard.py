@@ -30,8 +30,8 @@ FIXED_SIGNS = sum(1 << i for i, sign in enumerate("+++-+------+-+--") if sign ==
 class Hadamard:
     """A Hadamard transform: x -> x D H / sqrt(size), in groups of `size` along an axis.
 
-    H is Sylvester's matrix in its natural order, D a diagonal of signs. D H / sqrt(size) is orthogonal: where both
-    operands of a product are transformed along the axis that it sums over, it gives the same, and nothing is undone.
+    H is Sylvester's matrix in its natural order, D a diagonal of signs. D H / sqrt(size) is orthogonal: a product whose
+    two operands are transformed along the axis that it sums over stays the same, and nothing has to be undone.
 
     Args:
         size: elements of a group, a power of two from 2 to 1024.
@@ -66,7 +66,7 @@ class Hadamard:
 
 
 def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None = None) -> Tensor:
-    """The Hadamard transform of `x` along `axis`.
+    """Return the Hadamard transform of `x` along `axis`.
 
     float32 is computed in float32, sums and differences in the order of the fast transform, which is the same on every
     device; then one product with 1 / sqrt(size), exact where the size is a power of four. A NaN or inf reaches its
@@ -76,16 +76,16 @@ def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None 
     Args:
         x: float32, float64, float16 or bfloat16, any shape and strides, on the CPU or a CUDA device.
         transform: size and signs.
-        axis: along which groups are formed. Its length is a multiple of the size.
-        key: the 64 bits that decide random signs, an int64 of no dimension on the CPU; None draws them from the noise's
-            stream. Two tensors with one key get the same signs.
+        axis: the axis of the groups. Its length is a multiple of the size.
+        key: the 64 bits that determine random signs, an int64 of no dimension on the CPU; None draws them from the
+            noise's stream. Two tensors with one key get the same signs.
 
     Returns:
         The same shape, dtype and device.
 
     Raises:
         ValueError: for a length that the size does not divide.
-        IndexError: for an axis that is not there.
+        IndexError: for an axis that `x` does not have.
         TypeError: for tensors that cannot be transformed.
 
     >>> hadamard(torch.tensor([8.0, 0.0, 0.0, 0.0]), Hadamard(4))
@@ -110,6 +110,7 @@ def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None 
     require_groups(transform, x.shape[axis], f"x of shape {tuple(x.shape)} along axis {axis}")
     if key is not None:
         _require_key(key)
+    # Without random signs the key is dropped: an operator with one would be traced and saved for nothing.
     plain = is_plain(x)
     if transform.signs != "random":
         key = None
@@ -131,13 +132,13 @@ def _require_key(key: Any) -> None:
 def apply_hadamard_operator(
     x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, is_inverse: bool = False
 ) -> Tensor:
-    """The transform by the operator. `axis` counts from 0."""
+    """Transform by the operator. `axis` counts from 0."""
     require_no_forward_mode("A Hadamard transform")
     return torch.ops.fpsim.hadamard(x, transform.size, transform.signs or "none", axis, is_inverse, key)  # type: ignore[no-any-return]
 
 
 def require_groups(transform: Hadamard, length: int, where: str) -> None:
-    """Raise ValueError, saying `where`, if an axis of this length is not a whole number of groups."""
+    """Raise ValueError, naming `where`, if an axis of this length is not a whole number of groups."""
     if length % transform.size:
         largest = length & -length
         fitting = f"sizes that divide it, {largest} at most" if largest > 1 else "no size at all, for it is odd"
@@ -148,7 +149,7 @@ def require_groups(transform: Hadamard, length: int, where: str) -> None:
 
 
 def padded_to_groups(x: Tensor, transform: Hadamard, axis: int) -> Tensor:
-    """`x` with zeros behind the end of an axis, up to a whole number of groups; `x` itself where that is nothing.
+    """Pad an axis of `x` at its end with zeros to a whole number of groups; returns `x` itself if it is one.
 
     A product of two operands that are padded along the axis that it sums over is the product of the operands.
     """
@@ -161,7 +162,7 @@ def padded_to_groups(x: Tensor, transform: Hadamard, axis: int) -> Tensor:
 
 
 def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, is_inverse: bool = False) -> Tensor:
-    """The transform of a plain tensor, below autograd, its strides kept where it has no holes. `axis` counts from 0."""
+    """Transform a plain tensor, below autograd, with its strides if it has no holes. `axis` counts from 0."""
     if x.dtype is not torch.float32 and x.dtype is not torch.float64:
         return transformed(x.float(), transform, axis, key, is_inverse).to(x.dtype)
     x = x.detach()
@@ -171,6 +172,7 @@ def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, i
     lines = x.numel() // transform.size
     if lines == 0:
         return out
+    # By strides, not by the order of dimensions: `inner` counts the elements between neighbours of a group in memory.
     behind = sorted(range(x.dim()), key=x.stride, reverse=True)
     behind = behind[behind.index(axis) + 1 :]
     inner = int(np.prod([x.shape[d] for d in behind], dtype=np.int64))
@@ -244,7 +246,7 @@ _hadamard_op.register_autograd(_backward, setup_context=_setup)
 
 
 class _Transformed(PlainFunction):
-    """The operator under transforms of torch.func. It is linear: a tangent of forward mode is transformed too."""
+    """The operator under torch.func transforms. It is linear, so a forward-mode tangent is transformed too."""
 
     generate_vmap_rule = True
 

@@ -1,4 +1,4 @@
-"""Launching a kernel on a tensor's memory: by how many threads, on which stream, through which copy."""
+"""Launch of a kernel on a tensor's memory: number of threads, stream, and copies to another container."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpsim.kernels.codebook_tables import any_plan, halves_of, table_address, table_at
-from fpsim.kernels.codebooks import BookNumbers
+from fpsim.kernels.codebooks import BookNumbers, any_plan, halves_of, table_address, table_at
 from fpsim.kernels.containers import narrow_loop, power_loop, widen_loop
 from fpsim.kernels.core import BINARY32, BINARY64, BOOK, NUMBERS, SEARCHED_BOOK, Plan
 from fpsim.kernels.round import (
@@ -41,7 +40,7 @@ PARALLEL_FROM = 1 << 18
 
 
 class Kernel:
-    """A Plan with its compiled CPU loop and the address of its integers. masks: what stays as it is."""
+    """A Plan with its compiled CPU loop and the address of its integers. masks: patterns that stay as they are."""
 
     def __init__(self, plan: Plan, masks: Masks) -> None:
         self.plan, self.masks = plan, masks
@@ -54,7 +53,7 @@ class Kernel:
 
     @cached_property
     def on_card(self) -> tuple[CudaKernel, int, tuple[int, ...]]:
-        """The CUDA kernel, how many elements a block of its threads rounds, and the plan's numbers."""
+        """The CUDA kernel, the number of elements that a block of its threads rounds, and the plan's numbers."""
         rule, shape, width, numbers = self.plan
         return cuda_loop(rule, shape, width, self.masks), elements_of_block(rule, width), numbers
 
@@ -65,20 +64,21 @@ class Kernel:
 
 @cache
 def kernel_for(spec: RoundingSpec, width: int, masks: Masks = NO_MASKS) -> Kernel:
-    """The kernel that rounds numbers in a container of `width` bits."""
+    """Return the kernel that rounds numbers in a container of `width` bits."""
     return Kernel(any_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width, spec.variant), masks)
 
 
 def masks_of(spec: RoundingSpec, dtype: torch.dtype, width: int, keep_infinity: bool = True) -> Masks:
-    """What stands for a mask, in a container of `width` bits, in tensors of this dtype.
+    """Return the patterns that stand for a mask in tensors of this dtype, in a container of `width` bits.
 
-    Models write `torch.finfo(x.dtype).min` or -inf where attention may not look. In a container that is not a number of
-    the computation: a format with less range must neither make it inf nor saturate it to a number that can be seen.
+    Models write `torch.finfo(x.dtype).min` or -inf at positions that attention has to ignore. In a container these are
+    not numbers of the computation: a format with less range must neither turn them into inf nor saturate them to a
+    number that attention would see.
 
     keep_infinity: whether -inf is a mask, and was not computed from numbers.
     """
     if dtype is not torch.float32 and dtype is not torch.float64:
-        return NO_MASKS  # a real dtype: its own range is what the model asked for
+        return NO_MASKS  # a real dtype: the model asked for its range
     container = BINARY32 if width == 32 else BINARY64
     return Masks(container.bits(torch.finfo(dtype).max), keep_infinity and spec.saturates)
 
@@ -89,31 +89,32 @@ _known: dict[tuple[str, torch.dtype, bool, bool], tuple[Kernel | None, torch.dty
 def _kernel_and_container(
     spec: RoundingSpec, dtype: torch.dtype, keep_masks: bool, keep_infinity: bool
 ) -> tuple[Kernel | None, torch.dtype]:
-    """What rounds tensors of a dtype, and in which dtype; no kernel where there is nothing to do."""
+    """Return the kernel that rounds tensors of a dtype, None if nothing is to do, and its container's dtype."""
     key = (spec.text, dtype, keep_masks, keep_infinity)
     width = container_width(spec, dtype)
     masks = masks_of(spec, dtype, width, keep_infinity) if keep_masks and width else NO_MASKS
     kernel = kernel_for(spec, width, masks) if width else None
+    # `setdefault`: two threads may come here at once, and both must get one kernel.
     return _known.setdefault(key, (kernel, CONTAINERS.get(width, dtype)))
 
 
 _IS_ROCM = torch.version.hip is not None
-_BEYOND_FLOAT64 = 4400  # of a scale: its numbers span 2**-1074 to 2**1024
+_BEYOND_FLOAT64 = 4400  # log2 of a scale beyond all of float64, which spans 2**-1074 to 2**1024
 
 _NO_KEY = np.zeros(2, np.uint32)
 _NO_SCALE = np.zeros(1, np.int64)
-NO_KEY_ADDRESS, _NO_SCALE_ADDRESS = _NO_KEY.ctypes.data, _NO_SCALE.ctypes.data  # asked for once: it takes 0.8 us
+NO_KEY_ADDRESS, _NO_SCALE_ADDRESS = _NO_KEY.ctypes.data, _NO_SCALE.ctypes.data  # cached: asking takes 0.8 us
 
 
 class _Pool(ThreadPoolExecutor):
-    submit = ThreadPoolExecutor.submit  # of now: the emulation watches what others give to pools
+    submit = ThreadPoolExecutor.submit  # bound now: the emulation patches `submit` to watch other pools
 
 
 _pools: dict[int, _Pool] = {}
 
 
 def thread_pool() -> _Pool:
-    # keyed by process: a forked DataLoader worker inherits the object, not its threads
+    # Keyed by process: a forked DataLoader worker inherits the object, but not its threads.
     pid = os.getpid()
     pool = _pools.get(pid)
     if pool is None:  # two Python threads may come here at once; an executor without work has no threads
@@ -122,9 +123,9 @@ def thread_pool() -> _Pool:
 
 
 def _run_part(future: Future[Any], loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> None:
-    """One thread's part. It holds the tensors: Ctrl-C in the caller must not free memory that is written to."""
+    """Run one thread's part. It holds the tensors: Ctrl-C in the caller must not free memory that is written to."""
     if not future.set_running_or_notify_cancel():
-        return  # the caller has taken it back
+        return  # the caller has cancelled it, and runs it
     try:
         future.set_result(loop(*arguments))
     except BaseException as error:
@@ -132,7 +133,7 @@ def _run_part(future: Future[Any], loop: Any, arguments: tuple[Any, ...], *kept_
 
 
 def _hand_over(loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> Future[Any]:
-    # a future of its own: where a thread cannot be started, submit raises although it may have queued the part
+    # A future of its own: if a thread cannot be started, submit raises although it may have queued the part.
     future: Future[Any] = Future()
     with suppress(RuntimeError):  # at the interpreter's end, or at a limit of threads: the part stays with the caller
         thread_pool().submit(_run_part, future, loop, arguments, *kept_alive)
@@ -143,12 +144,13 @@ def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_sc
     """Round the memory of `src` into that of `dst`: same dtype, device and order, both without holes."""
     n = src.numel()
     if log2_scale is not None and log2_scale.device != src.device:
-        log2_scale = log2_scale.to(src.device)  # an address of another one's memory would end the process
+        log2_scale = log2_scale.to(src.device)  # an address on another device would crash the process
     if src.is_cuda:
         launch_on_card(src, dst, n, kernel, key, log2_scale)
         return
     scale_address = _NO_SCALE_ADDRESS if log2_scale is None else log2_scale.data_ptr()
     key_address = NO_KEY_ADDRESS if key is None else key.data_ptr()
+    # `data_ptr` is called once for an in-place rounding: small tensors feel every call.
     source = target = src.data_ptr()
     if dst is not src:
         target = dst.data_ptr()
@@ -174,7 +176,7 @@ def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_sc
 
 
 def rounded_number(x: float, spec: RoundingSpec) -> float:
-    """A number of Python, rounded as an element of a float64 tensor is; no tensor is made, whoever watches those."""
+    """Round a number of Python as an element of a float64 tensor, without a tensor that a mode could see."""
     kernel, _ = _kernel_and_container(spec, torch.float64, False, True)
     if kernel is None:
         return x
@@ -185,14 +187,14 @@ def rounded_number(x: float, spec: RoundingSpec) -> float:
 
 
 def parts_of(n: int) -> list[tuple[int, int]]:
-    """Where each thread's part of `n` elements begins, at a multiple of NOISE_BLOCK, and its length."""
+    """Return where each thread's part of `n` elements begins, at a multiple of NOISE_BLOCK, and its length."""
     threads = torch.get_num_threads() if n >= PARALLEL_FROM else 1
     per_thread = -(-n // (threads * NOISE_BLOCK)) * NOISE_BLOCK
     return [(first, min(per_thread, n - first)) for first in range(0, max(n, 1), max(per_thread, 1))]
 
 
 def run_parts(loop: Any, parts: Sequence[tuple[Any, ...]], *kept_alive: Any) -> list[Any]:
-    """Call a compiled loop for each part, and give what it gave: the first here, others in the pool.
+    """Call a compiled loop for each part and return the results: the first part here, the others in the pool.
 
     A part that no thread has begun by then runs here too.
     """
@@ -204,7 +206,7 @@ def run_parts(loop: Any, parts: Sequence[tuple[Any, ...]], *kept_alive: Any) -> 
 
 
 def run_on_card(loop: CudaKernel, x: Tensor, blocks: int, arguments: tuple[float, ...]) -> None:
-    """Launch a CUDA kernel on the device of `x`, and there on torch's current stream."""
+    """Launch a CUDA kernel on the device of `x`, on torch's current stream there."""
     if _IS_ROCM:
         raise NotImplementedError(
             "A tensor on an AMD GPU was given, which torch calls cuda too: the kernels are for NVIDIA's. "
@@ -219,7 +221,7 @@ def run_on_card(loop: CudaKernel, x: Tensor, blocks: int, arguments: tuple[float
 
 
 def key_arguments(key: Tensor | None) -> tuple[int, int, int]:
-    """A noise key as a kernel takes it: the address of one on the card, whether there is one, else its 64 bits."""
+    """Return a noise key as a kernel takes it: its address on the card, whether there is one, else its 64 bits."""
     if key is None:
         return 0, 0, 0
     return (address_of(key), 1, 0) if key.is_cuda else (0, 0, int(key.item()))
@@ -229,10 +231,10 @@ _tables: dict[tuple[int, int], Tensor] = {}  # of code books, by the address on 
 
 
 def on_card(shape: int, parameters: tuple[int, ...], x: Tensor, places: tuple[int, ...] = (0,)) -> tuple[int, ...]:
-    """A plan's integers with the table of a code book, if it has one, in the memory of the card of `x`.
+    """Return a plan's integers with the address of its code book's table, if any, on the card of `x`.
 
-    shape: of the Plan; places: where the Numbers of a Plan begin in `parameters`.
-    Raises RuntimeError for a table that is not there yet, while a CUDA graph is captured.
+    shape: of the Plan; places: where the Numbers of a Plan begin in `parameters`. Raises RuntimeError if the table
+    would have to be copied while a CUDA graph is captured.
     """
     if shape not in (BOOK, SEARCHED_BOOK):
         return parameters
@@ -263,7 +265,7 @@ def _copied(address: int, x: Tensor) -> Tensor:
 def launch_on_card(
     src: Tensor, dst: Tensor, n: int, kernel: Kernel, key: Tensor | None, log2_scale: Tensor | None = None
 ) -> None:
-    """`launch` on a card. Nothing is made there, and no memory but that of the arguments is looked at."""
+    """Do `launch` on a card. Nothing is allocated there, and only memory of the arguments is read."""
     if n == 0:
         return
     source, target = address_of(src), address_of(dst)
@@ -274,7 +276,7 @@ def launch_on_card(
     if key is not None:
         key_address, has_address, word = key_arguments(key)
         flags |= HAS_KEY * has_address
-    # as flat memory, whatever the strides: the two tensors have the same ones
+    # As flat memory for any strides: the two tensors have the same ones.
     loop, per_block, numbers = kernel.on_card
     parameters = on_card(kernel.plan.shape, numbers, src)
     words = (source, target, scale, key_address, n, flags, word, *parameters)
@@ -289,11 +291,10 @@ def round_memory_(
     keep_masks: bool = False,
     keep_infinity: bool = True,
 ) -> None:
-    """Round the memory of `x` in place, below autograd and without a trace in its version counter.
+    """Round the memory of `x` in place, below autograd and without a bump of its version counter.
 
-    key: of the noise; None draws one.
-    log2_scale: an int64 on the device of `x`, within `log2_scale_limits`: round(x * 2**log2_scale) / 2**log2_scale.
-    keep_masks: masks stay, see masks_of, which says also what `keep_infinity` means.
+    key: of the noise; None draws one. log2_scale: an int64 on the device of `x`, within `log2_scale_limits`: round(x *
+    2**log2_scale) / 2**log2_scale. keep_masks: masks stay as they are, see masks_of, also for `keep_infinity`.
     """
     known = _known.get((spec.text, x.dtype, keep_masks, keep_infinity))  # a string keeps its hash
     kernel, container = known or _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
@@ -312,9 +313,9 @@ def round_memory_(
 
 
 def rounds_in_place(spec: RoundingSpec, keep_infinity: bool) -> Callable[[Tensor, int], None]:
-    """`round_memory_` with masks, for who rounds many small results by one spec: what they share is asked once.
+    """Return `round_memory_` with masks, specialised to one spec, for callers that round many small results.
 
-    It takes a float32 tensor on the CPU, and where its memory begins.
+    It takes a float32 tensor on the CPU, and the address of its memory.
     """
     kernel, container = _kernel_and_container(spec, torch.float32, True, keep_infinity)
 
@@ -336,7 +337,7 @@ def rounds_in_place(spec: RoundingSpec, keep_infinity: bool) -> Callable[[Tensor
 
 
 def _each_once(x: Tensor) -> Tensor:
-    """`x` without the dimensions in which it was expanded, so that no number of its memory comes twice."""
+    """Return `x` without the dimensions in which it was expanded, so that each number of its memory occurs once."""
     for i, (step, size) in enumerate(zip(x.stride(), x.shape, strict=True)):
         if step == 0 and size > 1:
             x = x.narrow(i, 0, 1)
@@ -344,10 +345,10 @@ def _each_once(x: Tensor) -> Tensor:
 
 
 def round_fitting_(x: Tensor, spec: RoundingSpec, log2_scale: Tensor, ceiling: float) -> float | None:
-    """`round_memory_` that looks for the largest magnitude in the same pass and gives it, inf for what is not finite.
+    """Do `round_memory_` and return the largest magnitude, found in the same pass; inf if an element is not finite.
 
-    Elements above `ceiling` stay as they are; if there is one, it is for the caller to round all at another scale.
-    None, and nothing done, where there is no such loop: on a card, not in the container's dtype, not in one piece.
+    Elements above `ceiling` stay as they are; if there is one, the caller has to round all at another scale. Returns
+    None, and does nothing, if there is no such loop: on a card, in another dtype than the container's, or with holes.
     """
     n, width = x.numel(), container_width(spec, x.dtype)
     is_stochastic = spec.rounding == "stochastic"
@@ -373,7 +374,7 @@ def rounded(
     keep_masks: bool = False,
     keep_infinity: bool = True,
 ) -> Tensor:
-    """A rounded copy of `x` with its dtype and, where it has no holes, its strides. Arguments as in round_memory_."""
+    """Return a rounded copy of `x` with its dtype and, without holes, its strides. Arguments as in round_memory_."""
     known = _known.get((spec.text, x.dtype, keep_masks, keep_infinity))  # a string keeps its hash
     kernel, container = known or _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
     if kernel is None:
@@ -400,7 +401,7 @@ def _wider_copy(x: Tensor, container: torch.dtype) -> Tensor:
 
 
 def _narrower(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rounded numbers of a container in float32 if they are to become `dtype`, which holds them, from float64."""
+    """Return the rounded numbers of a float64 container as float32, if they become a `dtype` that float32 holds."""
     if not x.is_cpu or x.dtype is not torch.float64 or dtype is torch.float64:
         return x
     out = torch.empty_like(x, dtype=torch.float32)
@@ -411,24 +412,24 @@ def _narrower(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def ldexp(x: Tensor, log2_scale: Tensor) -> Tensor:
-    """A float64 tensor times 2**log2_scale, on any device; exact, or rounded once. torch.ldexp overflows early."""
+    """Return a float64 tensor times 2**log2_scale, on any device, rounded at most once. torch.ldexp overflows early."""
     left, powers = log2_scale.long().clamp(-2100, 2100), []  # beyond, all but zero becomes inf or 0
     for _ in range(3):
         part = left.clamp(-1022, 1023)
         left = left - part
         powers.append(((part + 1023) << 52).view(torch.float64))  # a power of two by its pattern
-    last, *first = powers  # the largest comes last: what lies between is normal, unless the result is 0
+    last, *first = powers  # the largest comes last: all intermediate products are normal, unless the result is 0
     for power in first:
         x = x * power
     return x * last
 
 
 def to_float64(x: Tensor, log2_scale: int | Tensor = 0) -> Tensor:
-    """`x` times 2**log2_scale as contiguous float64: the same whatever the processor does with subnormals.
+    """Return `x` times 2**log2_scale as contiguous float64, independent of the processor's treatment of subnormals.
 
     Each number is exact unless it leaves the range of float64: inf beyond, rounded to nearest even below.
 
-    x: of any floating dtype; it is given back itself where there is nothing to do.
+    x: of any floating dtype; returned itself if nothing is to do.
     log2_scale: an integer; as a tensor on the device of `x`, it is not copied to the host from a card.
     """
     x = x.detach().resolve_neg()
@@ -439,7 +440,7 @@ def to_float64(x: Tensor, log2_scale: int | Tensor = 0) -> Tensor:
     if x.dtype is torch.float64:
         out = x.clone(memory_format=torch.contiguous_format) if is_scaled else x.contiguous()
     else:
-        x = x.to(torch.float32).contiguous()  # of 16 bits torch shifts the pattern into place
+        x = x.to(torch.float32).contiguous()  # from 16 bits torch shifts the pattern, and flushes nothing
         out = torch.empty_like(x, dtype=torch.float64)
         source, target = address_of(x), address_of(out)
         parts = [(source + 4 * first, target + 8 * first, length) for first, length in parts_of(x.numel())]

@@ -1,4 +1,4 @@
-"""Moments, range and exponents of a tensor, each in one pass, left on its device."""
+"""Moments, range and exponents of a tensor, each from one pass, left on its device."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def join_rows(rows, only_amax, out):  # type: ignore[no-untyped-def]
 
 
 def moments_of(x: Tensor, logs: bool = False, out: Tensor | None = None) -> Tensor:
-    """The `Moments` of `x` as ten float64 on its device, from one pass; nothing is copied to the host.
+    """Return the `Moments` of `x` as ten float64 on its device, from one pass; nothing is copied to the host.
 
     x: any shape and strides, on the CPU or a CUDA device. logs: also those of log|x|, at thirty times the price on
-    the CPU. out: where to put them.
+    the CPU. out: the tensor to write to.
 
     A CPU that flushes subnormals (torch.set_flush_denormal) may count those of float64 as zeros in the sums.
 
@@ -81,7 +81,8 @@ def moments_of(x: Tensor, logs: bool = False, out: Tensor | None = None) -> Tens
 
 
 def amax_of(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """The largest magnitude of `x`, inf if an element is not finite, in the amax field of ten float64; others stay.
+    """Return the largest magnitude of `x`, inf if an element is not finite, in the amax field of ten float64; others
+    stay.
 
     >>> float(amax_of(torch.tensor([3.0, -4.0]))[6])
     4.0
@@ -124,10 +125,10 @@ def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tenso
 
 
 def binades(x: Tensor, power_begins: bool = False) -> tuple[Tensor, int]:
-    """How many elements of `x` lie in each binade, as int64 on its device, and the binade of the first.
+    """Count the elements of `x` in each binade, as int64 on its device; returns the counts and the binade of the first.
 
     Entry i counts 2**(first+i) < |x| <= 2**(first+i+1): a power of two ends its binade. Zeros, inf and NaN are left
-    out; the first entry holds the container's subnormals, all of them, with its smallest normal.
+    out; the first entry holds all subnormals of the container, and its smallest normal.
 
     power_begins: entry i counts 2**(first+i) <= |x| < 2**(first+i+1), and the first one the subnormals alone.
 
@@ -154,41 +155,41 @@ def binades(x: Tensor, power_begins: bool = False) -> tuple[Tensor, int]:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """A tensor of the same numbers, in float32 or float64, whose memory has no holes."""
+    """Return a tensor with the same numbers, in float32 or float64, whose memory has no holes."""
     if x.dtype is not torch.float32 and x.dtype is not torch.float64:
         x = x.detach().float()
     return x if x.is_contiguous() or has_no_holes(x) else x.detach().contiguous()
 
 
 def memory_of(x: Tensor) -> memoryview:
-    """The memory of a CPU tensor, whose items are Python's numbers; at hand where `keep_memory_of` was called."""
+    """Return the memory of a CPU tensor, whose items are Python numbers; cached if `keep_memory_of` was called."""
     kept = getattr(x, "_fpsim_memory", None)
     return memoryview(x.numpy()) if kept is None else kept  # type: ignore[arg-type]
 
 
 def keep_memory_of(x: Tensor) -> Tensor:
-    """Ask once for the memory of a tensor that lives long and is used often; gives the tensor."""
+    """Cache the memoryview of a tensor that lives long and is used often; returns the tensor."""
     if x.device.type == "cpu":
         x._fpsim_memory = memoryview(x.numpy())  # type: ignore[attr-defined, arg-type]
     return x
 
 
-# On the CPU alone: a tensor on a card would be filled on the stream of the first call, and read on others.
+# On the CPU only: a tensor on a card would be filled on the stream of the first call, and read on others.
 _FLAGS = [keep_memory_of(torch.full((1,), flag, dtype=torch.int64, device="cpu")) for flag in range(2)]
 
 
 def _flag_on(device: torch.device, flag: bool) -> Tensor:
-    """A flag in the memory of a device, filled on the current stream."""
+    """Return a flag in the memory of a device, filled on the current stream."""
     if device.type == "cpu":
         return _FLAGS[flag]
     return torch.full((1,), int(flag), dtype=torch.int64, device=device)
 
 
 def on_device(function: Any, *arrays: Tensor) -> None:
-    """Run a scalar function over small contiguous tensors of one device, where they are: it changes them in place.
+    """Run a scalar function over small contiguous tensors of one device, on that device: it changes them in place.
 
-    On the CPU the function is called with their memory, on a CUDA device as a kernel of one thread. It indexes its
-    arguments and computes with numbers, `math` and other such functions: what Numba compiles for CUDA.
+    On the CPU the function is called with their memory, on a CUDA device as a kernel of one thread. It may index its
+    arguments and compute with numbers, `math` and other such functions, as far as Numba compiles it for CUDA.
     """
     device = arrays[0].device
     if device.type == "cpu":

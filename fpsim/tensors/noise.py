@@ -1,4 +1,4 @@
-"""Noise keys: the 64 bits that name one stochastic rounding, and the streams they are drawn from."""
+"""Noise keys: the 64 bits that identify one stochastic rounding, and the streams they are drawn from."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _inside: list[_Block] = []
 
 
 class _Source:
-    """What a block draws from; None is torch's stream."""
+    """The stream that a block draws from; None is torch's."""
 
     def __init__(self, stream: torch.Generator | None) -> None:
         self.stream = stream
 
 
 class _Here(threading.local):
-    """What the blocks that this thread is in draw from, the innermost last; None is torch's stream."""
+    """Streams of the blocks that this thread is in, the innermost last."""
 
     def __init__(self) -> None:
         self.streams: list[_Source] = []
@@ -73,16 +73,17 @@ def manual_seed(seed: int | None) -> None:
 
 
 def noise_of_torch() -> AbstractContextManager[None]:
-    """Inside, noise follows `torch.manual_seed`; the stream of `manual_seed`, if there is one, goes on afterwards.
+    """Let noise follow `torch.manual_seed` inside; the stream of `manual_seed`, if there is one, continues afterwards.
 
     This holds for the process while any of its threads is inside: a backward pass rounds in threads of autograd's own.
-    A call of `manual_seed` inside has no effect: the stream that goes on is the one from before.
+    A call of `manual_seed` inside has no effect: the stream from before continues.
     """
     return Block(_follow_torch)
 
 
 def _follow_torch(undo: Undo) -> None:
     block, source, before = _Block(), _Source(None), _generator
+    # Registered before the block is entered, so that an interrupt in between leaves nothing behind.
     undo.by(partial(_leave, block, source, before))
     _inside.append(block)
     _here.streams.append(source)
@@ -110,28 +111,28 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
 
 
 def _stream() -> torch.Generator | None:
-    """What keys are drawn from here and now; None for torch's stream."""
+    """Return the stream that keys are drawn from at present; None for torch's."""
     if _here.streams:
         return _here.streams[-1].stream
     return None if _inside else _generator
 
 
 def noise_state() -> Tensor | None:
-    """Where the stream of `manual_seed` is; None where noise follows torch."""
+    """Return the state of the stream of `manual_seed`; None if noise follows torch."""
     stream = _stream()
     return None if stream is None else stream.get_state()
 
 
 def replayed_noise(state: Tensor | None) -> AbstractContextManager[None]:
-    """Inside, this thread draws again what it drew from `state` on; the stream of `manual_seed` stays where it is.
+    """Let this thread draw again the keys from `state` on; the stream of `manual_seed` stays where it is.
 
-    state: from `noise_state`; None draws from torch's stream, which whoever runs something again has to replay.
+    state: from `noise_state`; None draws from torch's stream, which the caller has to replay.
     """
     return Block(partial(replay_noise, state))
 
 
 def replay_noise(state: Tensor | None, undo: Undo) -> None:
-    """As `replayed_noise`, until it is undone."""
+    """Do as `replayed_noise`, until it is undone."""
     source = _source_at(state)
     undo.by(partial(_forget, _here.streams, source))
     _here.streams.append(source)
@@ -146,7 +147,7 @@ def _source_at(state: Tensor | None) -> _Source:
 
 
 def keep_random_numbers(undo: Undo) -> None:
-    """Put torch's random numbers back, of the CPU and of the current card."""
+    """Restore torch's random number states of the CPU and of the current card."""
     undo.by(partial(torch.set_rng_state, torch.get_rng_state()))
     if torch.cuda.is_available():
         device = torch.cuda.current_device()
@@ -154,7 +155,7 @@ def keep_random_numbers(undo: Undo) -> None:
 
 
 def seed_here(undo: Undo, seed: int, noise: int) -> None:
-    """Seed torch's random numbers and this thread's noise; what they were is put back."""
+    """Seed torch's random numbers and this thread's noise; the earlier states are restored."""
     keep_random_numbers(undo)
     source = _Source(torch.Generator().manual_seed(noise))
     undo.by(partial(_forget, _here.streams, source))
@@ -163,12 +164,12 @@ def seed_here(undo: Undo, seed: int, noise: int) -> None:
 
 
 def new_key() -> Tensor:
-    """64 bits that name one call, on the CPU."""
+    """Draw the 64 bits that identify one call, on the CPU."""
     return torch.empty((), dtype=torch.int64, device="cpu").random_(generator=_stream())
 
 
 def is_captured(x: Tensor) -> bool:
-    """Whether what is done with `x` now is captured for a CUDA graph: by the current stream of its own device."""
+    """Return whether operations on `x` are being captured for a CUDA graph, by the current stream of its own device."""
     if not x.is_cuda:
         return False
     if x.get_device() == torch.cuda.current_device():
@@ -178,10 +179,10 @@ def is_captured(x: Tensor) -> bool:
 
 
 def new_key_for(x: Tensor) -> Tensor:
-    """A key for a rounding of `x`: `new_key`, or an int64 on its card while a CUDA graph is captured.
+    """Return a key for a rounding of `x`: `new_key`, or an int64 on its card while a CUDA graph is captured.
 
-    A graph repeats what was captured: a number would be the same in every replay. What torch's own generator of the
-    card draws in a captured operation is drawn again in each, so that the noise follows `torch.manual_seed` there.
+    A graph repeats captured operations: a number of the host would be the same in every replay. An operation of torch's
+    generator on the card draws again in each, so that the noise follows `torch.manual_seed` there.
     """
     if is_captured(x):
         return torch.empty((), dtype=torch.int64, device=x.device).random_()
@@ -189,7 +190,7 @@ def new_key_for(x: Tensor) -> Tensor:
 
 
 def new_traceable_key(x: Tensor) -> Tensor:
-    """The same by one operation that returns, as tracers and transforms want it."""
+    """Return the same key by one operation that returns a tensor, as tracers and transforms require."""
     if not torch.compiler.is_compiling() and is_captured(x):
         return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=x.device)
     stream = None if torch.compiler.is_compiling() else _stream()
@@ -198,5 +199,5 @@ def new_traceable_key(x: Tensor) -> Tensor:
 
 
 def new_compiled_key() -> Tensor:
-    """A key of a compiled program on the CPU, by the very operation of `new_key`, which a compiler leaves to torch."""
+    """Return a key of a compiled program on the CPU, by the operation of `new_key`, which compilers leave to torch."""
     return torch.empty((), dtype=torch.int64, device="cpu").random_()

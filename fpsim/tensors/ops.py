@@ -1,4 +1,4 @@
-"""The door to torch and NumPy: `round_to`, `round_to_` and `Rounder`."""
+"""The interface to torch and NumPy: `round_to`, `round_to_` and `Rounder`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["Rounder", "round_to", "round_to_"]
 
 
 def _require_out(out: Any, x: Any) -> None:
-    """`out` fits `x`: two tensors, or two arrays."""
+    """Raise ValueError if `out` does not fit `x`: two tensors, or two arrays."""
     library = "torch" if isinstance(x, Tensor) else "numpy"
     for what in ("dtype", "device", "shape"):
         given, wanted = getattr(out, what, None), getattr(x, what, None)  # NumPy 1 has no devices
@@ -56,7 +56,7 @@ def _require_out(out: Any, x: Any) -> None:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors share some of their memory, but not all."""
+    """Return whether two contiguous tensors share some of their memory, but not all."""
     distance = abs(a.data_ptr() - b.data_ptr())
     return 0 < distance < a.numel() * a.element_size()
 
@@ -102,13 +102,13 @@ def round_to(
         x: float32, float64, float16 or bfloat16 tensor or ndarray, any shape and strides, on the CPU or a CUDA device.
         fmt: a format, or its name.
         rounding: "nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd" or "stochastic".
-        overflow: what lies beyond the largest value gives: "inf", "nan" or "saturate". None means inf in formats that
-            have one, and the largest value in others and in block formats.
+        overflow: result for numbers beyond the largest value: "inf", "nan" or "saturate". None means inf in formats
+            that have it, and the largest value in others and in block formats.
         random_bits: for "stochastic", how many random bits r decide (1 to 32); None uses every discarded bit up to 32.
         out: a contiguous tensor of the same shape, dtype and device to write to; no gradient then.
         axis: in block formats, the axis along which elements share a scale, the last one by default; (across, axis)
-            gives a tile's rows their axis too. Of a product, blocks run along the contraction axis. `x` is a float32
-            then; where scales are powers of two, as in the MX formats, a bfloat16 or float64 too.
+            names the axis of a tile's rows too. In a product, blocks run along the contraction axis. `x` is a float32
+            then; if scales are powers of two, as in the MX formats, a bfloat16 or float64 too.
         variant: with random_bits, how the distance to the lower neighbour is rounded to r bits, which are the
             probability to go up: "A" cuts it off, so that results are too close to zero by 2^-(r+1) of the spacing on
             average; "B" rounds it to nearest, ties away, "C" to nearest even, both without that bias; "C_ties_to_odd",
@@ -129,6 +129,8 @@ def round_to(
     tensor([[  1.,   2.],
             [256., 768.]])
     """
+    # The usual call first, by checks that cost nothing: a lookup and a launch follow, and the other cases are slower
+    # anyway.
     is_usual = out is None and type(x) is Tensor and x.dtype is torch.float32 and not x.requires_grad and is_plain(x)
     if not is_usual and torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
         return _round_by_operator(x, fmt, (rounding, overflow, random_bits, variant), axis)
@@ -143,7 +145,7 @@ def round_to(
 
 
 def _round_by_operator(x: Tensor, fmt: Any, words: tuple[Any, ...], axis: Any) -> Tensor:
-    """What torch.compile traces."""
+    """Round by an operator that torch.compile traces."""
     if not _shares_scales(fmt):
         require_no_axis(axis, fmt)
         require_floating(x)
@@ -168,6 +170,7 @@ def _round_numbers(x: Any, spec: RoundingSpec, out: Any) -> Any:
     if width == 0:
         return out.copy_(x.detach())
     direct = x.is_contiguous() and x.dtype is CONTAINERS[width]
+    # A partial overlap would let the kernel read numbers that it has already rounded.
     if direct and not _overlap(x, out):
         launch(x, out, kernel_for(spec, width), new_key_for(x) if spec.rounding == "stochastic" else None)
         torch.autograd.graph.increment_version(out)
@@ -196,7 +199,7 @@ def _holds_blocks(dtype: torch.dtype, fmt: Any) -> bool:
 
 @cache
 def _names_blocks(name: str) -> bool:
-    """Whether this is the name of a block format. A wrong name is none: other code says what is wrong."""
+    """Return whether this is the name of a block format. False for an unknown name, for which other code raises."""
     try:
         return isinstance(as_format(name), BlockFormat)
     except ValueError:
@@ -204,7 +207,7 @@ def _names_blocks(name: str) -> bool:
 
 
 def _round_blocks(x: Any, spec: BlockSpec, out: Any, axis: int | tuple[int, int] | None, is_usual: bool) -> Any:
-    """Round blocks that share scales. is_usual: as `round_to` finds it."""
+    """Round blocks that share scales. is_usual: as found by `round_to`."""
     along, across = (-1, None) if axis is None else axis_pair(axis)
     if isinstance(x, np.ndarray):
         return _round_blocks_of_ndarray(x, spec, out, along, across)
@@ -236,7 +239,7 @@ def _round_blocks_of_ndarray(
 
 
 def _written(rounded: np.ndarray[Any, Any], x: np.ndarray[Any, Any], out: Any) -> np.ndarray[Any, Any]:
-    """`out`, with the rounded numbers of `x` in it."""
+    """Write the rounded numbers of `x` to `out`, and return it."""
     if not isinstance(out, np.ndarray):
         raise TypeError(f"out is {type(out).__name__} and x a numpy.ndarray. Give an ndarray: numpy.empty_like(x).")
     require_no_mask(out, "out")
@@ -286,6 +289,7 @@ def round_to_(
     if not is_plain(x):
         return x.copy_(round_differentiably(x, spec))
     round_memory_(x, spec)
+    # The kernel wrote below autograd: without this a backward pass would not notice that a saved tensor has changed.
     torch.autograd.graph.increment_version(x)
     return x
 
@@ -301,8 +305,8 @@ class Rounder(nn.Module):
         rounding: of activations, as in `round_to`.
         backward_rounding: of gradients; None means the same.
         overflow, backward_overflow: as in `round_to`.
-        random_bits, variant: as in `round_to`, of activations and of gradients alike where their rounding is
-            stochastic. Raises ValueError where neither is.
+        random_bits, variant: as in `round_to`, of activations and of gradients alike if their rounding is stochastic.
+            Raises ValueError if neither is.
 
     >>> layer = Rounder(forward="e4m3fn", backward="e5m2")
     >>> x = torch.tensor([0.3], requires_grad=True)
@@ -323,13 +327,13 @@ class Rounder(nn.Module):
     ) -> None:
         super().__init__()
         backward_rounding = rounding if backward_rounding is None else backward_rounding
-        # words that come with no format are checked with one that has inf and NaN
+        # arguments without a format are checked against one that has inf and NaN
         onward = rounding_spec("e5m2" if forward is None else forward, rounding, overflow)
         back = rounding_spec("e5m2" if backward is None else backward, backward_rounding, backward_overflow)
         if random_bits is not None or variant != "A":
             used = [spec for fmt, spec in ((forward, onward), (backward, back)) if fmt is not None] or [onward]
             first = next((spec for spec in used if spec.rounding == "stochastic"), used[0])
-            rounding_spec(first.fmt, first.rounding, first.overflow, random_bits, variant)  # refuses what nothing uses
+            rounding_spec(first.fmt, first.rounding, first.overflow, random_bits, variant)  # refuses unused arguments
             onward, back = (
                 rounding_spec(spec.fmt, spec.rounding, spec.overflow, random_bits, variant)
                 if spec.rounding == "stochastic"

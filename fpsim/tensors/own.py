@@ -1,4 +1,4 @@
-"""Roundings that a user writes: a function of a tensor and an axis, in the place of a format of an operand."""
+"""User-defined roundings: a function of a tensor and an axis that replaces a format of an operand."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ __all__ = ["own_format", "own_spec", "rounded_by_function"]
 
 
 def own_format(function: Callable[[Tensor, int], Tensor], label: str) -> OwnFormat:
-    """The format that stands for a function."""
+    """Return the format that represents a function."""
     return OwnFormat(8, 23, function=function, label=label)
 
 
 def own_spec(fmt: OwnFormat) -> RoundingSpec:
-    """How an operand is rounded that a function rounds."""
+    """Return the rounding of an operand by a function."""
     return RoundingSpec(fmt, "own", "inf")
 
 
 def rounded_by_function(
     x: Tensor, fmt: OwnFormat, axis: int, site: str, clips: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """What the function makes of an operand; and where its gradient passes, if it clips.
+    """Apply the function to an operand; returns the result and, if it clips, a mask of where the gradient passes.
 
-    x: a float32, or float64 of a float64 model, of which the function is given a float32.
-    axis: the one that the product sums over, 0 or more.
+    x: a float32, or float64 of a float64 model, which the function gets as float32.
+    axis: the axis that the product sums over, 0 or more.
     site: of the product, for errors.
-    clips: whether the function gives a pair.
+    clips: whether the function returns a pair.
 
-    Raises TypeError for a result of another type, shape, dtype or device, ValueError for NaN that the function made of
+    Raises TypeError for a result of another type, shape, dtype or device, ValueError if the function returns NaN for
     numbers.
     """
     if is_traced(x):
@@ -43,7 +43,7 @@ def rounded_by_function(
         return rounded, passes if clips else None
     with torch.no_grad(), without_torch_function():
         kept = x.detach().to(torch.float32)
-        given = kept.clone(memory_format=torch.contiguous_format)  # it may write to it
+        given = kept.clone(memory_format=torch.contiguous_format)  # a copy, as it may write in place
         out: Any = fmt.function(given, axis % max(x.dim(), 1))
         where = f"The operand function {fmt.label} at {site}"
         passes = None
@@ -75,7 +75,7 @@ def _said(out: object) -> str:
     return f"a {str(out.dtype).removeprefix('torch.')} of shape {tuple(out.shape)} on {out.device}"
 
 
-# The operator that torch.compile sees: the function itself runs as it is written, in the middle of the program.
+# The operator that torch.compile sees: the function itself is not traced, and runs in the middle of the program.
 
 _by_key: dict[str, OwnFormat] = {}
 

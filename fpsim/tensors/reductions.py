@@ -18,7 +18,7 @@ from fpsim.torch_modes import layers_behind
 __all__ = ["REDUCTIONS", "all_reduce", "reduced"]
 
 SEGMENT_BYTES = 1 << 20  # gloo's largest segment, allreduce.cc: kMaxSegmentSize of a ring
-SEGMENTS = 2  # that a rank has at least
+SEGMENTS = 2  # the fewest that a rank has
 
 Add = Callable[[Tensor, Tensor], Tensor]
 
@@ -34,12 +34,12 @@ def _tree(parts: Sequence[Tensor], add: Add, _: int) -> Tensor:
     level = [*parts]
     while len(level) > 1:
         pairs = [add(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
-        level = pairs + level[len(level) // 2 * 2 :]  # the last one of an odd number waits
+        level = pairs + level[len(level) // 2 * 2 :]  # the last of an odd number is added at a later level
     return level[0]
 
 
 def _ring(parts: Sequence[Tensor], add: Add, size: int) -> Tensor:
-    """Chunk c of the flat tensor begins at rank c - 1, and goes down: what gloo's all_reduce was measured to do."""
+    """Add chunk c of the flat tensor from rank c - 1 downwards, as gloo's all_reduce was measured to do."""
     ranks, count, shape = len(parts), parts[0].numel(), parts[0].shape
     segments = max(SEGMENTS, -(-count * size // (ranks * SEGMENT_BYTES)))
     chunk = segments * -(-count // (segments * ranks))
@@ -59,11 +59,11 @@ REDUCTIONS: dict[str, Callable[[Sequence[Tensor], Add, int], Tensor]] = {
 
 
 def reduced(parts: Sequence[Tensor], spec: RoundingSpec, order: str) -> Tensor:
-    """The sum of float32 parts of one shape, which are in the format already. Below autograd."""
+    """Return the sum of float32 parts of one shape, which are in the format already. Below autograd."""
     is_float32 = spec.fmt == as_float_format("fp32") and spec.rounding == "nearest_even"
 
     def add(a: Tensor, b: Tensor) -> Tensor:
-        # what a float64 cuts off of a sum is no half of a last place of either number
+        # Exact enough: the bits that float64 drops from a sum are below half a last place of either number.
         return a + b if is_float32 else rounded(a.double() + b.double(), spec).float()
 
     return REDUCTIONS[order](parts, add, max(1, math.ceil(int(spec.fmt.bits) / 8)))
@@ -72,13 +72,13 @@ def reduced(parts: Sequence[Tensor], spec: RoundingSpec, order: str) -> Tensor:
 def all_reduce(
     tensors: Sequence[Tensor], fmt: Any = "fp32", order: str = "ring", rounding: str = "nearest_even"
 ) -> Tensor:
-    """The sum of the tensors of all ranks, as a collective makes it that sends numbers in a format.
+    """Return the sum of the tensors of all ranks, as a collective computes it that sends numbers in a format.
 
-    Each rank's tensor is rounded to the format, and each addition on its way is.
+    Each rank's tensor is rounded to the format, and so is each addition on the way.
 
     Args:
-        tensors: one of each rank, of one shape, floating dtype and device. Of a bucket, the flat tensor that is
-            reduced: which rank an element's sum begins with depends on its place there.
+        tensors: one of each rank, of one shape, floating dtype and device. For a bucket, the flat tensor that is
+            reduced: the place of an element in it decides at which rank its sum begins.
         fmt: the format that is sent, of single numbers.
         order: "ring", as gloo's all_reduce: the flat tensor is cut into as many chunks as there are ranks; chunk c
             begins with rank c - 1, and ranks go down. "tree", in which neighbours are added, then neighbours of those.
@@ -86,12 +86,12 @@ def all_reduce(
         rounding: "nearest_even" or "stochastic".
 
     Returns:
-        The sum, of the dtype that came; no gradient passes. DDP and FSDP divide each rank's gradient by the number of
-        ranks before.
+        The sum, in the dtype of the tensors; no gradient passes. DDP and FSDP divide each rank's gradient by the number
+        of ranks before.
 
     Raises:
         ValueError: for no tensors, unequal ones, or an unknown order.
-        TypeError: for what is no floating tensor.
+        TypeError: for anything else than floating tensors.
 
     >>> halves = [torch.tensor([256.0, 1.0]), torch.tensor([1.0, 256.0]), torch.tensor([1.0, 1.0])]
     >>> all_reduce(halves, "bf16", "linear"), all_reduce(halves, "bf16", "linear").equal(sum(halves))

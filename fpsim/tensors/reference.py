@@ -1,7 +1,7 @@
-"""A second definition of rounding, in float64 arithmetic, to hold the kernels against: `python -m fpsim verify`.
+"""A second definition of rounding, in float64 arithmetic, to verify the kernels with: `python -m fpsim verify`.
 
 It shares nothing with `kernels/core.py`: significands are counted in units of the last place, which float64 does
-exactly, and noise is computed again. What a format is, its exponents and its largest value, comes from `formats/`.
+exactly, and noise is computed again. The formats, with their exponents and largest values, come from `formats/`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rounded_in_float64(
     random_bits: int | None = None,
     variant: str = "A",
 ) -> Array:
-    """What `fpsim.round_to(x, fmt, rounding, None, random_bits, variant=variant)` has to give, as float64.
+    """Return the expected `fpsim.round_to(x, fmt, rounding, None, random_bits, variant=variant)`, as float64.
 
     NaN has no payload here.
 
@@ -60,7 +60,7 @@ def rounded_in_float64(
 
 
 def _whole(k: Array, negative: Array, rounding: str, noise: Array | None, few: Few) -> Array:
-    """k, a magnitude in units of the last place, rounded to whole units."""
+    """Round k, a magnitude in units of the last place, to whole units."""
     low = np.floor(k)
     rest = k - low
     if rounding == "nearest_even":
@@ -80,7 +80,7 @@ def _whole(k: Array, negative: Array, rounding: str, noise: Array | None, few: F
 
 
 def _goes_up(part: Array, whole: float, noise: Array, random_bits: int, variant: str) -> Array:
-    """Whether `part`, of what lies between two neighbours, `whole`, goes up: by the formulas of IEEE P3109, 4.7.4.
+    """Return whether `part` of the distance `whole` between two neighbours goes up, by IEEE P3109, 4.7.4.
 
     Exact: products with powers of two, a remainder, and a quotient that is an integer below 2**32.
     """
@@ -101,7 +101,7 @@ def _goes_up(part: Array, whole: float, noise: Array, random_bits: int, variant:
 
 
 def _beside_a_gap(a: Array, smallest: float, negative: Array, rounding: str, noise: Array | None, few: Few) -> Array:
-    """Zero or the smallest value, where nothing lies between."""
+    """Return zero or the smallest value, where no value lies between."""
     if rounding == "nearest_even":
         up = a > smallest / 2
     elif rounding == "nearest_away":
@@ -119,7 +119,9 @@ def _beside_a_gap(a: Array, smallest: float, negative: Array, rounding: str, noi
 
 
 def _beyond(a: Array, fmt: FloatFormat, rounding: str, negative: Array) -> Array:
-    """What is beyond the largest value: directed roundings leave it finite, unless it is infinite or goes outwards."""
+    """Return the result beyond the largest value: directed roundings keep it finite, unless it is infinite or goes
+    outwards.
+    """
     overflow = {"inf": np.inf, "nan": np.nan, "saturate": fmt.largest}[fmt.resolve_overflow()]
     if rounding in ("nearest_even", "nearest_away", "stochastic"):
         return np.full(a.shape, overflow)
@@ -134,11 +136,11 @@ _ROTATIONS = ((10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10)
 
 
 def noise_of(n: int, key: int) -> Array:
-    """The noise of the first n elements of a call with this key of 64 bits, as uint32."""
+    """Return the noise of the first n elements of a call with this key of 64 bits, as uint32."""
     counters = np.arange(-(-n // 128) * 16, dtype=np.uint64)
     words = _threefry(counters, key)  # (4, counters): word w of counter 16 b + l is for elements 128 b + 32 w + l
     blocks = words.reshape(4, -1, 16).transpose(1, 0, 2)  # block, word, lane
-    exchanged = (blocks << np.uint32(16)) | (blocks >> np.uint32(16))  # and for those 16 further on
+    exchanged = (blocks << np.uint32(16)) | (blocks >> np.uint32(16))  # for the elements 16 further on
     return np.stack([blocks, exchanged], axis=2).reshape(-1)[:n]
 
 
@@ -162,7 +164,7 @@ def _threefry(counters: Array, key: int) -> Array:
 
 
 def rounded_to_codebook(x: Array, book: Codebook, rounding: str) -> Array:
-    """What `fpsim.round_to(x, book, rounding)` has to give, as float64, to nearest, "toward_zero", "up", "down".
+    """Return the expected `fpsim.round_to(x, book, rounding)`, as float64, to nearest, "toward_zero", "up", "down".
 
     For books whose borders float64 holds; NaN has no payload here.
     """
@@ -187,7 +189,7 @@ def rounded_to_codebook(x: Array, book: Codebook, rounding: str) -> Array:
 
 
 def rounded_in_blocks(x: Array, fmt: BlockFormat) -> Array:
-    """What `fpsim.round_to(x, fmt)` has to give, as float64, where scales are powers of two, by "floor" or "ceil".
+    """Return the expected `fpsim.round_to(x, fmt)`, as float64, where scales are powers of two, by "floor" or "ceil".
 
     x: float32 of two axes, in blocks along the last one.
     """
@@ -215,7 +217,7 @@ def _block(v: Array, fmt: BlockFormat) -> Array:
 
 
 def _log2_scale(amax: float, largest: float, rule: str) -> int:
-    """log2 of the scale of a block, whose largest element a float32 holds."""
+    """Return log2 of the scale of a block, whose largest element a float32 holds."""
     emax, least = math.frexp(largest)[1] - 1, -127
     if amax == 0:
         return least

@@ -1,4 +1,4 @@
-"""Rounding to formats whose blocks share a scale: how a tensor is cut into blocks, and who rounds them."""
+"""Rounding to formats whose blocks share a scale: scales, choices among candidates, and the launch on CPU and card."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fpsim.formats.blocks import BlockFormat, Choose
-from fpsim.kernels import block_amax, block_choice, block_dense, block_loops, block_teams, blocks
-from fpsim.kernels.codebook_tables import any_plan
+from fpsim.kernels import block_choice, block_dense, block_loops, block_teams, blocks
+from fpsim.kernels.codebooks import any_plan
 from fpsim.kernels.core import BINARY32, make_plan, scale_limits
 from fpsim.kernels.moments import partial_words
 from fpsim.tensors.cuts import BlockAxes, block_axes, runs_elsewhere, second_amaxes
@@ -40,19 +40,19 @@ __all__ = ["block_scales", "recorded_amax", "rounded_blocks"]
 
 @cache
 def block_plan(spec: BlockSpec, of: BlockFormat | None = None) -> blocks.BlockPlan:
-    """The integers that a kernel takes, see the indices in kernels/blocks.py.
+    """Return the integers that a kernel takes, see the indices in kernels/blocks.py.
 
     of: the format with a choice of which this one is a candidate, if it is one.
     """
     f, element = spec.fmt, spec.element
     words = element.fmt, element.rounding, element.overflow, element.random_bits
     plans = [any_plan(*words, width, element.variant) for width in (32, 64)]
-    if plans[0].shape != plans[1].shape:  # a code book that is searched in one container
+    if plans[0].shape != plans[1].shape:  # searched in one container only, and a kernel has one shape
         plans = [any_plan(*words, width, element.variant, search=True) for width in (32, 64)]
     scale = make_plan(f.scale, "nearest_even", "saturate", None, 32)
     emax = math.frexp(f.element.largest)[1] - 1
     least_shift, most_shift = scale_limits(f.element, 32)
-    # powers of two that a float32 can hold: the element's smallest value, and its largest, times the scale
+    # Limits of log2 of a scale: float32 has to hold the element's smallest and largest value times the scale.
     least = max(f.scale.min_exponent, -BINARY32.bias - 22 - f.element.min_ulp_exponent)
     most = min(math.frexp(f.scale.largest)[1] - 1, BINARY32.bias - emax)
     if not f.has_power_scale:
@@ -85,9 +85,9 @@ def block_plan(spec: BlockSpec, of: BlockFormat | None = None) -> blocks.BlockPl
 
 
 def _of_infinity(f: BlockFormat, overflow: str) -> tuple[int, int, int, int]:
-    """The parameters COUNTED, INFINITE_SCALE, INFINITE_EXPONENT and INFINITE_ELEMENT of a plan."""
+    """Return the parameters COUNTED, INFINITE_SCALE, INFINITE_EXPONENT and INFINITE_ELEMENT of a plan."""
     every_nan, infinity, nan = int(blocks.MAGNITUDE), int(blocks.INFINITY), int(blocks.NAN)
-    if f.is_delayed:  # whose scale is that of before: an element is on its own
+    if f.is_delayed:  # its scale is older, and each infinite element is treated alone
         is_nan = f.nonfinite == "nan" and f.element.has_nan and overflow == "saturate"
         return every_nan, BINARY32.bits(1.0), 0, nan if is_nan else 0
     if f.nonfinite == "nan":
@@ -96,38 +96,38 @@ def _of_infinity(f: BlockFormat, overflow: str) -> tuple[int, int, int, int]:
 
 
 def amax_pattern(x: Tensor, plan: blocks.BlockPlan) -> Tensor:
-    """The pattern of the largest magnitude of a contiguous tensor, an int64 on its device.
+    """Return the pattern of the largest magnitude of a contiguous tensor, an int64 on its device.
 
-    Masks do not count. An infinity does, and NaN where it makes a scale NaN.
+    Masks do not count. An infinity does, and so does NaN if it makes a scale NaN.
     """
     if x.is_cuda:
-        return _amax_on_card(x, _saturates(plan))[block_amax.FOUND]
+        return _amax_on_card(x, _saturates(plan))[block_dense.FOUND]
     return torch.tensor(_amax_on_cpu(x, plan)[0])
 
 
 def recorded_amax(x: Tensor, spec: BlockSpec) -> Tensor:
-    """The largest magnitude of a floating tensor that later steps take a scale from, a float32 of no dimension."""
+    """Return the amax of a floating tensor that later steps take a scale from, a float32 of no dimension."""
     source = x.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous()
     return amax_pattern(source, block_plan(spec)).to(torch.int32).view(torch.float32)
 
 
 def _saturates(plan: blocks.BlockPlan) -> int:
-    return block_amax.SATURATES if plan.parameters[blocks.COUNTED] == blocks.INFINITY else 0
+    return block_dense.SATURATES if plan.parameters[blocks.COUNTED] == blocks.INFINITY else 0
 
 
 def _amax_on_card(x: Tensor, asked: int, largest: float = 1.0) -> Tensor:
-    """What one pass over a contiguous tensor finds, int64 at the places of kernels.block_amax. asked: its flags."""
+    """What one pass over a contiguous tensor finds, int64 at the places of kernels.block_dense. asked: its flags."""
     from fpsim.compiling.card import array_words
 
-    out = torch.full((block_amax.PLACES,), -1, dtype=torch.int64, device=x.device)
-    address, words = address_of(x), array_words(address_of(out), (block_amax.PLACES,), 8)
+    out = torch.full((block_dense.PLACES,), -1, dtype=torch.int64, device=x.device)
+    address, words = address_of(x), array_words(address_of(out), (block_dense.PLACES,), 8)
     arguments = address, x.numel(), int(address % 16 == 0), BINARY32.bits(largest), asked, *words
-    run_on_card(block_amax.cuda_amax(), x, partial_words(x.numel(), 4)[0], arguments)
+    run_on_card(block_dense.cuda_amax(), x, partial_words(x.numel(), 4)[0], arguments)
     return out
 
 
 def _amax_on_cpu(x: Tensor, plan: blocks.BlockPlan) -> tuple[int, int]:
-    """The same, and 1 where there is a mask, an infinity or NaN, else 0."""
+    """Return the same, and 1 if there is a mask, an infinity or NaN, else 0."""
     loop, address, counted = block_loops.cpu_amax().native, address_of(x), plan.parameters[blocks.COUNTED]
     if x.numel() < PARALLEL_FROM:
         found = loop(address, x.numel(), counted)
@@ -146,14 +146,14 @@ def rounded_blocks(
     scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A rounded copy of `x`, below autograd, whose blocks share scales.
+    """Return a rounded copy of `x`, below autograd, whose blocks share scales.
 
     x: float32, float64, float16 or bfloat16, any shape and strides. Float64 is rounded once where scales are powers of
         two, and becomes float32 first where they are not.
-    axis: along which blocks run: the contraction axis of a product.
-    across: along which the rows of a tile run; None takes the axis before `axis`, or the next for the first one.
+    axis: of the blocks: the contraction axis of a product.
+    across: of the rows of a tile; None takes the axis before `axis`, or the next for the first one.
     key: of the noise; None draws one.
-    scale: of delayed scaling, a float32 of one element on the device of `x`: what elements are multiplied by.
+    scale: of delayed scaling, a float32 of one element on the device of `x`, which multiplies elements.
     out: a contiguous float32 of the shape and device of `x` to write to, which shares no memory with it.
     Raises ValueError for axes that `x` does not have.
     """
@@ -161,7 +161,7 @@ def rounded_blocks(
 
 
 def rounds_blocks(spec: BlockSpec, axis: int, across: int | None) -> Callable[[Tensor], Tensor]:
-    """`rounded_blocks`, for who rounds many small tensors by one spec: what they share is asked once."""
+    """Return `rounded_blocks` specialised to one spec, for callers that round many small tensors."""
     round_any, f = partial(rounded_blocks, spec=spec, axis=axis, across=across), spec.fmt
     has_more = f.is_delayed or f.tensor_scale is not False or isinstance(f.scale_rule, Choose)
     if has_more or spec.element.rounding == "stochastic":
@@ -185,7 +185,7 @@ def rounds_blocks(spec: BlockSpec, axis: int, across: int | None) -> Callable[[T
 
 
 def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None = None) -> Tensor:
-    """The scales of the blocks of `x`, a value of the block being element * scale.
+    """Return the scales of the blocks of `x`: a value is element * scale.
 
     A tensor's own second scale is not among them. float32; `x`'s shape with each axis that blocks run along divided by
     their length, rounded up.
@@ -205,13 +205,12 @@ def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None 
 
 
 def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale: Tensor | None) -> Tensor:
-    """Two int64: what stands in for every block's own amax, and the pattern of the tensor's; -1 for neither.
+    """Return two int64: a number that replaces every block's own amax, and the pattern of the tensor's; -1 for neither.
 
-    On the CPU a third: whether there are masks or infinities where the first is given, -1 where nobody looked. Of a
-    format with second scales for parts of a tensor, what kernels.blocks.second_place takes.
+    On the CPU a third: whether there are masks or infinities if the first is given, -1 if unknown. For a format with
+    second scales of parts of a tensor, the layout of kernels.blocks.second_place.
 
-    source: a contiguous float32.
-    scale: of delayed scaling.
+    source: a contiguous float32. scale: of delayed scaling.
     """
     if not isinstance(f.tensor_scale, bool):
         amaxes = second_amaxes(source, f, plan.parameters[blocks.COUNTED])
@@ -231,31 +230,31 @@ def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale
     elif f.block == "tensor":
         number, _, has_specials = _shared_on_cpu(source, f, plan, f.lands_on)
     of_tensor = _amax_on_cpu(source, plan)[0] if f.tensor_scale else -1
-    # from numpy: a default device of torch's is not meant for it, and it takes a third of the time of torch.tensor
+    # From NumPy: it ignores torch's default device, and takes a third of the time of torch.tensor.
     return torch.from_numpy(np.array((number, of_tensor, has_specials)))
 
 
 def _shared_on_cpu(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, lands_on: float) -> tuple[int, int, int]:
-    """`shared_numbers` of a tensor that is one block and has no second scale. lands_on: of the format."""
+    """Return `shared_numbers` of a tensor that is one block without a second scale. lands_on: of the format."""
     number, has_specials = _amax_on_cpu(source, plan)
     if plan.kind == blocks.DIVIDED:
         if number >= blocks.INFINITY:
-            number = BINARY32.bits(f.scale_of_infinity)  # which is NaN or 1, as its inverse
+            number = BINARY32.bits(f.scale_of_infinity)  # NaN or 1, which are their own inverses
         else:
             number = _multiplier_on_cpu(number, lands_on)
     return number, -1, has_specials
 
 
 def asked_of(f: BlockFormat, plan: blocks.BlockPlan) -> int:
-    """The flags of kernels.block_amax for what the blocks of a tensor share; 0 where no pass over it is needed."""
-    asked = block_amax.OF_TENSOR if f.tensor_scale else 0
+    """The flags of kernels.block_dense for what the blocks of a tensor share; 0 where no pass over it is needed."""
+    asked = block_dense.OF_TENSOR if f.tensor_scale else 0
     if f.block == "tensor" and not f.is_delayed:
-        asked |= block_amax.MULTIPLIER if plan.kind == blocks.DIVIDED else block_amax.AMAX
+        asked |= block_dense.MULTIPLIER if plan.kind == blocks.DIVIDED else block_dense.AMAX
     return asked | _saturates(plan) if asked else 0
 
 
 def in_parts(axes: BlockAxes, is_cuda: bool) -> BlockAxes:
-    """A tensor that is one block, cut into parts that have its scale."""
+    """Cut a tensor that is one block into parts, which have its scale."""
     return axes._replace(c=min(1 << (8 if is_cuda else 12), axes.columns))
 
 
@@ -270,7 +269,7 @@ def rounded_with_scales(
     out: Tensor | None = None,
     of: BlockFormat | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`rounded_blocks`, and the scales if they are wanted. of: as in `block_plan`."""
+    """Return `rounded_blocks`, and the scales if they are wanted. of: as in `block_plan`."""
     f = spec.fmt
     if f.is_delayed != (scale is not None):
         raise ValueError(
@@ -280,7 +279,7 @@ def rounded_with_scales(
             else f"A scale was given for {f}, which computes its own. Omit scale."
         )
     if type(axis) is not int or (across is not None and type(across) is not int):
-        block_axes(x.shape, f.tile, axis, across)  # which raises for what is not an axis, and may have no hash
+        block_axes(x.shape, f.tile, axis, across)  # raises for an invalid axis, which may not be hashable
     if type(f.tensor_scale) is not bool and runs_elsewhere(f, x, axis):
         moved, scales = rounded_with_scales(x.movedim(axis, -1), spec, -1, None, key, scale, wants_scales, None, of)
         moved = moved.movedim(-1, axis)
@@ -314,16 +313,16 @@ def rounded_with_scales(
 
 
 class Choice(NamedTuple):
-    """Which candidate each block of a tensor takes. chosen: a number for each block; bytes, on a card int64."""
+    """The candidate that each block of a tensor takes. chosen: its index for each block; bytes, on a card int64."""
 
     axes: BlockAxes
     chosen: Tensor
 
 
 def choose(source: Tensor, spec: BlockSpec, axis: int, across: int | None, out: Tensor | None = None) -> Choice:
-    """The choice for a contiguous float32 with elements; by rounding to nearest where `spec` is stochastic.
+    """Choose for a contiguous float32 with elements, by rounding to nearest even if `spec` is stochastic.
 
-    out: what the tensor is rounded to so, if that is wanted.
+    out: gets the tensor rounded so, if given.
     """
     if spec.element.rounding == "stochastic":
         spec = any_spec(spec.fmt, "nearest_even", spec.element.overflow)  # type: ignore[assignment]
@@ -338,7 +337,7 @@ def choose(source: Tensor, spec: BlockSpec, axis: int, across: int | None, out: 
 def _round_by_choice(
     source: Tensor, spec: BlockSpec, axis: int, across: int | None, key: Tensor | None, wants_scales: bool, out: Tensor
 ) -> Tensor | None:
-    """A contiguous float32 with elements, rounded by the scale rule that is the best for each block; the scales."""
+    """Round a contiguous float32 with elements by the best scale rule for each block; returns the scales."""
     choice, scales = choose(source, spec, axis, across, out), None
     if spec.element.rounding == "stochastic":
         _by_candidates(source, spec, choice, axis, across, key, out, is_given=True)
@@ -350,7 +349,7 @@ def _round_by_choice(
 
 
 def take(choice: Choice, number: int, source: Tensor, out: Tensor) -> None:
-    """Let the blocks of `out` that take candidate `number` be those of `source`; both contiguous float32."""
+    """Copy the blocks that take candidate `number` from `source` to `out`; both contiguous float32."""
     (outer, rows, middle, columns, inner, r, c), by_block = (
         choice.axes,
         (choice.chosen == number).view(choice.axes.blocks),
@@ -370,7 +369,7 @@ def _by_candidates(
     out: Tensor,
     is_given: bool,
 ) -> None:
-    """Round to each candidate, and let the blocks of `out` be the nearest; those of the choice, where `is_given`."""
+    """Round to each candidate, and keep in `out` the nearest blocks, or those of the choice if `is_given`."""
     f, axes, chosen = spec.fmt, choice.axes, choice.chosen
     assert isinstance(f.scale_rule, Choose)
     error = block_choice.ERRORS.index(f.scale_rule.error)
@@ -396,7 +395,7 @@ def _by_candidates(
             run_on_card(nearer, source, grid, words)
 
 
-_AT_ONCE = 1 << 16  # elements that go through all candidates before the next ones do, and stay in the cache
+_AT_ONCE = 1 << 16  # elements that go through all candidates before the next ones, to stay in the cache
 
 
 def _by_candidates_on_cpu(
@@ -410,11 +409,11 @@ def _by_candidates_on_cpu(
     shared: Tensor,
     chosen: Tensor,
 ) -> None:
-    """The same in parts that lie side by side in memory: of the other candidates no more than one is kept."""
+    """Do the same in parts that are contiguous in memory: at most one part of the other candidates is stored."""
     blocks = axes.blocks
     nearer = (block_choice.cpu_along if axes.inner == 1 else block_choice.cpu_across)(error).native
     line = axes.middle * axes.columns * axes.inner  # elements of a row
-    # a group is a block in all lanes, or a whole row of tiles
+    # A group is a block in all lanes, or a whole row of tiles: the smallest part that is contiguous.
     in_group = blocks[2] * blocks[3] if axes.r > 1 else 1
     groups = math.prod(blocks[:4]) // in_group
     size = axes.r * line if axes.r > 1 else axes.c * axes.inner
@@ -422,7 +421,7 @@ def _by_candidates_on_cpu(
     at_once = max(1, _AT_ONCE // size)
 
     def begin(group: int) -> int:
-        """Where in memory its elements begin."""
+        """Return where in memory its elements begin."""
         if axes.r > 1:
             return (group // blocks[1] * axes.rows + group % blocks[1] * axes.r) * line
         return group // blocks[3] * axes.columns * axes.inner + group % blocks[3] * axes.c * axes.inner
@@ -431,7 +430,7 @@ def _by_candidates_on_cpu(
         other, errors = torch.empty(at_once * size), torch.empty(at_once * in_group * axes.inner, dtype=torch.float64)
         rest = NO_KEY_ADDRESS if key is None else key.data_ptr(), shared.data_ptr(), 0
         for i in range(first, last, at_once):
-            beside = other.data_ptr() - 4 * begin(i)  # as if it were all of a tensor
+            beside = other.data_ptr() - 4 * begin(i)  # as if the part were a whole tensor
             known = errors.data_ptr() - 8 * i * in_group * axes.inner
             part = i * units, min(i + at_once, last) * units
             for number, work in enumerate(works):
@@ -450,17 +449,17 @@ _BELOW_MASK = math.ldexp(2**24 - 2, 104)
 
 
 def _narrowed(x: Tensor, to_odd: bool) -> Tensor:
-    """Contiguous float32 of float64 numbers; masks of either dtype as masks, what float32 does not hold as infinity.
+    """Convert float64 to contiguous float32; masks of either dtype become masks, numbers beyond float32 infinity.
 
-    to_odd: what was rounded to odd and is rounded again, to fewer bits, is rounded as if once (Boldo, Melquiond 2008),
-        and so is the power of two that is looked for. A scale that is multiplied in float32 asks for the nearest.
+    to_odd: a number rounded to odd, and then to fewer bits, is rounded as if once (Boldo, Melquiond 2008), and so is
+        the power of two of its scale. A scale that multiplies in float32 needs the nearest number.
     """
     near = x.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
     narrow = rounded(x, rounding_spec("fp32", "to_odd")).to(torch.float32).contiguous() if to_odd else near
     narrow = torch.where(near.isfinite(), narrow.clamp(-_BELOW_MASK, _BELOW_MASK), near)
     magnitude = x.abs()
     is_mask = (magnitude == _MASK) | (magnitude == torch.finfo(torch.float64).max)
-    # `where` lays out its result as the mask, which lies as x does
+    # `where` gives its result the strides of the mask, which are those of x
     return torch.where(is_mask, x.sign().to(torch.float32) * _MASK, narrow).contiguous()
 
 
@@ -468,16 +467,16 @@ _LARGEST = BINARY32.bits(torch.finfo(torch.float32).max)
 
 
 def _multiplier_on_cpu(amax: int, largest: float) -> int:
-    """largest / amax as a float32 pattern; 1 where amax is 0 (NVIDIA TransformerEngine, Float8CurrentScaling).
+    """Return largest / amax as a float32 pattern; 1 where amax is 0 (NVIDIA TransformerEngine, Float8CurrentScaling).
 
     The quotient is rounded once: float64 has more than twice the bits of float32.
     """
     if amax == 0:
         return BINARY32.bits(1.0)
     field, mantissa = amax >> 23, amax & 0x7FFFFF
-    value = math.ldexp(mantissa | (0x800000 if field else 0), max(field, 1) - 150)  # right where subnormals are flushed
+    value = math.ldexp(mantissa | (0x800000 if field else 0), max(field, 1) - 150)  # no flushed subnormals
     quotient = largest / value
-    if 2.0**-126 <= quotient < 2.0**127:  # a normal number, whose pattern the processor finds sooner
+    if 2.0**-126 <= quotient < 2.0**127:  # normal: the processor finds the pattern faster
         return int(_PATTERN.unpack(_NUMBER.pack(quotient))[0])
     return min(BINARY32.bits(quotient), _LARGEST)
 
@@ -487,7 +486,7 @@ _NOTHING_SHARED = torch.full((3,), -1, dtype=torch.int64, device="cpu")
 
 
 class _Units(NamedTuple):
-    """What rounds tensors of one cut on the CPU: the loop, how many units of work there are, and its integers."""
+    """Work on tensors of one cut on the CPU: the loop, the number of units of work, and its integers."""
 
     loop: Callable[..., Any]
     total: int
@@ -496,19 +495,19 @@ class _Units(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What rounds tensors of one cut on a card: the kernel, its grid, and integers around those of the plan."""
+    """Work on tensors of one cut on a card: the kernel, its grid, and the integers around those of the plan."""
 
     kernel: CudaKernel
     grid: int
     before: tuple[int, ...]
     after: tuple[int, ...]
-    is_dense: bool  # one more follows `before`: whether the memory is aligned
+    is_dense: bool  # one more integer follows `before`: whether the memory is aligned
 
 
 def launch_of(plan: blocks.BlockPlan, axes: BlockAxes, f: BlockFormat, threads: int | None = None) -> Launch:
-    """How a card rounds a tensor. threads: of a block; None for the kernel's own."""
+    """Return the launch that rounds a tensor on a card. threads: of a block; None for the kernel's own."""
     words = plan.rule, plan.shape, plan.scale_shape, plan.kind
-    # rows have a length for each tensor, and would have a kernel for each length
+    # Rows differ in length from tensor to tensor, and each length would need a kernel of its own.
     size = {"tensor": block_dense.ONE_SCALE, "row": None}.get(str(f.block), block_dense.dense_size(axes))
     if size is None or not isinstance(f.tensor_scale, bool):
         kernel = block_teams.cuda_rounding(*words, block_teams.is_small(axes))
@@ -527,7 +526,7 @@ def _kept(
     is_cuda: bool,
     of: BlockFormat | None = None,
 ) -> tuple[blocks.BlockPlan, BlockAxes, _Units | Launch | None]:
-    """How tensors of one shape are rounded: the format's integers, the cut, and the work."""
+    """Return the plan, the cut and the work for tensors of one shape."""
     plan, axes = block_plan(spec, of), block_axes(shape, spec.fmt.tile, axis, across)
     if not math.prod(shape):
         return plan, axes, None

@@ -1,4 +1,4 @@
-"""A checked rounding: which format, rule, overflow and random bits; and which tensors can be rounded so."""
+"""Checked roundings: format, rule, overflow and random bits; and the tensors that can be rounded so."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, repr=False)
 class OwnFormat(FloatFormat):
-    """What a function makes of an operand. To whoever counts what was lost it is float32, which holds every result.
+    """A function that rounds an operand, as a format. For tallies it is float32, which holds every result.
 
     function: (x, axis) -> a tensor of the shape and dtype of x.
     label: its name in tables.
@@ -43,7 +43,7 @@ class OwnFormat(FloatFormat):
 
 @dataclass(frozen=True)
 class RoundingSpec:
-    """What is done to a number: format, rounding rule, overflow and random bits, checked and complete."""
+    """A rounding of numbers: format, rounding rule, overflow and random bits, checked and complete."""
 
     fmt: Element
     rounding: str = "nearest_even"
@@ -70,19 +70,19 @@ class RoundingSpec:
         names = {"bf16": torch.bfloat16, "fp16": torch.float16}
         dtype = next((own for name, own in names.items() if self.fmt == CATALOGUE[name]), None)
         object.__setattr__(self, "dtype", dtype)
-        # sums of products of such numbers stay finite in float32, 2**80 each and 2**47 of them
+        # Sums of products of such numbers stay finite in float32: 2**80 each, and 2**47 of them.
         object.__setattr__(self, "saturates", self.overflow != "inf" and float(self.fmt.largest) < 2.0**40)
 
     def __str__(self) -> str:
         return self.text
 
     def __hash__(self) -> int:
-        return hash(self.text)  # kept by the string; the kernel is looked up in every call
+        return hash(self.text)  # the string caches it, and every call looks the kernel up
 
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """What is done to a tensor whose blocks share scales: the format, and how its elements are rounded."""
+    """A rounding of a tensor whose blocks share scales: the format, and the rounding of its elements."""
 
     fmt: BlockFormat
     element: RoundingSpec
@@ -94,27 +94,29 @@ class BlockSpec:
 
     @cached_property
     def candidates(self) -> tuple[BlockSpec, ...]:
-        """The specifications among whose results each block takes the nearest: but under Choose() this one alone."""
+        """Specs of the candidates among which each block takes the nearest result; this one alone unless the rule is
+        Choose().
+        """
         return tuple(replace(self, fmt=f) for f in self.fmt.candidates)
 
     @property
     def rounding(self) -> str:
-        """The rule by which elements are rounded."""
+        """Rounding rule of the elements."""
         return self.element.rounding
 
     @property
     def overflow(self) -> str:
-        """What an element beyond the largest becomes."""
+        """Overflow rule of the elements."""
         return self.element.overflow
 
     @property
     def random_bits(self) -> int | None:
-        """The random bits of an element."""
+        """Number of random bits of an element."""
         return self.element.random_bits
 
     @property
     def variant(self) -> str:
-        """How few random bits decide about an element."""
+        """Variant of stochastic rounding with few random bits."""
         return self.element.variant
 
     def __str__(self) -> str:
@@ -134,7 +136,7 @@ def any_spec(
     random_bits: int | None = None,
     variant: str = "A",
 ) -> Spec:
-    """Check and complete the words of `round_to`, for a format of single numbers or of blocks."""
+    """Check and complete the arguments of `round_to`, for a format of single numbers or of blocks."""
     try:
         return _known_any_spec(fmt, rounding, overflow, random_bits, variant)
     except TypeError:
@@ -167,11 +169,11 @@ def rounding_spec(
     random_bits: int | None = None,
     variant: str = "A",
 ) -> RoundingSpec:
-    """Check and complete the words of `round_to`."""
+    """Check and complete the arguments of `round_to`, for a format of single numbers."""
     try:
         return _known_spec(fmt, rounding, overflow, random_bits, variant)
     except TypeError:
-        pass  # a word without a hash, too: what is wrong with it is found without looking it up
+        pass  # an argument that is not hashable: the checks below raise for it
     return _new_spec(fmt, rounding, overflow, random_bits, variant)
 
 
@@ -210,7 +212,7 @@ _known_spec = lru_cache(maxsize=None, typed=True)(_new_spec)  # typed: True is n
 
 @cache
 def container_width(spec: RoundingSpec, dtype: torch.dtype) -> int:
-    """Width of the container in which `dtype` is rounded; 0 where there is nothing to do.
+    """Return the width of the container in which `dtype` is rounded; 0 if nothing is to do.
 
     Raises ContainerError for a dtype that cannot hold every value of the format.
     """
@@ -234,7 +236,7 @@ _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _how_to_have_float32(dtype: torch.dtype) -> str:
-    """What to leave out where something else has made a tensor half, or what to call."""
+    """Say which setting to omit if something else made a tensor half precision, or which method to call."""
     short = _SHORT[dtype]
     bits = short.replace("fp16", "16")  # Lightning's word
     if any(torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on) is dtype for on in ("cpu", "cuda")):
@@ -242,16 +244,17 @@ def _how_to_have_float32(dtype: torch.dtype) -> str:
             f"torch.autocast casts to it. Leave it out, the emulation has its own formats: precision='{bits}-mixed' of "
             f"Lightning, mixed_precision='{short}' of Accelerate, {short}=True of transformers' Trainer."
         )
-    if torch.get_default_dtype() is dtype:  # while Lightning's forward runs
+    if torch.get_default_dtype() is dtype:  # set while Lightning's forward runs
         return f"It is the default dtype. Leave precision='{bits}-true' of Lightning, or torch.set_default_dtype, out."
     return "Convert it with x.float() first, and a model that has half parameters with model.float()."
 
 
 def log2_scale_limits(spec: RoundingSpec, dtype: torch.dtype) -> tuple[int, int]:
-    """Between which exponents of a scale a tensor of this dtype can be rounded; (0, 0) where it cannot be scaled.
+    """Return the limits of log2 of a scale at which a tensor of this dtype can be rounded; (0, 0) if it cannot be
+    scaled.
 
-    A bfloat16 tensor is rounded in float32 and has that one's limits: it holds each value of a format that fits it,
-    times 2**-k, for 39 exponents more. What is in float16 was lost before anybody could scale it.
+    A bfloat16 tensor is rounded in float32 and has its limits: it holds each value of a format that fits it, times
+    2**-k, for 39 exponents more. Numbers in float16 have lost range before any scale could help.
 
     >>> log2_scale_limits(rounding_spec("e5m2"), torch.bfloat16)
     (-112, 78)
@@ -284,7 +287,7 @@ def require_ndarray(x: np.ndarray[Any, Any]) -> None:
 
 
 def under_transform(function: str) -> NotImplementedError:
-    """The error where numbers are asked for that torch.compile or a transform of torch.func does not tell."""
+    """Return the error for numbers that torch.compile or a torch.func transform hides."""
     return NotImplementedError(
         f"{function} was called under torch.compile or a transform of torch.func. Call it outside of them."
     )
@@ -317,17 +320,17 @@ def require_floating(x: Any, name: str = "x") -> None:
 
 
 def _if_that_rounds(is_number: bool, bits: int) -> str:
-    """What is said of a conversion to float64 that rounds numbers, before they are rounded again."""
+    """Return the warning about a conversion to float64 that rounds numbers before they are rounded again."""
     return ", which rounds beyond 53 bits: a tie after that may fall the other way" if is_number and bits >= 64 else ""
 
 
 def _holder_of(dtype: torch.dtype) -> str:
-    """The method that casts a tensor of another dtype to one that holds its numbers: float32 would round large ones."""
+    """Return the method that casts a tensor to a dtype that holds its numbers: float32 would round large integers."""
     return "float" if dtype.itemsize <= 2 else "double"
 
 
 def holds_numbers(x: Tensor) -> bool:
-    """Whether the elements of `x` are in memory. Those of a meta or fake tensor, or of a freed storage, are not.
+    """Return whether the elements of `x` are in memory; those of a meta or fake tensor, or of a freed storage, are not.
 
     >>> holds_numbers(torch.ones(2)), holds_numbers(torch.ones(2, device="meta"))
     (True, False)
@@ -353,9 +356,9 @@ def _without_numbers(x: Tensor) -> str:
 
 
 def address_of(x: Tensor) -> int:
-    """Where the elements of `x` begin, for a kernel: the last line of defence against one that has no memory.
+    """Return the address of the elements of `x` for a kernel: the last check against a tensor without memory.
 
-    Raises TypeError where there are elements and no memory.
+    Raises TypeError if there are elements and no memory.
     """
     address = x.data_ptr()
     if not address and x.numel():
@@ -364,12 +367,12 @@ def address_of(x: Tensor) -> int:
 
 
 def no_memory(x: Tensor) -> TypeError:
-    """The error for a tensor that reached a kernel, and has elements and no memory."""
+    """Return the error for a tensor that reached a kernel, and has elements but no memory."""
     return TypeError(f"A tensor reached a kernel that is {_without_numbers(x)}. Expected: one on cpu or cuda.")
 
 
 def require_float32(x: Any) -> None:
-    """Raise TypeError for a tensor whose blocks have to be float32: their scales, or what they lose, is asked for."""
+    """Raise TypeError for a tensor that is not float32, where scales or losses of its blocks are asked for."""
     require_floating(x)
     if x.dtype is not torch.float32:
         dtype = str(x.dtype).removeprefix("torch.")
@@ -377,11 +380,11 @@ def require_float32(x: Any) -> None:
 
 
 def holds_blocks(dtype: torch.dtype, f: BlockFormat) -> bool:
-    """Whether a dtype holds every number that blocks of `f` give of its numbers.
+    """Return whether a dtype holds every result of rounding its own numbers in blocks of `f`.
 
-    Under scales that are powers of two, float64 and bfloat16 do. The latter has float32's exponents; below its smallest
-    normal number a number of x is a multiple of 2^-133, and so is what a coarser grid makes of it. Any other scale has
-    more significant bits than bfloat16, and float64 is rounded to float32 before it.
+    Under scales that are powers of two, float64 and bfloat16 do. bfloat16 has float32's exponents; below its smallest
+    normal number, x and any rounding of it to a coarser grid are multiples of 2^-133. Any other scale has more
+    significant bits than bfloat16, and float64 is rounded to float32 before it.
     """
     if dtype is torch.float32:
         return True
@@ -391,13 +394,13 @@ def holds_blocks(dtype: torch.dtype, f: BlockFormat) -> bool:
 
 
 def cannot_hold_blocks(dtype: torch.dtype, fmt: object) -> ContainerError:
-    """The error for a tensor of a dtype that does not hold them."""
+    """Return the error for a tensor of a dtype that does not hold them."""
     name = str(dtype).removeprefix("torch.")
     return ContainerError(f"x has dtype {name}. Blocks of {fmt} are rounded in float32: round x.float().")
 
 
 def saturated_from(fmt: Element) -> float:
-    """The magnitude from which saturation is counted: the largest value and half of the spacing there."""
+    """Return the magnitude from which saturation is counted: the largest value plus half of the spacing there."""
     if isinstance(fmt, Codebook):
         return fmt.saturated_from
     return fmt.largest + math.ldexp(0.5, math.frexp(fmt.largest)[1] - 1 - fmt.mantissa_bits)

@@ -1,4 +1,4 @@
-"""What a format does to a tensor: underflow, overflow, SQNR, the exponents."""
+"""Tally of a rounding: underflow, overflow, SQNR and exponents of a tensor."""
 
 from __future__ import annotations
 
@@ -72,20 +72,20 @@ __all__ = [
 ]
 
 SMALL_EXPONENT = -64
-SMALL = 2.0**SMALL_EXPONENT  # a tensor below it is multiplied to normal numbers before its shape is looked at
-CHUNK = 2**16  # elements of an update that are counted at once on a CPU: what is computed of them stays in its cache
+SMALL = 2.0**SMALL_EXPONENT  # a tensor below it is scaled to normal numbers before `shape_between`
+CHUNK = 2**16  # elements of an update counted at once on a CPU, so that intermediate tensors stay in its cache
 
 
 class ErrorShares(NamedTuple):
-    """What a rounding's noise, the sum of squared errors, is made of: three shares whose sum is 1.
+    """Shares of a rounding's noise, the sum of squared errors: three shares whose sum is 1.
 
     The error of a number x that becomes r is `r - x = b x + (r - (1 + b) x)`, b the bias of the scale. The sum of
     squares of the first part, and of the second over numbers that become zero and over the others, is the noise: the
     first is orthogonal to the second. (The three names are those of arXiv 2605.20402, which measures the first against
-    a scale that is no power of two. Here it is what the numbers themselves show, of a format without scales too.)
+    a scale that is not a power of two. Here the numbers themselves determine it, for formats without scales too.)
 
     Args:
-        scale: all numbers came out too small or too large, as where the largest of each block saturate.
+        scale: all numbers came out too small or too large, as when the largest of each block saturates.
         dead_zone: numbers became zero.
         grid: the others moved to the nearest number of the format, or to a neighbour.
     """
@@ -97,11 +97,10 @@ class ErrorShares(NamedTuple):
 
 @dataclass(frozen=True)
 class Tally:
-    """What rounding to `fmt` did to some numbers.
+    """Counts and sums that describe a rounding of some numbers to `fmt`.
 
-    Of a format whose numbers share scales also, and 0 of others:
-
-    Of gradients that a recording saw also, each the mean over those that are not all zero, and None of others:
+    The counts of blocks and scales are 0 for formats without shared scales. `row_bias` and `kurtosis` are means over
+    the gradients of a recording that are not all zero; None for other tensors.
 
     Args:
         count: elements.
@@ -118,17 +117,17 @@ class Tally:
         dead_zone: the sum of squares of those that become zero.
         along: the sum of products of a value and its change, over the same elements as `signal`.
         exponents: {floor(log2|x|): elements}.
-        blocks: how many of them.
-        zero_blocks: those whose elements are zero, or masks. They count in none of what follows; nor do those whose
-            scale is NaN, for an infinity or NaN is in them.
-        scale_underflow: those whose scale would be below the smallest of its format. It becomes the smallest, or 0
-            where that is nearer, which makes zeros of all elements.
-        scale_overflow: those whose scale would be beyond the largest of its format, by half an ulp unless that is a
+        blocks: the number of blocks.
+        zero_blocks: blocks whose elements are zero, or masks. The fields below do not count them, nor blocks whose
+            scale is NaN because of an infinity or NaN.
+        scale_underflow: blocks whose scale would be below the smallest of its format. It becomes the smallest, or 0 if
+            that is nearer, which turns all elements into zeros.
+        scale_overflow: blocks whose scale would be beyond the largest of its format, by half an ulp unless that is a
             power of two: elements saturate.
         log2_scale_spread: log2 of the largest over the smallest scale above 0, in the tensor where it is widest; second
             scales are not counted.
         row_bias: the magnitudes of the sums of each row's errors, over those of all elements: near 0 where errors of a
-            row cancel, 1/2 where all small elements of a cross entropy's gradient become zero. Rows lie along the
+            row cancel, 1/2 if all small elements of a cross entropy's gradient become zero. Rows lie along the
             features: the last dimension, and the channels of a convolution.
         kurtosis: the mean fourth power over the squared mean square, of the elements that are not zero. 3 is normal.
     """
@@ -157,12 +156,12 @@ class Tally:
 
     @property
     def underflow_fraction(self) -> float:
-        """Share of the non-zero elements that became zero; 0 where there are none."""
+        """Share of the non-zero elements that became zero; 0 if there are none."""
         return self.underflow / self.nonzero if self.nonzero else 0.0
 
     @property
     def overflow_fraction(self) -> float:
-        """Share of all elements that overflowed or saturated; 0 where there are none."""
+        """Share of all elements that overflowed or saturated; 0 if there are none."""
         return self.overflow / self.count if self.count else 0.0
 
     @property
@@ -174,16 +173,16 @@ class Tally:
 
     @property
     def scale_bias(self) -> float:
-        """By which share all magnitudes came out too large (below 0: too small): `along / signal`; 0 without signal.
+        """Relative bias of all magnitudes, above 0 if they came out too large: `along / signal`; 0 without signal.
 
         It is the b that makes `(1 + b) x` nearest to the rounded numbers. A product of two operands has the sum of
-        their biases, and layers multiply it; what is left of the error is orthogonal to the numbers.
+        their biases, and layers multiply it; the rest of the error is orthogonal to the numbers.
         """
         return self.along / self.signal if self.signal else 0.0
 
     @property
     def error_shares(self) -> ErrorShares:
-        """The noise in three parts: by the bias of the scale, in the dead zone, and on the grid. All 0 without noise.
+        """Noise in three parts: by the bias of the scale, in the dead zone, and on the grid. All 0 without noise.
 
         >>> t = tally(torch.tensor([7.5, 1.1, 0.2, 4.0]), "e2m1fn per 4 e8m0")  # to 6, 1, 0, 4
         >>> f"{t.scale_bias:.3f}", [round(share, 3) for share in t.error_shares]
@@ -198,7 +197,7 @@ class Tally:
 
 
 class Accumulator:
-    """The sums behind a Tally, on the device of the tensors it is given; nothing goes to the host before `result`."""
+    """The sums behind a Tally, on the device of the tensors; nothing is copied to the host before `result`."""
 
     def __init__(self, spec: Spec, device: torch.device) -> None:
         self.spec, self.calls = spec, 0
@@ -209,14 +208,14 @@ class Accumulator:
         self.limits = _limits(spec.fmt)
 
     def add(self, before: Tensor, after: Tensor, cut: Cut | None = None, row: int | None = None) -> None:
-        """Count what happened between `before` and `after`: same shape, any floating dtype.
+        """Count the effects of a rounding from `before` to `after`: same shape, any floating dtype.
 
-        cut: how they were cut into blocks, of a format whose numbers share scales.
+        cut: their cut into blocks, for a format whose numbers share scales.
         row: of a gradient, the dimension along which its rows lie: `row_bias` and `kurtosis` are computed too, which
             doubles the time. None leaves them out.
         """
         self.calls += 1
-        if self.counts.device != before.device:  # a recording was loaded, or the model moved
+        if self.counts.device != before.device:  # a recording was loaded, or the model was moved
             self._move(before.device)
         if row is not None:
             shape = shape_between(before, after, row)
@@ -255,7 +254,7 @@ class Accumulator:
         arguments = address_of(x), address_of(r), n, *limits, *words, address_of(sums)
         run_on_card(cuda_tally(size), x, blocks, arguments)
         total = sums.sum(0)
-        self.sums[TALLY_SIGNAL : TALLY_NOISE + 1] += total[:2]  # a list of places would be copied to the card
+        self.sums[TALLY_SIGNAL : TALLY_NOISE + 1] += total[:2]  # a list of indices would be copied to the card
         self.sums[TALLY_DEAD_ZONE : TALLY_ALONG + 1] += total[2:]
         self.sums[TALLY_AMAX] = torch.maximum(self.sums[TALLY_AMAX], amax.view(torch.float64)[0])
 
@@ -271,7 +270,7 @@ class Accumulator:
 
 
 def _comparable(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the container of the wider, contiguous."""
+    """Return both in the container of the wider one, contiguous."""
     if torch.float64 in (before.dtype, after.dtype):
         return to_float64(before), to_float64(after)
     return before.float().contiguous(), after.float().contiguous()
@@ -279,9 +278,9 @@ def _comparable(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _limits(fmt: Format) -> tuple[float, float, float]:
-    """Smallest normal, the magnitude from which saturation is counted, and the largest value."""
+    """Return the smallest normal, the magnitude from which saturation is counted, and the largest value."""
     if isinstance(fmt, BlockFormat):
-        return 0.0, math.inf, math.inf  # those of an element are multiplied by the scales: see blocks_between
+        return 0.0, math.inf, math.inf  # an element's limits depend on its scale: see blocks_between
     return 0.0 if isinstance(fmt, FixedPoint | Codebook) else fmt.smallest_normal, saturated_from(fmt), fmt.largest
 
 
@@ -296,7 +295,7 @@ def tally(
     overflow: str | None = None,
     axis: int | tuple[int, int] | None = None,
 ) -> Tally:
-    """Count what rounding `x`, scaled by `2**log2_scale`, to `fmt` would do; `x` itself stays.
+    """Count the effects of rounding `x`, scaled by `2**log2_scale`, to `fmt`; `x` itself stays as it is.
 
     The tally's amax, signal, noise and exponents are those of the scaled numbers.
 
@@ -343,6 +342,7 @@ def tally(
         sums.add(x, rounded_blocks(x, spec, cut.axis, cut.across), cut)
         return sums.result()
     require_no_axis(axis, fmt)
+    # 16-bit tensors are widened without a scale too: their dtype need not hold the format's values.
     if log2_scale or x.dtype in (torch.float16, torch.bfloat16):
         x = to_float64(x, int(log2_scale))
     sums.add(x, rounded(x, spec))
@@ -350,10 +350,10 @@ def tally(
 
 
 def lost_between(before: Tensor, after: Tensor, largest: float, log2_scale: Tensor) -> Tensor:
-    """What was lost when `before` was rounded to `after`: the LOST_COUNTS, nothing copied to the host.
+    """Count the losses of a rounding from `before` to `after`: the LOST_COUNTS, without a copy to the host.
 
-    They count zeros before; other elements that became zero; elements that were finite and are not, or whose magnitude
-    was above `largest * 2**-log2_scale`, where a format that saturates loses them.
+    They count zeros before; other elements that became zero; and elements that were finite and are not, or whose
+    magnitude was above `largest * 2**-log2_scale`, where a saturating format clips them.
 
     before, after: the same shape and floating dtype, any strides.
     largest: the largest value of the format.
@@ -389,9 +389,9 @@ def _lost_on_card(x: Tensor, r: Tensor, largest: float, log2_scale: Tensor) -> T
 
 
 def wanted_and_lost(before: Tensor, after: Tensor, intended: Tensor) -> tuple[int, int]:
-    """Count the updates that are not zero, and those of them that left the number as it was.
+    """Count the updates that are not zero, and those of them that left the number unchanged.
 
-    intended: what was to be added, or anything else that is zero where nothing was.
+    intended: the update to be added, or any tensor that is zero where the update is.
 
     >>> weight = torch.tensor([1.0, 1.0, 2.0**-10])
     >>> update = torch.tensor([0.0, 2.0**-10, 2.0**-10])
@@ -406,7 +406,7 @@ def wanted_and_lost(before: Tensor, after: Tensor, intended: Tensor) -> tuple[in
 class UpdateCounts:
     """Counts of updates: `wanted` were not zero, `lost` of these changed nothing.
 
-    changes: how many numbers changed. flips: how many of these went against their last change.
+    changes: numbers that changed. flips: those of them that went against their last change.
     inner, norm: <intended, effective update>, and the squared norm of the intended one.
     """
 
@@ -419,7 +419,7 @@ class UpdateCounts:
 
     @property
     def share(self) -> float | None:
-        """The share of lost updates; None if there was none."""
+        """Share of lost updates; None if there were no updates."""
         return self.lost / self.wanted if self.wanted else None
 
     @property
@@ -459,17 +459,17 @@ def _counted(before: Tensor, after: Tensor, intended: Tensor, signs: Tensor) -> 
 
 
 def shape_between(before: Tensor, after: Tensor, row: int = -1) -> Tensor:
-    """What the elements of a gradient do not tell one by one: the bias of its row sums, and its kurtosis.
+    """Return two statistics of a whole gradient: the bias of its row sums, and its kurtosis.
 
     row_bias: the errors of each row are summed, the magnitudes of these sums added up, and divided by the sum of all
     magnitudes. The gradient of a cross entropy has in each row one large element below 0, and many small ones above it
-    that add up to as much: where these become zero it is 1/2. Rounding without bias leaves noise, and is not at 0.
+    that add up to as much: if these become zero it is 1/2. Unbiased rounding leaves noise, so it is not exactly 0.
     kurtosis: the mean fourth power over the squared mean square, of the elements that are not zero: 3 for normal
     numbers, 1 for equal magnitudes.
 
     before, after: the same shape and floating dtype. Elements that are not finite in either are left out.
     row: the dimension along which a row lies. A tensor of fewer dimensions is one row.
-    Returns two float64 on their device; NaN for what is all zero.
+    Returns two float64 on their device; NaN if all elements are zero.
 
     >>> g = torch.tensor([[-1.0, 0.25, 0.25, 0.25, 0.25]])
     >>> [round(value, 3) for value in shape_between(g, g.round()).tolist()]
@@ -483,7 +483,7 @@ def shape_between(before: Tensor, after: Tensor, row: int = -1) -> Tensor:
     nonzero = (x.view(torch.int32 if x.dtype is torch.float32 else torch.int64) << 1 != 0) & both
     error, magnitude = torch.where(both, error, 0.0), torch.where(both, x, 0.0).abs()
     largest = magnitude.amax() if x.numel() else magnitude.sum()
-    error, magnitude = error / largest, magnitude / largest  # a fourth power of 1e-20 would be lost
+    error, magnitude = error / largest, magnitude / largest  # a fourth power of 1e-20 would underflow
     rows = error.sum(row) if -x.dim() <= row < x.dim() else error.sum()
     squares = (magnitude * magnitude).flatten()
     kurtosis = torch.dot(squares, squares).double() * nonzero.count_nonzero() / squares.sum().double() ** 2
@@ -491,7 +491,7 @@ def shape_between(before: Tensor, after: Tensor, row: int = -1) -> Tensor:
 
 
 def row_of(site: str) -> int:
-    """The dimension along which the features of one place lie in a gradient: a convolution's channels, else the last.
+    """Return the dimension of a site's features in a gradient: a convolution's channels, else the last.
 
     >>> [row_of(site) for site in ("head:linear", "conv1:conv2d", "up:conv_transpose1d")]
     [-1, -3, -2]

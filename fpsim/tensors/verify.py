@@ -1,8 +1,8 @@
-"""Whether the kernels of this machine round as they should: `python -m fpsim verify`.
+"""Verify that the kernels of this machine round correctly: `python -m fpsim verify`.
 
 On any device bits are compared with `reference.py`, a second definition of rounding. On a card also: all formats whose
-blocks share a scale, against the CPU's; two streams at once, replays of a captured graph, the speed beside a copy, and
-what a launch costs.
+blocks share a scale, against the CPU's; two streams at once, replays of a captured graph, the speed relative to a copy,
+and the cost of a launch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fpsim.tensors.spec import BlockSpec, RoundingSpec, any_spec, rounding_spec
 __all__ = ["FULL_FORMATS", "Row", "milliseconds", "on_card", "patterns", "verify"]
 
 FULL_FORMATS = ("fp16", "bf16", "tf32", "e4m3fn", "e5m2", "dlfloat16")  # one of each shape of the kernels and more
-# With scales that are powers of two, which `reference.py` knows, under both rules of what is not finite
+# With scales that are powers of two, which `reference.py` covers, under both rules for inf and NaN
 BLOCKS_OF_POWERS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "e4m3fn per 32 ceil saturate", "e4m3fn per row ceil")
 KEY = 0x9E3779B97F4A7C15 >> 1  # of the noise; a key has 63 bits
 FEW_BITS = 4  # of the variants
@@ -39,7 +39,7 @@ _CHUNK = 1 << 22
 
 
 class Row(NamedTuple):
-    """One line of the table. ok: None for what is measured and judged by nobody."""
+    """One line of the table. ok: None for a measurement without a verdict."""
 
     check: str
     ok: bool | None
@@ -47,7 +47,9 @@ class Row(NamedTuple):
 
 
 def patterns() -> Tensor:
-    """Float32 numbers: 2**16 random patterns, and around the places and ties of each significand in each binade."""
+    """Return float32 numbers: 2**16 random patterns, and patterns around the values and ties of each significand and
+    binade.
+    """
     generator = torch.Generator().manual_seed(0)
     random = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), generator=generator).int()
     fractions = {0, 1 << 22, (1 << 22) + 1, (1 << 23) - 1} | {
@@ -58,13 +60,13 @@ def patterns() -> Tensor:
 
 
 def all_patterns() -> Iterator[Tensor]:
-    """All 2**32 float32 numbers, in parts."""
+    """Yield all 2**32 float32 numbers, in parts."""
     for start in range(-(1 << 31), 1 << 31, _CHUNK):
         yield torch.arange(start, start + _CHUNK, dtype=torch.int64).int().view(torch.float32)
 
 
 def mismatches(x: Tensor, spec: RoundingSpec, device: str) -> tuple[int, str]:
-    """How many elements a device rounds otherwise than the reference, and the first of them."""
+    """Return how many elements a device rounds otherwise than the reference, and the first of them."""
     noise = noise_of(x.numel(), KEY) if spec.rounding == "stochastic" else None
     if isinstance(spec.fmt, Codebook):
         expected = rounded_to_codebook(x.numpy(), spec.fmt, spec.rounding)
@@ -91,7 +93,7 @@ def _compare(spec: RoundingSpec, device: str, parts: Iterable[Tensor]) -> Row:
 
 
 def _compare_blocks(spec: BlockSpec, device: str) -> Row:
-    """Blocks of all sizes; with an infinity, NaN and masks, which are float32's largest number."""
+    """Compare blocks of all magnitudes, with an infinity, NaN and masks, which are float32's largest number."""
     generator, mask = torch.Generator().manual_seed(0), torch.finfo(torch.float32).max
     x = torch.randn(600, 96, generator=generator) * torch.exp2(torch.linspace(-150, 126, 600))[:, None]
     x[::7, 3], x[::11, 40], x[::13, 90], x[::5, 8], x[::17, 70] = torch.inf, torch.nan, -torch.inf, mask, -mask
@@ -106,13 +108,13 @@ def _compare_blocks(spec: BlockSpec, device: str) -> Row:
 
 
 def _specs(fmt: str) -> list[RoundingSpec]:
-    """Each rounding of a format, and each variant of a few random bits."""
+    """Return each rounding of a format, and each variant of a few random bits."""
     few = [rounding_spec(CATALOGUE[fmt], "stochastic", None, FEW_BITS, variant) for variant in VARIANTS]
     return [*(rounding_spec(CATALOGUE[fmt], rounding) for rounding in ROUNDINGS), *few]
 
 
 def verify(device: str, full: bool) -> Iterator[Row]:
-    """The rows of the table, each as soon as it is known.
+    """Yield the rows of the table, each as soon as it is known.
 
     device: "cpu" or "cuda".
     full: also all 2**32 inputs of six formats in each rounding, which takes hours on a CPU.
@@ -140,7 +142,7 @@ def verify(device: str, full: bool) -> Iterator[Row]:
 
 
 def on_card() -> Iterator[Row]:
-    """What only a card can show."""
+    """Yield the rows that only a card can show."""
     yield from _blocks()
     yield _two_streams()
     yield from _graph_replays()
@@ -154,7 +156,7 @@ def _block_spec(name: str, rounding: str = "nearest_even") -> BlockSpec:
 
 
 def _blocks() -> Iterator[Row]:
-    """Each format whose numbers share scales, along each axis; blocks are cut off at the end, or all are whole."""
+    """Compare each block format along each axis; blocks are ragged at the end, or all are whole."""
     generator = torch.Generator().manual_seed(0)
     binades = torch.randint(-20, 20, (301, 1, 83), generator=generator).float()
     x = torch.randn(301, 37, 83, generator=generator) * torch.exp2(binades)
@@ -179,7 +181,7 @@ def _blocks() -> Iterator[Row]:
 
 
 def _two_streams(times: int = 200) -> Row:
-    """Two streams round at once, each to a format of its own."""
+    """Round on two streams at once, each to a format of its own."""
     inputs = [torch.randn(1 << 18, device="cuda") * 4.0**i for i in range(2)]
     specs = [rounding_spec("e3m4"), rounding_spec("e4m3fn")]
     expected = [rounded(x.cpu(), spec) for x, spec in zip(inputs, specs, strict=True)]
@@ -196,7 +198,7 @@ def _two_streams(times: int = 200) -> Row:
 
 
 def _graph_replays() -> Iterator[Row]:
-    """A captured rounding is replayed on other numbers; whether its noise repeats is told."""
+    """Replay a captured rounding on other numbers, and report whether its noise repeats."""
     for rounding in ("nearest_even", "stochastic"):
         spec, x = rounding_spec("e4m3fn", rounding), torch.randn(1 << 18, device="cuda")
         side = torch.cuda.Stream()
@@ -222,7 +224,7 @@ def _graph_replays() -> Iterator[Row]:
 
 
 def milliseconds(run: Callable[[], object], times: int) -> float:
-    """The time of one call on the card, by events around many."""
+    """Return the time of one call on the card, by events around many."""
     run()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -234,7 +236,7 @@ def milliseconds(run: Callable[[], object], times: int) -> float:
 
 
 def _speeds() -> Iterator[Row]:
-    """Bytes read and written in a second, beside a copy of the same tensor; and a call's cost to Python."""
+    """Measure bytes read and written in a second, relative to a copy of the tensor, and a call's cost to Python."""
     x = torch.randn(1 << 27, device="cuda")
     out = torch.empty_like(x)
     moved = 2 * x.numel() * x.element_size() / 1e6
@@ -249,7 +251,7 @@ def _speeds() -> Iterator[Row]:
             calls[f"{name} along axis {axis}"] = partial(rounded_blocks, rows, _block_spec(name), axis)
     calls["moments"] = partial(moments_of, x)
     for name, call in calls.items():
-        moves = moved / 2 if name == "moments" else moved  # which it only reads
+        moves = moved / 2 if name == "moments" else moved  # it only reads
         speed = moves / milliseconds(call, 20)
         yield Row(name, None, f"{speed:,.0f} GB/s, {speed / copy:.0%} of a copy")
     few, spec = torch.randn(16, device="cuda"), rounding_spec("e4m3fn")

@@ -1,4 +1,4 @@
-"""Compiling and loading ahead of time, for code that must not do it: the capture of a CUDA graph."""
+"""Compile and load ahead of time, for code in which neither is possible: the capture of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def warm_up(
     roundings: Iterable[str] = ("nearest_even",),
     variants: Iterable[str] = ("A",),
 ) -> None:
-    """Make ready, on a device, what rounds tensors of up to 32 bits to these formats, and gathers their statistics.
+    """Compile and load, on a device, the kernels that round tensors of up to 32 bits to these formats, and tally them.
 
-    While a CUDA graph is captured nothing can be compiled or loaded; a rounding that needs it raises RuntimeError. What
-    is compiled is kept on disk: a process that finds it there loads it in milliseconds. No noise is drawn.
+    While a CUDA graph is captured nothing can be compiled or loaded; a rounding that needs it raises RuntimeError.
+    Machine code is cached on disk: a process that finds it there loads it in milliseconds. No noise is drawn.
 
     Adaptive scales, products in an accumulator and Hadamard transforms have kernels of their own. Run a step of such
     a model once before it is captured, as torch asks for too. `python -m fpsim warm` runs steps of all recipes and
@@ -67,7 +67,7 @@ def warm_up(
     for variant in variants:
         require_variant(variant, True, 1)  # a word that exists, used or not
     x, key = torch.zeros(1, device=device), torch.zeros((), dtype=torch.int64)
-    whole = torch.zeros(SIZES[-1], device=device)  # which are blocks without a rest
+    whole = torch.zeros(SIZES[-1], device=device)  # blocks without a remainder
     specs = [
         any_spec(fmt, rounding, None, None if variant == "A" else 8, variant)
         for fmt in formats
@@ -82,7 +82,7 @@ def warm_up(
             continue
         rounded(x, spec, key)
         Accumulator(spec, device).add(x, x)
-        for keep_infinity in (False, True):  # what an emulated model rounds lets masks pass
+        for keep_infinity in (False, True):  # roundings of an emulated model keep masks
             rounded(x, spec, key, None, True, keep_infinity)
     lost_between(x, x, 1.0, torch.zeros(1, dtype=torch.int64, device=device))
     for logs in (False, True):

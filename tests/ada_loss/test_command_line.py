@@ -413,6 +413,7 @@ def test_inspect_shows_modules_and_sites() -> None:
         (["search", "digits", "--device", "cuda:"], "device='cuda:' is invalid. Expected: 'cpu', 'cuda'"),
         (["search", "digits", "--device", "tpu"], "device='tpu' is invalid. Expected: 'cpu', 'cuda'"),
         (["inspect", "digits", "--format", "fp61"], "Unknown format 'fp61'"),
+        (["depth", "--out", "docs"], "The command depth is a script of the repository now: python benchmarks/depth.py"),
     ],
 )
 def test_bad_input_is_one_line_and_the_exit_code_2(words: list[str], said: str) -> None:

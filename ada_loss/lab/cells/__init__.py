@@ -1,1 +1,1 @@
-"""The cells of a sweep, and what its folder keeps of them: plan, names, ledger and telemetry."""
+"""Cells of a sweep, and their files in its folder: plan, names, ledger and telemetry."""

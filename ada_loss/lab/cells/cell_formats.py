@@ -1,4 +1,4 @@
-"""Formats of cells: what stands for one, in canonical form, as a label, and as the policy of a training."""
+"""Formats of cells: their canonical form, their label, and the policy of a training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WORDS = ("accumulator", "backward", "attention", "block_kv", "p_scale")  # of pr
 
 
 def label(value: Any) -> str:
-    """A format or a scaling method as a word for a table.
+    """Label of a format or a scaling method, for tables.
 
     >>> label(1024.0), label({"error": "e5m2", "weight_grad": "fp16"})
     ('1024', 'error=e5m2 weight_grad=fp16')
@@ -117,7 +117,7 @@ def _is_recipe(fmt: Any) -> bool:
 def canonical_format(fmt: Any) -> Any:
     """The canonical form of a format, as JSON: equal formats have equal forms. It is hashed into a cell's id.
 
-    Raises ValueError for what is not a format.
+    Raises ValueError for anything but a format.
 
     >>> canonical_format("half"), canonical_format({"error": "half", "weight": None})
     ('fp16', {'error': 'fp16'})
@@ -263,7 +263,7 @@ def _operands_of(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def needs_no_scaling(fmt: Any) -> bool:
-    """Whether a scale of gradients changes nothing: there is nothing to round, or every gradient has its own scale."""
+    """True if scaling changes nothing, as no gradient is rounded, or each has its own scale already."""
     return all(_has_nothing_to_scale(stage.fmt) for stage in as_schedule(split(fmt)[0]).stages)
 
 
@@ -280,13 +280,13 @@ def _has_nothing_to_scale(fmt: Any) -> bool:
 
 
 def has_own_rounding(fmt: Any) -> bool:
-    """Whether the rounding of a cell changes nothing: its formats are recipes, or recipes and float32."""
+    """True if a cell's rounding changes nothing: its formats are recipes, or recipes and float32."""
     formats = [stage.fmt for stage in as_schedule(split(fmt)[0]).stages]
     return any(map(_is_recipe, formats)) and all(_is_recipe(inner) or inner == BASELINE for inner in formats)
 
 
 def usual_rounding(fmt: Any, method: str | float) -> str:
-    """The rounding of a cell for which none was named: to the nearest, but for gradients of few bits that are scaled.
+    """The default rounding of a cell: to nearest, except for scaled gradients of few bits.
 
     >>> usual_rounding("e2m1fn", "adaptive"), usual_rounding("e2m1fn", "torch"), usual_rounding("fp16", "adaptive")
     ('stochastic_gradients', 'nearest_even', 'nearest_even')

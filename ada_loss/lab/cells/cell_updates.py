@@ -1,7 +1,7 @@
-"""Updates of cells: what an optimizer stores besides a format, in canonical form, as a label, and as an `fpsim.Update`.
+"""Updates of cells (formats that an optimizer stores): canonical form, label, and `fpsim.Update`.
 
-A cell whose optimizer stores float32 has its format alone, as if there were no updates. With one, {"format": format,
-"update": update} stands where a format stands.
+A cell whose optimizer stores float32 has only its format, as if there were no updates. With an update, {"format":
+format, "update": update} takes the place of the format.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import fpsim
+from ada_loss.lab.training.loop import make_optimizer
 from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.rollouts import ROLLOUT
-from ada_loss.lab.training.steps import make_optimizer
 from fpsim import UPDATES, Update
 from fpsim.checks import did_you_mean, shown
 
@@ -29,7 +29,7 @@ FIELDS = {field.name: field for field in fields(Update)}
 
 
 def split(fmt: Any) -> tuple[Any, Any]:
-    """A cell's format, that of its trainer, and its update; None where the optimizer stores float32.
+    """Split a cell's format, that of its trainer, from its update; None if the optimizer stores float32.
 
     >>> split("fp16"), split({"format": "fp32", "update": "bf16_sr"})
     (('fp16', None), ('fp32', 'bf16_sr'))
@@ -47,7 +47,7 @@ def split(fmt: Any) -> tuple[Any, Any]:
 
 
 def with_updates(formats: Sequence[Any], updates: Sequence[Any] | None) -> list[Any]:
-    """Each entry of a sweep's formats with each of its updates, as entries of formats.
+    """Combine each format entry of a sweep with each of its updates, as format entries.
 
     >>> with_updates(["fp16"], ["float32", "bf16_sr"])
     ['fp16', {'format': 'fp16', 'update': 'bf16_sr'}]
@@ -88,11 +88,11 @@ def _joined(entry: Any, given: Any) -> Any:
 
 
 def canonical_update(update: Any) -> Any:
-    """What stands for an update: a name of `fpsim.UPDATES`, or its fields as JSON; None for one that rounds nothing.
+    """Canonical form of an update: a name of `fpsim.UPDATES`, or its fields as JSON; None if it rounds nothing.
 
     Raises:
         ValueError: for an unknown name or field, and for values that `fpsim.Update` refuses.
-        TypeError: for what is not an update.
+        TypeError: for anything but an update.
 
     >>> canonical_update({"weight": "bf16", "rounding": "stochastic", "states": "bf16"}), canonical_update("float32")
     ('bf16_sr', None)
@@ -172,7 +172,7 @@ def _words(fmt: Any) -> str | None:
 
 
 def update_label(update: Any) -> str:
-    """An update as words for a table.
+    """Label of an update, for tables.
 
     >>> update_label("bf16_sr"), update_label({"weight": "bf16", "compensation": "kahan"}), update_label(None)
     ('bf16_sr', 'weight=bf16 compensation=kahan', 'float32')
@@ -193,13 +193,13 @@ def _spoken(fields: Mapping[str, Any]) -> Iterable[str]:
 
 
 def update_of(fmt: Any) -> Update | None:
-    """The update of a cell's format; None where the optimizer stores float32."""
+    """The update of a cell's format; None if the optimizer stores float32."""
     _, update = split(fmt)
     return None if update is None else _update(update)
 
 
 def require_update(fmt: Any, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an update that the optimizer of these options does not take.
+    """Raise ValueError for an update that the optimizer of these options does not support.
 
     A step of a small optimizer tells: names of states, and the arithmetic of a step. Names in overrides are a model's.
     """

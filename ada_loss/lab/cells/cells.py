@@ -1,4 +1,4 @@
-"""Cells: a sweep is made of them. A cell is one training; its id is the hash of its configuration."""
+"""Cells of a sweep. A cell is one training; its id is the hash of its configuration."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def digest(value: Any) -> str:
 class Cell:
     """One training of a sweep.
 
-    config: the complete configuration in canonical form: equal trainings have equal ones, however they were written.
+    config: the complete configuration in canonical form, equal for equal trainings however they were written.
         It holds "task", "format", "rounding", "scaling", "seed" and "options", the options of `train`.
-    name: of the format, as the sweep states it; no part of the configuration.
+    name: of the format, as the sweep names it; not part of the configuration.
 
     >>> a, b = plan("digits", ["fp16"], [1024]), plan("digits", ["half"], [2.0**10], options={"epochs": 12})
     >>> a[0].id == b[0].id
@@ -97,11 +97,11 @@ def plan(
     train: str | TrainFunction | None = None,
     updates: Sequence[Any] | None = None,
 ) -> list[Cell]:
-    """A cell for every combination, formats first. Invalid values and combinations are rejected here, before any work.
+    """Create a cell for every combination, formats first. Invalid values and combinations are rejected here.
 
-    float32, with which the others are compared, is trained once for each seed: there is nothing to round or to scale.
-    A recipe has roundings of its own. Where each gradient that enters a product has a scale of its own there, a loss
-    scale has nothing to do, and there is no cell but that without: of recipes, fp16's and bf16's are left.
+    float32, the baseline, is trained once for each seed: it has nothing to round or scale. A recipe has its own
+    roundings. If it also scales each gradient that enters a product, loss scaling has no effect, and only the cell
+    without scaling remains: of recipes, only those of fp16 and bf16 are combined with scaling methods.
 
     task: a name, "module:function", or a function from a seed to a Task.
     formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`, of which "products" is a
@@ -114,15 +114,15 @@ def plan(
     roundings: names, one for all roles each; "stochastic_gradients" rounds gradients alone stochastically. None is
         nearest-even; but where adaptive or current scaling fits gradients to a format of at most 6 bits, it is
         "stochastic_gradients".
-    seeds: how many, or which.
+    seeds: their number, or a list.
     options: those of `TrainOptions`, without scaling, seed and device.
-    train: a training function of the user's own in the place of a task; its options are any mapping of numbers and
+    train: a training function of the user instead of a task; its options are any mapping of numbers and
         words.
-    updates: what the optimizer stores: names of `fpsim.UPDATES`, or mappings with the fields of `fpsim.Update`, with
+    updates: the optimizer's storage: names of `fpsim.UPDATES`, or mappings with the fields of `fpsim.Update`, with
         "name" in one as in a format; "float32" is an optimizer as it is, and so is None, for all cells. The format and
         the update together are the cell's format: {"format": "fp32", "update": "bf16_sr"}.
     Raises ValueError for an unknown task, format, method, rounding or option, for an empty grid, and for combinations
-    that are the same training; TypeError for what is not a list, and for seeds that are not integers.
+    that are the same training; TypeError for anything but lists, and for seeds that are not integers.
 
     >>> [str(cell) for cell in plan("digits", ["fp32", "fp16"], ["none", "torch"])]
     ['fp32 nearest_even none seed 0', 'fp16 nearest_even none seed 0', 'fp16 nearest_even torch seed 0']
@@ -179,13 +179,13 @@ def plan(
 
 
 def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), baseline: bool = False) -> list[Cell]:
-    """The cells of a grid and of others, each of which says what differs from the first.
+    """Create the cells of a grid and of further grids, each given by its differences from the first.
 
     grid: the arguments of `plan`, with "task_options" for its options.
     also: mappings of the same names. One without task_options has the grid's, unless it has another task.
     baseline: whether float32 is trained with each task, options and seed, where no grid has it among its formats.
-    Raises what `plan` raises; TypeError for what is not a list of mappings, and for tasks of which one is a function;
-    ValueError for an unknown name, and where two grids have a cell in common.
+    Raises the errors of `plan`; TypeError for no list of mappings, and for tasks of which one is a function;
+    ValueError for an unknown name, and if two grids share a cell.
 
     >>> grid = {"task": "digits", "formats": ["fp32"], "scaling": ["none"], "task_options": None}
     >>> [str(cell) for cell in plan_all(grid, [{"formats": ["e5m2"], "scaling": ["torch"]}])]
@@ -333,7 +333,7 @@ def _own_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_configuration(config: object) -> bool:
-    """Whether this has the form of a cell's configuration, with values of any kind."""
+    """True if this has the form of a cell's configuration, with values of any kind."""
     if not isinstance(config, dict) or config.keys() != {*AXES, "options"}:
         return False
     words = isinstance(config["task"], str) and isinstance(config["rounding"], str)
@@ -341,7 +341,7 @@ def is_configuration(config: object) -> bool:
 
 
 def is_intact(cell: str, config: dict[str, Any]) -> bool:
-    """Whether a configuration is the one of which an id was made."""
+    """True if an id is the hash of this configuration."""
     try:
         return Cell(config).id == cell
     except ValueError:  # NaN, which no configuration holds
@@ -349,10 +349,10 @@ def is_intact(cell: str, config: dict[str, Any]) -> bool:
 
 
 def stored_cell(cell: str, config: dict[str, Any]) -> Cell:
-    """A cell of a ledger, checked as one of a YAML file is. Its task is not looked up.
+    """Restore a cell of a ledger, with the checks of a YAML file. Its task is not looked up.
 
-    cell, config: its id and its configuration as the ledger has them.
-    Raises ValueError, with the id, where the configuration is another than the id's or makes no cell.
+    cell, config: its id and configuration in the ledger.
+    Raises ValueError, with the id, if the configuration does not match the id or makes no cell.
     """
     problem = "its configuration is not the one of which the id was made."
     if is_configuration(config) and is_intact(cell, config):

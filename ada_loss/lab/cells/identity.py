@@ -1,4 +1,4 @@
-"""The name of a task in a cell's configuration; that of a notebook's function follows from its source and data."""
+"""Names of tasks in configurations; that of a notebook's function includes a hash of its source and data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN = "train "  # before the name of a training function, where a task's name wo
 
 
 def own_training(train: str | TrainFunction) -> str:
-    """The name of a training function in the place of a task's. Raises TypeError and ValueError as `task_of` does."""
+    """Name of a training function, to use as a task's. Raises TypeError and ValueError as `task_of` does."""
     if isinstance(train, str) and ":" not in train:
         raise ValueError(f"train={shown(train)} is invalid. Expected: a function, or 'module:function'.")
     if isinstance(train, str) or callable(train):
@@ -33,12 +33,12 @@ def own_training(train: str | TrainFunction) -> str:
 
 
 def is_own(name: str) -> bool:
-    """Whether the name of a task is that of a training function."""
+    """True if a task's name is that of a training function."""
     return name.startswith(OWN)
 
 
 def path_of(name: str) -> str:
-    """The import path of a training function, or the name of a task as it is.
+    """The import path of a training function, or a task's name unchanged.
 
     >>> path_of("train mine:fit"), path_of("digits")
     ('mine:fit', 'digits')
@@ -47,7 +47,7 @@ def path_of(name: str) -> str:
 
 
 def is_local(name: str) -> bool:
-    """Whether the name is that of a function of a notebook or a script, which cannot be imported.
+    """True if the name is that of a function of a notebook or a script, which cannot be imported.
 
     >>> is_local("__main__:mine@0a1b2c3d"), is_local("mine:task"), is_local("chars=a@b.txt")
     (True, False, False)
@@ -56,16 +56,16 @@ def is_local(name: str) -> bool:
 
 
 def task_of(task: str | MakeTask) -> str:
-    """The name of a task in a configuration; that of a function that cannot be imported ends with a hash.
+    """Name of a task in a configuration, ending with a hash for a function that cannot be imported.
 
-    So does that of a task of the user's own data, "chars=book.txt#0a1b2c3d": the hash of the file or the folder.
+    The name of a task with the user's own data does too, "chars=book.txt#0a1b2c3d": the hash of the file or the folder.
 
     The hash covers the function's source, its defaults, and the globals and closed-over variables that it uses:
     numbers, strings, tensors, arrays, lists, tuples and mappings of them, and functions and classes of the same
     notebook or script. It does not cover other objects, such as a module that was trained there.
 
     task: a name, "module:function", or a function from a seed to a Task.
-    Raises ValueError for an unknown name, TypeError for what is neither a name nor a function.
+    Raises ValueError for an unknown name, TypeError for anything but a name or a function.
     """
     if isinstance(task, str) or not callable(task):
         find_task(task)

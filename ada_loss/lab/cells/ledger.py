@@ -31,7 +31,8 @@ __all__ = [
     "counted",
 ]
 
-SCHEMA_VERSION = 3  # 1 had no digests, 2 no version of the numbers
+SCHEMA_VERSION = 3
+FIRST_VERSION = 2  # which had no version of the numbers; 1, without digests, was never in a release
 APPLICATION_ID = 0x4C6F7373  # "Loss", in the header of the file
 CannotWrite = sqlite3.OperationalError  # raised for a full disk or a missing permission
 STATES = ("planned", "running", "done", "failed")
@@ -65,14 +66,6 @@ CREATE TABLE sessions (started REAL NOT NULL, environment TEXT NOT NULL, digest 
 """
 # What was planned, as JSON, with its digest. Ledgers without it are read, and get it from the next driver.
 PLAN_SCHEMA = "CREATE TABLE IF NOT EXISTS plan (content TEXT NOT NULL, digest TEXT NOT NULL) STRICT"
-TO_VERSION = {
-    2: (
-        "ALTER TABLE cells ADD COLUMN telemetry_sha256 TEXT",
-        "ALTER TABLE cells ADD COLUMN digest TEXT",
-        "ALTER TABLE sessions ADD COLUMN digest TEXT",
-    ),
-    3: ("ALTER TABLE cells ADD COLUMN bits INTEGER",),
-}
 FIRST_BITS = 1  # the version of numbers that were written without one; see `fpsim.BITS`
 TEXTS = ("error", "traceback")
 RESULT = (
@@ -88,12 +81,11 @@ RESULT = (
 )
 COLUMNS = ("id", "position", "config", "state", "attempts", "finished", *RESULT)
 SEALED = COLUMNS[:-1]  # in every digest; the last one where there is one
-NEW_COLUMNS = {"telemetry_sha256": 2, "digest": 2, "bits": 3}  # since which version
 DAMAGED = "its row of the ledger was changed by something else than a sweep; run the sweep again: it repeats the cell"
 
 
 class OtherBits(ValueError):
-    """Results in a ledger have the numbers of other versions of the library than the driver's: `bits`."""
+    """Raised if a ledger's results have the numbers of other versions of the library than the driver's: `bits`."""
 
     def __init__(self, bits: Iterable[int]) -> None:
         self.bits = sorted(bits)
@@ -101,23 +93,23 @@ class OtherBits(ValueError):
 
 
 class RowChanged(LookupError):
-    """A row of the ledger is not as its driver has written it."""
+    """Raised if a row of the ledger is not as its driver wrote it."""
 
 
 class Ledger:
     """Cells and their states in a file. One driver writes; any number of processes read (write-ahead log).
 
-    Every method that changes something is one transaction: a killed process leaves the last complete one. Every row
-    carries a digest of its content. A row that does not match its digest is "damaged": it counts as failed, with an
-    error that says so, and the next driver plans the cell again.
+    Every change is one transaction: a killed process leaves the last complete one. Every row carries a digest of its
+    content. A row that does not match its digest is "damaged": it counts as failed, with an error that says so, and the
+    next driver plans the cell again.
 
     path: the file, or ":memory:".
     readonly: for readers; the file must exist. In a folder that cannot be written it must be complete: no driver may
         have died there.
     bits: the version of the numbers that a driver writes; None if it goes on with those of any.
     Raises OtherBits where results have other numbers; FileNotFoundError without a file to read; ValueError for a file
-    that is not a ledger, is damaged, or that is of a newer version. Older ones are opened; a driver brings them to this
-    version.
+    that is not a ledger, is damaged, or that is of a newer version or of 1. One of version 2 is opened; a driver brings
+    it to this version.
 
     >>> with Ledger(":memory:") as ledger:
     ...     ledger.add([("a1", {"seed": 0}), ("b2", {"seed": 1})])
@@ -169,7 +161,7 @@ class Ledger:
             raise self._unreadable(f"it has {size:,} bytes, more than {MOST_BYTES:,}")
 
     def require_the_same(self) -> None:
-        """Raise ChangedFolder where the file was deleted or replaced: what is written to it now is kept by nobody."""
+        """Raise ChangedFolder if the file was deleted or replaced, so that further writes would be lost."""
         try:
             is_there = self._file is None or _identity(self.path) == self._file
         except FileNotFoundError:
@@ -224,6 +216,12 @@ class Ledger:
                 f"{self.path} was written with schema version {version}. This release reads up to {SCHEMA_VERSION}. "
                 f"Update it, or name another `out`."
             )
+        if 0 < version < FIRST_VERSION:
+            raise ValueError(
+                f"{self.path} was written with schema version {version}, before the first release, without digests of "
+                f"its rows. This release reads {FIRST_VERSION} to {SCHEMA_VERSION}. Run that sweep again into another "
+                f"folder."
+            )
         self._query("PRAGMA trusted_schema = OFF")  # a file of someone else may hold views and triggers
         if version == 0:
             self._create()
@@ -234,8 +232,8 @@ class Ledger:
         if not self.readonly:
             self._query("PRAGMA synchronous = FULL")  # 2 transactions a cell: safety costs little
             if 0 < version < SCHEMA_VERSION:
-                self._bring_up_from(version)
-        self._has_digests, self._is_open = version != 1 or not self.readonly, True
+                self._bring_up()
+        self._is_open = True
         self._truncated = time.monotonic()
 
     def _create(self) -> None:
@@ -257,8 +255,8 @@ class Ledger:
         if problem != "ok":
             problem = " ".join(problem.removeprefix("*** in database main ***").split())
             raise self._unreadable(f"it is damaged ({problem})")
-        cells = {name for name in (*COLUMNS, "digest") if NEW_COLUMNS.get(name, 1) <= version}
-        expected = {"cells": cells, "sessions": {"started", "environment"} | ({"digest"} if version > 1 else set())}
+        cells = {*COLUMNS, "digest"} - ({"bits"} if version == FIRST_VERSION else set())
+        expected = {"cells": cells, "sessions": {"started", "environment", "digest"}}
         for table, columns in expected.items():
             # xinfo: columns that are computed are hidden from table_info
             there = {row["name"] for row in self._query(f"PRAGMA table_xinfo({table})")}
@@ -267,20 +265,15 @@ class Ledger:
 
     def _require_bits(self, version: int) -> None:
         """Raise OtherBits where a cell that is done has other numbers than the driver's."""
-        column = f"coalesce(bits, {FIRST_BITS})" if version >= NEW_COLUMNS["bits"] else str(FIRST_BITS)
+        column = str(FIRST_BITS) if version == FIRST_VERSION else f"coalesce(bits, {FIRST_BITS})"
         found = {row[0] for row in self._query(f"SELECT DISTINCT {column} FROM cells WHERE state = 'done'")}
         if found - {self.bits}:
             raise OtherBits(found - {self.bits})
 
-    def _bring_up_from(self, version: int) -> None:
+    def _bring_up(self) -> None:
+        """Give a ledger of version 2 the column that it lacks."""
         with self._transaction():
-            for newer in range(version + 1, SCHEMA_VERSION + 1):
-                for statement in TO_VERSION[newer]:
-                    self._query(statement)
-            for row in self._query("SELECT id FROM cells") if version == 1 else ():
-                self._seal(row["id"])
-            for row in self._query("SELECT rowid, * FROM sessions") if version == 1 else ():
-                self._query("UPDATE sessions SET digest = ? WHERE rowid = ?", (_session_digest(row), row["rowid"]))
+            self._query("ALTER TABLE cells ADD COLUMN bits INTEGER")
             self._query(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _query(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[sqlite3.Row]:
@@ -304,7 +297,7 @@ class Ledger:
         self._query("UPDATE cells SET digest = ? WHERE id = ?", (_cell_digest(row), cell))
 
     def add(self, cells: Iterable[tuple[str, dict[str, Any]]]) -> int:
-        """Plan cells, given as (id, configuration); known cells stay as they are. Gives the number of new ones."""
+        """Plan cells, given as (id, configuration); known cells stay unchanged. Returns the number of new ones."""
         with self._transaction():
             plan = self._plan_or_rows()
             first = self._query("SELECT coalesce(max(position) + 1, 0) FROM cells")[0][0]
@@ -325,7 +318,7 @@ class Ledger:
             return new
 
     def plan(self) -> Plan | None:
-        """What was planned; None in a ledger of an earlier version, which does not say."""
+        """The stored plan; None in a ledger of an earlier version, which has none."""
         if not self._query("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'plan'"):
             return None
         rows = self._query("SELECT content, digest FROM plan")
@@ -350,7 +343,7 @@ class Ledger:
         self._query("INSERT INTO plan VALUES (?, ?)", (content, digest_of([content])))
 
     def start(self, cell: str) -> None:
-        """Mark a planned cell as running, and count the attempt. Raises RowChanged where it is another one."""
+        """Mark a planned cell as running, and count the attempt. Raises RowChanged if its row has changed."""
         with self._transaction():
             self._require_row(cell, "planned")
             self._query("UPDATE cells SET state = 'running', attempts = attempts + 1 WHERE id = ?", (cell,))
@@ -362,7 +355,7 @@ class Ledger:
             raise RowChanged(f"The row of cell {cell} was deleted, or changed by something else than a sweep.")
 
     def restore(self, cell: str, config: dict[str, Any], state: str) -> None:
-        """Write the row of a cell again, as planned or as running; what it had is deleted, but for its attempts."""
+        """Write the row of a cell again, as planned or running; of the old row only the attempts are kept."""
         self.add([(cell, config)])
         with self._transaction():
             self._query("UPDATE cells SET config = ? WHERE id = ?", (json.dumps(config), cell))
@@ -395,7 +388,7 @@ class Ledger:
                 self._query("DELETE FROM cells WHERE rowid = ?", (number,))
 
     def finish(self, cell: str, result: dict[str, Any]) -> None:
-        """Write the result of a running cell. Raises RowChanged where its row is not as it was written.
+        """Write the result of a running cell. Raises RowChanged if its row has changed.
 
         result: any of "seconds", "metrics", "diverged", "skipped", "underflow", "telemetry_bytes", "telemetry_sha256",
             "error", "bits".
@@ -403,7 +396,7 @@ class Ledger:
         self._settle(cell, "done", result)
 
     def fail(self, cell: str, error: str, traceback: str = "") -> None:
-        """Write why a running cell gave no result. Of a long text its ends are kept."""
+        """Write why a running cell has no result. A long text is shortened to its ends."""
         self._settle(cell, "failed", {"error": error, "traceback": traceback})
 
     def _settle(self, cell: str, state: str, result: dict[str, Any]) -> None:
@@ -435,10 +428,10 @@ class Ledger:
         return counted(self.rows())
 
     def rows(self, state: str | None = None) -> list[dict[str, Any]]:
-        """A dictionary of its columns for each cell, in the order of planning, with "config" and "metrics" decoded.
+        """A dictionary of columns for each cell, in the order of planning, with "config" and "metrics" decoded.
 
-        The key "damaged" tells whether the row was changed: 0, or its number in the file. Such a row has the state
-        "failed" and no result; its configuration is what can still be read, or empty.
+        The key "damaged" is 0, or the row's number in the file if it was changed. Such a row has the state "failed" and
+        no result; its configuration is empty unless it can still be read.
 
         state: only cells in this state; None for all.
         """
@@ -451,7 +444,7 @@ class Ledger:
 
     def _decoded(self, stored: dict[str, Any], configs: Configs) -> dict[str, Any]:
         row: dict[str, Any] = stored if "bits" in stored else dict.fromkeys(COLUMNS) | stored
-        changed = self._has_digests and row.get("digest") != _cell_digest(row)
+        changed = row["digest"] != _cell_digest(row)
         config, metrics = configs.decoded(row["config"]), json_object(row["metrics"] or "{}")
         metrics = metrics and {name: as_float64(value) for name, value in metrics.items()}
         row |= {"config": config or {}, "metrics": metrics or {}, "damaged": 0}
@@ -478,13 +471,13 @@ class Ledger:
     def sessions(self) -> list[dict[str, Any]]:
         """The environments of all drivers in their order, each with "started", in seconds since 1970.
 
-        One that was changed is left out.
+        Changed ones are left out.
         """
         sessions = []
         for row in self._query("SELECT * FROM sessions ORDER BY started"):
             environment = json_object(row["environment"])
-            changed = self._has_digests and row["digest"] != _session_digest(row)
-            if not changed and environment is not None and math.isfinite(row["started"]):
+            is_intact = row["digest"] == _session_digest(row)
+            if is_intact and environment is not None and math.isfinite(row["started"]):
                 sessions.append({"started": row["started"], **environment})
         return sessions
 
@@ -499,7 +492,7 @@ class Ledger:
 
 
 def counted(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """How many rows are in each state.
+    """Count the rows in each state.
 
     >>> counted([{"state": "done"}, {"state": "done"}])
     {'planned': 0, 'running': 0, 'done': 2, 'failed': 0}

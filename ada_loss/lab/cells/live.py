@@ -1,4 +1,4 @@
-"""How a cell goes while it trains: its curves so far, in a file that the worker writes and the driver reads."""
+"""Progress of a cell while it trains: its curves so far, in a file that the worker writes and the driver reads."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ LEISURE = 50  # a worker waits so many times as long as it took to write: 2 % of
 
 
 def live_path(checkpoint: Path) -> Path:
-    """The file, beside a cell's checkpoint, that has the curves of the cell so far."""
+    """The file with the curves of a cell so far, next to its checkpoint."""
     return checkpoint.with_suffix(".live")
 
 
 class LiveFile:
-    """Called with the number of new steps, it appends now and then what the curves have gained.
+    """Progress callback that appends the growth of the curves from time to time.
 
-    A file that cannot be written is left out: the driver learns the whole in the end.
+    If the file cannot be written, it is skipped: the driver gets the whole at the end.
 
     path: of the file, which begins empty.
-    run: returns the training as it is.
+    run: returns the current state of the training.
     """
 
     def __init__(self, path: Path, run: Callable[[], Run]) -> None:
@@ -50,7 +50,7 @@ class LiveFile:
         self._next = ended + max(EVERY, LEISURE * (ended - began))
 
     def write(self) -> None:
-        """Append what is new."""
+        """Append the new values."""
         lines = []
         for name, (steps, values) in curves_of(telemetry(self._run())).items():
             told = self._told.get(name, 0)
@@ -62,7 +62,7 @@ class LiveFile:
 
 
 class LiveReader:
-    """Reads what a worker appends to its file. A worker that begins again writes the same from the start.
+    """Read what a worker appends to its file. A restarted worker writes the same from the start.
 
     path: of the file, which may not exist yet.
     """
@@ -71,7 +71,7 @@ class LiveReader:
         self.path, self._at, self.told = path, 0, dict[str, int]()
 
     def read(self) -> Curves:
-        """What the curves have gained since the last call, {name: (steps, values)}."""
+        """The new values since the last call, {name: (steps, values)}."""
         try:
             with opened(self.path) as file:
                 if file.seek(0, os.SEEK_END) < self._at:
@@ -100,7 +100,7 @@ class LiveReader:
         return gained
 
     def rest(self, curves: Curves) -> Curves:
-        """What of the whole curves was not read."""
+        """The part of the whole curves that was not read yet."""
         unread = {name: self._new(name, 0, *points) for name, points in curves.items()}
         return {name: points for name, points in unread.items() if len(points[0])}
 

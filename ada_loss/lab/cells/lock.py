@@ -1,4 +1,4 @@
-"""The lock of a sweep's folder: one driver at a time, and whether there is one."""
+"""Lock of a sweep's folder, for one driver at a time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["is_driven", "lock_path", "require_lockable"]
 
 
 def lock_path(out: Path) -> Path:
-    """The file that the driver of a folder locks. The system releases it when the process dies, however it dies."""
+    """The file that a folder's driver locks. The system releases it whenever the process dies."""
     return out / "ledger.lock"
 
 
 def require_lockable(out: Path) -> None:
-    """Raise ChangedFolder where something else than a file is in the place of the lock, such as a pipe or a link."""
+    """Raise ChangedFolder if the lock is not a file, but a pipe or a link, for example."""
     require_own_file(lock_path(out))
 
 
 def is_driven(out: Path) -> bool:
-    """Whether a driver runs in a folder, on this machine; nothing in the folder changes. True where it cannot be told.
+    """True if a driver on this machine runs in a folder, or if that is unknown. The folder does not change.
 
     >>> is_driven(Path("nowhere"))
     False

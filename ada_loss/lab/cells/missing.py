@@ -1,4 +1,4 @@
-"""What a sweep's folder has lost: planned cells without a row, telemetry without a result, sessions."""
+"""Detect losses of a sweep's folder: planned cells without a row, telemetry without a result, sessions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FILE = re.compile(rf"({CELL_ID.pattern})\.npz")  # of telemetry
 
 
 class Plan(NamedTuple):
-    """What a ledger has to hold; rows that are gone are missed by it.
+    """The expected content of a ledger, to detect missing rows.
 
     cells: the ids of all cells that were ever planned.
-    sessions: how many drivers there were.
-    is_intact: whether it is as it was written. If not, the others are empty.
+    sessions: the number of drivers so far.
+    is_intact: whether it is unchanged. If not, the others are empty.
     """
 
     cells: frozenset[str]
@@ -33,13 +33,13 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Missing:
-    """What is missing from a sweep's folder; false where nothing is. `str` tells it in sentences.
+    """Losses of a sweep's folder; false if there are none. `str` describes them.
 
-    cells: the ids of cells that were planned, or that have telemetry, and have no row.
-    planned: how many cells there should be.
+    cells: the ids of cells that were planned, or have telemetry, but have no row.
+    planned: the number of cells that should exist.
     results: the ids of cells that have telemetry, and a row without a result.
-    sessions: how many drivers' environments are gone or were changed.
-    plan_was_changed: whether what was planned cannot be told.
+    sessions: the number of drivers' environments that are gone or were changed.
+    plan_was_changed: whether the plan is unreadable.
 
     >>> print(Missing(("a", "b"), 9))
     2 of 9 cells are missing: the ledger has lost their rows. Call sweep(...) with the arguments of that sweep: it \
@@ -81,7 +81,7 @@ trains them again.
 
 
 class Snapshot(NamedTuple):
-    """A ledger's rows and sessions at a moment, and what is missing then."""
+    """A ledger's rows and sessions at one moment, and what is missing."""
 
     rows: list[dict[str, Any]]
     sessions: list[dict[str, Any]]
@@ -95,11 +95,11 @@ class _Ledger(Protocol):
 
 
 def read_snapshot(ledger: _Ledger, out: Path, *, drives: bool = False) -> Snapshot:
-    """Read what a folder has, and find what is missing. Nothing in it changes, and telemetry is not read.
+    """Read a folder's ledger, and find what is missing. Changes nothing, and reads no telemetry.
 
-    ledger, out: of the sweep. A ledger without a plan misses rows by their telemetry alone.
-    drives: whether the caller is the folder's driver. While another one runs, only what was planned is missed: it
-        writes telemetry before it writes the row.
+    ledger, out: of the sweep. Without a plan, missing rows are only found by their telemetry.
+    drives: whether the caller is the folder's driver. While another driver runs, only planned cells count as missing,
+        because it writes telemetry before the row.
     """
     driven = not drives and is_driven(out)
     plan = ledger.plan()  # before the rows: a driver that adds some meanwhile is to be missing none

@@ -1,4 +1,4 @@
-"""Names of formats: as stated in a sweep, else short ones that can be spoken. A name is not part of what a cell is."""
+"""Names of formats: as given in a sweep, else short pronounceable ones. A name is not part of a cell's identity."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ TILES = ("per 1x128 ceil", "per 128x128 ceil")
 
 
 def unnamed(entry: Any) -> tuple[Any, str]:
-    """An entry of a sweep's formats as the format and its name; "" for an entry without one.
+    """Split an entry of a sweep's formats into the format and its name; "" for no name.
 
     entry: a format, {"name": ..., "format": a format}, or a format's mapping with "name" in it.
-    Raises ValueError for what is not a name, and for a name without a format.
+    Raises ValueError for an invalid name, and for a name without a format.
 
     >>> unnamed({"name": "mine", "error": "e5m2"}), unnamed({"name": "mine", "format": "mxfp4"}), unnamed("fp16")
     (({'error': 'e5m2'}, 'mine'), ('mxfp4', 'mine'), ('fp16', ''))
@@ -57,7 +57,7 @@ def _is_name(name: object) -> bool:
 
 
 def short_name(fmt: Any) -> str:
-    """A name of a canonical format that can be spoken; its `label` where there is none.
+    """Short name of a canonical format that can be spoken; its `label` if it has none.
 
     >>> [short_name(fmt) for fmt in ("fp16", "recipe:bf16", "recipe:fp8_current", "mxfp4", "e4m3fn per tensor fp32")]
     ['fp16', 'bf16', 'fp8_current recipe', 'MXFP4', 'FP8, a scale per tensor']
@@ -143,7 +143,7 @@ def _of_operands(products: Mapping[str, str]) -> str:
 
 
 def names_of(formats: Iterable[Any], given: Mapping[str, str] = {}) -> dict[str, str]:
-    """The name of each format of a sweep, by its `label`: as given, else short, else the label itself.
+    """Names of a sweep's formats, by `label`: as given, else short, else the label itself.
 
     A name that is also the name or the label of another format is not used: both keep their labels.
 
@@ -159,14 +159,14 @@ def names_of(formats: Iterable[Any], given: Mapping[str, str] = {}) -> dict[str,
 
 
 def read_names(folder: Path) -> dict[str, str]:
-    """The names that are kept in the folder of a sweep, {label: name}; what is not a name is passed over."""
+    """Read the stored names of a sweep's folder, {label: name}; invalid ones are skipped."""
     return {words: name for words, name in mapping_in(folder / FILE).items() if _is_name(name)}
 
 
 def keep_names(folder: Path, given: Mapping[str, str]) -> None:
-    """Keep the names of formats in the folder of a sweep, in addition to those that it has.
+    """Store names of formats in the folder of a sweep, in addition to those already there.
 
-    Raises ValueError where one is the name of two formats.
+    Raises ValueError if two formats have the same name.
     """
     kept = read_names(folder)
     together = {**kept, **given}
@@ -176,7 +176,7 @@ def keep_names(folder: Path, given: Mapping[str, str]) -> None:
 
 
 def require_different(names: Mapping[str, str]) -> None:
-    """Raise ValueError where two formats, by their labels, have one name."""
+    """Raise ValueError if two formats, by their labels, have the same name."""
     seen: dict[str, str] = {}
     for words, name in names.items():
         other = seen.setdefault(name.lower(), words)
@@ -185,7 +185,7 @@ def require_different(names: Mapping[str, str]) -> None:
 
 
 def file_name(words: str) -> str:
-    """Words as the name of a file: what a system may not take becomes an underscore.
+    """File name from words: characters that a system may refuse become underscores.
 
     >>> file_name("FP8, a scale per 1x128 (ceil) torch seed 0"), file_name("a/b:c")
     ('FP8, a scale per 1x128 (ceil) torch seed 0', 'a_b_c')

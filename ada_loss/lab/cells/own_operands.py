@@ -1,4 +1,4 @@
-"""Operands of a cell's products that are functions of the user's: "module:function", imported where they are called."""
+"""Operands of products given as functions of the user: "module:function", imported when called."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ EXPECTED = "Expected: a function of a module on Python's path, as 'module:functi
 
 @dataclass(frozen=True)
 class ImportedOperand:
-    """A function of a tensor and an axis by its import path. No policy imports it: who reads a ledger runs nothing.
+    """A function of a tensor and an axis by its import path. No policy imports it: reading a ledger runs nothing.
 
-    Called, it raises ValueError for a path that leads to no function.
+    A call raises ValueError for a path that leads to no function.
     """
 
     path: str
@@ -40,7 +40,7 @@ class ImportedOperand:
 
 
 def is_path(value: object) -> bool:
-    """Whether a value is written as the import path of a function.
+    """True if a value has the form of a function's import path.
 
     >>> is_path("mine:rounded"), is_path("recipe:"), is_path("e5m2 per tensor")
     (True, False, False)
@@ -50,7 +50,7 @@ def is_path(value: object) -> bool:
 
 
 def operand_word(value: Any) -> Any:
-    """An operand as it stands in a configuration: the path of a function; anything else as it is.
+    """An operand for a configuration: the import path of a function; anything else unchanged.
 
     Raises ValueError for a function that cannot be imported by its name.
     """

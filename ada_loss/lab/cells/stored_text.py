@@ -1,4 +1,4 @@
-"""What a row of the ledger has as text: configurations and metrics as JSON, errors, and the digest of all of it."""
+"""Text in the rows of the ledger: configurations and metrics as JSON, errors, and the digest of a row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEED = re.compile(r'"seed": (-?[0-9]{1,18})(?=[,}])')  # in a configuration
 
 
 def digest_of(values: Sequence[Any]) -> str:
-    """The SHA-256 of values of SQLite as the JSON that json.dumps writes.
+    """SHA-256 of values of SQLite, written as JSON by json.dumps.
 
     >>> values = [1, None, "\\u00e9", 0.5, math.inf]
     >>> digest_of(values) == hashlib.sha256(json.dumps(values).encode()).hexdigest()
@@ -43,16 +43,16 @@ WRITTEN: dict[type, Callable[[Any], str]] = {
 
 
 class Configs:
-    """Decodes the configurations of a sweep: those that differ in the seed alone share what else they hold.
+    """Decode the configurations of a sweep; those that differ only in the seed share everything else.
 
-    Of 100,000 cells few are different but for the seed, and to decode each takes seconds and a kilobyte.
+    Most of 100,000 cells differ only in the seed, and decoding each takes seconds and a kilobyte per cell.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, dict[str, Any]] = {}
 
     def decoded(self, text: str) -> dict[str, Any] | None:
-        """The configuration in a text; None for what is no JSON object."""
+        """The configuration in a text; None if it is no JSON object."""
         parts = SEED.split(text, 2)
         if len(parts) != 3:  # there is no seed, or an option has one too
             return json_object(text)
@@ -76,12 +76,12 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def is_json_number(value: object) -> bool:
-    """Whether JSON has a number, or a truth value, there."""
+    """True for a number or a boolean of JSON."""
     return isinstance(value, int | float)
 
 
 def as_float64(value: Any) -> Any:
-    """A value, and for an integer beyond float64 what JSON has for a decimal beyond it.
+    """Replace an integer beyond float64 by inf or -inf, as JSON reads such a decimal.
 
     >>> as_float64(10**400), as_float64(-(10**400)), as_float64(3)
     (inf, -inf, 3)
@@ -92,7 +92,7 @@ def as_float64(value: Any) -> Any:
 
 
 def storable(text: str) -> str:
-    """A text as UTF-8 holds it, and of a long one the ends.
+    """A text as UTF-8 can encode it; a long one is shortened to its ends.
 
     >>> storable("file \\udcff"), len(storable("x" * 5_000_000)) < 1.01 * MOST_TEXT
     ('file \\\\udcff', True)

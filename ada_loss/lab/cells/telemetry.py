@@ -1,4 +1,4 @@
-"""The telemetry of a cell: how its training went, as arrays in an .npz file."""
+"""Telemetry of a cell: the course of its training, as arrays in an .npz file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from ada_loss.files import content_of
 from ada_loss.lab.errors import printable
-from ada_loss.lab.training.run import Run, is_of_role, tallied
+from ada_loss.lab.training.run import Run, is_of_role
 
 __all__ = [
     "Curves",
@@ -38,6 +38,7 @@ MOST_BYTES = 1 << 29  # of a file, packed or not: losses and scales of ten milli
 HEADS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 OF_CURVES = {"losses", "scales", "sites.role", "history.steps", "history.underflow", "history.nonzero"}
 ROLES = ("error", "weight_grad", "activation", "weight")
+COUNTED = {"elements": "count", "nonzero": "nonzero", "underflow": "underflow_count", "overflow": "overflow_count"}
 
 
 def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
@@ -48,8 +49,8 @@ def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
         skipped: the steps that were skipped because a gradient was not finite.
     With evaluations on the way:
         evaluations.steps, evaluations.METRIC: (evaluations,).
-    With a training function of the user's own:
-        curves.NAME: (2, numbers), steps and values of what it logged.
+    With the user's own training function:
+        curves.NAME: (2, numbers), steps and values that it logged.
     With a recording, whose sites come in the order of the forward pass:
         sites.COLUMN: (sites,), each column of the tallies; NaN where a role has none.
         history.steps: (points,).
@@ -87,16 +88,16 @@ def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
     if run.rows:
         for name in run.rows[0]:  # counts under the names that they had in the first files; no shares
             if not name.endswith("_count"):
-                is_count = f"{name}_count" in run.rows[0]
-                arrays[f"sites.{name}"] = _column(tallied(r, name) if is_count else r[name] for r in run.rows)
+                key = f"{name}_count" if f"{name}_count" in run.rows[0] else name
+                arrays[f"sites.{name}"] = _column(row[key] for row in run.rows)
         arrays["history.steps"] = np.array([step for step, _ in run.history])
         columns = {(row["site"], row["role"], row["rounding"], row["format"]): i for i, row in enumerate(run.rows)}
-        for name in ("count", "nonzero", "underflow", "overflow"):
+        for name, key in COUNTED.items():
             counts = np.zeros((len(run.history), len(run.rows)), dtype=np.int64)
             for i, (_, rows) in enumerate(run.history):
                 for row in rows:
-                    counts[i, columns[row["site"], row["role"], row["rounding"], row["format"]]] = tallied(row, name)
-            arrays[f"history.{'elements' if name == 'count' else name}"] = counts
+                    counts[i, columns[row["site"], row["role"], row["rounding"], row["format"]]] = row[key]
+            arrays[f"history.{name}"] = counts
     return arrays
 
 
@@ -149,29 +150,29 @@ def _add(curves: Curves, name: str, steps: Any, values: Any) -> None:
 
 
 def npz(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
-    """Arrays as the content of a compressed .npz file; the same arrays give the same bytes."""
+    """The content of a compressed .npz file; equal arrays give equal bytes."""
     content = io.BytesIO()
     np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
     return content.getvalue()
 
 
 def telemetry_path(out: Path, cell: str) -> Path:
-    """The file of a cell, by its id, in the folder of a sweep."""
+    """Path of a cell's file, by its id, in the folder of a sweep."""
     return out / "telemetry" / f"{cell}.npz"
 
 
 def telemetry_digest(content: bytes) -> str:
-    """The digest of a file, as the ledger keeps it."""
+    """Digest of a file, as the ledger stores it."""
     return hashlib.sha256(content).hexdigest()
 
 
 def is_whole(content: bytes, size: int | None, digest: str | None) -> bool:
-    """Whether a file is the one of the ledger. digest: None in ledgers of version 1, where only the size is known."""
-    return len(content) == size and digest in (None, telemetry_digest(content))
+    """Whether a file is the one of the ledger."""
+    return len(content) == size and digest == telemetry_digest(content)
 
 
 def is_of_curve(array: str) -> bool:
-    """Whether `curves_of` reads an array: most of a file is of the sites."""
+    """True if `curves_of` reads an array; most of a file holds data of sites."""
     return array in OF_CURVES or array.partition(".")[0] in ("evaluations", "curves", "updates")
 
 
@@ -181,7 +182,7 @@ def read_telemetry(
     """The arrays of a cell's file. Raises ValueError for a file that is missing or damaged.
 
     digest: that of the ledger; None where it has none.
-    is_wanted: tells by its name whether an array is read; None for all.
+    is_wanted: takes a name, and returns whether to read the array; None for all.
     """
     path = telemetry_path(out, cell)
     try:
@@ -204,7 +205,7 @@ def telemetry_content(out: Path, cell: str) -> bytes:
 def arrays_of(content: bytes, is_wanted: Callable[[str], bool] | None = None) -> dict[str, np.ndarray[Any, Any]]:
     """The arrays of an .npz file, which may come from someone else: 2 MB can unpack to 2 GB.
 
-    Raises ValueError and others for what is none, and for one that unpacks to more than `MOST_BYTES`.
+    Raises ValueError and other errors for an invalid file, and for one that unpacks to more than `MOST_BYTES`.
     """
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     left = MOST_BYTES

@@ -19,15 +19,15 @@ __all__ = ["Results"]
 
 
 class Results(StoredResults):
-    """The results of a sweep: what its folder holds now, as rows and tables, with pictures and a report.
+    """Results of a sweep: the current content of its folder as rows and tables, with pictures and a report.
 
-    `StoredResults` reads the folder, pictures and the report are made of it, and this class offers all of them. Opening
-    a folder changes nothing in it.
+    A facade over `StoredResults`, which reads the folder, and the modules for pictures and the report. Opening a folder
+    changes nothing in it.
 
     out: the folder.
 
     Raises:
-        FileNotFoundError: where there is no ledger.
+        FileNotFoundError: without a ledger.
     """
 
     # what needs more than NumPy is imported on use: a sweep needs neither SciPy nor matplotlib nor Jinja
@@ -35,27 +35,27 @@ class Results(StoredResults):
     def compare(
         self, a: str | Mapping[str, Any], b: str | Mapping[str, Any], metric: str | None = None, level: float = 0.05
     ) -> Comparison:
-        """The difference of a metric between two settings, a minus b, paired by seed, with a t-test.
+        """Compare a metric between two settings, a minus b, paired by seed, with a t-test.
 
-        Where b is float32, the comparison has what the verdict says of a, too.
+        If b is float32, the comparison includes the verdict on a.
 
-        a, b: a format, or what chooses one cell for each seed, such as {"format": "e5m2", "scaling": "torch"}.
+        a, b: a format, or values that select one cell for each seed, such as {"format": "e5m2", "scaling": "torch"}.
         metric: the task's first unless named; also "underflow", "skipped" or "seconds".
         level: of the test, and 1 minus the confidence of the interval.
-        Raises ValueError where a side is not a cell or several for a seed, and where the sides share no seed.
+        Raises ValueError if a side has no cell or several for a seed, and if the sides share no seed.
         """
         from ada_loss.lab.results.verdict import compare
 
         return compare(self, a, b, metric, level)
 
     def curves(self, name: str = "loss", where: Mapping[str, Any] | None = None, points: int = 200) -> Curves:
-        """A number over the steps: a `Curve` for each combination, with the values of every seed, mean and deviation.
+        """A `Curve` over the steps for each combination, with the values of every seed, mean and deviation.
 
-        name: "loss", "scale", a metric that was computed on the way (task_options={"evaluate_every": 1}), or what the
-            user's own training logged.
+        name: "loss", "scale", a metric computed during training (task_options={"evaluate_every": 1}), or a name that
+            the user's own training logged.
         where: only cells with these values.
-        points: the number of stretches of which means are taken, at most.
-        Raises ValueError where no cell has such a curve.
+        points: the largest number of intervals over which means are taken.
+        Raises ValueError if no cell has such a curve.
         """
         from ada_loss.lab.results.curves import curves
 
@@ -68,14 +68,14 @@ class Results(StoredResults):
         level: float = 0.05,
         equivalence: bool = False,
     ) -> list[Verdict]:
-        """Which settings are no more than a tolerance below float32, which fall short by more, and what is open.
+        """Test which settings are at most a tolerance below float32, which fall short, and which are undecided.
 
-        One for each task, and for each combination of options in which the cells differ; `print` gives a list of three.
+        One verdict for each task, and for each combination of options in which the cells differ; prints as three lists.
 
-        metric: the first of each task unless named.
-        tolerance: how far below float32 is good enough, in the units of the metric; unless given, a point of a share,
-            and a hundredth of float32's mean of any other metric.
-        level: the bound for the chance of a wrong statement anywhere in a verdict, if differences are normal.
+        metric: by default the first of each task.
+        tolerance: how far below float32 is good enough, in the units of the metric; by default one percentage point of
+            a share, and a hundredth of float32's mean of any other metric.
+        level: the bound for the probability of any wrong statement in a verdict, if differences are normal.
         equivalence: whether a setting must be within the tolerance of float32 on both sides to match it.
         """
         from ada_loss.lab.results.verdict import verdicts
@@ -84,15 +84,15 @@ class Results(StoredResults):
         return verdicts(self, metric, tolerance, level, equivalence)
 
     def plot(self, metric: str | None = None, where: Mapping[str, Any] | None = None) -> Any:
-        """A metric by format and scaling method; see `plot_accuracy`."""
+        """Plot a metric by format and scaling method; see `plot_accuracy`."""
         return self.plot_accuracy(metric, where)
 
     def plot_accuracy(self, metric: str | None = None, where: Mapping[str, Any] | None = None) -> Any:
-        """A metric by format and scaling method: each seed, mean and standard deviation.
+        """Plot a metric by format and scaling method: each seed, mean and standard deviation.
 
-        With many constant scales among the methods: a line over the constants, beside the methods that choose a scale.
+        With many constant scales among the methods: a line over the constants, next to the methods that choose a scale.
 
-        metric: the task's first unless named.
+        metric: by default the task's first.
         where: only cells with these values, such as {"rounding": "stochastic"}.
         """
         from ada_loss.lab.results.pictures import picture_metric
@@ -100,42 +100,42 @@ class Results(StoredResults):
         return picture_metric(self, metric, where)
 
     def plot_underflow(self, cell: str | None = None, role: str = "error") -> Any:
-        """Where one training lost gradients, by site and step.
+        """Plot where one training lost gradients, by site and step.
 
-        cell: its id; unless given, the cell that lost most.
+        cell: its id; by default the cell that lost most.
         role: "weight", "activation", "error" or "weight_grad", or an operand such as "fprop.x". "error" has the
             operands "dgrad.dy" and "wgrad.dy" in it.
-        Raises ValueError where nothing was recorded; give the sweep task_options={"record_every": n}.
+        Raises ValueError if nothing was recorded; give the sweep task_options={"record_every": n}.
         """
         from ada_loss.lab.results.pictures import picture_underflow
 
         return picture_underflow(self, cell, role)
 
     def plot_scales(self, where: Mapping[str, Any] | None = None) -> Any:
-        """The loss scale over the steps: a line for each format and method, of the first seed.
+        """Plot the loss scale over the steps: a line for each format and method, of the first seed.
 
         where: only cells with these values.
-        Raises ValueError where no cell scaled its loss.
+        Raises ValueError if no cell scaled its loss.
         """
         from ada_loss.lab.results.pictures import picture_scales
 
         return picture_scales(self, where)
 
     def plot_layer_scales(self, where: Mapping[str, Any] | None = None) -> Any:
-        """The scale of each site's gradient, by site and step, of the first training with adaptive scaling.
+        """Plot the scale of each site's gradient, by site and step, of the first training with adaptive scaling.
 
         where: only cells with these values.
-        Raises ValueError where no such training was recorded.
+        Raises ValueError if no such training was recorded.
         """
         from ada_loss.lab.results.pictures import picture_layer_scales
 
         return picture_layer_scales(self, where)
 
     def report(self, path: str | os.PathLike[str] | None = None, question: str | None = None) -> Path:
-        """Write one HTML file with the tables, the pictures and every cell; gives its path.
+        """Write one HTML file with the tables, the pictures and every cell; return its path.
 
-        path: report.html in the sweep's folder, unless given.
-        question: the question that the sweep was to answer, for the head of the page.
+        path: by default report.html in the sweep's folder.
+        question: the question that the sweep should answer, for the head of the page.
         Raises ValueError for a ledger without cells.
         """
         from ada_loss.lab.results.report import write_report

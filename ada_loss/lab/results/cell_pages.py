@@ -1,4 +1,4 @@
-"""The cells of a report: for each its settings, its results, its curves, and where it lost gradients."""
+"""Cells of a report: settings, results, curves, and gradients lost by site."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import fpsim
 from ada_loss.lab.cells.telemetry import Curves, curves_of
-from ada_loss.lab.results.heat import heat_png
+from ada_loss.lab.results.charts import heat_png
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.training.run import is_of_role
 
@@ -30,7 +30,7 @@ MOST_NAMES = 8  # curves of a cell that the page keeps
 def cell_page(
     results: StoredResults, place: int, cell: dict[str, Any], row: dict[str, Any] | None, with_curves: bool
 ) -> dict[str, Any]:
-    """What the page has of a cell.
+    """Data of a cell for the page.
 
     place: of the cell among all of the sweep, counted from 0.
     row: of `Results.rows`; None for a cell that is not done.
@@ -93,9 +93,9 @@ def _points(steps: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[li
 def lost_by_site(
     arrays: Mapping[str, NDArray[Any]], role: str = "error"
 ) -> tuple[list[int], list[str], NDArray[np.float64]] | None:
-    """Where a training lost the numbers of a role: steps, sites, and shares, (steps, sites), NaN where there were none.
+    """Losses of a role by site: steps, sites, and shares, (steps, sites), NaN where there were no numbers.
 
-    None without a recording. Gradients are given from the input to the output.
+    None without a recording. Gradients are listed from input to output.
     """
     if "history.steps" not in arrays:
         return None
@@ -113,9 +113,9 @@ def lost_by_site(
 
 
 def gradient_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
-    """What became of each gradient of a training: site, lost, bias of the row sums, kurtosis; from input to output.
+    """A row for each gradient of a training: site, lost, bias of the row sums, kurtosis; from input to output.
 
-    Empty without a recording, or with one of a version that did not know the bias. Gradients that are not rounded, or
+    Empty without a recording, or with one of a version without the bias. Gradients that are not rounded, or
     that are all zero, are left out.
     """
     names = [f"sites.{name}" for name in ("site", "role", "underflow", "nonzero", "row_bias", "kurtosis")]
@@ -130,10 +130,10 @@ def gradient_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
 
 
 def error_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
-    """What the error of each rounded tensor is made of, the largest first, as `fpsim.Tally.error_shares` has it.
+    """Components of each rounded tensor's error, the largest first, as in `fpsim.Tally.error_shares`.
 
-    Its site and role, format, SQNR, the shares of scale, dead zone and grid, and the bias of the scale. Empty without a
-    recording, or with one of a version that did not know the shares; tensors without an error are left out.
+    Site and role, format, SQNR, the shares of scale, dead zone and grid, and the bias of the scale. Empty without a
+    recording, or with one of a version without the shares; tensors without an error are left out.
     """
     shares = [f"{part}_share" for part in ("scale", "dead_zone", "grid")]
     names = [f"sites.{name}" for name in ("site", "role", "format", "sqnr_db", *shares, "scale_bias")]
@@ -147,9 +147,9 @@ def error_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
 
 
 def parameter_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
-    """What an optimizer that stores few bits did to each parameter: name, lost updates, weights at their first value.
+    """Losses of each parameter under an optimizer that stores few bits: name, lost updates, weights still at first.
 
-    Empty where it stores float32. Those that lost most come first.
+    Empty if it stores float32. Those that lost most come first.
     """
     names = [f"parameters.{name}" for name in ("name", "lost", "at_first")]
     if not arrays.keys() >= set(names):

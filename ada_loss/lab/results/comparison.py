@@ -1,4 +1,4 @@
-"""Two settings of a sweep compared, paired by seed: the difference, its interval, and a t-test."""
+"""Comparison of two settings of a sweep, paired by seed: the difference, its interval, and a t-test."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ MOST_DIGITS = 12  # decimals of points
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences of a metric between two settings, a minus b, by seed.
+    """Differences of a metric between two settings, a minus b, by seed.
 
-    Student's paired t-test (Student 1908) takes the differences as draws of a normal distribution. With two seeds it
-    sees little; with one, nothing.
+    Student's paired t-test (Student 1908) assumes normal differences. With two seeds its power is low; with one, nil.
 
-    a, b: what is compared, in words.
+    a, b: the settings, in words.
     metric: its name.
     differences: {seed: the metric of a minus that of b}, of the seeds that both have.
     level: of the test, and 1 minus the confidence of `interval`.
@@ -60,12 +59,12 @@ class Comparison:
 
     @property
     def mean(self) -> float:
-        """The mean difference; NaN where there is none, or where one is not a number."""
+        """The mean difference; NaN if there is none, or if one is not a number."""
         return mean_of(self.differences.values()) if self.differences else math.nan
 
     @property
     def error(self) -> float:
-        """The standard error of the mean; NaN for less than two seeds, or where a difference is not finite."""
+        """The standard error of the mean; NaN for fewer than two seeds, or if a difference is not finite."""
         values = [*self.differences.values()]
         if len(values) < 2 or not all(map(math.isfinite, values)):
             return math.nan
@@ -73,7 +72,7 @@ class Comparison:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The confidence interval of the mean difference; NaN for less than two seeds."""
+        """The confidence interval of the mean difference; NaN for fewer than two seeds."""
         width = float(stdtrit(len(self.differences) - 1, 1 - self.level / 2)) * self.error
         return self.mean - width, self.mean + width
 
@@ -97,7 +96,7 @@ class Comparison:
         return data_frame([{"seed": seed, "difference": value} for seed, value in self.differences.items()])
 
     def plot(self) -> Any:
-        """A figure: the difference of each seed, their mean and its interval; needs matplotlib."""
+        """Plot the difference of each seed, their mean and its interval; needs matplotlib."""
         from ada_loss.lab.results.charts import plot_differences
 
         row = {"name": self.a, "differences": [*self.differences.values()], "interval": self.interval}
@@ -125,10 +124,10 @@ class Comparison:
 
 
 def in_units(metric: str, value: float, unit: bool = True, tolerance: float | None = None, seen: float = 0.0) -> str:
-    """A difference of a metric as text: in points of per cent where the metric is a share.
+    """Format a difference of a metric: in percentage points if the metric is a share.
 
-    tolerance: of the metric; decimals that are small beside it are left out then.
-    seen: an amount of which a tenth is to be seen; points have more than one decimal where it is less than one.
+    tolerance: of the metric; decimals that are small compared to it are omitted.
+    seen: an amount of which a tenth must be visible; points get more than one decimal if it is less than one.
 
     >>> in_units("accuracy", -0.015), in_units("accuracy", -0.0002), in_units("loss", 0.0213)
     ('-1.5 points', '0.0 points', '0.0213')
@@ -147,7 +146,7 @@ def in_units(metric: str, value: float, unit: bool = True, tolerance: float | No
 
 
 def per_cent(share: float) -> str:
-    """A share as text.
+    """Format a share in per cent.
 
     >>> per_cent(0.05), per_cent(0.999)
     ('5 %', '99.9 %')
@@ -156,7 +155,7 @@ def per_cent(share: float) -> str:
 
 
 def require_level(level: object) -> None:
-    """Raise ValueError for what is not a level of a test."""
+    """Raise ValueError for an invalid level of a test."""
     if not is_number(level) or not 0 < level < 1:  # type: ignore[operator]
         raise ValueError(f"level={shown(level)} is invalid. Expected: between 0 and 1; 0.05 is usual.")
 

@@ -1,4 +1,4 @@
-"""Learning curves of a sweep: a number over the steps for each combination, with every seed."""
+"""Learning curves of a sweep: values over the steps for each combination and seed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MOST_BYTES = 1 << 28  # of curves that are kept
 
 @dataclass(frozen=True)
 class Curve:
-    """A number over the steps of one combination.
+    """Values over the steps of one combination.
 
     settings: of the combination, those in which the cells differ.
     seeds: in order.
-    steps: (points,), where the stretches of steps have their middle.
-    values: (seeds, points), the mean of each stretch; NaN where a training had ended or the number was not finite.
+    steps: (points,), the middles of the intervals of steps.
+    values: (seeds, points), the mean of each interval; NaN after the end of a training, or for numbers not finite.
     """
 
     settings: Mapping[str, str]
@@ -44,21 +44,21 @@ class Curve:
 
     @property
     def mean(self) -> NDArray[np.float64]:
-        """(points,), over the seeds that have a number there."""
+        """Means, (points,), over the seeds that have a number there."""
         return _over_seeds(np.nanmean, self.values)
 
     @property
     def deviation(self) -> NDArray[np.float64]:
-        """(points,), the standard deviation of the sample; NaN where fewer than two seeds have a number."""
+        """Sample standard deviations, (points,); NaN where fewer than two seeds have a number."""
         enough = np.isfinite(self.values).sum(axis=0) > 1
         return np.where(enough, _over_seeds(lambda x, axis: np.nanstd(x, axis=axis, ddof=1), self.values), np.nan)
 
 
 class Curves(list[Curve]):
-    """The curves of a sweep, one for each combination; see `Results.curves`.
+    """Curves of a sweep, one for each combination; see `Results.curves`.
 
-    name: what they show.
-    note: "lower is better", where it is.
+    name: of the quantity.
+    note: "lower is better", if so.
     """
 
     def __init__(self, curves: Iterable[Curve], name: str, note: str = "") -> None:
@@ -66,7 +66,7 @@ class Curves(list[Curve]):
         self.curve, self.note = name, note
 
     def table(self) -> Rows:
-        """A row for each combination: its settings, how many seeds, and its first and last mean."""
+        """A row for each combination: settings, number of seeds, and first and last mean."""
         ends = [{"seeds": len(one.seeds), "first": float(one.mean[0]), "last": float(one.mean[-1])} for one in self]
         return Rows({**one.settings, **row} for one, row in zip(self, ends))
 
@@ -87,7 +87,7 @@ class Curves(list[Curve]):
         )
 
     def plot(self) -> Any:
-        """A figure: mean and standard deviation over the seeds, a line for each combination; needs matplotlib."""
+        """Plot mean and standard deviation over the seeds, a line for each combination; needs matplotlib."""
         from ada_loss.lab.results.charts import plot_curves
 
         lines = [(one.name, one.steps, one.mean, one.deviation) for one in self]
@@ -101,7 +101,7 @@ def _over_seeds(reduce: Any, values: NDArray[np.float64]) -> NDArray[np.float64]
 
 
 class CurveReader:
-    """The curves of cells by their ids: each file is read once, as long as there is room for what it holds."""
+    """Bounded cache of the curves of cells, by id."""
 
     def __init__(self, results: StoredResults) -> None:
         self._results, self._known, self._left = results, dict[str, CurvesOfCell](), MOST_BYTES
@@ -127,7 +127,7 @@ def curves(
 ) -> Curves:
     """See `Results.curves`.
 
-    read: what reads the files; a new one unless given.
+    read: the reader of files; by default a new one.
     most_seeds: of each combination, the first ones; None for all.
     """
     read = read or CurveReader(results)

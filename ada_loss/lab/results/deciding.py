@@ -1,26 +1,35 @@
-"""What a sweep of a task can decide, in words, from how much the task's metric differs from seed to seed."""
+"""What a sweep of a task can decide, in words, from how much the task's metric differs from seed to seed.
+
+`benchmarks/tasks.py` measured the spread.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from ada_loss.files import strict_json
 from ada_loss.lab.results.judgement import LEAST_SEEDS, smallest_tolerance
 from ada_loss.lab.results.table import is_share
 from ada_loss.lab.tasks import TASKS
-from ada_loss.lab.tasks.spread import PAIRED, Spread, spread_of
 
-__all__ = ["SEEDS", "decidable", "task_rows"]
+__all__ = ["FILE", "PAIRED", "SEEDS", "Spread", "decidable", "spread_of", "spreads", "task_rows"]
 
 SEEDS = (3, 5, 10)
+FILE = Path(__file__).with_name("spread.json")
+PAIRED = "gradients in e5m2, adaptive"  # the setting whose differences from float32 are measured
 
 
 def decidable(task: str, seeds: int, settings: int = 1) -> str:
-    """The smallest tolerance that so many seeds can probably decide; "" for a task that was not measured.
+    """The smallest tolerance that this many seeds can probably decide; "" for a task that was not measured.
 
     Args:
         task: its name.
         seeds: of each setting.
-        settings: that are compared with float32 together.
+        settings: the number of settings compared with float32 together.
 
     >>> decidable("mine:task", 5)
     ''
@@ -41,7 +50,7 @@ def decidable(task: str, seeds: int, settings: int = 1) -> str:
 
 
 def task_rows() -> list[dict[str, str]]:
-    """A row for each task of the library: its metric, float32's mean and deviation, and what seeds can decide.
+    """A row for each task of the library: its metric, float32's mean and deviation, and the decidable tolerances.
 
     >>> task_rows()[0]["task"]
     'digits'
@@ -65,3 +74,45 @@ def task_rows() -> list[dict[str, str]]:
 
 def _number(one: Spread, value: float) -> str:
     return f"{100 * value:.2f} %" if is_share(one.metric) else f"{value:.3g}"
+
+
+class Spread(NamedTuple):
+    """The spread of a task's first metric with its own options.
+
+    metric: which is judged.
+    seeds, mean, deviation: of float32.
+    paired_seeds, paired: how many differences from float32 there are, of `PAIRED`, and their standard deviation.
+    """
+
+    metric: str
+    seeds: int
+    mean: float
+    deviation: float
+    paired_seeds: int
+    paired: float
+
+
+def spread_of(task: str) -> Spread | None:
+    """The spread of a task of this library; None for another, or one that was not measured.
+
+    >>> spread_of("deep_digits").metric, spread_of("mine:task") is None
+    ('accuracy', True)
+    """
+    return _known().get(task)
+
+
+def _known() -> dict[str, Spread]:
+    content: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
+    return {
+        task: Spread(**dict[str, Any]((name, math.nan if value is None else value) for name, value in values.items()))
+        for task, values in content.items()
+    }
+
+
+def spreads(of_tasks: Mapping[str, Spread]) -> bytes:
+    """The content of the file: four digits, and null where one value has no deviation."""
+    content = {
+        task: {name: float(f"{v:.4g}") if isinstance(v, float) else v for name, v in one._asdict().items()}
+        for task, one in of_tasks.items()
+    }
+    return strict_json(content).encode()

@@ -1,6 +1,6 @@
-"""What the report draws by itself, in places between 0 and 100: differences from float32, and learning curves.
+"""Drawings that the page itself renders, in coordinates from 0 to 100: differences from float32, learning curves.
 
-The page scales them to its width and draws its own words, so that they can be read on a phone and in the dark.
+The page scales them to its width and adds the text, so that they are readable on a phone and in dark mode.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ STRIPE = 7  # pixels of each of the curves that are drawn as one
 def difference_panels(verdict: Verdict, listed: Collection[str] | None = None) -> dict[str, Any] | None:
     """A panel for each format, a line for each other setting: its differences from float32, with their interval.
 
-    Formats that have one setting only share a panel, with a line for each. None where there is nothing to compare.
+    Formats with only one setting share a panel, with a line for each. None if there is nothing to compare.
 
-    listed: the cells that the page has, by their ids; None for all.
+    listed: ids of the cells on the page; None for all.
     """
     if not verdict.baseline or not verdict.combinations or not verdict.tolerance > 0 or not verdict.sign:
         return None
@@ -151,11 +151,11 @@ def curve_panels(
 ) -> dict[str, Any] | None:
     """A panel for each format, a line for each other setting: mean and deviation over the seeds, beside float32's.
 
-    Curves that cover one another are drawn as the stripes of one line, and named: "torch = adaptive". None where no
-    cell has such a curve of two points.
+    Curves that coincide are drawn as one striped line, and named: "torch = adaptive". None if no cell has such a curve
+    of two points.
 
     read, most_seeds: as in `curves`.
-    listed: the cells that the page has, by their ids; None for all.
+    listed: ids of the cells on the page; None for all.
     """
     try:
         drawn = [*curves(results, name, None, POINTS, read, most_seeds)]

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 import fpsim
-from ada_loss.lab.training.run import tallied
 from fpsim.checks import pip_install
 from fpsim.insight.pictures import apart_from_pyplot, new_picture
 
@@ -68,7 +67,7 @@ DARK = {
 
 
 def plain(text: str) -> str:
-    """A text of a user, drawn as it is: in matplotlib's texts a dollar sign begins a formula."""
+    """Escape a user's text for matplotlib, where a dollar sign begins a formula."""
     return text.replace("$", r"\$")
 
 
@@ -80,12 +79,12 @@ def in_the_dark() -> Iterator[None]:
 
 
 def colour(i: int) -> str:
-    """The hue of the i-th of several lines; each seventh has the ink."""
+    """The hue of the i-th of several lines; every seventh has the ink."""
     return (*COLOURS, ink())[i % (len(COLOURS) + 1)]
 
 
 def ink() -> str:
-    """The colour of lines that have no hue."""
+    """The colour of lines without a hue."""
     return str(rcParams["text.color"])
 
 
@@ -111,7 +110,7 @@ def _layers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         if row["role"] == "error":
             layer = row["site"].split(":")[0] or "(model)"
             nonzero[layer] = nonzero.get(layer, 0) + row["nonzero"]
-            underflow[layer] = underflow.get(layer, 0) + tallied(row, "underflow")
+            underflow[layer] = underflow.get(layer, 0) + row["underflow_count"]
     return {layer: underflow[layer] / n if n else math.nan for layer, n in nonzero.items() if layer in underflow}
 
 
@@ -127,7 +126,7 @@ def _values(name: str) -> tuple[float, ...]:
 
 
 def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
-    """Every value of small formats between -largest and largest, a line for each format."""
+    """Plot every value of small formats between -largest and largest, a line for each format."""
     figure = new_picture(9, 0.55 * len(formats) + 0.9)
     axes = figure.subplots()
     for i, name in enumerate(formats):
@@ -142,7 +141,7 @@ def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
 
 
 def plot_spacing(formats: Sequence[str]) -> Figure:
-    """The relative spacing of the values of each format over its range."""
+    """Plot the relative spacing of the values of each format over its range."""
     figure = new_picture(9, 3.6)
     axes = figure.subplots()
     for i, name in enumerate(formats):
@@ -161,7 +160,7 @@ def plot_spacing(formats: Sequence[str]) -> Figure:
 
 
 def plot_underflow(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Activation gradients lost to underflow, by layer; one that none reaches says so. rows: of a recording."""
+    """Plot activation gradients lost to underflow, by layer; mark layers that none reaches. rows: of a recording."""
     shares = _layers(rows)
     figure = new_picture(8, 3.2)
     axes = figure.subplots()
@@ -208,7 +207,7 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
 
 
 def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, factor: float = 1.0) -> Figure:
-    """A line over the constant loss scales, beside the methods that choose theirs; a panel for each format.
+    """Plot a line over the constant loss scales, next to the methods that choose theirs; a panel for each format.
 
     A setting with a value that is not finite is marked at the lower edge; of float32 the other values are drawn.
 
@@ -263,7 +262,7 @@ def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, 
 
 
 def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] = ()) -> Figure:
-    """Scales over the steps, a line for each.
+    """Plot scales over the steps, a line for each.
 
     scales: {name: the scale of each step}.
     overflows: steps to mark.
@@ -288,7 +287,7 @@ def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] 
 
 
 def plot_rescue(rows: Sequence[dict[str, Any]]) -> Figure:
-    """The underflow of each activation's gradient at scale 1 and at the scale it got. rows: those of a `Recorder`."""
+    """Plot the underflow of each activation's gradient at scale 1 and at its scale. rows: those of a `Recorder`."""
     chosen = [row for row in rows if row["role"] == "error"]
     sites = list(dict.fromkeys(row["site"] for row in chosen))[::-1]  # a backward pass starts at the output
     figure = new_picture(9, 3.6)
@@ -319,7 +318,7 @@ def method_words(method: str) -> str:
 
 
 def is_constant(method: str) -> bool:
-    """Whether a scaling method is a constant scale.
+    """True if a scaling method is a constant scale.
 
     >>> is_constant("1024"), is_constant("torch"), is_constant("nan")
     (True, False, False)
@@ -336,12 +335,11 @@ def plot_table(
     factor: float = 1.0,
     baseline: Sequence[float] = (),
 ) -> Figure:
-    """A dot for each seed, a diamond and a bar for mean and standard deviation: methods down, a panel for each format.
+    """Plot a dot for each seed, mean and standard deviation: methods as rows, a panel for each format.
 
-    Values that are not finite are marked at the left edge. Where two fifths of the panels' lines or more would be
-    empty, and with one method alone, formats and methods go down together in one panel. What is not a share has no
-    ends: settings far off float32 are marked at the edge, by an arrow and their mean, and the axis is that of the
-    others.
+    Values that are not finite are marked at the left edge. If two fifths of the panels' rows or more would be empty,
+    and with only one method, formats and methods share the rows of one panel. A metric that is no share has no limits:
+    settings far off float32 are marked at the edge, by an arrow and their mean, and the axis fits the others.
 
     places: {(format, method): values}.
     title: what the values are, for the axis.
@@ -395,9 +393,9 @@ def plot_table(
 
 
 def far_off(distances: Mapping[Any, float]) -> set[Any]:
-    """Of settings by their distance from the baseline, those that leave no room on an axis for the others.
+    """Outliers among settings, by distance from the baseline: those that would squeeze the others on an axis.
 
-    They begin where the distance grows most from one setting to the next, five times or more. They are fewer than half.
+    They begin at the largest jump between neighbours, of five times or more, and are fewer than half.
 
     >>> sorted(far_off({"a": 0.0, "b": 0.01, "c": -0.1, "d": 1.0, "e": 3.4}))
     ['d', 'e']
@@ -414,7 +412,7 @@ def far_off(distances: Mapping[Any, float]) -> set[Any]:
 
 
 def evenly(values: Sequence[float], most: int) -> list[float]:
-    """All of some numbers, or so many of them in order, from the least to the largest in even steps.
+    """All of the numbers, or a limited number of them, in even steps from the least to the largest.
 
     >>> evenly([3, 1, 2], 3), evenly(range(100, -1, -1), 3)
     ([3, 1, 2], [0, 50, 100])

@@ -1,8 +1,8 @@
-"""How differences from float32 are judged: collapses, and one test for each other setting, with a bound for all.
+"""Statistics of differences from float32: collapses, and one test for each other setting, with a bound for all.
 
-A seed has collapsed where the other seeds of its setting exclude that it is one of them. The differences of every other
-setting are tested against minus the tolerance, two-sided: the setting is no more than the tolerance worse, or it is
-more, or that is open. Holm's procedure (1979) bounds the chance of a wrong statement. With five settings or more and
+A seed has collapsed if the other seeds of its setting exclude that it is one of them. The differences of every other
+setting are tested against minus the tolerance, two-sided: the setting is worse by at most the tolerance, or by more, or
+undecided. Holm's procedure (1979) bounds the chance of a wrong statement. With five settings or more and
 few seeds, variances that are alike are moderated by each other (Smyth 2004, doi:10.2202/1544-6115.1027).
 """
 
@@ -92,19 +92,19 @@ MOST_SEEDS = 100
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the test says of a setting.
+    """Result of the test of a setting.
 
     outcome: "match" (worse by no more than the tolerance), "short" (by more), "undecided", or, of a test for
         equivalence, "above" (better by more than the tolerance). Of a sweep also "collapsed" (with the seeds `low`),
         and "worse": not decided, but worse by more than the tolerance with every seed, and much worse with one.
     mean: of the differences, positive where the setting is better.
-    interval: of the mean, at the level at which this setting was tested; the interval is on one side of minus the
-        tolerance exactly where the test decides.
+    interval: of the mean, at the level at which this setting was tested; it lies on one side of minus the tolerance
+        exactly if the test decides.
     p: the p-value, before Holm's correction.
-    margin: how far from the tolerance a mean is that so many seeds with this deviation decide with 80 %.
-    seeds: how many would decide with a probability of 80 % if mean and deviation are the true ones; 0 where it is
-        decided, `MOST_SEEDS` + 1 for more than that.
-    low: the places of the seeds that collapsed or, where that is open, may have.
+    margin: the distance from the tolerance that this many seeds with this deviation decide with a probability of 80 %.
+    seeds: how many would decide with a probability of 80 % if mean and deviation are the true ones; 0 if decided,
+        `MOST_SEEDS` + 1 for more than that.
+    low: the indices of the seeds that collapsed or, if undecided, may have.
     """
 
     outcome: str
@@ -124,7 +124,7 @@ def judge_sweep(
     equivalence: bool = False,
     step: float = 0.0,
 ) -> list[Judgement]:
-    """Judge all settings of a sweep: whether some seeds collapsed, and the others by `judge`.
+    """Judge all settings of a sweep: find collapsed seeds, and test the other settings by `judge`.
 
     float32: its metric, of two seeds or more.
     The other arguments are those of `judge`.
@@ -160,9 +160,9 @@ def judge_sweep(
 
 
 def level_of_tests(level: float, settings: int, seeds: int) -> float:
-    """The level of the tests of a sweep: what collapses leave of it.
+    """The level of a sweep's tests, after the share spent on collapses.
 
-    Where variances are shared the tests take less than all of it already (`PART_OF_LEVEL`).
+    With shared variances the tests use less than all of it already (`PART_OF_LEVEL`).
     """
     return level if is_sharing(settings, seeds) else (1 - PART_OF_COLLAPSES) * level
 
@@ -174,7 +174,7 @@ def collapses(
     level: float = LEVEL,
     step: float = 0.0,
 ) -> list[NDArray[Any]]:
-    """How many seeds of each setting collapsed, the lowest ones: an array (...) for each setting.
+    """Count the collapsed seeds of each setting, the lowest ones: an array (...) for each setting.
 
     The k lowest of n seeds collapsed if they lie below the mean of the others by so many deviations of the others that
     k of n normal draws do so with a chance of less than the setting's part of the level, whatever their mean and
@@ -214,11 +214,11 @@ def collapses(
 
 
 def seeds_apart(differences: NDArray[Any], tolerance: float) -> NDArray[Any]:
-    """How many seeds of a setting are so far below the others that it is set aside and left open, (...).
+    """Count seeds so far below the others that the setting is set aside as undecided, (...).
 
-    So few seeds may not tell a collapse from chance. A t-test would say nothing of such a setting, and its variance is
-    not to be shared. These seeds lose more than `COLLAPSE` tolerances, the others' median less than `OTHERS`, and they
-    lie below it by more than `APART` ranges of the others.
+    So few seeds may not distinguish a collapse from chance. A t-test of such a setting is meaningless, and its variance
+    must not be shared. These seeds lose more than `COLLAPSE` tolerances, the others' median less than `OTHERS`, and
+    they lie below it by more than `APART` ranges of the others.
 
     differences: of its seeds, (..., seeds).
     """
@@ -285,7 +285,7 @@ def _deviations_apart(seeds: int, low: int, chance: float) -> float:
 
 
 def largest_rate_unseen(seeds: int) -> float:
-    """The largest rate of collapses of which none is seen in so many seeds with a probability of 5 %.
+    """The largest rate of collapses of which this many seeds show none with a probability of 5 %.
 
     >>> round(largest_rate_unseen(3), 2), round(largest_rate_unseen(10), 2)
     (0.63, 0.26)
@@ -410,10 +410,10 @@ def judge(
 
 
 class Decisions(NamedTuple):
-    """What the tests of sweeps say: arrays of (..., settings), a sweep for each place of the leading axes.
+    """Decisions of the tests of sweeps: arrays of (..., settings), a sweep for each index of the leading axes.
 
     levels: at which each setting was tested.
-    variances, freedom: with which it was, and their degrees of freedom.
+    variances, freedom: those used, and their degrees of freedom.
     """
 
     outcomes: NDArray[Any]
@@ -432,7 +432,7 @@ def decide(
     equivalence: bool = False,
     step: float = 0.0,
 ) -> Decisions:
-    """`judge` from means and variances, of many sweeps at once.
+    """Run `judge` on means and variances, of many sweeps at once.
 
     means, variances: of the differences, (..., settings).
     counts: of seeds, of the same shape, or one that is broadcast to it.
@@ -450,7 +450,7 @@ def decide(
 
 
 def is_sharing(settings: int, seeds: int) -> bool:
-    """Whether variances may be shared among so many settings with so many seeds."""
+    """True if variances may be shared among this many settings with this many seeds."""
     return settings >= LEAST_SHARED and seeds <= MOST_SHARED
 
 
@@ -541,7 +541,7 @@ def smallest_tolerance(deviation: float, seeds: int, settings: int = 1, level: f
 
     deviation: of its differences from float32, seed by seed.
     seeds: two or more.
-    settings: that are tested together. It is what the strictest of their tests needs.
+    settings: the number tested together. The result is for the strictest of their tests.
 
     >>> f"{smallest_tolerance(0.3, 5):.2f}, {smallest_tolerance(0.3, 5, settings=4):.2f}"
     '0.51, 0.72'

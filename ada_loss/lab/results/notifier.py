@@ -1,4 +1,4 @@
-"""The notifier: it tells the trackers of a sweep of each cell, once, and of those that train while they do."""
+"""Notifier: reports each cell to the trackers of a sweep once, and running cells while they train."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ METHODS = ("begin", "add", "finish", "abandon")
 
 
 class Notifier:
-    """Tells trackers of each cell that is done, once. A tracker that fails is dropped: no result is lost for it.
+    """Report each finished cell to trackers once. A tracker that fails is dropped: it must not cost a result.
 
-    Those that can take in a training as it goes get what the workers write, each second, where driver and workers
-    share the folder; elsewhere they get the whole in the end.
+    Trackers of running cells get what the workers write, every second, if driver and workers share the folder;
+    otherwise they get the whole at the end.
 
-    trackers: who is told.
+    trackers: the receivers.
     out: the folder of the sweep.
     """
 
@@ -45,11 +45,11 @@ class Notifier:
 
     @property
     def is_live(self) -> bool:
-        """Whether a tracker takes in trainings as they go."""
+        """True if a tracker follows running trainings."""
         return any(map(_is_live, self.trackers))
 
     def catch_up(self, ledger: Ledger) -> None:
-        """Tell of the cells that were done before: by another run, or just before a crash."""
+        """Report cells that were finished before: by another run, or just before a crash."""
         rows = ledger.rows() if self.trackers else []
         self._names = names_of((row["config"].get("format") for row in rows), read_names(self.out))
         for tracker in [*self.trackers]:
@@ -60,7 +60,7 @@ class Notifier:
                     self._log(tracker, row["id"], row["config"], row)
 
     def start(self, cell: str, config: Mapping[str, Any]) -> None:
-        """A cell trains from now on."""
+        """Report that a cell starts to train."""
         if not self.is_live:
             return
         with self._lock:
@@ -71,14 +71,14 @@ class Notifier:
             self._thread.start()
 
     def tell(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        """Tell of a cell that is done; the arguments are those of `Tracker.log`."""
+        """Report a finished cell; the arguments are those of `Tracker.log`."""
         with self._lock:
             for tracker in [*self.trackers]:
                 self._log(tracker, cell, config, row)
             self._forget(cell)
 
     def stop(self, cell: str) -> None:
-        """A cell trains no more, and may have failed."""
+        """Report that a cell stopped training, perhaps by a failure."""
         with self._lock:
             for tracker in [*self.trackers]:
                 if cell in self._begun[id(tracker)]:
@@ -87,7 +87,7 @@ class Notifier:
             self._forget(cell)
 
     def close(self) -> None:
-        """End the runs that are not finished: they are begun again the next time."""
+        """End unfinished runs; they are restarted the next time."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""The pictures of a sweep's results: which data is drawn, and by which figure."""
+"""Pictures of a sweep's results: select the data and pass it to a figure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from ada_loss.lab.cells.cell_formats import BASELINE
 from ada_loss.lab.results import figures
 from ada_loss.lab.results.cell_pages import lost_by_site
-from ada_loss.lab.results.heat import plot_heat
+from ada_loss.lab.results.charts import plot_heat
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.training.methods import scales_by_layer
 
@@ -21,7 +21,7 @@ MANY_CONSTANTS = 6  # constant scales that make a line
 
 
 class NothingToShow(ValueError):
-    """A picture was asked for of which no cell has the data."""
+    """Raised if no cell has the data of a picture."""
 
 
 def picture_metric(results: StoredResults, metric: str | None = None, where: Mapping[str, Any] | None = None) -> Any:
@@ -94,7 +94,7 @@ def picture_layer_scales(results: StoredResults, where: Mapping[str, Any] | None
 
 
 def has_array(results: StoredResults, cell: str, name: str) -> bool:
-    """Whether the telemetry of a cell can be read, and has an array."""
+    """True if the telemetry of a cell can be read, and has an array."""
     return name in results.readable_telemetry(cell, {name}.__contains__)
 
 

@@ -1,4 +1,4 @@
-"""The results of a sweep as rows and tables, over seeds."""
+"""Results of a sweep as rows and tables, over seeds."""
 
 from __future__ import annotations
 
@@ -38,22 +38,21 @@ RESULTS = ("id", "diverged", "reason", BITS, *OF_A_CELL)  # columns that no opti
 
 
 class StoredResults:
-    """The cells of a sweep's folder as they are now; opening it changes nothing.
+    """The current cells of a sweep's folder; opening it changes nothing.
 
     A metric with the name of another column, such as "format", is the column "metric.format", and an option with the
     name of a result, such as "seconds", is "option.seconds".
 
-    A format has the name that the sweep gave it, or a short one; `names` has the name of each description.
+    A format has the name that the sweep gave it, or a short one; `names` maps descriptions to names.
 
-    `missing` tells what the folder has lost, such as cells that were planned and have no row. Where it has, opening it
-    warns.
+    `missing` lists losses of the folder, such as planned cells without a row. If there are any, opening it warns.
 
     Control characters and newlines of names and settings, which would reach a terminal, are escaped; not in `cells`.
 
     out: the folder.
-    minimize, maximize: metrics of which a smaller, or a larger, value is better; before what the sweep stated, and
-        before what their names tell.
-    Raises FileNotFoundError where there is no ledger, ValueError for one that cannot be read.
+    minimize, maximize: metrics of which a smaller, or a larger, value is better; they override the sweep's statement,
+        and the direction that a name implies.
+    Raises FileNotFoundError without a ledger, ValueError for one that cannot be read.
     """
 
     def __init__(
@@ -84,14 +83,14 @@ class StoredResults:
 
     @property
     def words(self) -> str:
-        """The folder, and how many cells are in which state."""
+        """The folder and the number of cells in each state, in words."""
         counts = {**self.counts, "missing": len(self.missing.cells)}
         words = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
         return f"Results({str(self.out)!r}: {words or 'no cells'})"
 
     @property
     def old(self) -> str:
-        """How many results have the numbers of another version of this library, and what changed; "" where none has."""
+        """The number of results of another version of the numbers, and what changed; "" if there are none."""
         done = [cell["bits"] for cell in self.cells if cell["state"] == "done"]
         others = Counter(bits for bits in done if bits != fpsim.BITS)
         if not others:
@@ -113,10 +112,10 @@ class StoredResults:
         return True
 
     def rows(self) -> Rows:
-        """A flat row for each cell that is done: configuration, metrics, diverged, skipped, underflow, seconds.
+        """A flat row for each finished cell: configuration, metrics, diverged, skipped, underflow, seconds.
 
-        Where a sweep asked for them (`why=True`), "reason" is why the cell diverged or fell short, "" for the others.
-        Where numbers of another version of the library are among them, "bits_version" tells which; see `old`.
+        After a sweep with `why=True`, "reason" explains why the cell diverged or fell short, "" for the others. If some
+        have the numbers of another version of the library, "bits_version" is that version; see `old`.
         """
         return Rows(map(dict, self._rows))
 
@@ -132,7 +131,7 @@ class StoredResults:
         return rows
 
     def settings_of(self, cell: Mapping[str, Any]) -> dict[str, Any]:
-        """A cell's id and its configuration, flat: the names of formats and methods, the seed, the options."""
+        """A cell's id and flat configuration: names of format and method, seed, options."""
         config = cell["config"]
         words = {axis: self._label(config[axis]) for axis in AXES if axis != "seed"}
         words["format"] = self.names[words["format"]]
@@ -145,12 +144,12 @@ class StoredResults:
 
     @property
     def float32(self) -> str:
-        """The name of float32, with which the others are compared: "fp32", unless the sweep gave it another."""
+        """The name of the baseline float32: "fp32", unless the sweep gave it another."""
         return self.names.get(BASELINE, BASELINE)
 
     @property
     def legend(self) -> dict[str, str]:
-        """What the names of formats stand for, {name: description}, of those that are not their own description."""
+        """Descriptions of formats, {name: description}, except names that are their own description."""
         return {name: words for words, name in self.names.items() if name != words}
 
     def chosen_rows(self, where: Mapping[str, Any] | None) -> Rows:
@@ -182,11 +181,11 @@ class StoredResults:
 
     @property
     def settings(self) -> list[str]:
-        """The columns that say what was trained, but for the seed: task, format, rounding, scaling, the options."""
+        """The columns that identify a training except its seed: task, format, rounding, scaling, the options."""
         return [*AXES[:-1], *self._option_names()]
 
     def failures(self) -> list[dict[str, Any]]:
-        """The cells that failed, with "error" and "traceback"."""
+        """The failed cells, with "error" and "traceback"."""
         return [cell for cell in self.cells if cell["state"] == "failed"]
 
     def to_frame(self) -> Any:
@@ -195,7 +194,7 @@ class StoredResults:
 
     @property
     def metric(self) -> str:
-        """The first metric of the task, which tables show unless another is named."""
+        """The first metric of the task, the default of tables."""
         tasks = [cell["config"]["task"] for cell in self.cells if cell["metrics"]]
         if tasks:
             name = first_metric(self, [c["id"] for c in self.cells if c["config"]["task"] == tasks[0]])
@@ -205,20 +204,20 @@ class StoredResults:
         )
 
     def named(self, metric: str | None) -> str:
-        """The metric that is named; the first of the task for None. Raises TypeError for what is not a name."""
+        """The given metric; the first of the task for None. Raises TypeError for anything but a name."""
         if metric is not None and not isinstance(metric, str):
             raise TypeError(f"metric={shown(metric)} is not a string. Expected: the name of a metric, or None.")
         return self.metric if metric is None else self.shown(metric)
 
     def require_metric(self, metric: str) -> None:
-        """Raise TypeError for what is not a string, ValueError for what no finished cell has."""
+        """Raise TypeError for anything but a string, ValueError for a metric that no finished cell has."""
         self.named(metric)
         known = dict.fromkeys(name for cell in self.cells for name in cell["metrics"])
         if known and not any(metric in row for row in self.rows()):
             raise ValueError(refuse(f"Unknown metric {shown(metric)}", known, word=metric))
 
     def shown(self, metric: str) -> str:
-        """A metric's name, which says whether it is shown in %: those of accuracies are whose values are shares."""
+        """A metric's name, marked if it is shown in %: accuracies whose values are shares are."""
         if not is_share_by_name(metric):
             return metric
         values = [v for cell in self.cells if is_finite_number(v := cell["metrics"].get(metric))]
@@ -227,11 +226,11 @@ class StoredResults:
         return Share(metric) if all(-ROUNDED <= v <= 1 + ROUNDED for v in values) else NoShare(metric)
 
     def best(self, metric: str | None = None, *, largest: bool | None = None) -> dict[str, Any]:
-        """The row with the best value of a metric; NaN is never best, and no training that diverged is.
+        """The row with the best value of a metric, without NaN and diverged trainings.
 
-        metric: the task's first unless named.
-        largest: whether a larger value is better; None for what is stated of the metric, or what its name tells.
-        Raises ValueError where no cell has a number, and where nothing tells whether a larger value is better.
+        metric: by default the task's first.
+        largest: whether a larger value is better; None for the metric's stated direction, or that of its name.
+        Raises ValueError if no cell has a number, and if the metric's direction is unknown.
         """
         if largest is not None:
             require_flag("largest", largest)
@@ -256,14 +255,13 @@ class StoredResults:
     ) -> Table:
         """Mean and standard deviation of a metric over the seeds.
 
-        A metric of a training that diverged is NaN, whatever it gave, as in the verdict. What it skipped, lost or took
-        stays.
+        A metric of a diverged training is NaN, whatever its value, as in the verdict; other columns stay.
 
         rows, columns: "task", "format", "rounding", "scaling", "seed", or an option of the training.
-        metric: the task's first unless named; also "underflow", "skipped" or "seconds".
+        metric: by default the task's first; also "underflow", "skipped" or "seconds".
         where: only cells with these values, such as {"rounding": "stochastic"}.
-        Raises ValueError for a column or value that no cell has, and where the mean would be over cells that differ in
-        something else than the seed.
+        Raises ValueError for a column or value that no cell has, and if the mean would be over cells that differ in
+        more than the seed.
         """
         selected = self.chosen_rows(where)
         name = self.named(metric)
@@ -294,10 +292,10 @@ class StoredResults:
     def tables(self, metric: str | None = None) -> list[Table]:
         """A `table` of formats and scaling methods for each combination of the other columns in which the cells differ.
 
-        A column that follows from those before it, as the options of a training from its task, is left out. An empty
-        list where no training reached its end.
+        Columns determined by those before them, as a training's options by its task, are omitted. The list is empty if
+        no training finished.
 
-        metric: the first of each task unless named.
+        metric: by default the first of each task.
         """
         all_rows = self._rows
         if metric is not None:
@@ -342,7 +340,7 @@ class StoredResults:
     def readable_telemetry(
         self, cell: str, is_wanted: Callable[[str], bool] | None = None
     ) -> dict[str, np.ndarray[Any, Any]]:
-        """`telemetry`, or no arrays where the file cannot be read: for a choice among cells."""
+        """`telemetry`, or no arrays if the file cannot be read, for a choice among cells."""
         try:
             return read_telemetry(self.out, cell, self.cell(cell)["telemetry_sha256"], is_wanted)
         except ValueError:
@@ -350,7 +348,7 @@ class StoredResults:
 
 
 def read_reasons(out: Path) -> dict[str, str]:
-    """Why cells diverged or fell short, by id; {} where nobody asked. Raises ValueError for a damaged file."""
+    """Reasons why cells diverged or fell short, by id; {} if not requested. Raises ValueError for a damaged file."""
     try:
         reasons = json.loads(content_of(out / REASONS))
         if not isinstance(reasons, dict):
@@ -363,7 +361,7 @@ def read_reasons(out: Path) -> dict[str, str]:
 
 
 def since(versions: Iterable[int]) -> str:
-    """What has other numbers in this release than in some versions, in words.
+    """Changes of numbers since some versions, in words.
 
     >>> since([fpsim.BITS + 1])
     'a newer release than this one computed them'
@@ -379,13 +377,13 @@ def _count(rows: list[dict[str, Any]], axes: list[str]) -> int:
 
 
 def first_metric(results: StoredResults, cells: Iterable[str]) -> str | None:
-    """The metric that most of some cells, by their ids, have as their first; None where none has any."""
+    """The most frequent first metric of some cells, by id; None if none has any."""
     firsts = Counter(next(iter(metrics)) for cell in cells if (metrics := results.cell(cell)["metrics"]))
     return max(firsts, key=lambda name: firsts[name], default=None)
 
 
 def telling_axes(axes: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Those of the settings in which rows differ, but for options that follow from the task."""
+    """Settings in which rows differ, except options determined by the task."""
     telling = [axis for axis in axes if len({str(row.get(axis)) for row in rows}) > 1]
     if "task" not in telling:
         return telling

@@ -159,9 +159,7 @@ class TensorBoard(TrackerOfRuns):
         self._open: dict[str, tuple[Path, Any, Mapping[str, Any], About]] = {}
 
     def known(self) -> set[str]:
-        finished = {_cell_in(path) for path in self.folder.glob("*/cell")}
-        earlier = {path.name for path in self.folder.glob("*") if re.fullmatch("[0-9a-f]{16}", path.name)}
-        return finished | earlier  # earlier versions named the folders by ids
+        return {_cell_in(path) for path in self.folder.glob("*/cell")}
 
     def begin(self, cell: str, config: Mapping[str, Any], about: About) -> None:
         for begun in self.folder.glob("*/begun"):

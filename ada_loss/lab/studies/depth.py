@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import fpsim
-from ada_loss.lab.results.figures import method_words
 from ada_loss.lab.training.run import underflow_share
 from ada_loss.layerwise import AdaLossScaled
 from ada_loss.rules import LAYER_RULES, layer_rule, loss_rule
 
-__all__ = ["COLUMNS", "GAINS", "METHODS", "depth_table", "depth_trial", "relu_network"]
+__all__ = ["GAINS", "METHODS", "depth_trial", "relu_network"]
 
 GAINS = (3.0, 1.2, 0.8, 0.5, 0.2)
 # A number is a constant scale. A loss rule's name runs that rule for STEPS steps on the same batch, from its own first
@@ -26,7 +25,6 @@ METHODS = (
     *("approx_range 16/1024", "approx_range", "abs_range", "exact", "current"),
 )
 STEPS = 60
-COLUMNS = ("format", "gain", "method", "log2_scale", "underflow", "overflow", "error")
 
 
 def relu_network(gain: float, depth: int = 24, width: int = 128, seed: int = 0) -> nn.Sequential:
@@ -148,20 +146,3 @@ def _settled(model: nn.Sequential, system: str, x: Tensor, gradient: Tensor) -> 
         except FloatingPointError:  # its scale can fall no further
             break
     return rule.scale
-
-
-def depth_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as Markdown: underflow and error, a line for each format and method, a column for each gain."""
-    gains = list(dict.fromkeys(row["gain"] for row in rows))
-    lines = [
-        "| format | method | " + " | ".join(f"gain {g:g}" for g in gains) + " |",
-        "|---|---|" + "---|" * len(gains),
-    ]
-    for fmt, method in dict.fromkeys((row["format"], row["method"]) for row in rows):
-        cells = []
-        for gain in gains:
-            (row,) = (r for r in rows if (r["format"], r["method"], r["gain"]) == (fmt, method, gain))
-            lost = f"{row['overflow']} beyond" if row["overflow"] else f"{100 * row['underflow']:.2f} %"
-            cells.append(f"{lost}, {row['error']:.2g}" if math.isfinite(row["error"]) else f"{lost}, lost")
-        lines.append(f"| {fmt} | {method_words(method)} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)

@@ -35,12 +35,11 @@ from ada_loss.lab.results import Results
 from ada_loss.lab.results.notifier import Notifier
 from ada_loss.lab.results.results import since
 from ada_loss.lab.results.trackers import Tracker, make_trackers
-from ada_loss.lab.sweep.branches import Branches
 from ada_loss.lab.sweep.engines import Engine, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.explained import explain
 from ada_loss.lab.sweep.limits import GRACE
-from ada_loss.lab.sweep.prepare import prepare
+from ada_loss.lab.sweep.prepare import Branches, prepare
 from ada_loss.lab.sweep.progress import Progress
 from ada_loss.lab.sweep.work import WorkOrder, order_of, said, work
 from ada_loss.lab.tasks import find_task, is_of_library

@@ -27,10 +27,9 @@ from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.work import WorkOrder, obey, order_of, said, training_of
 from ada_loss.lab.tasks import find_task
 from ada_loss.lab.training.generators import kept_generators, seed_generators
-from ada_loss.lab.training.loop import Training
+from ada_loss.lab.training.loop import Training, backward
 from ada_loss.lab.training.native import is_native
 from ada_loss.lab.training.run import Stopped
-from ada_loss.lab.training.steps import backward
 
 __all__ = ["explain"]
 

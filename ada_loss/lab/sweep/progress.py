@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from ada_loss.files import content_of, remove_from, write_atomically
-from ada_loss.lab.directions import Directions, keep_directions
+from ada_loss.lab.directions import Directions, hint_for, keep_directions
 from ada_loss.lab.results.table import is_share, mean_and_deviation, mean_of
 from ada_loss.lab.terminal import say, tqdm
 
@@ -72,7 +72,7 @@ class Progress:
         self.best, self._first, self._began, self._said = "", done, time.monotonic(), time.monotonic()
         self.running: dict[str, None] = {}
         self.goals = dict(goals)
-        self._metric = ""
+        self._metric, self._told = "", set[str]()
         self._values: dict[str, tuple[str, bool, list[float]]] = {}  # (words, whether float32, of each seed) by setting
         self._bar, self._pause = None, FIRST_LINE
         self._over = threading.Event()
@@ -129,12 +129,18 @@ class Progress:
             keep_directions(self.out, told)
         words = cell.rpartition(" seed ")[0] or cell
         for name, value in [*result["metrics"].items()][:1]:
-            if not Directions(self.goals).sign(name) or name != (self._metric or name):
-                continue
-            self._metric = name
-            values = self._values.setdefault(setting or words, (words, is_baseline, []))[2]
-            values.append(math.nan if result.get("diverged") else value)
+            if not Directions(self.goals).sign(name):
+                self._say_once(f"No verdict on {name}: nothing tells whether more of it is better. {hint_for(name)}")
+            elif name == (self._metric or name):
+                self._metric = name
+                values = self._values.setdefault(setting or words, (words, is_baseline, []))[2]
+                values.append(math.nan if result.get("diverged") else value)
         self.best = self._best_so_far()
+
+    def _say_once(self, words: str) -> None:
+        if self.is_shown and words not in self._told:
+            self._told.add(words)
+            say(words)
 
     def _best_so_far(self) -> str:
         """The setting with the best mean so far, and float32's mean; how many seeds stand behind each."""

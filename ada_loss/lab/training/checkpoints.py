@@ -23,7 +23,6 @@ from ada_loss.lab.training.generators import generator_states, restore_generator
 __all__ = ["Checkpoints", "DelayedScaling"]
 
 MOST_BYTES = 1 << 36
-BITS = "bits"  # in an identity: the version of the numbers; 1 where it has none
 DIGEST = hashlib.sha256().digest_size
 
 
@@ -69,7 +68,7 @@ class Checkpoints:
         is_own: bool = False,
     ) -> None:
         self.path, self.stateful, self.seconds = path, stateful, seconds
-        self.identity = {**identity, BITS: fpsim.BITS}  # half of a training with other numbers is none
+        self.identity = {**identity, "bits": fpsim.BITS}  # half of a training with other numbers is none
         self.cuda_devices, self.is_own = cuda_devices, is_own
         self._last = time.monotonic()
 
@@ -95,7 +94,7 @@ class Checkpoints:
             return False
         try:
             saved = self._read()
-            identity = {BITS: 1, **saved["identity"]}
+            identity = saved["identity"]
         except pickle.UnpicklingError:
             words = "it holds more than tensors, numbers and strings, or is of an older version"
             warnings.warn(f"The checkpoint {self.path} cannot be read: {words}. Training starts over.", stacklevel=5)

@@ -47,13 +47,12 @@ def generator_states(cuda_devices: Sequence[str]) -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any], cuda_devices: Sequence[str]) -> None:
-    """Go on where the generators were. Checkpoints of earlier versions have torch's only."""
+    """Go on where the generators were."""
     noise, *noises = states["noise"]
     torch.set_rng_state(noise)
     for device, noise in zip(cuda_devices, noises, strict=True):
         torch.cuda.set_rng_state(noise, device)
-    if "numpy" in states:
-        _restore_beside_torch(states)
+    _restore_beside_torch(states)
 
 
 def _states_beside_torch() -> dict[str, Any]:

@@ -315,9 +315,7 @@ class Job:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was saved."""
-        self._done = state["step"]
-        self._last = state.get("last", max(self._done - 1, 0))  # earlier versions saved neither this nor the seconds
-        self._before = state.get("seconds", 0.0)
+        self._done, self._last, self._before = state["step"], state["last"], state["seconds"]
         if self._switch is not None:
             self._switch.enter_stage(state["stage"])
         for name in GATHERED:

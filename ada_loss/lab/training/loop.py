@@ -1,11 +1,12 @@
-"""The training loop."""
+"""The training loop, and what a step is made of: the optimizer, the learning rate, the backward pass; evaluation."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
@@ -19,7 +20,7 @@ import fpsim
 from ada_loss.lab.devices import float32_in_full
 from ada_loss.lab.environment import versions
 from ada_loss.lab.tasks import Task
-from ada_loss.lab.training.batches import batches_of
+from ada_loss.lab.training.batches import Batches, TensorBatches, batches_of
 from ada_loss.lab.training.checkpoints import Checkpoints, DelayedScaling
 from ada_loss.lab.training.format_schedule import (
     FormatSchedule,
@@ -35,50 +36,33 @@ from ada_loss.lab.training.native import canonical_native, in_float16, is_native
 from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.rollouts import Rollout, Sampler, as_rollout
 from ada_loss.lab.training.run import Run, Stopped
-from ada_loss.lab.training.steps import EVALUATED, backward, evaluate, learning_rate_at, make_optimizer
 from ada_loss.lab.training.stored_weights import RoundedWeights, every_of, stored
 from ada_loss.scalers import GradScaler
 from fpsim import FormatLike, LostUpdates, Recording, Update
-from fpsim.checks import known_arguments, shown
+from fpsim.checks import shown
 from fpsim.scaling import as_update
 
-__all__ = ["Training", "TrainingState", "train"]
+__all__ = ["Training", "TrainingState", "backward", "make_optimizer", "train"]
 
 HISTORY = 20  # points in the history of a long training
 SAMPLES = 5  # calls that are tallied between two points, at least: a point takes 3 ms
+EVALUATED = 256  # samples at once
+Forward = Callable[[Tensor], Tensor]
 
 
-@known_arguments()
 def train(
     task: Task,
     fmt: FormatLike | FormatSchedule | Mapping[str, Any] = None,
     rounding: str | None = None,
     *,
-    scaling: str | float = TrainOptions.scaling,
-    optimizer: str = TrainOptions.optimizer,
-    epochs: int = TrainOptions.epochs,
-    steps: int = TrainOptions.steps,
-    batch_size: int = TrainOptions.batch_size,
-    micro_batches: int = TrainOptions.micro_batches,
-    learning_rate: float = TrainOptions.learning_rate,
-    schedule: str = TrainOptions.schedule,
-    warmup: int = TrainOptions.warmup,
-    momentum: float = TrainOptions.momentum,
-    weight_decay: float = TrainOptions.weight_decay,
-    max_gradient_norm: float = TrainOptions.max_gradient_norm,
-    master_weights: str = TrainOptions.master_weights,
-    accumulation: str = TrainOptions.accumulation,
-    seed: int = TrainOptions.seed,
-    record_every: int = TrainOptions.record_every,
-    evaluate_every: int = TrainOptions.evaluate_every,
-    device: str = TrainOptions.device,
     update: Update | str | None = None,
     rollout: Rollout | FormatLike | Mapping[str, Any] = None,
     checkpoint: Path | None = None,
     checkpoint_seconds: float = 30.0,
     progress: Callable[[int], object] | None = None,
+    **options: Any,
 ) -> Run:
-    """Train a copy of the task's model in a format. The options from `scaling` to `device` are those of `TrainOptions`.
+    """Train a copy of the task's model in a format. All other arguments are those of `TrainOptions`.
 
     task: the model, its data, its loss and its metrics, which are computed in the format too.
     fmt: a format for every role, a recipe ("recipe:nvfp4"), a Policy, or None for plain float32; or several in turn,
@@ -96,28 +80,9 @@ def train(
     >>> len(run.losses), run.metrics["accuracy"] > 0.5
     (22, True)
     """
-    options = TrainOptions(
-        scaling=scaling,
-        optimizer=optimizer,
-        epochs=epochs,
-        steps=steps,
-        batch_size=batch_size,
-        micro_batches=micro_batches,
-        learning_rate=learning_rate,
-        schedule=schedule,
-        warmup=warmup,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        max_gradient_norm=max_gradient_norm,
-        master_weights=master_weights,
-        accumulation=accumulation,
-        seed=seed,
-        record_every=record_every,
-        evaluate_every=evaluate_every,
-        device=device,
-    )
     own = None if rollout is None else as_rollout(rollout)
-    return Training(task, fmt, rounding, options, update, own).run(checkpoint, checkpoint_seconds, progress)
+    training = Training(task, fmt, rounding, TrainOptions(**options), update, own)
+    return training.run(checkpoint, checkpoint_seconds, progress)
 
 
 @dataclass
@@ -429,3 +394,83 @@ def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).numpy())
     return digest.hexdigest()
+
+
+def make_optimizer(options: TrainOptions, model: nn.Module) -> torch.optim.Optimizer:
+    """torch's optimizer of the model's parameters."""
+    common: dict[str, Any] = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), momentum=options.momentum, **common)
+    return (torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW)(model.parameters(), **common)
+
+
+def learning_rate_at(options: TrainOptions, step: int, total: int) -> float:
+    """The learning rate of a step, counted from 0, of `total` steps.
+
+    >>> [learning_rate_at(TrainOptions(learning_rate=8.0, schedule="linear", warmup=2), step, 4) for step in range(4)]
+    [4.0, 8.0, 8.0, 4.0]
+    """
+    return options.learning_rate * _rate(options.schedule, options.warmup, step, total)
+
+
+def _rate(schedule: str, warmup: int, step: int, total: int) -> float:
+    """The learning rate of a step over the largest."""
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    share = (step - warmup) / max(total - warmup, 1)
+    return (1 + math.cos(math.pi * share)) / 2 if schedule == "cosine" else 1 - share
+
+
+def backward(
+    task: Task,
+    forward: Forward,
+    scaler: GradScaler,
+    x: Tensor,
+    y: Tensor,
+    micro_batches: int,
+    measured: dict[str, float] | None = None,
+) -> float:
+    """Add the scaled gradients of a batch to the parameters, part by part; gives the loss of the batch.
+
+    forward: the model, or its forward pass in real float16.
+    x, y: the inputs and the targets of the batch.
+    micro_batches: the number of parts.
+    measured: gets the numbers of the task's curves.
+    """
+    total, parts = 0.0, min(micro_batches, len(x))
+    for inputs, targets in zip(x.tensor_split(parts), y.tensor_split(parts)):
+        outputs = forward(inputs)
+        loss = task.loss(outputs, targets)
+        if micro_batches > 1:
+            loss = loss * (len(inputs) / len(x))
+        scaler.scale(loss).backward()
+        total += loss.item()
+        if measured is not None:
+            share = len(inputs) / len(x)
+            for name, measure in task.curves.items():
+                measured[name] = measured.get(name, 0.0) + share * float(measure(outputs.detach(), targets))
+    return total
+
+
+def evaluate(
+    task: Task, model: nn.Module, forward: Forward, data: Batches, seed: int, cuda_devices: Sequence[str]
+) -> dict[str, float]:
+    """The task's metrics on its test data, computed in the format of the model, which is left in training mode.
+
+    forward: the model, or its forward pass in real float16.
+    data: for the test; of an iterable of batches the outputs of all are put together.
+    seed, cuda_devices: of the noise of the evaluation, which leaves that of the training as it was.
+    """
+    model.eval()
+    with torch.no_grad(), torch.random.fork_rng(devices=cuda_devices):
+        torch.manual_seed(seed)
+        if isinstance(data, TensorBatches):
+            outputs, targets = torch.cat([forward(part) for part in data.inputs.split(EVALUATED)]), data.targets
+        else:
+            pairs = [(forward(x), y) for x, y in data.epoch(0)]
+            outputs, targets = (torch.cat(parts) for parts in zip(*pairs))
+        metrics = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
+    model.train()
+    return metrics

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ada_loss.lab.training.methods import require_method
-from fpsim.checks import did_you_mean, is_finite_number, is_whole, shown
+from fpsim.checks import did_you_mean, is_finite_number, is_whole, known_arguments, shown
 
 __all__ = ["TrainOptions", "hint", "is_allowed", "possible"]
 
@@ -22,6 +22,7 @@ def _number(default: float, least: int = 0) -> Any:
     return field(default=default, metadata={"least": least})
 
 
+@known_arguments()
 @dataclass(frozen=True)
 class TrainOptions:
     """How a model is trained. Equal options, on the same task and format, give the same training to the bit.
@@ -44,7 +45,8 @@ class TrainOptions:
     record_every: tally each n-th call of every site; 0 records nothing.
     evaluate_every: compute the test metrics after each n-th epoch too; 0 only at the end.
     device: where the training runs, "cpu" or "cuda".
-    Raises ValueError for an unknown word or scaling method and for a number out of range.
+    Raises ValueError for an unknown word or scaling method and for a number out of range; TypeError for an unknown
+    option.
 
     >>> TrainOptions(learning_rate=1) == TrainOptions(learning_rate=1.0)
     True

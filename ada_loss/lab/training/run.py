@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
 from fpsim.insight.rows import Rows
 
-__all__ = ["Run", "Stopped", "is_of_role", "tallied", "underflow_share"]
+__all__ = ["Run", "Stopped", "is_of_role", "underflow_share"]
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,4 @@ def underflow_share(rows: Sequence[dict[str, Any]], role: str = "error") -> floa
     """
     chosen = [row for row in rows if is_of_role(row["role"], role)]
     nonzero = sum(row["nonzero"] for row in chosen)
-    return sum(tallied(row, "underflow") for row in chosen) / nonzero if nonzero else 0.0
-
-
-def tallied(row: Mapping[str, Any], name: str) -> int:
-    """A count of a recording's row. Rows in checkpoints of earlier versions have it without "_count".
-
-    >>> tallied({"underflow": 0.5, "underflow_count": 2}, "underflow"), tallied({"underflow": 2}, "underflow")
-    (2, 2)
-    """
-    return int(row.get(f"{name}_count", row.get(name, 0)))
+    return sum(row["underflow_count"] for row in chosen) / nonzero if nonzero else 0.0

@@ -1,11 +1,11 @@
-"""Rules of loss scaling: when a system lets its loss scale grow, and when it backs off. Pure arithmetic.
+"""Loss-scale rules: when a system grows its loss scale and when it backs off. Pure arithmetic.
 
 A rule is a frozen value. `rule.scale` is the scale of the coming step, `rule.adjust(ok)` is the rule after that step.
-Parameters have the names and the defaults that their system gives them. Each family of systems has a file:
+Parameters have the names and defaults of their system. Each family of systems has a file:
 
 fixed: no scaling, or a constant scale.
 counting: growth after a number of good steps, a smaller scale after every overflow.
-hysteresis: as counting, but some overflows are free.
+hysteresis: like counting, but some overflows are free.
 tolerance: a smaller scale only when the share of overflows is too large.
 every_step: a new scale at every step.
 

@@ -1,4 +1,4 @@
-"""LossRule, which all systems share: a frozen value with a scale, parameters, and a state that steps change."""
+"""LossRule, the base of all systems: a frozen value with a scale, parameters, and a state that steps change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FLOAT32 = number("a number above 0 that float32 holds", lambda v: 0 < v <= FLOAT
 
 
 def state(default: Any, possible: Possible) -> Any:
-    """A field for what steps change. It is given by name only, to continue from the state of another run.
+    """Declare a field that steps change: keyword-only, to resume from the state of another run.
 
     default: the value before the first step, or None where the parameters determine it (see `_initial_state`).
     possible: the values that it may have.
@@ -60,7 +60,7 @@ class LossRule:
 
     @property
     def skips(self) -> bool:
-        """Whether a step is skipped if a gradient is not finite."""
+        """True if a step is skipped when a gradient is not finite."""
         return True
 
     def adjust(self, ok: bool, largest: float | None = None) -> Self:
@@ -103,7 +103,7 @@ class LossRule:
         object.__setattr__(self, "scale", scale)
 
     def evolve(self, **changes: Any) -> Self:
-        """This rule with another state, which is not checked: a scale may become 0 or inf, but not start there."""
+        """Copy this rule with another state, unchecked: a scale may become 0 or inf, but not start there."""
         after = object.__new__(type(self))  # under 1 us; dataclasses.replace repeats all checks, 8 us
         after.__dict__.update(self.__dict__, **changes)
         return after
@@ -124,7 +124,7 @@ def finite_or(new: float, old: float) -> float:
 
 
 def trajectory(rule: LossRule, oks: Iterable[bool]) -> list[float]:
-    """The scale before each step, and after the last one.
+    """The scales before each step and after the last one.
 
     Args:
         rule: the rule before the first step.

@@ -43,11 +43,11 @@ SYSTEMS["none"] = Off
 
 
 def loss_rule(system: str, **params: Any) -> LossRule:
-    """The loss-scale rule of a system.
+    """Create the loss-scale rule of a system.
 
     Args:
         system: its name: "torch", "nnabla", ..., or "static" for a constant scale, "off" for none.
-        params: parameters under the names that the system gives them. As in these systems, `loss_scale` of cerebras and
+        params: parameters under the system's own names. As in these systems, `loss_scale` of cerebras and
             apex and `scale` of chainer may be a number, which fixes the scale.
 
     Raises:
@@ -82,7 +82,7 @@ def loss_rule(system: str, **params: Any) -> LossRule:
 
 
 def as_loss_rule(rule: LossRule | str | float) -> LossRule:
-    """A rule from a rule, from a system's name, or from a number, which is a constant scale.
+    """Convert a rule, a system's name or a number (a constant scale) to a rule.
 
     >>> as_loss_rule(128)
     Static(scale=128.0, skip_overflow=False)

@@ -1,4 +1,4 @@
-"""Rules that count good steps in a row: some number of them lets the scale grow, every overflow makes it smaller."""
+"""Rules that count good steps in a row: a full count grows the scale, every overflow shrinks it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["Apex", "CountingRule", "Flax", "Jmp", "Keras", "Nnabla", "OpenSeq2Se
 
 @dataclass(frozen=True)
 class CountingRule(LossRule):
-    """Grows after a number of good steps. An overflow backs off, and sets the count of good steps to 0.
+    """Grow after a number of good steps. An overflow backs off and resets the count of good steps.
 
-    A system says when the scale grows (`_due`), and which scale is next (`_grown`, `_backed_off`).
+    A subclass defines when the scale grows (`_due`) and the next scale (`_grown`, `_backed_off`).
     """
 
     after_growth: ClassVar[int | None] = 0  # the count after a growth, or None if it continues
@@ -38,11 +38,11 @@ class CountingRule(LossRule):
         return self.evolve(scale=self._backed_off(), good=0)
 
     def _due(self) -> bool:
-        """Whether the scale grows if the coming step is good."""
+        """True if the scale grows after a good step."""
         raise NotImplementedError
 
     def _grown(self) -> float:
-        """The scale after a growth."""
+        """The scale after growth."""
         raise NotImplementedError
 
     def _backed_off(self) -> float:
@@ -76,6 +76,7 @@ class Torch(CountingRule):
         return self.good + 1 == self.growth_interval
 
     def _grown(self) -> float:
+        # factors stay float64, unlike in other systems: torch's kernel multiplies by a double and rounds once
         return finite_or(float32(self.scale * self.growth_factor), self.scale)
 
     def _backed_off(self) -> float:

@@ -17,7 +17,7 @@ __all__ = ["ApexHysteresis", "DeepSpeed", "HystereticRule", "Megatron"]
 
 @dataclass(frozen=True)
 class HystereticRule(CountingRule):
-    """An overflow backs off only after `spare` others; a good step restores their number if `_refills` says so."""
+    """Back off only after `spare` other overflows; a good step restores `spare` if `_refills` is true."""
 
     spare: int = state(None, COUNT.or_none())  # overflows that still leave the scale unchanged
 
@@ -36,13 +36,13 @@ class HystereticRule(CountingRule):
         raise NotImplementedError
 
     def _refills(self) -> bool:
-        """Whether the coming step restores `spare` if it is good."""
+        """True if a good step restores `spare`."""
         return self._due()
 
 
 @dataclass(frozen=True)
 class ApexHysteresis(HystereticRule, Torch):
-    """apex `update_scale_hysteresis`: torch's rule, but backs off from overflow number `hysteresis` in a row on.
+    """apex `update_scale_hysteresis`: torch's rule, backing off from the `hysteresis`-th overflow in a row.
 
     >>> from ada_loss import trajectory
     >>> trajectory(ApexHysteresis(init_scale=8.0, hysteresis=2), [False, True, False, False])
@@ -63,7 +63,7 @@ class ApexHysteresis(HystereticRule, Torch):
 
 @dataclass(frozen=True)
 class Megatron(HystereticRule):
-    """Megatron-LM `DynamicGradScaler`: backs off from overflow number `hysteresis` since the last growth on.
+    """Megatron-LM `DynamicGradScaler`: backs off from the `hysteresis`-th overflow since the last growth.
 
     growth_interval: good steps before the scale grows; a fraction is possible, and means never.
 
@@ -105,7 +105,7 @@ class DeepSpeed(HystereticRule):
 
     scale_window: that number of good steps; the count continues after a growth.
     min_scale: the smallest scale.
-    delayed_shift: the number of the overflow, since the last growth, from which on the scale backs off.
+    delayed_shift: the scale backs off from this overflow on, counted since the last growth.
     consecutive_hysteresis: count overflows since the last good step instead.
     raise_error_at_min_scale: stop the training at an overflow with the smallest scale.
 

@@ -71,7 +71,7 @@ class Fairseq(CountingRule):
         return seen._at_floor(self.scale)
 
     def _at_floor(self, scale_before: float) -> Self:
-        """This rule after an overflow, unless its scale is too small."""
+        """This rule; raises FloatingPointError if its scale is too small."""
         if self.scale <= self.min_loss_scale:
             raise stopped(self.system, scale_before, "min_loss_scale", self.min_loss_scale)
         return self
@@ -79,7 +79,7 @@ class Fairseq(CountingRule):
 
 @dataclass(frozen=True)
 class Metaseq(Fairseq):
-    """metaseq `DynamicLossScaler`: as fairseq, but the window grows and shrinks with the scale.
+    """metaseq `DynamicLossScaler`: like fairseq, but the window grows and shrinks with the scale.
 
     scale_window: the first window: good steps in a row before the scale grows.
     min_loss_scale: the smallest scale; where the scale cannot shrink, the window still does.
@@ -117,7 +117,7 @@ class Metaseq(Fairseq):
 
 @dataclass(frozen=True)
 class _CerebrasRule(LossRule):
-    """Halves when the share of overflows since the last change exceeds `overflow_tolerance`; doubles when `_due`.
+    """Halve when the share of overflows since the last change exceeds `overflow_tolerance`; double when `_due`.
 
     Overflows within the tolerance count as steps towards growth.
     """
@@ -157,7 +157,7 @@ class _CerebrasRule(LossRule):
         return self.evolve(scale=scale, steps=steps, overflows=overflows)
 
     def _due(self, steps: int) -> bool:
-        """Whether the scale doubles, this many steps after its last change."""
+        """True if the scale doubles this many steps after its last change."""
         raise NotImplementedError
 
 

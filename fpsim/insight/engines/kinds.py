@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpsim.insight.engines.places import MARGIN, TINY, Place, floats_of, relative_of
+from fpsim.insight.engines.reordered import PRODUCTS_OF_TORCH
 from fpsim.insight.engines.sides import Pair, cloned
+from fpsim.insight.engines.steps import first_step_apart
 from fpsim.models.installed import emulated_forward, emulated_forwards
 from fpsim.models.quantize import dequantize
 from fpsim.policies.policy import Policy
@@ -28,7 +30,9 @@ __all__ = ["KINDS", "kind_of"]
 FORMULA, ROUNDING, FORMAT = "formula", "rounding point", "format or scale of an operand"
 ORDER, STATE, WEIGHTS = "accumulator or order", "cache or state", "weights"
 KINDS = (FORMULA, ROUNDING, FORMAT, ORDER, STATE, WEIGHTS)
-OF_FLOAT64 = 1e-9  # a relative difference from which on two computations in float64 are not the same formula
+# Relative differences up to which two computations in a dtype are the same formula.
+EXACT = {torch.float64: 1e-9, torch.float32: 2.0**-16}
+FEW_BITS = 0.005  # an error that takes more than one rounding to 8 bits of significand
 COARSE = 2.0**-6  # an error from which on something has few bits
 ALIKE = 0.6  # the correlation from which on a difference follows its input smoothly, as a formula's does
 
@@ -42,7 +46,13 @@ def kind_of(pair: Pair, place: Place, valid: Tensor) -> tuple[str, str]:
     found = _of_policies(a, b)
     if found is not None:
         return found
-    return _of_code(pair, place, valid)
+    kind, words = _of_code(pair, place, valid)
+    apart = first_step_apart(pair, place, valid)
+    words += f"; {apart}" if apart else ""
+    both = policies_of(a, b)
+    if kind is ROUNDING and both is not None and any(both[0].products.fprop if both[0].products else ()):
+        return FORMAT, f"the same formats, whose scales see other numbers in other calls: {place.local:.2g}"
+    return kind, words
 
 
 def _of_tensors(pair: Pair, place: Place, valid: Tensor, a: nn.Module, b: nn.Module) -> tuple[str, str] | None:
@@ -163,47 +173,74 @@ def _of_attention(p: Products, q: Products) -> list[tuple[str, str]]:
     return found
 
 
-# Code that differs: in float64, and without casts
+# Code that differs: in float64, without what rounds
 
 
-class _WithoutCasts(TorchFunctionMode):
-    """Casts to floating dtypes give float64."""
+_ROUND = ("round", "floor", "ceil", "trunc", "fix", "rint")
+_CLAMP = ("clamp", "clip", "hardtanh", "clamp_", "clip_")
+_TO_FLOAT = ("half", "bfloat16", "float")
+_TO_CODES = ("char", "byte")
+
+
+class _Exact(TorchFunctionMode):
+    """Runs code in one wide dtype: a cast to another float or to codes of few bits gives it, and nothing is rounded.
+
+    clamps: whether upper bounds hold; a quantiser has some, and so have formulas.
+    rounds: whether anything rounds to few bits: casts to float8 or to bytes, and functions such as torch.round.
+    products: how many products of matrices there were; has_operands: whether one came after such a rounding.
+    """
+
+    def __init__(self, wide: torch.dtype, clamps: bool = True) -> None:
+        super().__init__()
+        self.wide, self.clamps, self.rounds, self.products, self.has_operands = wide, clamps, False, 0, False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if name in ("half", "bfloat16", "float") and args and isinstance(args[0], Tensor):
-            return args[0].double() if args[0].is_floating_point() else func(*args, **kwargs).double()
-        changed = tuple(_wide(x) for x in args)
-        if isinstance(kwargs.get("dtype"), torch.dtype):
-            kwargs["dtype"] = _wide(kwargs["dtype"])
+        if func in PRODUCTS_OF_TORCH or func is F.scaled_dot_product_attention:
+            self.products += 1
+            self.has_operands |= self.rounds
+        x = args[0] if args and isinstance(args[0], Tensor) else None
+        is_float = x is not None and x.is_floating_point()
+        if x is not None and name in (*_TO_FLOAT, *_TO_CODES) and (is_float or name in _TO_FLOAT):
+            self.rounds |= name in _TO_CODES
+            return x.to(self.wide)
+        if is_float and name.rstrip("_") in _ROUND:
+            self.rounds = True
+            return x
+        if is_float and name in _CLAMP and not self.clamps and (len(args) > 2 or "max" in kwargs):
+            return x  # a lower bound alone stays: it keeps a scale from zero
         if name in ("type_as", "to") and len(args) > 1 and isinstance(args[1], Tensor):
-            is_float = args[1].is_floating_point()
-            return args[0].double() if is_float else func(*args, **kwargs)
+            return x.to(self.wide) if args[1].is_floating_point() else func(*args, **kwargs)  # type: ignore[union-attr]
+        changed = tuple(self._widened(y, is_float) for y in args)
+        if isinstance(kwargs.get("dtype"), torch.dtype):
+            kwargs["dtype"] = self._widened(kwargs["dtype"], is_float)
         out = func(*changed, **kwargs)
-        return out.double() if isinstance(out, Tensor) and out.dtype in _NARROW and name not in _READS else out
+        is_narrow = isinstance(out, Tensor) and out.is_floating_point() and out.dtype is not self.wide
+        return out.to(self.wide) if is_narrow and name != "__get__" else out
+
+    def _widened(self, x: Any, is_float: bool) -> Any:
+        """The wide dtype in the place of another, where that holds floats or the codes of floats."""
+        if not isinstance(x, torch.dtype):
+            return x
+        is_codes = is_float and x in (torch.int8, torch.uint8)
+        self.rounds |= is_codes or (x.is_floating_point and x.itemsize == 1)
+        return self.wide if x.is_floating_point or is_codes else x
 
 
-_NARROW = (torch.float16, torch.bfloat16, torch.float32)
-_READS = ("__get__",)
-
-
-def _wide(x: Any) -> Any:
-    return torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
-
-
-def _doubled(module: nn.Module) -> nn.Module:
+def _widened(module: nn.Module, wide: torch.dtype) -> nn.Module:
     plain = dequantize(module) if any(True for _ in emulated_forwards(module)) else copy.deepcopy(module)
     for inner in plain.modules():
         vars(inner).pop("_compiled_call_impl", None)
-    return plain.double()
+    return plain.to(wide)
 
 
-def _of_code(pair: Pair, place: Place, valid: Tensor) -> tuple[str, str]:
-    a, b = (pair.doors[side][place.name].module for side in "ab")
-    far = corr = None
-    with suppress(Exception):  # code that computes in no float64: then the size of the difference decides
-        mine, other = _doubled(a), _doubled(b)
+class _Codes:
+    """The own code of both sides in a wide dtype, with a's modules inside and a's tensors."""
+
+    def __init__(self, pair: Pair, place: Place, valid: Tensor, wide: torch.dtype) -> None:
+        self._pair, self._place, self._valid, self.wide = pair, place, valid, wide
+        mine, other = (_widened(pair.doors[side][place.name].module, wide) for side in "ab")
         for name, child in mine.named_children():
             if name in dict(other.named_children()):
                 other.add_module(name, child)
@@ -212,57 +249,78 @@ def _of_code(pair: Pair, place: Place, valid: Tensor) -> tuple[str, str]:
                 own = getattr(other, name, None)
                 if isinstance(own, Tensor) and own.shape == x.shape:
                     own.copy_(x)  # that tensors differ was asked before
+        self._modules = mine, other
+        self.rounds = self.has_operands = False  # whether anything in them rounds to few bits, and before a product
+        self.products: list[int] = []  # of each
 
-        def run(module: nn.Module, inputs: Any) -> list[Tensor]:
-            args, kwargs = map_leaves(_as_double, cloned(inputs))
-            torch.manual_seed(pair.seed)
-            with torch.no_grad(), _WithoutCasts():
-                return floats_of(module(*args, **kwargs))
+    def outputs(self, inputs: Any, clamps: bool = True) -> tuple[list[Tensor], list[Tensor]]:
+        found = []
+        self.products = []
+        for module in self._modules:
+            args, kwargs = map_leaves(self._wide, cloned(inputs))
+            torch.manual_seed(self._pair.seed)
+            mode = _Exact(self.wide, clamps)
+            with torch.no_grad(), mode:
+                found.append(floats_of(module(*args, **kwargs)))
+            self.rounds |= mode.rounds
+            self.has_operands |= mode.has_operands
+            self.products.append(mode.products)
+        return found[0], found[1]
 
-        at = run(mine, place.inputs), run(other, place.inputs)
-        far = relative_of(at[0], at[1], valid)
-        if OF_FLOAT64 < far < math.inf:
-            corr = _correlation(run, mine, other, place, at, min(4 * far, 0.3), valid)
-    if far is not None and far > OF_FLOAT64:
-        if corr is None or corr > ALIKE:
-            return FORMULA, f"in float64 without casts they differ by {far:.2g} too"
+    def difference(self, clamps: bool = True) -> float:
+        return relative_of(*self.outputs(self._place.inputs, clamps), self._valid)
+
+    def _wide(self, x: Any) -> Any:
+        return x.to(self.wide) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    def follows(self, size: float) -> float:
+        """How alike the difference is at inputs that are a little off: a formula's stays, that of rounding does not."""
+        generator = torch.Generator().manual_seed(0)
+
+        def off(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.is_floating_point() or x.abs().max() > 1e30:
+                return x
+            return x * (1 + size * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device))
+
+        with without_torch_function():
+            inputs = map_leaves(off, cloned(self._place.inputs))
+        valid = self._valid
+        products = squares = others = 0.0
+        for a0, b0, a1, b1 in zip(*self.outputs(self._place.inputs), *self.outputs(inputs), strict=True):
+            d0, d1 = b0 - a0, b1 - a1
+            if d0.shape[: valid.dim()] == valid.shape:
+                d0, d1 = d0[valid], d1[valid]
+            known = d0.isfinite() & d1.isfinite()
+            d0, d1 = d0[known], d1[known]
+            products += float((d0 * d1).sum())
+            squares += float((d0**2).sum())
+            others += float((d1**2).sum())
+        return products / math.sqrt(squares * others) if squares and others else 0.0
+
+
+def _of_code(pair: Pair, place: Place, valid: Tensor) -> tuple[str, str]:
+    for wide, least in EXACT.items():
+        with suppress(Exception):  # code that computes in no float64, as grouped products of experts
+            return _of_codes(_Codes(pair, place, valid, wide), place, least)
+    kind = FORMULA if place.local > COARSE else ROUNDING
+    return kind, f"its own code differs by {place.local:.2g}, and ran in no wider dtype"
+
+
+def _of_codes(codes: _Codes, place: Place, least: float) -> tuple[str, str]:
+    where = f"in {str(codes.wide).removeprefix('torch.')} without casts"
+    far = codes.difference()
+    if far <= least:
+        if codes.has_operands and place.local > FEW_BITS:
+            return FORMAT, f"equal {where} and roundings; {place.local:.2g} with them, to few bits"
+        if codes.products[0] != codes.products[1]:
+            return ORDER, f"equal {where}, in {codes.products[0]} products in a and {codes.products[1]} in b"
+        if place.local <= 2.0**-18:
+            return ORDER, f"equal {where}; {place.local:.2g} is that of sums in float32"
+        return ROUNDING, f"equal {where}; {place.local:.2g} with them"
+    if codes.rounds and codes.difference(clamps=False) <= least:
+        return FORMAT, f"equal {where}, roundings and bounds; {place.local:.2g} with them, to few bits"
+    # rounding by functions that no mode sees, as a kernel's: an error that does not follow its input
+    if not codes.rounds and math.isfinite(far) and codes.follows(min(4 * far, 0.1)) <= ALIKE:
         kind = FORMAT if far >= COARSE else ROUNDING
-        return kind, f"its code rounds to few bits: {far:.2g} in float64 too, which does not follow the input smoothly"
-    if far is None and place.local > 0.05:
-        return FORMULA, f"its own code differs by {place.local:.2g}; it did not run in float64"
-    if place.local <= 2.0**-18:
-        return ORDER, f"equal in float64; {place.local:.2g} is that of sums in float32"
-    return ROUNDING, f"equal in float64 without casts; {place.local:.2g} with them"
-
-
-def _as_double(x: Any) -> Any:
-    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-
-def _correlation(
-    run: Callable[[nn.Module, Any], list[Tensor]], a: nn.Module, b: nn.Module, place: Place, at: Any, size: float,
-    valid: Tensor,
-) -> float:  # fmt: skip
-    """How alike the difference is at inputs that are a little off: a formula's stays, that of rounding does not."""
-    generator = torch.Generator().manual_seed(0)
-
-    def off(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.abs().max() > 1e30:
-            return x
-        return x * (1 + size * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device))
-
-    with without_torch_function():
-        inputs = map_leaves(off, cloned(place.inputs))
-    near = run(a, inputs), run(b, inputs)
-    pairs = zip(*at, *near, strict=True)
-    products = squares = others = 0.0
-    for a0, b0, a1, b1 in pairs:
-        d0, d1 = b0 - a0, b1 - a1
-        if d0.shape[: valid.dim()] == valid.shape:
-            d0, d1 = d0[valid], d1[valid]
-        known = d0.isfinite() & d1.isfinite()
-        d0, d1 = d0[known], d1[known]
-        products += float((d0 * d1).sum())
-        squares += float((d0**2).sum())
-        others += float((d1**2).sum())
-    return products / math.sqrt(squares * others) if squares and others else 0.0
+        return kind, f"its code rounds: {far:.2g} {where} too, which does not follow the input smoothly"
+    return FORMULA, f"they differ by {far:.2g} {where} too"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fpsim.insight.engines.reordered import Permuted
 from fpsim.insight.engines.sides import Door, Pair, cloned
@@ -17,15 +18,16 @@ from fpsim.torch_modes import without_torch_function
 
 __all__ = ["Kept", "Local", "Measured", "Place", "relative_of"]
 
+FEW = 0.005  # of a result's numbers, up to which they may be those that lie between two neighbours of a format
 MARGIN = 4.0  # times the floor, from which on a difference is no matter of the order of sums
 TINY = 2.0**-40  # below every dtype's rounding of a sum: a floor of zero is one of numbers that were lucky
 
 
 class Kept:
-    """A visitor that keeps what each call of each module gives."""
+    """A visitor that keeps what each call of each module gives, by its name and the number of the call."""
 
     def __init__(self) -> None:
-        self.outputs: dict[tuple[str, int], list[Tensor]] = {}
+        self.outputs: dict[tuple[str, int], Any] = {}
         self._calls: dict[str, int] = {}
 
     def __call__(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -40,24 +42,26 @@ class Kept:
         self.seen(door, call, out)
 
     def seen(self, door: Door, call: int, out: Any) -> None:
-        self.outputs[door.name, call] = [x.detach().clone() for x in floats_of(out)]
+        self.outputs[door.name, call] = cloned(out)
 
 
 class Measured(Kept):
-    """A visitor that compares what each call gives with what another run has kept."""
+    """A visitor that compares what each call gives with what another run has kept, and keeps it where it `keeps`."""
 
-    def __init__(self, kept: Kept, valid: Tensor) -> None:
+    def __init__(self, kept: Kept, valid: Tensor, keeps: bool = False) -> None:
         super().__init__()
-        self._kept, self._valid = kept, valid
+        self._kept, self._valid, self._keeps = kept, valid, keeps
         self.relative: dict[str, float] = {}
         self.order: list[str] = []
         self.unlike: dict[str, str] = {}
 
     def seen(self, door: Door, call: int, out: Any) -> None:
-        known = self._kept.outputs.get((door.name, call))
-        if known is None:
+        if self._keeps:
+            super().seen(door, call, out)
+        if (door.name, call) not in self._kept.outputs:
             self.unlike.setdefault(door.name, "called more often than in a")
             return
+        known = floats_of(self._kept.outputs[door.name, call])
         found = floats_of(out)
         if [x.shape for x in known] != [x.shape for x in found]:
             shapes = " and ".join(str([tuple(x.shape) for x in of]) for of in (known, found))
@@ -88,11 +92,24 @@ def relative_of(a: list[Tensor], b: list[Tensor], valid: Tensor) -> float:
     return worst
 
 
+def share_of(a: list[Tensor], b: list[Tensor], valid: Tensor) -> float:
+    """The share of numbers that differ at all, or less where it is one of them or two."""
+    differ = count = 0
+    for x, y in zip(a, b, strict=True):
+        if x.shape[: valid.dim()] == valid.shape:
+            x, y = x[valid], y[valid]
+        differ += int((x != y).sum())
+        count += x.numel()
+    return max(differ - 2, 0) / max(count, 1)
+
+
 @dataclass
 class Place:
     """A module whose own code differs.
 
     local: the relative difference of its own code on the same inputs. floor: what another order of sums does there.
+    is_lucky: whether so few numbers differ that another order of sums may do that, too, where it happens to change none
+        in the floor: a sum that lies between two numbers of a narrow format is rounded to the one or the other.
     """
 
     name: str
@@ -100,12 +117,12 @@ class Place:
     local: float
     floor: float
     inputs: Any = None
-    notes: dict[str, Any] = field(default_factory=dict)
+    is_lucky: bool = False
 
     @property
     def is_beyond(self) -> bool:
         """Whether it is more than another order of sums."""
-        return self.local > max(MARGIN * self.floor, TINY)
+        return self.local > max(MARGIN * self.floor, TINY) and not self.is_lucky
 
 
 class Local:
@@ -144,14 +161,22 @@ class Local:
             local = math.inf
         else:
             local = relative_of(known, found, self._valid)
-        floor = 0.0
-        if (
-            0 < local < math.inf
-        ):  # a's own code apart too: what it knew of its inputs, such as float32 on purpose, is lost
-            known = quietly(door)
+        floor, is_lucky = 0.0, False
+        if 0 < local < math.inf:
+            known = quietly(door)  # apart too: what others know of this run's tensors is left behind
             local = relative_of(known, found, self._valid)
-            floor = relative_of(known, quietly(door, Permuted), self._valid)
+            mode = Permuted(lambda: self._pair.running == name)
+            floor = relative_of(known, quietly(door, lambda: mode), self._valid)
+            has_sums = mode.changed > 0 and _have_equal_tensors(door.module, other.module)
+            is_lucky = has_sums and share_of(known, found, self._valid) < FEW
         earlier = self.places.get(name)
         if earlier is None or local > earlier.local:
             kept = cloned(given) if local > max(MARGIN * floor, TINY) else None
-            self.places[name] = Place(name, type(door.module).__name__, local, floor, kept)
+            self.places[name] = Place(name, type(door.module).__name__, local, floor, kept, is_lucky)
+
+
+def _have_equal_tensors(a: nn.Module, b: nn.Module) -> bool:
+    mine, others = ([*chain(m.parameters(recurse=False), m.buffers(recurse=False))] for m in (a, b))
+    return len(mine) == len(others) and all(
+        x.shape == y.shape and torch.equal(x.double(), y.double()) for x, y in zip(mine, others, strict=True)
+    )

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Permuted", "Split"]
+__all__ = ["PRODUCTS_OF_TORCH", "Permuted", "Split"]
 
-_PRODUCTS: dict[Any, tuple[int, int, int, int]] = {  # positions of a and b, and along which axis each is summed
+PRODUCTS_OF_TORCH: dict[Any, tuple[int, int, int, int]] = {  # positions of a and b, and along which axis each is summed
     F.linear: (0, 1, -1, -1),
     torch.matmul: (0, 1, -1, -2),
     Tensor.matmul: (0, 1, -1, -2),
@@ -31,7 +31,7 @@ class _Products(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        places = _PRODUCTS.get(func)
+        places = PRODUCTS_OF_TORCH.get(func)
         if places is None or len(args) <= places[1]:
             return func(*args, **named)
         a, b = args[places[0]], args[places[1]]
@@ -52,9 +52,18 @@ def _with(args: tuple[Any, ...], places: tuple[int, int, int, int], move: Callab
 
 
 class Permuted(_Products):
-    """The terms of each sum in an order of their own."""
+    """The terms of each sum in an order of their own.
+
+    is_asked: whether what runs now is of interest; changed: how many products were while it was.
+    """
+
+    def __init__(self, is_asked: Callable[[], bool] = lambda: True) -> None:
+        super().__init__()
+        self.changed = 0
+        self._is_asked = is_asked
 
     def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], places: Any) -> Any:
+        self.changed += self._is_asked()
         length = args[places[0]].shape[places[2]]
         order = torch.randperm(length, generator=torch.Generator().manual_seed(length))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fpsim.checks import shown
 from fpsim.emulation.caches import counted
 from fpsim.emulation.casts import autocast_here
+from fpsim.emulation.marks import format_of, mark_like
 from fpsim.emulation.scope import active
 from fpsim.insight.stepping import called
 from fpsim.tensors.noise import keep_random_numbers, noise_of_torch
@@ -27,7 +28,7 @@ from fpsim.torch_internals import map_leaves
 from fpsim.torch_modes import CALL_SLOT, call_inside, without_torch_function
 from fpsim.undoing import Undo, undone
 
-__all__ = ["Door", "Pair", "Visitor", "cloned"]
+__all__ = ["Door", "Pair", "Resume", "Visitor", "cloned"]
 
 Result = TypeVar("Result")
 Visitor = Callable[["Door", tuple[Any, ...], dict[str, Any]], Any]
@@ -69,10 +70,12 @@ class Pair:
                 self.doors[side][known] = Door(self, side, known, module)
         self.names = [name for name in self.doors["a"] if name in self.doors["b"]]
         self.alone = {side: [n for n in self.doors[side] if n not in self.doors[other]] for side, other in ("ab", "ba")}
-        self.passes = 0
+        self.passes = self.resumed = 0
+        self.has_drawn = False  # whether any run drew random numbers, which a resumed one would draw at other places
         self.running = ""  # the module whose own code runs
         self.is_mixed = False  # whether runs are of both sides, or of changed policies
         self._chosen: Choice = lambda name: "a"
+        self._resume: Resume | None = None
         self._visitor: Visitor | None = None
         self._modes: list[Callable[[], Any]] = []
         self._autocast = autocast_here()
@@ -87,15 +90,23 @@ class Pair:
                 vars(door.module)[CALL_SLOT] = door
 
     def run(
-        self, batch: Any, choice: Choice | str, visitor: Visitor | None = None, mode: Callable[[], Any] | None = None
+        self,
+        batch: Any,
+        choice: Choice | str,
+        visitor: Visitor | None = None,
+        mode: Callable[[], Any] | None = None,
+        resume: Resume | None = None,
     ) -> Any:
         """The output of a batch.
 
         choice: whose own code runs in the module of a name; "a" or "b" for one side everywhere.
         visitor: runs each module, given its door and arguments; None calls `door.run`.
         mode: makes a mode of torch functions that is around all of it.
+        resume: what another run has computed already; ignored where runs draw random numbers.
         """
         self.passes += 1
+        resume = None if self.has_drawn else resume
+        self.resumed += resume is not None
         chosen = (lambda name: choice) if isinstance(choice, str) else choice
         root = self.models[chosen("")]
 
@@ -103,8 +114,13 @@ class Pair:
             undo.by(self._restore)  # a run may write to them
             keep_random_numbers(undo)
             torch.manual_seed(self.seed)
+            state = _random_state()
+            undo.by(partial(setattr, self, "_resume", None))
+            self._resume = resume
             with self._choosing(chosen, visitor), self._inside(mode):
-                return self._apart(lambda: called(root, batch))
+                out = self._apart(lambda: called(root, batch))
+            self.has_drawn |= not all(map(torch.equal, state, _random_state()))
+            return out
 
         return undone(seeded)
 
@@ -116,6 +132,10 @@ class Pair:
 
     def come(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call of a module gives: its own side's code, or the other side's."""
+        if self._resume is not None:
+            is_known, out = self._resume.look_up(door.name)
+            if is_known:
+                return out
         wanted = self._chosen(door.name)
         other = self.doors[wanted].get(door.name)
         if wanted == door.side or other is None:
@@ -129,11 +149,15 @@ class Pair:
         given: arguments and named ones, as a's module takes them; the result is as a's too.
         """
         args, kwargs = self.crossed(given, "a", door.side)
-        with self._choosing(choice, None), self._inside(mode):
-            return self.crossed(self._apart(lambda: door.run(*args, **kwargs)), door.side, "a")
+        around, self.running = self.running, door.name
+        try:
+            with self._choosing(choice, None), self._inside(mode):
+                return self.crossed(self._apart(lambda: door.run(*args, **kwargs)), door.side, "a")
+        finally:
+            self.running = around
 
     def crossed(self, tree: Any, before: str, after: str) -> Any:
-        """Arguments or results for a side: tensors of which nothing is known there, in its own dtype.
+        """Arguments or results for a side, in its own dtype, and as well known there as on the side that they leave.
 
         What is in the dtype of one model is cast to that of the other; a mask stays a finite one.
         """
@@ -142,9 +166,10 @@ class Pair:
         def move(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            wide = x.detach()
             if from_dtype is to_dtype or x.dtype is not from_dtype:
-                return wide
+                # without its mark, what is float32 on purpose would be rounded in mixed runs and in no other
+                return alike(x, x.detach())
+            wide = x.detach()
             ends = torch.finfo(to_dtype)
             if ends.max < torch.finfo(from_dtype).max:
                 wide = torch.where(wide.isinf(), wide, wide.clamp(ends.min, ends.max))
@@ -212,6 +237,34 @@ class Pair:
         return results[0]
 
 
+class Resume:
+    """What a run need not compute again: the results of modules before the first that it changes.
+
+    kept: by name and number of the call, what each module gave in a run on the side of the modules around those.
+    changed: the modules whose own code is another side's in this run.
+    """
+
+    def __init__(self, kept: Mapping[tuple[str, int], Any], changed: Iterable[str]) -> None:
+        self._kept = kept
+        self._changed = {*changed}
+        self._around = {"", *("".join(n[:i]) for n in self._changed for i, c in enumerate(n) if c == ".")}
+        self._calls: dict[str, int] = {}
+        self._is_over = False
+
+    def look_up(self, name: str) -> tuple[bool, Any]:
+        """Whether the result of this call of a module is known, and the result."""
+        call = self._calls.get(name, 0)
+        self._calls[name] = call + 1
+        self._is_over |= name in self._changed
+        if self._is_over or name in self._around or (name, call) not in self._kept:
+            return False, None
+        return True, cloned(self._kept[name, call])
+
+
+def _random_state() -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
 def renamed(name: str, names: Mapping[str, str]) -> str:
     """The first side's name of a module of the second: the longest prefix of whole parts that is renamed."""
     parts = name.split(".") if name else []
@@ -250,12 +303,20 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     return max(counts, key=lambda dtype: counts[dtype]) if counts else torch.float32
 
 
+def alike(x: Tensor, copy: Tensor) -> Tensor:
+    """A copy of a tensor's values with the mark that an emulation gave the tensor: which format they are in."""
+    known = format_of(x)
+    if known is not None:
+        mark_like(copy, known)
+    return copy
+
+
 def cloned(tree: Any) -> Any:
     """Arguments that may be written to: tensors, and objects with a state, as a cache of keys and values."""
 
     def copied(x: Any) -> Any:
         if isinstance(x, Tensor):
-            return x.detach().clone()
+            return alike(x, x.detach().clone())
         has_state = hasattr(x, "__dict__") and not (callable(x) or isinstance(x, type))
         return copy.deepcopy(x) if has_state else x
 

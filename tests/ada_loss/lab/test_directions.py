@@ -20,16 +20,9 @@ from ada_loss.lab.tasks import Task
 
 sys.path.append(str(Path(__file__).parents[2] / "data"))
 import published_directions as published
-from metric_names import HELD_OUT, KNOWN
 
 SIGNS = {"minimize": "-", "maximize": "+", None: "?"}
 LOSSES = {"fp32": (0.188, 0.189, 0.190), "fine": (0.181, 0.182, 0.183), "dead": (1.61, 1.62, 1.60)}
-
-
-@pytest.mark.parametrize("names", [KNOWN, HELD_OUT], ids=["known", "held out"])
-def test_names_of_torchmetrics_scikit_learn_and_keras_have_their_direction(names: dict[str, str]) -> None:
-    found = {name: SIGNS[by_name(name)] for name in names}
-    assert {name: sign for name, sign in found.items() if sign != names[name]} == {}
 
 
 # What torchmetrics publishes against the definitions: Davies and Bouldin 1979 and scikit-learn's davies_bouldin_score
@@ -42,48 +35,31 @@ CORRECTED = {
     "dice": "+",
     "SpectralDistortionIndex": "-",
 }
-# As torchmetrics, Keras, scikit-learn, Hugging Face's evaluate and Trainer, and papers write or log them. Typed with
-# their directions before the rules were asked: of the first list 18 were told, of the second 25 of 30, none wrong.
-LOGGED = """
-scale_invariant_signal_distortion_ratio + source_aggregated_signal_distortion_ratio + relative_average_spectral_error -
-spectral_distortion_index - theils_u + cramers_v + retrieval_r_precision + complete_intersection_over_union +
-google_bleu + eval_gleu + nist_mt + bleurt + charcut - sari + mauve + eval_samples_per_second + eval_runtime -
-total_flos ? mean_perplexity - one_hot_mean_io_u + sparse_top_k_categorical_accuracy + logcosh -
-kullback_leibler_divergence - sensitivity_at_specificity + squared_hinge - mean_gamma_deviance - consensus_score +
-pair_confusion_matrix ? expected_calibration_error - val/ece - acc@1 + pass@1 + fvd - elbo + mpjpe -
-"""
-LOGGED_2 = """
-binary_specificity_at_sensitivity + word_information_lost - minkowski_distance - retrieval_auroc + clip_score +
-kernel_inception_distance - translation_edit_rate - val_binary_focal_crossentropy - mean_io_u + pearson_correlation +
-recall_at_precision + d2_pinball_score + mean_pinball_loss - precision_recall_curve ? label_ranking_loss - aupr +
-toxicity - label_distribution ? word_length ? eval_steps_per_second + rougeLsum + negative_elbo - val_ece -
-top_3_accuracy + mean_absolute_scaled_error - balanced_error_rate - jensen_shannon_distance - train_tokens_per_second +
-vif + hinge_accuracy ?
-"""
 
 
-@pytest.mark.parametrize("names", [LOGGED, LOGGED_2], ids=["first", "second"])
-def test_names_as_they_are_logged_have_their_direction(names: str) -> None:
-    words = names.split()
-    truths = dict(zip(words[::2], words[1::2], strict=True))
-    assert {name: SIGNS[by_name(name)] for name in truths} == truths
-
-
-def test_seconds_are_a_time_and_what_is_done_per_second_a_speed() -> None:
-    names = ("seconds", "seconds_per_step", "samples_per_second", "second_moment", "steps_per_epoch")
-    assert [SIGNS[by_name(name)] for name in names] == ["-", "-", "+", "?", "?"]
-
-
-@pytest.mark.parametrize(
-    ("names", "least"), [(published.KNOWN, 0.93), (published.HELD_OUT, 0.88)], ids=["known", "held out"]
-)
-def test_no_name_has_the_direction_against_the_one_that_its_library_publishes(
-    names: dict[str, str], least: float
-) -> None:
+@pytest.mark.parametrize("names", [published.KNOWN, published.HELD_OUT], ids=["known", "held out"])
+def test_no_name_has_the_direction_against_the_one_that_its_library_publishes(names: dict[str, str]) -> None:
     truths = {**names, **{name: sign for name, sign in CORRECTED.items() if name in names}}
     found = {name: SIGNS[by_name(name)] for name in truths}
     assert {name: sign for name, sign in found.items() if sign not in ("?", truths[name])} == {}
-    assert sum(sign != "?" for sign in found.values()) >= least * len(found)  # the others are not judged
+    assert sum(sign != "?" for sign in found.values()) >= 0.25 * len(found)  # the others are not judged
+
+
+def test_metrics_of_the_tasks_of_the_library_are_judged_by_their_names() -> None:
+    lower = "bits_per_character cross_entropy loss underflow skipped seconds".split()
+    higher = "accuracy mean_iou mean_average_precision".split()
+    assert {by_name(name) for name in lower} == {"minimize"}
+    assert {by_name(name) for name in higher} == {"maximize"}
+
+
+@pytest.mark.parametrize("metric", ["kappa", "wer", "rouge", "rmse", "elbo"])
+def test_a_word_outside_of_the_fifteen_is_not_judged_and_the_verdict_names_the_options(
+    tmp_path: Path, metric: str
+) -> None:
+    words = str(Results(written(tmp_path, metric)).verdicts()[0])
+    assert f"nothing tells whether a larger or a smaller {metric} is better" in words
+    assert f"--minimize or --maximize {metric}" in words
+    assert outcomes(Results(tmp_path, minimize=[metric])) == {"fine": "match", "dead": "short"}
 
 
 @pytest.mark.parametrize("name", ["val_loss", "VAL_LOSS", "val/loss", "val.loss", "valLoss", "val loss", "val-loss"])
@@ -92,26 +68,13 @@ def test_a_name_is_split_at_signs_and_case(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "direction"),
-    [
-        ("accuracy_drop", None),
-        ("bleu_degradation", None),
-        ("acc_gap", None),
-        ("loss_reduction", None),
-        ("loss_std", None),
-        ("accuracy_variance", None),
-        ("explained_variance", "maximize"),
-        ("1-accuracy", None),
-        ("1 - val_acc", None),
-        ("-loss", None),
-        ("1-shot_accuracy", "maximize"),
-        ("one_minus_f1", "minimize"),
-        ("ranked_probability_score", "minimize"),
-        ("non_toxicity", None),
-    ],
+    "name",
+    "accuracy_drop acc_gap loss_reduction loss_std explained_variance 1-accuracy -loss 1-shot_accuracy one_minus_f1 "
+    "neg_log_loss d2_log_loss_score loss_scale scale precision_recall_curve".split()
+    + ["1 - val_acc", ""],
 )
-def test_a_change_of_a_metric_has_not_the_metrics_direction(name: str, direction: str | None) -> None:
-    assert by_name(name) == direction
+def test_a_change_of_a_metric_has_not_the_metrics_direction(name: str) -> None:
+    assert by_name(name) is None
 
 
 def test_a_statement_goes_before_the_name() -> None:
@@ -138,7 +101,7 @@ def outcomes(results: Results) -> dict[str, str]:
     return {one.name: one.outcome for one in verdict.combinations}
 
 
-@pytest.mark.parametrize("metric", ["val_loss", "nll", "ppl", "wer", "bits_per_character", "eval_loss"])
+@pytest.mark.parametrize("metric", ["val_loss", "nll", "ppl", "bits_per_character"])
 def test_the_worst_loss_is_not_the_best_training(tmp_path: Path, metric: str) -> None:
     results = Results(written(tmp_path, metric))
     assert results.best()["format"] == "fine"
@@ -150,7 +113,7 @@ def test_the_worst_loss_is_not_the_best_training(tmp_path: Path, metric: str) ->
 
 def test_a_metric_and_its_opposite_have_the_same_verdict(tmp_path: Path) -> None:
     found = Results(written(tmp_path / "loss", "loss"))
-    turned = Results(written(tmp_path / "neg", "neg_loss", sign=-1))
+    turned = Results(written(tmp_path / "acc", "acc", sign=-1))
     named = Results(written(tmp_path / "named", "speed", sign=-1), maximize=["speed"])
     assert outcomes(found) == outcomes(turned) == outcomes(named)
     assert found.best()["id"] == turned.best()["id"] == named.best()["id"]
@@ -190,6 +153,17 @@ def test_progress_names_the_smallest_loss(tmp_path: Path) -> None:
     silent = Progress(2, 0, tmp_path, "", False)
     silent.compare("any", {"metrics": {"speed": 1.0}})
     assert silent.best == ""
+
+
+def test_a_sweep_says_once_that_it_does_not_judge_a_metric_and_how_to_state_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress(2, 0, tmp_path, "", True)
+    for _ in range(2):
+        progress.compare("any", {"metrics": {"kappa": 1.0}})
+    said = capsys.readouterr().err
+    assert said.count("No verdict on kappa: nothing tells whether more of it is better.") == 1
+    assert "--minimize or --maximize kappa" in said
 
 
 def test_progress_calls_no_diverged_training_and_no_other_metric_the_best(tmp_path: Path) -> None:

@@ -78,9 +78,9 @@ def test_training_learns_in_float32_and_recording_changes_nothing() -> None:
 
 def test_underflow_is_the_share_of_lost_nonzero_gradients() -> None:
     rows = [
-        {"role": "error", "nonzero": 6, "underflow": 1},
-        {"role": "error", "nonzero": 2, "underflow": 1},
-        {"role": "activation", "nonzero": 100, "underflow": 100},
+        {"role": "error", "nonzero": 6, "underflow_count": 1},
+        {"role": "error", "nonzero": 2, "underflow_count": 1},
+        {"role": "activation", "nonzero": 100, "underflow_count": 100},
     ]
     assert underflow_share(rows) == 2 / 8
     assert underflow_share([]) == 0
@@ -121,7 +121,7 @@ def test_a_file_that_is_written_leaves_nothing_open(tmp_path: Path) -> None:
 
 def test_a_picture_of_underflow_shows_every_layer_and_says_where_nothing_arrives() -> None:
     def rows(site: str, nonzero: int, underflow: int) -> list[dict[str, Any]]:
-        row = {"site": site, "nonzero": nonzero, "underflow": underflow}
+        row = {"site": site, "nonzero": nonzero, "underflow_count": underflow}
         return [{**row, "role": "activation"}, {**row, "role": "error"}]
 
     figure = figures.plot_underflow([*rows("a:linear", 0, 0), *rows("b$:linear", 4, 4), *rows("c:linear", 1000, 123)])

@@ -17,7 +17,7 @@ from format_cases import ALL
 
 from fpsim import FloatFormat, as_format
 from fpsim.compiling.card import CudaKernel
-from fpsim.kernels.codebook_tables import table_address, table_at
+from fpsim.kernels.codebooks import table_address, table_at
 from fpsim.kernels.core import BOOK, ROUNDINGS, STOCHASTIC
 from fpsim.kernels.round import (
     ALIGNED,

@@ -17,8 +17,7 @@ from processors import NEEDS_VECTORS
 import fpsim
 from fpsim import CODEBOOKS, BlockFormat, Codebook, as_format, decode, encode, round_to
 from fpsim.formats.codebook import TIES
-from fpsim.kernels.codebook_tables import any_plan
-from fpsim.kernels.codebooks import make_round_in_book
+from fpsim.kernels.codebooks import any_plan, make_round_in_book
 from fpsim.kernels.core import BOOK, SEARCHED_BOOK, Numbers
 from fpsim.kernels.variants import VARIANTS
 from fpsim.tensors.launch import rounded

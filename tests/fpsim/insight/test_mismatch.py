@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fpsim import Accumulator, Attention, Policy, Products, mismatch, quantize
 from fpsim.insight.engines.likelihoods import interval
+from fpsim.insight.engines.sides import Pair
 from fpsim.torch_modes import CALL_SLOT
 
 WIDTH, WORDS = 32, 64
@@ -151,7 +152,7 @@ PLANTED: dict[str, tuple[Callable[[Any], None], str, str]] = {
     "a missing residual": (_residual, "blocks.0", "formula"),
     "the order of a norm": (_order_of_norm, "blocks.1", "formula"),
     "a result in E4M3": (_rounded_result, "blocks.0.mlp.experts.2", "rounding point"),
-    "softmax in E5M2": (_half_softmax, "blocks.1.attend", "rounding point"),
+    "softmax in E5M2": (_half_softmax, "blocks.1.attend", "format or scale of an operand"),
     "an operand in four bits": (_quantised_by_hand, "blocks.0.attend.out", "format or scale of an operand"),
     "a weight in E4M3": (_quantised_weight, "blocks.1.attend.qkv", "weights"),
     "an untied head": (_untied, "head", "weights"),
@@ -446,3 +447,41 @@ def test_models_of_transformers_are_taken_module_by_module(name: str) -> None:
     found = mismatch(made, b, batch)
     assert [(row["module"], row["kind"]) for row in found] == [(place, "rounding point")]
     assert not mismatch(made, copy.deepcopy(made), batch)
+
+
+def test_a_run_that_begins_at_the_first_change_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = model()
+    operand = "e4m3fn per row fp32"
+    products = Products(fprop=(operand, operand))
+    sides = [quantize(a, "bf16"), quantize(a, Policy(weight="bf16", activation="bf16", products=products))]
+    found = mismatch(*sides, IDS)
+    assert found.resumed > len(found)
+    assert f"of which {found.resumed} begin" in str(found)
+    run = Pair.run
+    monkeypatch.setattr(Pair, "run", lambda *args, resume=None, **named: run(*args, **named))
+    whole = mismatch(*sides, IDS)
+    assert (whole.resumed, whole.passes) == (0, found.passes)
+    assert [*found] == [*whole]
+    assert found.halving == whole.halving
+
+
+def test_no_run_begins_later_where_random_numbers_are_drawn() -> None:
+    a = model()
+    stochastic = Policy(weight="bf16", activation="bf16", rounding="stochastic")
+    assert mismatch(a, quantize(a, stochastic), IDS).resumed == 0
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        ("an epsilon", "first apart at add"),
+        ("a missing residual", "first apart at add"),
+        ("softmax in E5M2", "b alone computes to"),
+        ("an operand in four bits", "b alone computes abs, amax"),
+    ],
+)
+def test_the_operation_is_named_from_which_on_code_is_apart(cause: str, words: str) -> None:
+    a = model()
+    b = copy.deepcopy(a)
+    PLANTED[cause][0](b)
+    assert words in mismatch(a, b, IDS)[0]["detail"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fpsim
 from fpsim.formats.blocks import as_element
 from fpsim.formats.floats import CATALOGUE
-from fpsim.kernels.codebook_tables import any_plan
+from fpsim.kernels.codebooks import any_plan
 from fpsim.kernels.core import ROUNDINGS
 from fpsim.tensors.expressions import round_by_expression, round_traced
 from fpsim.tensors.launch import rounded

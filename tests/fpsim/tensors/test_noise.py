@@ -19,8 +19,8 @@ from numba import njit
 import fpsim
 from fpsim import FloatFormat, as_format, round_to
 from fpsim.kernels.core import STOCHASTIC, Numbers, make_plan, make_round
-from fpsim.kernels.round import fill_noise, make_lie_beside, noise_words
-from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, threefry
+from fpsim.kernels.round import make_lie_beside
+from fpsim.kernels.threefry import NOISE_BLOCK, NOISE_LANES, fill_noise, noise_words, threefry
 from fpsim.tensors.launch import round_memory_
 from fpsim.tensors.noise import is_captured, noise_state, replayed_noise
 from fpsim.tensors.spec import rounding_spec

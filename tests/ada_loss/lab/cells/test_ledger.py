@@ -18,7 +18,6 @@ import ada_loss
 from ada_loss.lab.cells.cells import plan
 from ada_loss.lab.cells.ledger import SCHEMA_VERSION, Ledger, RowChanged
 from ada_loss.lab.cells.missing import Plan
-from ada_loss.lab.cells.telemetry import telemetry_path
 from ada_loss.lab.errors import UnreadableLedger
 
 
@@ -155,75 +154,31 @@ def test_a_plan_of_ids_is_kept_with_the_number_of_sessions(path: Path) -> None:
         assert ledger.plan() == Plan(frozenset("abc"), 1)
 
 
-# A ledger that was written before the lab was put into folders
-
-BEFORE = Path(__file__).parents[3] / "data" / "ledger_v1.sql"
-POLICY = {"error": "e5m2", "weight_grad": "fp16", "overflow": "nan"}
-GRID = {"formats": ["fp32", "half", POLICY], "scaling": ["none", 8, "exact normal"], "roundings": ["stochastic"]}
-ACCURACIES = {  # of the test's 450 images, by id
-    **{"60bb476dcea0d1c0": 45, "8178acece8a7114b": 59, "de528696a8ae8a1e": 45, "90faa9274b38e10e": 60},
-    **{"4284e9e724dafd0a": 45, "e56cf354834719d8": 60, "0e9748169472001c": 45, "18b05acfb68db297": 60},
-    **{"9ee5b8280b5cf26b": 45, "d35290138baabe70": 51, "2252d1d5a9f6dfcc": 45, "768caa4cbd072df3": 59},
-}
-FAILED, PLANNED = "811594318a6ab6de", "0247338b689e249b"
-
-
-@pytest.fixture
-def before(tmp_path: Path) -> Path:
-    """The folder of that sweep, with telemetry of the right size."""
-    with sqlite3.connect(tmp_path / "ledger.sqlite") as sql:
-        sql.executescript(BEFORE.read_text())
-    sql.close()
-    (tmp_path / "telemetry").mkdir()
-    for cell in ada_loss.Results(tmp_path).cells:
-        telemetry_path(tmp_path, cell["id"]).write_bytes(b"x" * (cell["telemetry_bytes"] or 0))
-    return tmp_path
-
-
-def test_a_ledger_of_before_opens_with_equal_results(before: Path) -> None:
-    results = ada_loss.Results(before)
-    assert results.counts == {"planned": 1, "running": 0, "done": 12, "failed": 1}
-    assert {row["id"]: round(450 * row["accuracy"]) for row in results.rows()} == ACCURACIES
-    assert results.rows()[8]["underflow"] == 0.2852484546254417
-    assert [cell["error"] for cell in results.failures()] == ["MemoryError: no memory left"]
-    assert results.table().mean("fp16", "8") == pytest.approx((45 + 60) / 900)
-
-
-def test_a_ledger_of_before_has_the_ids_that_a_sweep_has_today(before: Path) -> None:
-    options = {"steps": 2, "learning_rate": 1, "record_every": 1}
-    cells = plan("digits", **GRID, seeds=[0, 7], options=options)  # type: ignore[arg-type]
-    assert [cell.id for cell in cells] == [*ACCURACIES, FAILED, PLANNED]
-    stored = {cell["id"]: cell["config"] for cell in ada_loss.Results(before).cells}
-    assert {cell.id: cell.config for cell in cells} == stored
-    assert all([*cell.config["options"]] == [*stored[cell.id]["options"]] for cell in cells)  # the columns of tables
-
-
-def test_a_ledger_of_before_is_resumed_with_what_was_not_done(before: Path) -> None:
-    first = {cell["id"]: cell for cell in ada_loss.Results(before).cells}
-    results = ada_loss.resume(before, keep_old=True, show_progress=False)
-    assert results.counts == {"planned": 0, "running": 0, "done": 13, "failed": 1}
-    cells = {cell["id"]: cell for cell in results.cells}
-    assert {i: cell for i, cell in cells.items() if i != PLANNED} == {i: c for i, c in first.items() if i != PLANNED}
-    assert cells[PLANNED]["attempts"] == 2  # the first was released
-    assert 0 < cells[PLANNED]["metrics"]["accuracy"] < 1
-
-
-def test_a_driver_brings_a_ledger_of_before_to_this_version_and_a_reader_leaves_it(before: Path) -> None:
-    path = before / "ledger.sqlite"
-
-    def version() -> int:
-        with contextlib.closing(sqlite3.connect(path)) as sql:
-            return int(sql.execute("PRAGMA user_version").fetchone()[0])
-
-    first, content = ada_loss.Results(before).cells, path.read_bytes()
-    assert (version(), path.read_bytes()) == (1, content)
+def test_a_ledger_of_version_1_is_refused_in_words_and_left_alone(path: Path) -> None:
     Ledger(path).close()
-    assert version() == SCHEMA_VERSION
-    assert ada_loss.Results(before).cells == first
-    assert ada_loss.Results(before).sessions[0]["git"] == "0123456789ab"
     with contextlib.closing(sqlite3.connect(path)) as sql, sql:
-        sql.execute("UPDATE cells SET seconds = 0 WHERE id = ?", (PLANNED,))
-    assert PLANNED in [cell["id"] for cell in ada_loss.Results(before).failures()]
+        for column in ("digest", "telemetry_sha256", "bits"):
+            sql.execute(f"ALTER TABLE cells DROP COLUMN {column}")
+        sql.execute("ALTER TABLE sessions DROP COLUMN digest")
+        sql.execute("PRAGMA user_version = 1")
+    before = path.read_bytes()
+    words = "schema version 1, before the first release.*reads 2 to 3. Run that sweep again into another folder"
+    for readonly in (False, True):
+        with pytest.raises(ValueError, match=words):
+            Ledger(path, readonly=readonly)
+    assert path.read_bytes() == before
+
+
+def test_a_cell_has_the_id_that_it_had_before_the_lab_was_put_into_folders() -> None:
+    policy = {"error": "e5m2", "weight_grad": "fp16", "overflow": "nan"}
+    options = {"steps": 2, "learning_rate": 1, "record_every": 1}
+    methods: list[str | float] = ["none", 8, "exact normal"]
+    cells = plan("digits", ["fp32", "half", policy], methods, ["stochastic"], seeds=[0, 7], options=options)
+    assert [cell.id for cell in cells] == (
+        "60bb476dcea0d1c0 8178acece8a7114b de528696a8ae8a1e 90faa9274b38e10e 4284e9e724dafd0a e56cf354834719d8 "
+        "0e9748169472001c 18b05acfb68db297 9ee5b8280b5cf26b d35290138baabe70 2252d1d5a9f6dfcc 768caa4cbd072df3 "
+        "811594318a6ab6de 0247338b689e249b"
+    ).split()
 
 
 def test_a_session_that_was_changed_is_left_out(path: Path) -> None:
@@ -312,16 +267,19 @@ def test_a_ledger_with_other_columns_is_damaged(path: Path) -> None:
         Ledger(path, readonly=True)
 
 
-def test_a_row_of_before_without_a_configuration_is_a_failure_of_its_own(before: Path) -> None:
-    cell = next(iter(ACCURACIES))
-    with contextlib.closing(sqlite3.connect(before / "ledger.sqlite")) as sql, sql:
-        sql.execute("UPDATE cells SET config = '{}' WHERE id = ?", (cell,))
-    results = ada_loss.Results(before)
-    assert len(results.rows()) == len(ACCURACIES) - 1
-    assert cell in [failed["id"] for failed in results.failures()]
+def test_a_row_without_a_configuration_is_a_failure_of_its_own(path: Path) -> None:
+    config = {"task": "digits", "format": "fp16", "rounding": "nearest_even", "scaling": "none", "seed": 0}
+    with Ledger(path) as ledger:
+        for cell, content in (("a", {**config, "options": {}}), ("b", {})):
+            ledger.add([(cell, content)])
+            ledger.start(cell)
+            ledger.finish(cell, {"metrics": {"accuracy": 0.5}, "diverged": False, "skipped": 0})
+    results = ada_loss.Results(path.parent)
+    assert [row["id"] for row in results.rows()] == ["a"]
+    assert [failed["id"] for failed in results.failures()] == ["b"]
     assert results.report().exists()
-    with pytest.raises(ValueError, match=f"The cell '{cell}' of the ledger is damaged"):
-        ada_loss.resume(before)
+    with pytest.raises(ValueError, match=r"The cell '[ab]' of the ledger is damaged"):
+        ada_loss.resume(path.parent)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list what a process has open")

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from ada_loss.lab.results import deciding
-from ada_loss.lab.results.deciding import decidable, task_rows
+from ada_loss.lab.results.deciding import Spread, decidable, spread_of, spreads, task_rows
 from ada_loss.lab.results.judgement import LEVEL, decide, level_of_tests, smallest_tolerance
 from ada_loss.lab.sweep import driver
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.tasks import TASKS, spread
-from ada_loss.lab.tasks.spread import Spread, spread_of, spreads
 
 
 @pytest.mark.parametrize("seeds", [3, 5, 10])

@@ -15,8 +15,8 @@ from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.cells.names import keep_names
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.drawings import curve_panels
-from ada_loss.lab.results.overview import overview
 from ada_loss.lab.results.report import _lines as lines_of
+from ada_loss.lab.results.report import overview
 from ada_loss.lab.results.table import mean_and_deviation
 from ada_loss.lab.results.verdict import Combination, Verdict
 from ada_loss.lab.sweep.driver import sweep

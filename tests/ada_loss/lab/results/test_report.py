@@ -24,10 +24,9 @@ import fpsim
 from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.cell_pages import _heat, _shown, error_rows, gradient_rows, lost_by_site
+from ada_loss.lab.results.charts import heat_png
 from ada_loss.lab.results.drawings import difference_panels
-from ada_loss.lab.results.heat import heat_png
-from ada_loss.lab.results.overview import overview
-from ada_loss.lab.results.report import MOST_CURVES
+from ada_loss.lab.results.report import MOST_CURVES, overview
 from ada_loss.lab.sweep.driver import sweep
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -723,7 +722,7 @@ def test_damaged_telemetry_costs_its_own_pictures_alone(tmp_path: Path, arrays: 
     results = sweep("sweep_tasks:tiny", ["fp16"], ["torch", "adaptive"], seeds=2, **options)
     for row in results.rows():
         np.savez(tmp_path / "telemetry" / f"{row['id']}.npz", **{k: np.array(v) for k, v in arrays.items()})
-    with sqlite3.connect(tmp_path / "ledger.sqlite") as sql:  # as a ledger of version 1 has it
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as sql:  # only the arrays tell then
         sql.execute("UPDATE cells SET telemetry_sha256 = NULL")
     sql.close()
     with Ledger(tmp_path / "ledger.sqlite") as ledger:

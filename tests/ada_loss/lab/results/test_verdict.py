@@ -15,7 +15,7 @@ from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.cells.telemetry import npz
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.comparison import Comparison
-from ada_loss.lab.results.overview import overview
+from ada_loss.lab.results.report import overview
 from ada_loss.lab.results.statements import Section, as_html, as_text
 from ada_loss.lab.results.verdict import Verdict
 from ada_loss.lab.sweep.driver import sweep

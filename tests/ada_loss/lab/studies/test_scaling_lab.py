@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from ada_loss.lab.results.figures import figure_bytes, plot_depth, plot_scales
-from ada_loss.lab.studies.depth import GAINS, depth_table, depth_trial, relu_network
+from ada_loss.lab.studies.depth import GAINS, depth_trial, relu_network
 from ada_loss.lab.sweep.driver import sweep
 from ada_loss.lab.tasks import deep_digits
 from ada_loss.lab.training.loop import train
 from ada_loss.lab.training.methods import make_scaling
 from ada_loss.scalers import GradScaler
 from fpsim import Policy, quantize
+
+sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))
+from depth import depth_table
 
 ADAPTIVE = ("approx_range", "abs_range", "exact", "current")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import io
 import os
@@ -20,13 +19,9 @@ import sweep_tasks
 import tiers
 import torch
 
-import fpsim
 from ada_loss.lab.cells.cells import Cell, plan
-from ada_loss.lab.environment import versions
 from ada_loss.lab.sweep.work import run_cell
 from ada_loss.lab.training.checkpoints import Checkpoints
-from ada_loss.lab.training.generators import restore_generators
-from ada_loss.lab.training.job import Job
 
 STEPS = 13  # with points of the history at 10 and 13: one that is shifted is at 11 or 12
 
@@ -200,43 +195,3 @@ def test_a_checkpoint_from_which_nothing_has_failed_yet_is_kept_for_a_retry(
     assert checkpoint.exists()
     assert outcome(cell, checkpoint) == expected
     assert len(steps) < 30 + 4 * STEPS  # it went on, and did not start over
-
-
-def test_a_checkpoint_of_before_goes_on_with_the_points_that_it_had(tmp_path: Path) -> None:
-    """A state without what later versions save: the last step, the seconds, and other generators than torch's."""
-    job = Job("e5m2", scaling="torch", checkpoint=tmp_path / "c.pt")
-    state = {"step": 12, "stage": 0, "scales": [1.0] * 12, "skipped": [], "curves": {}, "layer_scales": []}
-    job.quantize(torch.nn.Linear(1, 1))
-    job.load_state_dict({**state, "history": [(10, [])]})
-    for step in (12, 13):
-        job.log(step, loss=1.0)
-    run = job.result({}, 0.0)
-    assert [step for step, _ in run.history] == [10, 13, 14]
-    restore_generators({"noise": [torch.get_rng_state()]}, ())
-
-
-def test_a_file_that_an_earlier_version_wrote_after_nine_steps_is_resumed(tmp_path: Path) -> None:
-    """Only the versions in it are those of today, that of the numbers too: results of other ones are not mixed."""
-    content = gzip.decompress((Path(__file__).parents[3] / "data" / "checkpoint_v1.pt.gz").read_bytes())
-    saved = torch.load(io.BytesIO(content[32:]), weights_only=True)
-    saved["identity"] |= {"versions": versions(), "bits": fpsim.BITS}
-    packed = io.BytesIO()
-    torch.save(saved, packed)
-    (tmp_path / "c.pt").write_bytes(hashlib.sha256(packed.getvalue()).digest() + packed.getvalue())
-    job = Job("fp32", "stochastic", checkpoint=tmp_path / "c.pt")
-    model = job.quantize(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    scaler = job.scaler(optimizer)
-    start = job.checkpoint(model=model, optimizer=optimizer)
-    assert start == 9
-    assert all(torch.equal(x, saved["states"]["model"][name]) for name, x in model.state_dict().items())
-    for step in range(start, 20):
-        scaler.scale(model(torch.ones(4, 8)).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        job.log(step, loss=1.0)
-        job.checkpoint(step + 1)
-    run = job.result({}, 0.0)
-    assert [step for step, _ in run.history] == [10, 13, 17, 20]
-    assert run.losses == [value for _, value in saved["states"]["job"]["curves"]["loss"]] + [1.0] * 11
-    job.close()

@@ -124,7 +124,7 @@ def test_a_sweep_says_which_cells_failed_and_why(tmp_path: Path, capsys: pytest.
             "Policy() has no argument 'weights'. Did you mean 'weight'? Expected",
         ),  # type: ignore[call-arg]
         (lambda: fpsim.quantize(digits().model, format="fp16"), "quantize() has no argument 'format'."),  # type: ignore[call-arg]
-        (lambda: train(digits(), epoch=3), "train() has no argument 'epoch'. Did you mean 'epochs'?"),  # type: ignore[call-arg]
+        (lambda: train(digits(), epoch=3), "TrainOptions() has no argument 'epoch'. Did you mean 'epochs'?"),
         (
             lambda: ada_loss.sweep("digits", ["fp16"], epochs=3),  # type: ignore[call-arg]
             "sweep() has no argument 'epochs'. It is an option of the training: task_options={'epochs': ...}.",

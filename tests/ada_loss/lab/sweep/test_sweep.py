@@ -683,7 +683,8 @@ def test_what_a_dead_driver_left_behind_is_removed(tmp_path: Path) -> None:
     results = small(tmp_path, "sweep_tasks:raises")
     done_cell, failed = results.rows()[0]["id"], results.failures()[0]["id"]
     other = tmp_path / "telemetry" / "mine.npz"
-    stale = [tmp_path / name for name in (".report.html.1.tmp", "telemetry/.a.npz.1.tmp", "checkpoints/.a.pt.1.tmp")]
+    begun = (".report.html", "telemetry/.a.npz", "checkpoints/.a.pt")
+    stale = [tmp_path / f"{name}.0123456789abcdef.tmp" for name in begun]
     stale += [tmp_path / "checkpoints" / f"{done_cell}.pt", tmp_path / "telemetry" / f"{failed}.npz"]
     kept = [other, tmp_path / "checkpoints" / f"{failed}.pt"]  # from which a retry goes on
     for path in (*stale, *kept):

@@ -16,9 +16,9 @@ import ada_loss
 from ada_loss.lab.cells.cell_formats import label
 from ada_loss.lab.cells.cells import Cell, plan, plan_all, stored_cell
 from ada_loss.lab.results import Results
-from ada_loss.lab.sweep.branches import Branches
 from ada_loss.lab.sweep.config import read_sweep
 from ada_loss.lab.sweep.driver import resume, sweep
+from ada_loss.lab.sweep.prepare import Branches
 from ada_loss.lab.training import checkpoints, train
 from ada_loss.lab.training.job import Job, run_job
 

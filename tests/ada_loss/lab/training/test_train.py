@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import io
 import math
 import multiprocessing
 import random
 import time
-from dataclasses import asdict, fields, make_dataclass, replace
+from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,14 +230,6 @@ def test_impossible_numbers_are_refused(name: str, number: float) -> None:
     kind = "an integer" if type(getattr(TrainOptions(), name)) is int else "a finite number"
     with pytest.raises(ValueError, match=f"^{name} is {number}. Expected: {kind}, "):
         train(digits(), **{name: number})
-
-
-def test_train_takes_every_option_with_its_default() -> None:
-    parameters = inspect.signature(train).parameters
-    names = [name for name in parameters if name not in ("task", "fmt", "rounding")]
-    options = {name: parameters[name].default for name in names[: names.index("update")]}  # which is an axis of its own
-    assert [*options.items()] == [*asdict(TrainOptions()).items()]  # a cell's configuration keeps this order
-    assert names[len(options) :] == ["update", "rollout", "checkpoint", "checkpoint_seconds", "progress"]
 
 
 def test_numbers_are_equal_options_however_they_are_written() -> None:
