@@ -245,7 +245,7 @@ ENTERS = {
     "ruamel": {"ada_loss.lab.sweep.config"},
     "tqdm": {"ada_loss.lab.terminal", "ada_loss.__main__"},
     "accelerate": {"ada_loss.integrations.huggingface"},
-    "transformers": {"ada_loss.integrations.huggingface", "ada_loss.lab.tasks.rl"},
+    "transformers": {"ada_loss.integrations.huggingface"},
     "lightning": {"ada_loss.integrations.lightning"},
     "wandb": {"ada_loss.lab.results.trackers"},
     "typer": {"ada_loss.__main__"},

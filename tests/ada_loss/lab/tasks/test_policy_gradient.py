@@ -55,7 +55,7 @@ def test_importance_weights_of_tokens_give_the_gradient_of_the_trainers_expected
     weighted, _ = counted_out("token")
     unweighted, _ = counted_out("none")
     torch.testing.assert_close(weighted, logits.grad, rtol=1e-12, atol=1e-15)
-    assert (unweighted - logits.grad).abs().max() > 0.05  # the bias that the weights remove
+    assert (unweighted - logits.grad).abs().max() > 0.03  # the bias that the weights remove
 
 
 def test_a_weight_is_cut_off_at_two() -> None:
