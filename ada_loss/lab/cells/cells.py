@@ -263,7 +263,7 @@ def _task_and_options(
 
 
 def _require_rollouts(fmt: Any, task: str | MakeTask | None, train: object) -> None:
-    """Raise ValueError for a format with a rollout that nothing draws; a task of the user's own says it when it runs."""
+    """Raise ValueError for a format with a rollout that nothing draws; a task of one's own says it when it runs."""
     if rollout_of(fmt) is None:  # which raises for a format that is none
         return
     if train is not None:

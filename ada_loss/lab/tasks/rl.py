@@ -16,7 +16,7 @@ __all__ = ["rl"]
 
 PLUS, EQUALS, SYMBOLS = 10, 11, 12
 DIGITS = 2  # of each number
-TRAIN, TEST = 1024, 512
+TRAIN, TEST = 512, 512
 GROUP = 8  # samples of a prompt
 TAUGHT, BATCH, RATE = 300, 128, 3e-3  # the supervised training before: steps, sums of a step, learning rate
 
@@ -58,7 +58,7 @@ def taught(seed: int, steps: int) -> nn.Module:
     return learner
 
 
-@trained_with(optimizer="adamw", learning_rate=2e-3, schedule="constant", warmup=5, epochs=1, batch_size=16)
+@trained_with(optimizer="adamw", learning_rate=6e-4, schedule="constant", warmup=5, epochs=1, batch_size=16)
 def rl(seed: int = 0) -> Task:
     """Sums of two numbers of two digits, by policy gradient; the reward is 1 if all digits of an answer are right.
 

@@ -6,6 +6,7 @@ import copy
 import math
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from fpsim import Accumulator, Attention, Policy, Products, mismatch, quantize
 from fpsim.insight.engines.likelihoods import interval
+from fpsim.insight.engines.remedies import fields_of
 from fpsim.insight.engines.sides import Pair
 from fpsim.torch_modes import CALL_SLOT
 
@@ -316,6 +318,21 @@ def test_remedies_are_measured() -> None:
     assert {part for _, part, _ in found.parts} == {"operand x", "operand w"}
     assert found.weights.share >= 0
     assert 0 < found.weights.effective <= 1
+
+
+def test_roundings_of_the_same_results_are_put_back_together() -> None:
+    # a policy rounds results by its activations or by the output of its products: put back alone, each would be both
+    fused = Policy(products=Products(fprop=("bf16", "bf16"), output="bf16"))
+    assert dict(fields_of(Policy(**BF16), fused)) == {
+        "weight": replace(fused, weight="bf16"),
+        "activation and output": Policy(activation="bf16", products=Products(fprop=("bf16", "bf16"))),
+        "operand x": Policy(products=Products(fprop=(None, "bf16"), output="bf16")),
+        "operand w": Policy(products=Products(fprop=("bf16", None), output="bf16")),
+    }
+    back = dict(fields_of(fused, Policy(**BF16)))["activation and output"]
+    assert (back.activation, back.products) == (None, Products(output="bf16"))
+    found = mismatch(quantize(model(), Policy(**BF16)), quantize(model(), fused), IDS, attribution="back")
+    assert "activation and output" in {part for _, part, _ in found.parts}
 
 
 def test_two_dtypes_of_a_real_model_and_names_that_are_mapped() -> None:
