@@ -335,6 +335,21 @@ def test_roundings_of_the_same_results_are_put_back_together() -> None:
     assert "activation and output" in {part for _, part, _ in found.parts}
 
 
+def test_a_cache_is_the_kind_of_modules_that_store_keys_and_values_alone() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
+    rollout = Policy(products=Products(fprop=("e4m3fn", "e4m3fn")), cache={"k": "e5m2", "v": "e5m2"})
+    found = mismatch(quantize(llama, Policy()), quantize(llama, rollout), IDS, attribution="back")
+    kinds = {row["module"]: row["kind"] for row in found}
+    assert {name for name, kind in kinds.items() if kind == "cache or state"} == {"model.layers.0.self_attn"}
+    assert kinds["lm_head"] == "format or scale of an operand"
+    (words,) = [row["detail"] for row in found if row["module"] == "model.layers.0.self_attn"]
+    assert "cache: as it is in a, k=e5m2 nearest_even, v=e5m2 nearest_even in b" in words
+    assert {module for module, part, _ in found.parts if part == "cache"} <= {"model.layers.0.self_attn"}
+
+
 def test_two_dtypes_of_a_real_model_and_names_that_are_mapped() -> None:
     a = model()
     half = copy.deepcopy(a).bfloat16()
