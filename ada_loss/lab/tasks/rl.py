@@ -79,7 +79,7 @@ def rl(seed: int = 0) -> Task:
         test=(torch.cat([prompts, answers[:, :-1]], dim=1), answers),
         loss=policy_gradient,
         metrics={"reward": expected_reward},
-        goal={name: "minimize" for name in CURVES if name != "sampled_reward"},
+        goal={name: "maximize" if "reward" in name else "minimize" for name in ("reward", *CURVES)},
         play=partial(play, reward=is_right, group=GROUP),
         curves=CURVES,
     )

@@ -38,7 +38,10 @@ def successors(seed: int = 0) -> Task:
     test = (torch.cat([prompts, answers[:, :-1]], dim=1), answers)
     own = partial(play, reward=is_right, group=16)
     metrics = {"reward": expected_reward}
-    return Task("successors", model, (prompts, answers), test, policy_gradient, metrics, play=own, curves=CURVES)
+    goal = {"reward": "maximize"}
+    return Task(
+        "successors", model, (prompts, answers), test, policy_gradient, metrics, goal=goal, play=own, curves=CURVES
+    )
 
 
 successors.plays = True  # type: ignore[attr-defined]
@@ -163,6 +166,20 @@ def test_a_rollout_is_one_however_it_is_written() -> None:
     assert [str(cell) for cell in cells] == [
         f"bf16, rollouts nvfp4 recipe nearest_even 1024 seed {seed}" for seed in range(2)
     ]
+
+
+def test_the_format_and_the_weights_of_rollouts_are_of_a_cells_identity() -> None:
+    formats = [
+        "bf16",
+        {"format": "bf16", "rollout": "fp16"},
+        {"format": "bf16", "rollout": "e4m3fn"},
+        {"format": "fp16", "rollout": "e4m3fn"},
+        *({"format": "bf16", "rollout": {"format": "fp16", "weights": weights}} for weights in ("token", "truncated")),
+    ]
+    ids = [cell.id for cell in plan("rl", formats, ["none"])]
+    assert len({*ids}) == len(formats)
+    again = {"rollout": {"weights": "truncated", "format": "half"}, "format": "bfloat16"}
+    assert [cell.id for cell in plan("rl", [again], ["none"])] == ids[-1:]
 
 
 @pytest.mark.parametrize(
