@@ -206,7 +206,7 @@ def test_a_rollout_that_cannot_be_is_refused_before_any_work(task: str, fmt: Any
 
 def test_a_training_function_draws_its_own_rollouts() -> None:
     with pytest.raises(ValueError, match="a training function draws its own"):
-        plan(None, [{"format": "bf16", "rollout": "fp16"}], ["none"], train="mine:fit")
+        plan(None, [{"format": "bf16", "rollout": "fp16"}], ["none"], train="own_trainings:nanogpt")
 
 
 def test_a_task_that_draws_nothing_or_whose_loss_takes_no_weights_says_so() -> None:
