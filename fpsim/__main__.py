@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,11 @@ def _mismatch(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> in
             parser.error(f"{file} does not define `{name}`. Expected it at its top level.")
         value = loaded[file][name]
         made.append(value() if callable(value) and not isinstance(value, torch.nn.Module) else value)
-    found = mismatch(*made, attribution=chosen.attribution)
+    passes, most = count(1), 20 + 2 * sum(1 for model in made[:1] for _ in getattr(model, "modules", tuple)())
+    progress = (lambda: _show_progress(next(passes), most, "passes, at most")) if sys.stderr.isatty() else None
+    found = mismatch(*made, attribution=chosen.attribution, progress=progress)
+    if progress is not None:
+        print(file=sys.stderr)
     print(found)
     return int(found.is_beyond)
 

@@ -58,6 +58,7 @@ __all__ = [
     "map_leaves",
     "may_compute_weights",
     "operation_homes",
+    "own_frame",
     "parametrization_lists",
     "register_container",
     "share_storage",
@@ -199,6 +200,9 @@ def computing_hooks(module: nn.Module) -> Iterator[ComputingHook]:
         elif isinstance(hook, BasePruningMethod):
             yield ComputingHook(hook, "apply_mask", hook._tensor_name, (f"{hook._tensor_name}_orig",))
 
+
+# The frame that asks. `inspect.currentframe` is a function of Python, in which an attribute's time doubles.
+own_frame: Callable[[], types.FrameType] = sys._getframe
 
 # Compared by identity: to look for a code among several takes its hash, which is made anew each time, in 1 us.
 _CALLER, _OUTER_CALLER = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__

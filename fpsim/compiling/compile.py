@@ -256,7 +256,8 @@ def float32_of(bits):
 CUDA_THREADS = 256  # in a block, unless a kernel has its own number
 
 cuda: Any = None  # numba-cuda's module in the files that import this name, once `uses_cuda` has put it there
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @cache

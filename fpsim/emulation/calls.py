@@ -247,6 +247,7 @@ class Call:
     is_view: whether its result may lie in the memory of its first argument.
     is_comparison: whether it compares numbers.
     is_squared_difference: whether it is `mse_loss`, two operations where it reduces nothing.
+    is_special: whether it is not one operation on numbers: asked once for what few calls are.
     converts: whether it makes a tensor, or decides what a tensor's dtype is.
     may_multiply: whether it sums no products with some of its arguments.
     narrows: whether its operands are brought into the format although they are float32 on purpose.
@@ -270,9 +271,9 @@ class Call:
     __slots__ = (
         "action", "body", "chooses_inside", "converts", "copies", "drops", "expands", "gives_float64",
         "has_dtype_of_first", "has_pole", "has_threshold", "in_place", "inplace_at", "is_comparison", "is_of_each",
-        "is_quotient", "is_squared_difference", "is_view", "may_multiply", "may_renormalise", "may_write", "name",
-        "narrows", "number", "only_compared", "only_computes", "promotes", "scales", "skip_names", "skip_positions",
-        "takes_dtype", "threshold", "writes",
+        "is_quotient", "is_special", "is_squared_difference", "is_view", "may_multiply", "may_renormalise", "may_write",
+        "name", "narrows", "number", "only_compared", "only_computes", "promotes", "scales", "skip_names",
+        "skip_positions", "takes_dtype", "threshold", "writes",
     )  # fmt: skip
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -293,6 +294,7 @@ class Call:
         self.chooses_inside = name in CHOOSE_INSIDE
         self.is_view, self.is_comparison = name in VIEWS, name in COMPARISONS
         self.is_squared_difference = function is F.mse_loss
+        self.is_special = self.is_squared_difference or self.action in (Action.DTYPE, Action.REFUSE, Action.DECOMPOSE)
         self.takes_dtype = name in TAKES_DTYPE or self.action in (Action.CAST, Action.FACTORY, Action.LIKE)
         self.has_dtype_of_first = name in (*SHAPE_OF_OTHERS, *COPIES_INTO_FIRST, *STORED_AS_FIRST)
         self.is_of_each, self.drops = name in EACH, DROPS.get(name)

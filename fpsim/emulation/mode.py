@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from functools import partial
+from types import MethodWrapperType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 
-from fpsim.emulation import recurrent
 from fpsim.emulation.aliases import Alias, Aliases, note_write, view_from_outside, write_outside, written_outside
 from fpsim.emulation.arguments import (
     are_integers,
@@ -31,8 +29,6 @@ from fpsim.emulation.arguments import (
 from fpsim.emulation.calls import (
     LOOK_UPS,
     NARROWING,
-    QUOTIENT_OF_NUMBER,
-    REFUSE,
     Action,
     Call,
     call_of,
@@ -63,7 +59,7 @@ from fpsim.emulation.conversions import (
     result_type,
     set_data,
 )
-from fpsim.emulation.flex import flex_attention
+from fpsim.emulation.decomposed import by_operations, flex_attention
 from fpsim.emulation.lineage import attended_among, follow_attention, know_copy, note_views_of_weights, weights_among
 from fpsim.emulation.marks import (
     WIDE,
@@ -79,7 +75,7 @@ from fpsim.emulation.marks import (
     mark_like,
     unmark,
 )
-from fpsim.emulation.operands import Rounds, leaves_float32
+from fpsim.emulation.operands import Rounds
 from fpsim.emulation.product_calls import OF_ATTENTION, compute_products, has_products
 from fpsim.emulation.products import ProductCall
 from fpsim.emulation.promotion import integers_in_format, scalars_in_format, scalars_of_call, step_in_format
@@ -88,36 +84,12 @@ from fpsim.emulation.scope import NO_SPECS, Attended, Scope
 from fpsim.emulation.short_way import by_short_way
 from fpsim.emulation.steps import Step
 from fpsim.tensors.spec import FLOATING, ContainerError, rounding_spec
-from fpsim.torch_internals import base_of, blind_to_modes
+from fpsim.torch_internals import base_of, own_frame
 from fpsim.torch_modes import has_transform, hooks_of_saved_tensors, require_no_compiler, skip_frames
 
 __all__ = ["Emulation", "TracedEmulation"]
 
-# torch functions of many operations, in Python: their inside is emulated call by call.
-_decomposed: dict[Any, Callable[..., Any]] = {
-    torch.ldexp: lambda input, other, **out: _ldexp(input, other, **out),
-    Tensor.ldexp: lambda self, other: _ldexp(self, other),
-    Tensor.ldexp_: lambda self, other: self.mul_(torch.pow(2.0, other)),
-    F.multi_head_attention_forward: blind_to_modes(F.multi_head_attention_forward),
-    QUOTIENT_OF_NUMBER: lambda self, other: self.reciprocal() * other,
-}
-
-
 FLOAT32 = rounding_spec("fp32")  # what an observer is told of a result that is float32 on purpose
-
-
-def _ldexp(x: Tensor, other: Tensor, **out: Any) -> Tensor:
-    """As torch computes it: a power of a dtype of its own, and where that is of integers a result of the first's."""
-    made = torch.mul(x, torch.pow(2.0, other), **out)
-    return made.type_as(x) if x.is_floating_point() and not (out or other.is_floating_point()) else made
-
-
-def _is_elementwise(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a loss gives a number for each pair: native kernels round the difference first then, on cards too."""
-    named = {name: x for name, x in kwargs.items() if x is not None}
-    if len(args) != 2 or named != {"reduction": "none"}:
-        return False
-    return all(isinstance(x, Tensor) for x in args) and args[0].shape == args[1].shape
 
 
 class Emulation(Roundings, TorchFunctionMode):
@@ -135,22 +107,27 @@ class Emulation(Roundings, TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, scope = kwargs or {}, self.scope
-        if not is_dynamo_compiling():
+        if is_dynamo_compiling():
+            if func == DTYPE_OF:
+                return dtype_of(self, inspect.currentframe(), args[0])
+            kwargs = kwargs or {}
+        else:
+            if type(func) is MethodWrapperType and func == DTYPE_OF:  # for most calls the type alone says no
+                return dtype_of(self, own_frame(), args[0])  # no variable: a frame in itself is a cycle
+            kwargs = kwargs or {}
             out = by_short_way(self, func, args, kwargs)
             if out is not NotImplemented:
                 return out
-        if func == DTYPE_OF:
-            return dtype_of(self, inspect.currentframe(), args[0])  # no variable: a frame in itself is a cycle
-        call = call_of(func)
+        call, scope = call_of(func), self.scope
         action = call.action
-        if action is Action.DTYPE:
-            return result_type(self, func, args, kwargs)
-        if call.body is not None:
-            require_no_compiler()
-            body = flex_attention if call.name == "flex_attention" else call.body
-            with self:
-                return body(*args, **kwargs)
+        if call.is_special:
+            if action is Action.DTYPE:
+                return result_type(self, func, args, kwargs)
+            if call.body is not None:
+                require_no_compiler()
+                body = flex_attention if call.name == "flex_attention" else call.body
+                with self:
+                    return body(*args, **kwargs)
         if (self.step is not None and self.step.is_running(scope)) or (types and has_lazy(types)):
             return call(func, args, kwargs)
         if types and (mask := mask_among(types)) is not None:
@@ -172,32 +149,25 @@ class Emulation(Roundings, TorchFunctionMode):
             or (has_process_group() and is_called_by_sharding())
         ):
             return self._pass(func, call, args, kwargs)
-        has_products_in = has_products(scope, call.name)
+        has_products_in = scope.products is not None and has_products(scope, call.name)
         if rounds_nothing and not has_products_in and action not in (Action.REFUSE, Action.DECOMPOSE):
             out = self._pass(func, call, args, kwargs)
             note_views_of_weights(scope, call, out, args, kwargs)
             follow_attention(scope, func, call, out, args, kwargs)
             return out
-        if action is Action.REFUSE:
-            raise NotImplementedError(
-                f"{resolve_name(func) or call.name} at {scope.name or 'the top level'} hides several operations in one "
-                f"call and cannot be emulated. To do: {REFUSE[call.name]}."
-            )
-        is_left = call.name in recurrent.OPERATIONS and scope.products is None and leaves_float32(specs, args[0])
-        if action is Action.DECOMPOSE and not is_left:
-            inner = _decomposed.get(func) or partial(recurrent.OPERATIONS[call.name], scope.repeated)
-            with self:
-                return inner(*args, **kwargs)
-        if call.is_squared_difference and _is_elementwise(args, kwargs):
-            with self:
-                difference = args[0] - args[1]
-                return difference * difference
+        if call.is_special:
+            out = by_operations(self, func, call, args, kwargs)
+            if out is not NotImplemented:
+                return out
         run = self.compute if call.only_computes and not self.has_wide and "out" not in kwargs else self._emulated
         hooks = hooks_of_saved_tensors()
         try:
-            with nullcontext() if hooks is None else packed_afterwards(hooks):
+            if hooks is None:
                 out = run(func, call, args, kwargs, asked)
-            if not has_products_in:
+            else:
+                with packed_afterwards(hooks):
+                    out = run(func, call, args, kwargs, asked)
+            if scope.products is not None and not has_products_in:
                 follow_attention(scope, func, call, out, args, kwargs)
             return out
         except ContainerError as error:  # of a TypeError, an operator makes "unsupported operand"

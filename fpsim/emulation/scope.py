@@ -6,7 +6,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -32,6 +32,8 @@ __all__ = [
     "in_backward",
     "make_scope",
 ]
+
+AnyScope = TypeVar("AnyScope", bound="Scope")
 
 NO_SPECS = RoleSpecs()
 BACKWARD = "backward"  # the operation of an error that code of the model's own computes
@@ -147,7 +149,17 @@ class Listeners:
 
 
 class Plans(dict[Any, Any]):
-    """What is done with each function, by function. Made again where it is needed: a copy has none."""
+    """What is done with each function, by function. Made again where it is needed: a copy has none.
+
+    backward: for code of the model's own in the backward pass, of activations (False) and of errors (True): their
+        specs, their mark, and the plans. A backward pass makes its scopes anew, and these would be made with them.
+    """
+
+    __slots__ = ("backward",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backward: dict[bool, tuple[RoleSpecs, str | None, Plans]] = {}
 
     def __deepcopy__(self, memo: Any) -> Plans:
         return Plans()
@@ -216,7 +228,9 @@ class Scope:
 
     def again(self, weights: Weights, wide: dict[str, None], is_float64: bool) -> Scope:
         """The same place in another call, with no operation counted yet."""
-        scope = object.__new__(Scope)
+        return self._again(object.__new__(Scope), weights, wide, is_float64)
+
+    def _again(self, scope: AnyScope, weights: Weights, wide: dict[str, None], is_float64: bool) -> AnyScope:
         scope.name, scope.specs, scope.float32, scope.listeners = self.name, self.specs, self.float32, self.listeners
         scope.products, scope.dtype, scope.plans, scope.cache = self.products, self.dtype, self.plans, self.cache
         scope.activation, scope.weight, scope.rounds_nothing = self.activation, self.weight, self.rounds_nothing
@@ -260,18 +274,23 @@ class BackwardScope(Scope):
 
 def in_backward(scope: Scope, label: str, errors: Any, is_of_errors: bool) -> BackwardScope:
     """`scope` in a backward pass. label: what the code is called. errors, is_of_errors: as of the scope's class."""
-    made = object.__new__(BackwardScope)
-    for name in Scope.__slots__:
-        setattr(made, name, getattr(scope, name))
-    made.label, made.errors, made.is_in_step, made.made = label, errors, True, None
-    made.wide, made.plans, made.counts = {}, Plans(), {}
-    if is_of_errors:
-        specs = scope.specs._replace(activation=scope.specs.error, error=None)
-        made.specs = NO_SPECS if specs == NO_SPECS else specs
-        # where the two differ, nothing is known to be in the format: what is no error is brought into the other one
-        is_one = specs.activation is not None and specs.activation.text == scope.activation
-        made.activation = scope.activation if is_one else None
+    made = scope._again(object.__new__(BackwardScope), scope.weights, {}, scope.is_float64)
+    made.label, made.errors, made.is_in_step, made.is_float32 = label, errors, True, scope.is_float32
+    known = scope.plans.backward.get(is_of_errors)
+    if known is None:
+        known = scope.plans.backward[is_of_errors] = (*_formats_in_backward(scope, is_of_errors), Plans())
+    made.specs, made.activation, made.plans = known
     return made
+
+
+def _formats_in_backward(scope: Scope, is_of_errors: bool) -> tuple[RoleSpecs, str | None]:
+    """The specs, and the mark of what is known to be in the activations' format."""
+    if not is_of_errors:
+        return scope.specs, scope.activation
+    specs = scope.specs._replace(activation=scope.specs.error, error=None)
+    # where the two differ, nothing is known to be in the format: what is no error is brought into the other one
+    is_one = specs.activation is not None and specs.activation.text == scope.activation
+    return NO_SPECS if specs == NO_SPECS else specs, scope.activation if is_one else None
 
 
 def make_scope(name: str, policy: Policy, listeners: Listeners) -> Scope:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 from fpsim.emulation.arguments import keep_masks, masks_to_scale, tensors_in
 from fpsim.emulation.calls import LOOK_UPS, Action, Call, call_of, in_order
@@ -41,19 +41,22 @@ class Plan:
     rounds: which operands are brought into their formats.
     scales: whether a mask may be lost where a tensor is multiplied by a number.
     is_product: whether its operands may be those of products.
+    casts_integers: whether tensors of integers beside numbers of the format, if not of one element, are cast to it.
     asks: whether it matters who sees the call, packs what it saves, or makes it a part of something else.
     shortest: how it is done where no graph is made, of what fits; None for nothing.
     may_write: whether it writes to its first argument, if it is told to.
     """
 
-    __slots__ = ("asks", "call", "is_product", "may_write", "rounds", "run", "scales", "shortest")
+    __slots__ = ("asks", "call", "casts_integers", "is_product", "may_write", "rounds", "run", "scales", "shortest")
 
     def __init__(self, scope: Scope, call: Call) -> None:
         self.call, self.run = call, _way_of(scope, call)
         self.asks, self.may_write = self.run is not _left, call.inplace_at is not None
         self.is_product = has_products(scope, call.name)
         self.rounds = Rounds.ALL if call.narrows else Rounds.ALL_BUT_WIDE
-        self.scales = call.scales and scope.specs.activation is not None and scope.specs.activation.dtype is None
+        spec = scope.specs.activation
+        self.scales = call.scales and spec is not None and spec.dtype is None
+        self.casts_integers = spec is not None and not (spec.is_float32 or call.narrows)
         self.shortest = way_of(scope, call, self.run in (_moved, _computed), self.rounds, self.scales)
 
 
@@ -63,19 +66,19 @@ def by_short_way(emulation: Any, function: Callable[..., Any], args: tuple[Any, 
     plan = scope.plans.get(function)
     if plan is None:
         plan = scope.plans[function] = Plan(scope, call_of(function))
-    shortest = plan.shortest
-    if plan.run is None and shortest is None:
+    run, shortest = plan.run, None if is_grad_enabled() else plan.shortest
+    if run is None and shortest is None:
         return NotImplemented
     if plan.asks and not (emulation.step is None and is_unwatched() and not has_process_group()):
         return NotImplemented
-    if shortest is not None and not torch.is_grad_enabled():
+    if shortest is not None:
         out = shortest.run(shortest, emulation, function, args, kwargs)
         if out is not NotImplemented:
             return out
-    if plan.run is None:
+    if run is None:
         return NotImplemented
     try:
-        return plan.run(plan, emulation, function, args, kwargs)
+        return run(plan, emulation, function, args, kwargs)
     except ContainerError as error:  # of a TypeError, an operator makes "unsupported operand"
         raise RuntimeError(str(error)) from None
 
@@ -139,6 +142,7 @@ def _computed(
     if plan.may_write and call.writes_to_first(args, kwargs):
         return NotImplemented
     places: list[int] = []  # of the floating tensors
+    integers: list[int] = []  # of those that are brought into the format beside them
     unknown: list[tuple[int, str | None]] = []  # of those that are not known to be in the format, with what is known
     for i, x in enumerate(values):
         kind = type(x)
@@ -149,13 +153,23 @@ def _computed(
                 if known is None or known != scope.activation or _has_role(scope, x):
                     unknown.append((i, known))
                 places.append(i)
-            elif x.is_floating_point() or x.is_complex() or (call.promotes and x.dtype is not torch.bool):
+            elif x.is_floating_point() or x.is_complex():
                 return NotImplemented
+            elif call.promotes and x.dtype is not torch.bool:
+                if not plan.casts_integers or x.numel() == 1 or i >= len(args):  # by name it may be no operand
+                    return NotImplemented
+                integers.append(i)
         elif kind not in WORDS and (kind not in _SEQUENCES or any(isinstance(item, Tensor) for item in x)):
             return NotImplemented
     if wide == 0 < len(places):
-        return _rounded(plan, emulation, func, args, kwargs, values, places, unknown)
-    if not places or wide < len(places) or not emulation.has_wide or any(_has_role(scope, values[i]) for i in places):
+        return _rounded(plan, emulation, func, args, kwargs, values, places, unknown, integers)
+    if (
+        not places
+        or integers
+        or wide < len(places)
+        or not emulation.has_wide
+        or any(_has_role(scope, values[i]) for i in places)
+    ):
         return NotImplemented
     out = func(*args, **kwargs)
     emulation.let_results_be_wide(out, call)
@@ -164,16 +178,19 @@ def _computed(
 
 def _rounded(
     plan: Plan, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-    values: tuple[Any, ...], places: list[int], unknown: list[tuple[int, str | None]],
+    values: tuple[Any, ...], places: list[int], unknown: list[tuple[int, str | None]], integers: list[int],
 ) -> Any:  # fmt: skip
     """The result in the format, of operands in the format. values: of the arguments, those given by name last."""
     call, scope, originals = plan.call, emulation.scope, values
-    if unknown:
-        if is_float32_island(emulation.autocast_depth):
+    if unknown or integers:
+        if unknown and is_float32_island(emulation.autocast_depth):
             return NotImplemented
         prepared = [*values]
         for i, known in unknown:
             prepared[i] = emulation.brought(values[i], known, plan.rounds)
+        for i in integers:
+            prepared[i] = emulation.integer_operand(values[i])
+        places += integers
         values = tuple(prepared)
         args, kwargs = values[: len(args)], dict(zip(kwargs, values[len(args) :], strict=True))
     floats = [*map(values.__getitem__, places)]

@@ -71,7 +71,7 @@ def require_equal(found: list[Tensor], expected: list[Tensor], **tolerance: floa
 
 def take_the_way_through_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the formats round nothing."""
-    monkeypatch.setattr(fpsim.emulation.mode, "leaves_float32", lambda specs, x: False)
+    monkeypatch.setattr(fpsim.emulation.decomposed, "leaves_float32", lambda specs, x: False)
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")  # torch's, of its own speed

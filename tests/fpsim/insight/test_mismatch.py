@@ -7,6 +7,7 @@ import math
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fpsim import Accumulator, Attention, Policy, Products, mismatch, quantize
+from fpsim.__main__ import main
 from fpsim.insight.engines.likelihoods import interval
 from fpsim.insight.engines.remedies import fields_of
 from fpsim.insight.engines.sides import Pair
@@ -517,3 +519,49 @@ def test_the_operation_is_named_from_which_on_code_is_apart(cause: str, words: s
     b = copy.deepcopy(a)
     PLANTED[cause][0](b)
     assert words in mismatch(a, b, IDS)[0]["detail"]
+
+
+SCRIPT = """
+import torch, fpsim
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Embedding(50, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 50))
+make_a = lambda: fpsim.quantize(net, "bf16")
+make_b = lambda: fpsim.quantize(net, fpsim.Policy(overrides={"1": "e5m2"}, **dict.fromkeys(ROLES, "bf16")))
+ROLES = ("weight", "activation")
+make_same = make_a
+batch = torch.randint(0, 50, (4, 16))
+"""
+
+
+def test_the_command_prints_the_report_behind_a_bar_on_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pair.py").write_text(SCRIPT)
+    a, b, same, batch = (f"{tmp_path}/pair.py:{name}" for name in ("make_a", "make_b", "make_same", "batch"))
+    assert main(["mismatch", a, b, "--batch", batch]) == 1
+    found = capsys.readouterr()
+    assert "Most: 1 (Linear): " in found.out
+    assert found.err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert main(["mismatch", a, same, "--batch", batch, "--attribution", "none"]) == 0
+    bar = capsys.readouterr().err
+    assert "1/28 passes, at most" in bar
+    assert bar.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pair.py", "pair.py:make_b"], "Expected FILE:NAME"),
+        (["pair.py:make_a", "pair.py:make_c"], "does not define `make_c`"),
+        (["none.py:make_a", "pair.py:make_b"], "Expected FILE:NAME"),
+    ],
+)
+def test_the_command_refuses_what_is_not_there(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pair.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["mismatch", *words, "--batch", "pair.py:batch"])
+    assert message in capsys.readouterr().err

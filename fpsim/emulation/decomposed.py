@@ -1,18 +1,70 @@
-"""`flex_attention`, written out: what torch's own eager form computes, with float32 where that has it."""
+"""Functions of torch that are several operations each, written out; recurrent layers are in `recurrent`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import resolve_name
 
+from fpsim.emulation import recurrent
+from fpsim.emulation.calls import QUOTIENT_OF_NUMBER, REFUSE, Action, Call
+from fpsim.emulation.operands import leaves_float32
 from fpsim.emulation.scope import active
+from fpsim.torch_internals import blind_to_modes
 from fpsim.torch_modes import over_positions
 
-__all__ = ["flex_attention"]
+__all__ = ["by_operations", "flex_attention"]
+
+# torch functions of many operations, in Python: their inside is emulated call by call.
+_decomposed: dict[Any, Callable[..., Any]] = {
+    torch.ldexp: lambda input, other, **out: _ldexp(input, other, **out),
+    Tensor.ldexp: lambda self, other: _ldexp(self, other),
+    Tensor.ldexp_: lambda self, other: self.mul_(torch.pow(2.0, other)),
+    F.multi_head_attention_forward: blind_to_modes(F.multi_head_attention_forward),
+    QUOTIENT_OF_NUMBER: lambda self, other: self.reciprocal() * other,
+}
+
+
+def by_operations(
+    emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What a call of several operations gives, emulated one by one; NotImplemented for one that is left as it is."""
+    scope = emulation.scope
+    if call.action is Action.REFUSE:
+        raise NotImplementedError(
+            f"{resolve_name(func) or call.name} at {scope.name or 'the top level'} hides several operations in one "
+            f"call and cannot be emulated. To do: {REFUSE[call.name]}."
+        )
+    is_left = call.name in recurrent.OPERATIONS and scope.products is None and leaves_float32(scope.specs, args[0])
+    if call.action is Action.DECOMPOSE and not is_left:
+        inner = _decomposed.get(func) or partial(recurrent.OPERATIONS[call.name], scope.repeated)
+        with emulation:
+            return inner(*args, **kwargs)
+    if call.is_squared_difference and _is_elementwise(args, kwargs):
+        with emulation:
+            difference = args[0] - args[1]
+            return difference * difference
+    return NotImplemented
+
+
+def _ldexp(x: Tensor, other: Tensor, **out: Any) -> Tensor:
+    """As torch computes it: a power of a dtype of its own, and where that is of integers a result of the first's."""
+    made = torch.mul(x, torch.pow(2.0, other), **out)
+    return made.type_as(x) if x.is_floating_point() and not (out or other.is_floating_point()) else made
+
+
+def _is_elementwise(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a loss gives a number for each pair: native kernels round the difference first then, on cards too."""
+    named = {name: x for name, x in kwargs.items() if x is not None}
+    if len(args) != 2 or named != {"reduction": "none"}:
+        return False
+    return all(isinstance(x, Tensor) for x in args) and args[0].shape == args[1].shape
 
 
 def flex_attention(
