@@ -23,7 +23,7 @@ import ada_loss  # noqa: E402
 from ada_loss.files import write_atomically  # noqa: E402
 from ada_loss.lab.results.figures import figure_bytes  # noqa: E402
 from ada_loss.lab.studies.classics import CLASSICS  # noqa: E402
-from fpsim.insight.pictures import new_picture  # noqa: E402
+from fpsim.insight.pictures import BLUE, GREEN, RED, new_picture  # noqa: E402
 
 DIAGNOSE = tuple(f"diagnose-{name}.png" for name in ("watch", "fp16", "fp8", "compare", "sensitivity"))  # as they come
 SWEEPS: dict[str, tuple[str, Callable[[ada_loss.Results], Any]]] = {
@@ -37,21 +37,28 @@ POINTS = 8  # of a curve of rl.png
 
 
 def rewards(results: ada_loss.Results) -> Any:
-    """The reward of what was sampled over the steps, mean over the seeds: a panel for each pair of engines."""
+    """The reward of what was sampled over the steps, mean over the seeds: a panel for each pair of engines.
+
+    A dot behind the last step is the reward that the trainer's own policy is expected to have on the sums of the test.
+    """
     found = {curve.settings["format"]: curve for curve in results.curves("sampled_reward", points=POINTS)}
-    picture = new_picture(9.6, 3.2)
+    tested = results.to_frame().groupby("format")["reward"].mean()
+    picture = new_picture(9.6, 3.4)
     panels = picture.subplots(1, len(ENGINES), sharey=True)
     for axes, engines in zip(panels, ENGINES, strict=True):
         lines = {"float32 / float32": "fp32", **{words: engines + weights for weights, words in WEIGHTS.items()}}
         for i, (words, name) in enumerate(lines.items()):
             if name in found:
-                axes.plot(found[name].steps, found[name].mean, ("k:", "-", "--", "-.")[i], linewidth=1.3, label=words)
+                steps, ink = found[name].steps, ("k", BLUE, RED, GREEN)[i]
+                axes.plot(steps, found[name].mean, (":", "-", "--", "-.")[i], color=ink, linewidth=1.3, label=words)
+                axes.plot(1.15 * steps[-1], tested[name], "osD^"[i], color=ink, markersize=5, label=f"_{words}, tested")
         axes.set_title(engines, fontsize=9)
-        axes.set_xlabel("step")
+        axes.set_xlabel("step; dots: the trainer, tested", fontsize=8)
         axes.grid(axis="y", linewidth=0.4, alpha=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("reward of samples")
-    panels[-1].legend(fontsize=7, frameon=False)
+    named = [line for line in panels[-1].lines if not line.get_label().startswith("_")]
+    panels[0].legend(handles=named, fontsize=7, frameon=False, loc="lower center")
     return picture
 
 

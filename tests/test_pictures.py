@@ -58,13 +58,16 @@ def test_the_picture_of_rewards_has_a_panel_for_each_pair_of_engines(tmp_path: P
     results = ada_loss.sweep(copying, formats, ["none"], seeds=2, out=tmp_path, **words)
     figure = pictures.rewards(results)
     lines = {axes.get_title(): {line.get_label(): line for line in axes.lines} for axes in figure.axes}
-    shown = {title: [*names] for title, names in lines.items()}
+    shown = {title: [name for name in names if name[0] != "_"] for title, names in lines.items()}
     both, alone = ["float32 / float32", "no weights"], ["float32 / float32"]
     assert shown == {"bf16 / bf16": alone, "fp16 / fp16": both, "bf16 / FP8": alone, "bf16 / FP4": both}
     frame = results.curves("sampled_reward", points=16).to_frame()
     means = frame[frame["format"] == "bf16 / FP4"].groupby("step")["sampled_reward"].mean().to_numpy()
     drawn = lines["bf16 / FP4"]["no weights"].get_ydata()
     assert drawn == pytest.approx(means.reshape(8, 2).mean(1))
+    (dot,) = lines["bf16 / FP4"]["_no weights, tested"].get_ydata()
+    of_seeds = [row["reward"] for row in results.to_frame().to_dict("records") if row["format"] == "bf16 / FP4"]
+    assert (len(of_seeds), dot) == (2, pytest.approx(sum(of_seeds) / 2))
 
 
 def test_examples_of_a_page_give_their_pictures_in_order(tmp_path: Path) -> None:
