@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,10 @@ def test_a_curve_and_a_metric_have_names_of_their_own() -> None:
         )
 
 
-def test_the_task_of_sums_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = train(task_of_sums(0), "bf16", steps=4, rollout="recipe:fp8_tile", **task_of_sums.options)
-    assert run.metrics["dlogp"] > 1e-3
+def test_the_task_of_sums_is_drawn_by_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[task_of_sums.__module__], "TAUGHT", 20)  # of 300: five seconds less
+    far = train(task_of_sums(0), "bf16", steps=3, rollout="e2m1fn", **task_of_sums.options)
+    same = train(task_of_sums(0), "bf16", steps=3, **task_of_sums.options)
+    assert [step for step, _ in far.curves["dlogp"]] == [0, 1, 2]
+    assert far.metrics["dlogp"] > 1e-3 > 1e-5 > same.metrics["dlogp"]
+    assert 0 < far.metrics["reward"] < 0.1  # four answers of 10,000 by chance, and a little more
