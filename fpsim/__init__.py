@@ -10,24 +10,21 @@ from fpsim.checks import warn_of_namesake
 from fpsim.emulation import emulate
 from fpsim.exporting import export
 from fpsim.formats.blocks import BLOCKS, BlockFormat, Choose, Delayed, as_format
-from fpsim.formats.codebook import Codebook
-from fpsim.formats.codebooks import CODEBOOKS
+from fpsim.formats.codebook import CODEBOOKS, Codebook
 from fpsim.formats.fixed_point import FixedPoint
 from fpsim.formats.floats import CATALOGUE, FloatFormat
 from fpsim.insight.compare import Comparison, compare
 from fpsim.insight.diagnose import Diagnosis, diagnose
-from fpsim.insight.last_layers import last_layers
 from fpsim.insight.lost_updates import LostUpdates, lost_updates
 from fpsim.insight.mismatch import Mismatch, mismatch
 from fpsim.insight.recording import Recording, record
-from fpsim.insight.sensitivity import Sensitivity, sensitivity
+from fpsim.insight.sensitivity import Sensitivity, last_layers, sensitivity
 from fpsim.insight.snapshots import Snapshot, Snapshots, snapshots
 from fpsim.insight.summary import summary
 from fpsim.insight.watch import Watch, watch
 from fpsim.insight.why import Why, why
-from fpsim.models.frozen import frozen
 from fpsim.models.optimizers import QuantizedOptimizer, quantize_optimizer
-from fpsim.models.quantize import dequantize, quantize, round_parameters_, set_policy
+from fpsim.models.quantize import dequantize, frozen, quantize, round_parameters_, set_policy
 from fpsim.models.ranks import Ranks
 from fpsim.models.scaling_state import load_scaling_state, scaling_state, set_scaling_group
 from fpsim.policies.attention import Attention

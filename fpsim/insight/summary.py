@@ -1,9 +1,11 @@
-"""summary(model): what each module of a quantised model rounds to."""
+"""summary(model): the formats of each module of a quantised model, and how a large model prints."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import string
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, overload
 
@@ -13,8 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from fpsim.border import require_module
 from fpsim.emulation.scope import NO_SPECS
 from fpsim.formats.blocks import BlockFormat
-from fpsim.insight.grouping import Line, grouped, shown_in
-from fpsim.insight.rows import Rows
+from fpsim.insight.rows import Rows, text_table
 from fpsim.models.installed import emulated_forward
 from fpsim.models.optimizers import QuantizedOptimizer
 from fpsim.models.parameter_store import COMPENSATION, MASTER, SECOND, ParameterStore
@@ -25,7 +26,7 @@ from fpsim.policies.recipes import is_layer
 from fpsim.policies.update import Storage
 from fpsim.torch_internals import is_compiled_wrapper
 
-__all__ = ["Summary", "SummaryRow", "summary"]
+__all__ = ["Summary", "SummaryRow", "grouped", "summary"]
 
 FLOAT32, REMAINDER = 32, 16  # bits
 SHORT = 20  # rows that print one by one
@@ -33,7 +34,7 @@ SIZES = ("weight", "copies", "states", "scales")
 
 
 class SummaryRow(NamedTuple):
-    """What one module rounds."""
+    """Formats of one module."""
 
     module: str
     type: str
@@ -47,7 +48,7 @@ class SummaryRow(NamedTuple):
 
 
 class Summary(list[SummaryRow]):
-    """Rows of what is rounded where; prints as a table of 100 columns, long ones with equal modules on one line."""
+    """Rows with the formats of each module; prints as a table of 100 columns, equal modules on one line."""
 
     def __init__(self, rows: Iterable[SummaryRow] = (), without_products: Iterable[str] = ()) -> None:
         super().__init__(rows)
@@ -78,7 +79,7 @@ def summary(model: QuantizedOptimizer) -> Rows: ...
 
 
 def summary(model: nn.Module | QuantizedOptimizer) -> Summary | Rows:
-    """What each module of a quantised model rounds to, by role; prints as a table.
+    """Formats of each module of a quantised model, by role; prints as a table.
 
     Modules without operations of their own pass their formats on. Those that were added later run under the formats
     around them; parametrizations, which compute weights, in float32. One column more says how operands of products are
@@ -211,7 +212,7 @@ def _bits(x: Tensor, storage: Storage | None) -> tuple[int, int]:
 
 
 def _blocks(x: Tensor, fmt: BlockFormat) -> int:
-    """How many scales a tensor has; blocks of a number of elements run through its memory."""
+    """Number of scales of a tensor; blocks of a number of elements run through its memory."""
     if isinstance(fmt.block, int):
         return math.ceil(x.numel() / fmt.block)
     if fmt.block == "tensor" or x.dim() < 2:
@@ -221,3 +222,138 @@ def _blocks(x: Tensor, fmt: BlockFormat) -> int:
     rows, columns = fmt.tile
     matrices = math.prod(x.shape[:-2])
     return matrices * math.ceil(x.shape[-2] / rows) * math.ceil(x.shape[-1] / columns)
+
+
+WIDTH = 100  # columns
+DEFAULT = " nearest_even"
+
+
+class Line(NamedTuple):
+    """A line of a summary: the modules, their number, and their formats, as in `SummaryRow`."""
+
+    module: str
+    modules: int
+    type: str
+    roles: tuple[str, ...]
+    products: str
+    wide: str
+    cache: str = ""
+
+
+def grouped(lines: Iterable[Line]) -> list[Line]:
+    """Modules that differ in the numbers of their names alone, on the line of the first: "layers.0-31.mlp".
+
+    >>> [line.module for line in grouped(Line(f"blocks.{i}.fc", 1, "Linear", (), "", "") for i in range(12))]
+    ['blocks.0-11.fc']
+    """
+    numbers: dict[Line, list[tuple[int, ...]]] = {}
+    for line in lines:
+        parts = line.module.split(".")
+        pattern = ".".join("*" if part.isdecimal() else part for part in parts)
+        places = tuple(int(part) for part in parts if part.isdecimal())
+        numbers.setdefault(line._replace(module=pattern), []).append(places)
+    result = []
+    for line, found in numbers.items():
+        for sets in _boxes(found):
+            names = iter(sets)
+            parts = [_runs(next(names)) if part == "*" else part for part in line.module.split(".")]
+            count = 1
+            for values in sets:
+                count *= len(values)
+            result.append(line._replace(module=".".join(parts), modules=count))
+    return result
+
+
+def _boxes(places: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
+    """Split tuples into products of sets: a line with a range in two places means all pairs."""
+    if not places[0]:
+        return [()]
+    behind: dict[int, list[tuple[int, ...]]] = {}
+    for first, *rest in places:
+        behind.setdefault(first, []).append(tuple(rest))
+    firsts: dict[tuple[tuple[tuple[int, ...], ...], ...], list[int]] = {}
+    for first, rests in behind.items():
+        firsts.setdefault(tuple(_boxes(rests)), []).append(first)
+    return [(tuple(values), *box) for boxes, values in firsts.items() for box in boxes]
+
+
+def _runs(values: Sequence[int]) -> str:
+    """Numbers as ranges, "0-3,7"."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def shown_in(lines: Sequence[Line], roles: Sequence[str], width: int = WIDTH) -> str:
+    """The table, within so many columns where that can be: longer words go below it, step by step."""
+    notes: list[str] = []
+    text = _table(lines, roles)
+    if _width(text) > width:
+        lines, below = _lettered(lines, "products", string.ascii_uppercase)
+        notes += below
+        text = _table(lines, roles)
+    if _width(text) > width:
+        lines = [line._replace(roles=tuple(word.removesuffix(DEFAULT) for word in line.roles)) for line in lines]
+        notes.append(f"Rounding is{DEFAULT} where none is named.")
+        text = _table(lines, roles)
+    if _width(text) > width:
+        lines, below = _lettered(lines, "wide", string.ascii_lowercase)
+        notes += below
+        text = _table(lines, roles)
+    if _width(text) > width:
+        sets = {line.roles: ", ".join(f"{r}={w}" for r, w in zip(roles, line.roles)) for line in lines}
+        together = [
+            line._replace(roles=(sets[line.roles] if len({*line.roles}) > 1 else line.roles[0],)) for line in lines
+        ]
+        numbers = {words: str(n) for n, words in enumerate(dict.fromkeys(line.roles[0] for line in together), 1)}
+        lines = [line._replace(roles=(numbers[line.roles[0]],)) for line in together]
+        notes = [_note(letter, words) for words, letter in numbers.items()] + notes
+        roles = ("formats",)
+        text = _table(lines, roles)
+    if (excess := _width(text) - width) > 0:
+        longest = max(len(line.module) for line in lines) - excess
+        lines = [line._replace(module=_cut(line.module, max(longest, 20))) for line in lines]
+        text = _table(lines, roles)
+    return "\n\n".join([text, "\n".join(notes)]) if notes else text
+
+
+def _width(text: str) -> int:
+    return max(map(len, text.splitlines()))
+
+
+def _table(lines: Sequence[Line], roles: Sequence[str]) -> str:
+    heads = ["module", "count", "type", *roles, "products", "float32 on purpose", "cache"]
+    rows = [
+        [line.module, str(line.modules), line.type, *line.roles, line.products, line.wide, line.cache] for line in lines
+    ]
+    used = {
+        "count": any(line.modules > 1 for line in lines),
+        "products": any(line.products for line in lines),
+        "float32 on purpose": any(line.wide for line in lines),
+        "cache": any(line.cache for line in lines),
+    }
+    keep = [i for i, head in enumerate(heads) if used.get(head, True)]
+    return text_table([heads[i] for i in keep], [[row[i] for i in keep] for row in rows])
+
+
+def _lettered(lines: Sequence[Line], field: str, letters: str) -> tuple[list[Line], list[str]]:
+    """Lines with a letter instead of the words of a column, and the words, each behind its letter."""
+    words = [word for word in dict.fromkeys(getattr(line, field) for line in lines) if word]
+    named = {word: letters[i] if i < len(letters) else f"{letters[i % 26]}{i // 26}" for i, word in enumerate(words)}
+    kept = [Line(**line._asdict() | {field: named.get(getattr(line, field), "")}) for line in lines]
+    return kept, [_note(letter, word) for word, letter in named.items()]
+
+
+def _note(letter: str, words: str) -> str:
+    return textwrap.fill(f"{letter}: {words}", WIDTH, subsequent_indent=" " * (len(letter) + 2), break_long_words=False)
+
+
+def _cut(name: str, length: int) -> str:
+    if len(name) <= length:
+        return name
+    head = (length - 3) // 2
+    return f"{name[:head]}...{name[len(name) - (length - 3 - head) :]}"

@@ -23,15 +23,12 @@ from fpsim.insight.stepping import as_step, nothing_ran, preserve
 from fpsim.insight.suggesting import (
     Called,
     Limits,
-    Stepped,
     Suggestion,
-    UpdateSuggestion,
     does,
     in_lines,
     output_tensors,
     planned,
     suggested,
-    suggested_update,
     worst_of,
 )
 from fpsim.models.installed import emulated_forwards
@@ -72,14 +69,15 @@ def watch(
 
     No bit of the run changes. Each `every`-th call of the model in training, from the first one on, is watched: the
     results of its operations (role "activation"), their gradients ("error"), the parameters ("weight"), their gradients
-    ("weight_grad"); with an optimizer also its tensors ("state") and what a step adds to the parameters ("update").
-    Gradients are taken as they travel, times the scale of a GradScaler. What a checkpoint runs again and what is
-    outside of the model is not seen. Of DistributedDataParallel watch the module inside. Of several threads the one
-    that calls first is watched. Copies of the model are not. The watch ends when the result is lost, too. Watch a model
-    after `model.compile()`; calls of torch's own containers under `torch.compile` are not seen.
+    ("weight_grad"); with an optimizer also its tensors ("state") and the change of the parameters in a step ("update").
+    Gradients are taken as they travel, times the scale of a GradScaler. Recomputation in a checkpoint and operations
+    outside of the model are not seen. Of DistributedDataParallel watch the module inside. If several threads run the
+    model, only the first one to call it is watched; copies of the model are not. The watch ends when the result is
+    lost, too. Watch a model after `model.compile()`; calls of torch's own containers under `torch.compile` are not
+    seen.
 
     Two forms: `with watch(model, formats) as watching:` around a training, and `watch(model, step)`, which runs the
-    step once, puts back what it changed, and watches no longer.
+    step once, restores the state from before, and ends.
 
     Args:
         model: not quantised; a quantised one is recorded by `fpsim.record`.
@@ -89,8 +87,8 @@ def watch(
         formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last
             axis.
         every: the calls 1, 1 + every, and so on are watched.
-        optimizer: whose states and updates are watched; `suggest_update` tries which formats they would do in. Of a
-            quantised one, `updates` has what was lost; see `fpsim.lost_updates`.
+        optimizer: whose states and updates are watched. Of a quantised one, `updates` has what was lost; see
+            `fpsim.lost_updates`.
 
     Raises:
         ValueError: for a model that is quantised or compiled, for a step of a model in eval mode, and for invalid
@@ -124,7 +122,7 @@ def watch(
 
 
 def _are_formats(value: object) -> bool:
-    """Whether a value that may be a step or a batch is the formats."""
+    """True if a value that may be a step or a batch is the formats."""
     if isinstance(value, list | tuple | set | frozenset):
         return all(isinstance(item, str | Format) for item in value)
     return not callable(value) and not isinstance(value, Tensor | Mapping)
@@ -214,10 +212,10 @@ class Watch:
         self.detach()
 
     def _all_versions(self) -> int:
-        """How often the parameters have been written to."""
+        """Number of writes to the parameters so far."""
         return sum(version_of(p) for p in self._parameters.values() if not p.is_inference())
 
-    # What is told
+    # Called by the model and the optimizer
 
     def _begin_step(self) -> bool:
         if not (torch.is_grad_enabled() and self._trace.model.training and self._trace.claim()):
@@ -266,7 +264,7 @@ class Watch:
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._trace.claim(and_warn=False):
             return
-        for name, before, parameter in self._steps.end(optimizer, self._parameters, self._watched):
+        for name, before, parameter in self._steps.end(self._parameters, self._watched):
             self._add(name, "update", parameter.detach() - before)
             self._add_lost(name, before, parameter.detach())
             for state in states_in(optimizer.state.get(parameter, {})):
@@ -302,7 +300,7 @@ class Watch:
             known = self._lost.get(key, (0, 0))
             self._lost[key] = known[0] + lost, known[1] + wanted
 
-    # What was found
+    # Results
 
     def rows(self) -> Rows:
         """A row for each watched step, site, role and format.
@@ -372,8 +370,8 @@ class Watch:
         A role has the first of the formats that would do at 90 % of its sites, or float32; a module where that would
         not do at each of its sites has the first that would. The formats are taken from the smallest; those whose
         numbers share scales are left out, for no role has one. The policy is then tried on the last watched call, with
-        the same inputs and gradients, in the parameters of now; what is inf, NaN or saturates there is left
-        in float32. `suggest` says what was tried. Warns where nothing could be.
+        the same inputs and gradients, in the parameters of now; sites with inf, NaN or saturation there stay float32.
+        `suggest` describes the trial. Warns where nothing could be.
         underflow, overflow, sqnr_db: as in `table`.
         """
         suggestion = self.suggest(underflow, overflow, sqnr_db)
@@ -387,25 +385,13 @@ class Watch:
         plan = planned(worst_of(self.rows()), self.specs, limits)
         return suggested(self._trace.model, plan, self._called)
 
-    def suggest_update(
-        self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB
-    ) -> UpdateSuggestion:
-        """An Update for the watched optimizer: the fewest bits of its states, and of weights, that would do.
-
-        A state has the first of the formats, alone or with an amax for each 256 elements, with which two steps add to
-        weights what those of float32 do, to `sqnr_db`; weights the first that `table` finds to do, rounded
-        stochastically where most updates would be lost. It is tried on copies, with the last watched gradients.
-        """
-        limits = Limits(underflow, overflow, sqnr_db)
-        return suggested_update(self._steps.last, worst_of(self.rows()), self.specs, limits)
-
     def never_moved(self) -> list[str]:
         """The names of the parameters that had a gradient, not all zero, and that no watched step changed at all."""
         return self._steps.never_moved()
 
     @property
     def updates(self) -> list[LostUpdates]:
-        """What was lost of a quantised optimizer's updates, unless `lost_updates` records it."""
+        """Lost updates of a quantised optimizer, unless `lost_updates` records them."""
         return self._steps.updates
 
     def plot(self, role: str = "error", value: str = "underflow", fmt: str | Format | None = None) -> Any:
@@ -430,16 +416,15 @@ class Watch:
         suggestion = self.suggest()
         lines = [str(self.table()), "", *_breaks(self.rows(), self._broken, self._hidden)]
         lines += [f"Suggested, {suggestion.words}:", *in_lines(suggestion.policy)]
-        if self._steps.last is not None:
-            update = self.suggest_update()
-            lines += ["", *self._steps.lines(), f"Update suggested, {update.words}:", f"  {update.update}"]
+        if found := self._steps.lines():
+            lines += ["", *found]
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
 class _Eye:
-    """What the model and the optimizer know of a Watch. It does not keep the Watch alive: who lost it has no rows."""
+    """Hooks of a Watch on the model and the optimizer. They do not keep the Watch alive: it ends when it is lost."""
 
     def __init__(self, watching: Watch) -> None:
         self._watching = weakref.ref(watching)
@@ -474,12 +459,10 @@ class _Eye:
 class _WatchedSteps:
     """The steps of an optimizer that follow watched calls of a model.
 
-    last: the last of them, on which an update is tried.
-    updates: what was lost where the optimizer is quantised, unless that is recorded already.
+    updates: lost updates of a quantised optimizer, unless they are recorded already.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, every: int) -> None:
-        self.last: Stepped | None = None
         self._before: dict[str, Tensor] = {}
         self._moved: dict[str, bool] = {}  # of parameters that had a gradient
         self._left: dict[int, tuple[int, int]] = {}  # of weights with a gradient: how many stayed the same, of how many
@@ -487,7 +470,7 @@ class _WatchedSteps:
         self.updates = [LostUpdates(q, every) for q in unrecorded([] if quantized is None else [quantized])]
 
     def detach(self) -> None:
-        """Record no longer what is lost."""
+        """Stop recording lost updates."""
         for lost in self.updates:
             lost.detach()
 
@@ -497,17 +480,14 @@ class _WatchedSteps:
         for name, p in parameters.items():
             self._before[name] = (p if quantized is None else quantized.seen_by_the_model(p)).detach().clone()
 
-    def end(
-        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], step: int
-    ) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
-        """The names of the parameters that were kept, with what they were and are; count what the step did to them.
+    def end(self, parameters: Mapping[str, nn.Parameter], step: int) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
+        """Return the kept parameters by name, with their values before and now; count the step's effect on them.
 
         step: the watched call before it.
         """
         kept, self._before = self._before, {}
         if not kept:
             return
-        gradients: dict[Tensor, Tensor] = {}
         left = of = 0
         for name, before in kept.items():
             parameter = parameters[name]
@@ -515,13 +495,11 @@ class _WatchedSteps:
             gradient = parameter.grad
             if gradient is None or gradient.layout is not torch.strided or not holds_numbers(before):
                 continue
-            gradients[parameter] = gradient.detach().clone()
             after = parameter.detach()
             had, same = wanted_and_lost(before, after, gradient)
             of, left = of + had, left + same
             if had:
                 self._moved[name] = self._moved.get(name, False) or not bool((before == after).all())
-        self.last = Stepped(step, optimizer, gradients)
         self._left[step] = left, of
 
     def never_moved(self) -> list[str]:
@@ -529,7 +507,7 @@ class _WatchedSteps:
         return [name for name, has_moved in self._moved.items() if not has_moved]
 
     def lines(self) -> list[str]:
-        """What was found, in words."""
+        """The findings, in words."""
         lines = []
         for step, (left, of) in self._left.items():
             if left:
@@ -550,7 +528,7 @@ def _rounded(x: Tensor, spec: Spec) -> Tensor:
 
 
 def _watched_row(step: int, site: str, role: str, spec: Spec, t: Tally, lost: tuple[int, int] | None) -> dict[str, Any]:
-    """A row: what a format would do to the tensors of a role at a site, in a watched step."""
+    """A row: the effect of a format on the tensors of a role at a site, in a watched step."""
     return {
         "step": step,
         "site": site,
@@ -569,13 +547,14 @@ def _watched_row(step: int, site: str, role: str, spec: Spec, t: Tally, lost: tu
 
 
 def _is_broken(x: Tensor) -> bool:
-    """Whether a tensor holds NaN or inf; minus infinity may be a mask."""
+    """True if a tensor holds NaN or inf; minus infinity may be a mask."""
     is_seen = x.is_floating_point() and x.layout is torch.strided and holds_numbers(x)
     return is_seen and bool((x.isnan() | (x == torch.inf)).any())
 
 
 def _breaks(rows: Rows, broken: set[int], hidden: Mapping[str, str]) -> list[str]:
-    """For each format the first operation that it would break, and what was not finite without any format.
+    """For each format the first operation that it would break, and the first one that was not finite without any
+    format.
 
     hidden: where a format would make a number of an infinity, in words.
     broken: the steps whose output was not; in others an activation that is not comes to nothing, as behind a `where`.

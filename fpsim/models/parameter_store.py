@@ -1,33 +1,48 @@
-"""One parameter and its states as an optimizer stores them: decoded before a step, rounded once after it."""
+"""One parameter and its states as an optimizer stores them: decoded before a step, rounded once after it.
+
+The copies of weights, and the position of the random bits, are saved with the optimizer's `state_dict`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fpsim.checks import is_whole, shown
 from fpsim.models.storing import State, local_part, noise_key, states_in, store_, stored
 from fpsim.policies.update import Storage, Update, state_storage
 from fpsim.tensors.noise import is_captured
 from fpsim.torch_internals import version_of
 
-__all__ = ["COMPENSATION", "COPIES", "MASTER", "SECOND", "ParameterStore"]
+__all__ = [
+    "COMPENSATION",
+    "COPIES",
+    "MASTER",
+    "SECOND",
+    "ParameterStore",
+    "SavedRun",
+    "check_state",
+    "loaded_copies",
+    "saved",
+    "without_ours",
+]
 
-# What is kept beside the weight, by its name in a state_dict.
+# Tensors that are kept beside the weight, by their names in a state_dict.
 MASTER, SECOND, COMPENSATION = "fpsim_master", "fpsim_second", "fpsim_compensation"
 COPIES = (MASTER, SECOND, COMPENSATION)
 
 
 class ParameterStore:
-    """What an optimizer stores for one parameter.
+    """The tensors that an optimizer stores for one parameter.
 
     parameter: as the optimizer has it; float32.
     name: as the model or the optimizer names it.
     index: in the optimizer; with the seed and the step it is the key of the random bits.
-    update: what is stored how, without overrides.
+    update: the formats, without overrides.
     kept: tensors beside the weight, by their names in COPIES.
     """
 
@@ -37,7 +52,7 @@ class ParameterStore:
         self.weight = update.weight_storage or update.master_storage
         self._master = self._master_storage()
         self._states: dict[str, Storage | None] = {}
-        self.visible: Tensor | None = None  # what the model sees, while the optimizer works on another copy
+        self.visible: Tensor | None = None  # the weight that the model reads, while the optimizer updates another copy
         self._version = -1  # of the parameter when it was stored
         # the weight before a step, where a compensation needs it, or what becomes of a lost update
         self._before: Tensor | None = None
@@ -50,7 +65,7 @@ class ParameterStore:
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing of this parameter is rounded."""
+        """True if nothing of this parameter is rounded."""
         return self.update.is_float32
 
     @torch.no_grad()
@@ -79,7 +94,7 @@ class ParameterStore:
 
     @property
     def value(self) -> Tensor:
-        """What is stored of the weight, all of its parts together: the number that a step changes."""
+        """Return the stored weight, the sum of all its parts: the number that a step changes."""
         if MASTER in self.kept:
             return self.kept[MASTER]
         weight = self.parameter.detach() if self.visible is None else self.visible
@@ -90,12 +105,12 @@ class ParameterStore:
 
     @property
     def storage(self) -> Storage | None:
-        """How `value` is stored; None where that is float32."""
+        """Storage of `value`; None where that is float32."""
         return self._master if MASTER in self.kept else self.weight
 
     @property
     def is_compensated(self) -> bool:
-        """Whether `value` is the sum of the weight and of what rounding took from it."""
+        """True if `value` is the sum of the weight and of what rounding took from it."""
         return SECOND in self.kept or COMPENSATION in self.kept
 
     def keeping(self) -> Callable[[], None]:
@@ -127,12 +142,12 @@ class ParameterStore:
 
     @property
     def was_written(self) -> bool:
-        """Whether the step has written to the parameter."""
+        """True if the step has written to the parameter."""
         return version_of(self.parameter) != self._at_begin
 
     @property
     def was_changed(self) -> bool:
-        """Whether the step has written another number to the parameter, as far as one knows what it had."""
+        """True if the step has written another number to the parameter, as far as its former value is known."""
         before = self._before if self.visible is None else self.value
         if not self.was_written or before is None:
             return self.was_written
@@ -161,7 +176,7 @@ class ParameterStore:
         self._end()
 
     def abandon(self) -> None:
-        """The step has raised: where the stored weight is known it comes back, else what became of it is rounded."""
+        """Clean up after a step that raised: restore the stored weight if it is known, else round the current one."""
         if self.visible is not None or self.update.is_in_format:
             self.undo()
             return
@@ -176,7 +191,7 @@ class ParameterStore:
         self._version = version_of(self.parameter)
 
     def store(self, seed: int, step: int) -> None:
-        """Round what the optimizer has made of the weight."""
+        """Round the weight that the optimizer has updated."""
         if self.update.is_in_format:
             return
         x = self.parameter.detach()
@@ -241,7 +256,7 @@ class ParameterStore:
     # States
 
     def state_storage(self, state: State) -> Storage | None:
-        """How a state of the optimizer is stored; None where it stays as it is."""
+        """Storage of a state of the optimizer; None where it stays as it is."""
         if not state.x.is_floating_point() or self.parameter.numel() < self.update.min_size:
             return None
         name = state.name
@@ -252,7 +267,7 @@ class ParameterStore:
         return self._states[name]
 
     def _names_state(self, state: State) -> bool:
-        """Whether the update names this state: by its name, or by a pattern and its shape.
+        """True if the update names this state: by its name, or by a pattern and its shape.
 
         What lies deeper is of a view of the parameter as a rule, which may have other axes.
         """
@@ -268,3 +283,104 @@ class ParameterStore:
             storage = self.state_storage(state)
             if storage is not None:
                 store_(state.x, storage, self._key(storage, seed, step, state.text))
+
+
+# Entries of parameter groups, which every checkpoint of an optimizer keeps.
+UPDATE, SEED, STEPS = "fpsim_update", "fpsim_seed", "fpsim_steps"
+OURS = (UPDATE, SEED, STEPS)
+
+
+class SavedRun(NamedTuple):
+    """Position of a saved run in its random bits."""
+
+    seed: int
+    steps: int
+
+
+def saved(state: dict[str, Any], stores: Sequence[ParameterStore], seed: int, steps: int) -> dict[str, Any]:
+    """Return an optimizer's state_dict with all that is needed to resume with the same bits."""
+    by_index = dict(state["state"])
+    for index, store in enumerate(stores):
+        if store.kept:
+            by_index[index] = {**by_index.get(index, {}), **store.kept}
+    groups = [dict(group) for group in state["param_groups"]]
+    for group in groups:
+        updates = sorted({str(stores[i].update) for i in group["params"]})
+        group.update({UPDATE: "; ".join(updates), SEED: seed, STEPS: steps})
+    return {**state, "state": by_index, "param_groups": groups}
+
+
+def without_ours(state: dict[str, Any]) -> dict[str, Any]:
+    """The state without our additions, as the optimizer itself saves it."""
+    by_index = {
+        index: {name: x for name, x in entry.items() if name not in COPIES} for index, entry in state["state"].items()
+    }
+    # an optimizer whose states are all ours, as SGD without momentum, has none
+    by_index = {index: entry for index, entry in by_index.items() if entry or not state["state"][index]}
+    groups = [{name: x for name, x in group.items() if name not in OURS} for group in state["param_groups"]]
+    return {**state, "state": by_index, "param_groups": groups}
+
+
+def check_state(state: dict[str, Any], stores: Sequence[ParameterStore]) -> SavedRun | None:
+    """Read the run's position from a state; None for the state of a plain optimizer.
+
+    Raises ValueError for the state of another update.
+    """
+    if not isinstance(state, dict) or not all(isinstance(state.get(key), kind) for key, kind in _PARTS.items()):
+        raise ValueError(f"The state is {shown(state)}. Expected: what optimizer.state_dict() returns.")
+    run: SavedRun | None = None
+    place = 0
+    for group in state["param_groups"]:
+        here = stores[place : place + len(group["params"])]
+        place += len(group["params"])
+        if UPDATE not in group:
+            continue
+        wanted = "; ".join(sorted({str(store.update) for store in here}))
+        if group[UPDATE] != wanted:
+            raise ValueError(
+                f"The state is of an optimizer that stores {group[UPDATE]}; this one stores {wanted}. Load it into an "
+                f"optimizer of the same update, or into a plain one and quantize that afterwards."
+            )
+        if not is_whole(group.get(SEED)) or not is_whole(group.get(STEPS), 0):
+            raise ValueError(
+                f"The state has {SEED}={shown(group.get(SEED))} and {STEPS}={shown(group.get(STEPS))}. Expected: two "
+                f"integers, as state_dict() saves them."
+            )
+        run = SavedRun(int(group[SEED]), int(group[STEPS]))
+    return run
+
+
+_PARTS = {"state": dict, "param_groups": list}
+
+
+def loaded_copies(
+    state: dict[str, Any], stores: Sequence[ParameterStore], run: SavedRun | None
+) -> list[dict[str, Tensor] | None]:
+    """The copies of each parameter's weight that a state has; None where they begin again from the weight.
+
+    Raises ValueError for a state that lacks some, or has them in other shapes.
+    """
+    result: list[dict[str, Tensor] | None] = []
+    for index, store in enumerate(stores):
+        entry = state["state"].get(index, {})
+        kept = {name: entry[name] for name in COPIES if name in entry}
+        if run is None:
+            result.append(None)
+            continue
+        if set(kept) != set(store.kept):
+            raise ValueError(
+                f"The state has {', '.join(kept) or 'no copies'} for {store.name}, and "
+                f"{', '.join(store.kept) or 'none'} is needed. Save optimizer.state_dict() of the quantised optimizer."
+            )
+        result.append({name: _as_kept(x, store, name) for name, x in kept.items()})
+    return result
+
+
+def _as_kept(x: Any, store: ParameterStore, name: str) -> Tensor:
+    p = store.parameter
+    if not isinstance(x, Tensor) or x.shape != p.shape:
+        given = tuple(x.shape) if isinstance(x, Tensor) else shown(x)
+        raise ValueError(
+            f"{name} of {store.name} is {given} in the state. Expected: a tensor of shape {tuple(p.shape)}."
+        )
+    return x.detach().to(device=p.device, dtype=torch.float32).clone()

@@ -1,4 +1,4 @@
-"""quantize, set_policy, dequantize: emulation of a whole model, module by module."""
+"""quantize, set_policy, dequantize, frozen: emulate a whole model, module by module."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import copy
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from fpsim.border import require_module
 from fpsim.checks import known_arguments, require_flag, shown
 from fpsim.emulation.entering import take_off_leftovers
+from fpsim.emulation.kept_weights import KeptWeights
 from fpsim.emulation.scope import NO_SPECS, Listeners
 from fpsim.formats.blocks import BlockFormat, Delayed, as_format
 from fpsim.models.computed_weights import modules_that_compute, sources
@@ -27,9 +30,11 @@ from fpsim.policies.recipes import as_policy, layers_in
 from fpsim.tensors.launch import round_memory_
 from fpsim.torch_internals import is_compiled_wrapper
 from fpsim.torch_modes import keeps_grad_mode
+from fpsim.undoing import Block, Undo
 
 __all__ = [
     "dequantize",
+    "frozen",
     "install_policies",
     "listeners",
     "policies_of",
@@ -66,7 +71,7 @@ def quantize(
     copies of a `torch.fx.GraphModule`, which write their forward again.
 
     A weight that is computed, by `torch.nn.utils.parametrize` or by a hook of `torch.nn.utils` (weight_norm,
-    spectral_norm, prune), has the role of a weight, and what computes it runs in float32, whatever the policy says of
+    spectral_norm, prune), has the role of a weight; its computation runs in float32, even if the policy has formats for
     the parametrization's modules.
 
     The copies of parameters keep their attributes and the hooks on their gradients, which `copy.deepcopy` drops. Warns
@@ -77,14 +82,14 @@ def quantize(
         fmt: a format for every role, by name or as FloatFormat, or a Policy that names formats by role and module. A
             format whose numbers share scales ("mxfp8_e4m3") is that of all operands of matrix products; all else stays
             float32. "recipe:" before the name of a recipe stands for `fpsim.recipe(name, model)`.
-        rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, if there is no
-            role.
+        rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, for a format
+        without roles.
         overflow: what becomes of numbers beyond the largest value in every role, "inf", "nan" or "saturate", if not the
             format's own (`round_to`) or the policy's.
         inplace: change `model` itself and return it.
 
     Raises:
-        TypeError: for what is not an nn.Module or cannot be emulated.
+        TypeError: for a value that is not an nn.Module, or one that cannot be emulated.
         ValueError: for a pattern that matches no module and for a model that is quantised already.
 
     >>> model = quantize(nn.Linear(2, 2), fmt="fp16")
@@ -221,7 +226,7 @@ def _install_all(model: nn.Module, policies: Mapping[str, Policy], listeners: Li
 
 
 def _have_one_format(policies: Iterable[Policy]) -> bool:
-    """Whether activations that are rounded are all in one format."""
+    """True if activations that are rounded are all in one format."""
     return len({spec.fmt for policy in policies if (spec := policy.specs().activation) is not None}) < 2
 
 
@@ -231,7 +236,7 @@ def _storing(model: nn.Module) -> list[EmulatedForward]:
 
 
 def _needs_cache(model: nn.Module) -> bool:
-    """Whether a call of the model is to store keys and values that are rounded.
+    """True if a call of the model is to store keys and values that are rounded.
 
     A tool that tries modules by themselves may leave out those that store something.
     """
@@ -260,7 +265,7 @@ def _warn_of_a_cache(model: nn.Module, policies: Mapping[str, Policy], stackleve
 
 
 def _spans_tokens(fmt: Any) -> bool:
-    """Whether numbers of several tokens share a scale, where blocks run along the last axis."""
+    """True if numbers of several tokens share a scale, where blocks run along the last axis."""
     if not isinstance(fmt, BlockFormat):
         return False
     return fmt.block == "tensor" or fmt.tile[0] != 1 or fmt.tensor_scale is True
@@ -282,7 +287,7 @@ def install_policies(model: nn.Module, policies: Mapping[str, Policy]) -> None:
 
 
 def keeps_history(name: str, entry: Mapping[str, Any], policies: Mapping[str, Policy]) -> bool:
-    """Whether a history, "blocks.0.widen:linear fprop.x", is of an operand that these policies scale so."""
+    """True if a history, "blocks.0.widen:linear fprop.x", is of an operand that these policies scale so."""
     site, _, role = name.rpartition(" ")
     policy = policies.get(site.rpartition(":")[0])
     if policy is None or policy.products is None:
@@ -307,7 +312,7 @@ def _require_emulable(name: str, module: nn.Module, policy: Policy) -> None:
 
 
 def _require_interceptable(name: str, module: nn.Module, policy: Policy) -> None:
-    """What cannot be intercepted may be in a model, and computes in float32 there."""
+    """Modules that cannot be intercepted may be part of a model, and compute in float32 there."""
     hindrance = _hindrance(module)
     if hindrance is not None and (policy.specs() != NO_SPECS or policy.products is not None):
         raise TypeError(
@@ -317,7 +322,7 @@ def _require_interceptable(name: str, module: nn.Module, policy: Policy) -> None
 
 
 def _hindrance(module: nn.Module) -> str | None:
-    """Why nothing can stand in the place of a module's forward; None where it can."""
+    """Say why a module's forward cannot be replaced; None if it can."""
     if isinstance(module, torch.jit.ScriptModule):
         return "is compiled by TorchScript"
     is_property = isinstance(inspect.getattr_static(type(module), "forward", None), property)
@@ -354,7 +359,7 @@ def _copy_of(model: Model, verb: str) -> Model:
         memo: dict[int, Any] = {}
         duplicate = copy.deepcopy(model, memo)
         left_behind = carry_over(model, memo)
-    except Exception as error:  # whatever the model keeps may refuse
+    except Exception as error:  # any attribute of the model may refuse
         why = _computed_tensors(model) or f"copy.deepcopy says: {error}"
         raise TypeError(f"{type(model).__name__} cannot be copied, {why}. {remedy}") from error
     stale = bound_elsewhere(duplicate, model.modules())
@@ -373,7 +378,7 @@ def _copy_of(model: Model, verb: str) -> Model:
 
 
 def _computed_tensors(model: nn.Module) -> str:
-    """Which tensors of a model keep it from being copied."""
+    """Name the tensors of a model that prevent a copy."""
     names = [
         f"{name}.{attribute}" if name else attribute
         for name, module in model.named_modules()
@@ -432,8 +437,59 @@ def round_parameters_(model: nn.Module) -> None:
 
 
 def listeners(model: nn.Module) -> list[Listeners]:
-    """Where observers of a quantised model register; more than one if quantised models are nested in it."""
+    """The listeners to which observers of a quantised model register; several if quantised models are nested in it."""
     by_id = {id(f.listeners): f.listeners for _, f in emulated_forwards(model)}
     if not by_id:
         raise ValueError(f"{type(model).__name__} is not quantised. Call fpsim.quantize(model, fmt) first.")
     return list(by_id.values())
+
+
+def frozen(model: nn.Module) -> AbstractContextManager[None]:
+    """Round each weight of a quantised model once, at the first call inside of the block that uses it.
+
+    For generation token by token, and for evaluation: the numbers that come out are the same, bit for bit. Kept are the
+    weights in the formats of their roles and, for operands of products, in the formats of the forward product. Rounded
+    at each call as ever are weights whose rounding is stochastic or whose scale is delayed, weights whose gradient is
+    recorded (use `torch.no_grad()`), and all while the model is recorded or watched.
+
+    Weights must not be written to inside. A call that meets a weight which an operation of torch has written to raises
+    RuntimeError; a write that torch does not count (`w.data`, NumPy) is seen when the block ends, which raises then.
+
+    Args:
+        model: a model that `quantize` gave.
+
+    Raises:
+        TypeError: for anything but a module.
+        ValueError: for a model that is not quantised.
+        RuntimeError: for a weight that was written to inside.
+
+    >>> import torch, fpsim
+    >>> model = fpsim.quantize(torch.nn.Linear(4, 4), "e4m3fn")
+    >>> x = torch.ones(1, 4)
+    >>> with torch.no_grad(), fpsim.frozen(model):
+    ...     tokens = [model(x) for _ in range(3)]  # the weight and the bias are rounded at the first one
+    """
+    listeners = {id(f.listeners): f.listeners for _, f in emulated_forwards(model)}
+    if not listeners:
+        raise ValueError(
+            f"This {type(model).__name__} is not quantised, and rounds no weights. "
+            f"Use fpsim.quantize(model, fmt) first."
+        )
+    return Block(partial(_freeze, model, [*listeners.values()]))
+
+
+def _freeze(model: nn.Module, listeners: list[Listeners], undo: Undo) -> None:
+    kept = KeptWeights(partial(_name_of, model))
+    undo.by(kept.require_unchanged)  # the last to be done: what raises comes after all is put back
+    for each in listeners:
+        undo.by(partial(_put_back, each, each.kept_weights))
+        each.kept_weights = kept
+
+
+def _put_back(listeners: Listeners, before: KeptWeights | None) -> None:
+    listeners.kept_weights = before
+
+
+def _name_of(model: nn.Module, x: Tensor) -> str:
+    name = next((name for name, p in model.named_parameters() if p is x), None)
+    return "A weight" if name is None else f"The weight {name!r}"

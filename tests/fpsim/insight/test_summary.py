@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fpsim
-from fpsim.insight.grouping import Line, grouped, shown_in
+from fpsim.insight.summary import Line, grouped, shown_in
 
 
 class Block(nn.Module):
