@@ -110,4 +110,5 @@ def weighted(task: Task, weights: str) -> Task:
             f"The loss of the task {task.name!r} takes no weights, and {weights!r} were given. Expected: a loss of "
             f"outputs, targets and weights=, as ada_loss.lab.tasks.policy_gradient.policy_gradient is one."
         )
-    return replace(task, loss=partial(task.loss, weights=weights))
+    loss: Any = task.loss  # which takes weights, as its signature says
+    return replace(task, loss=partial(loss, weights=weights))
