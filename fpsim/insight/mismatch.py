@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fpsim.border import require_memory, require_module, require_seed
 from fpsim.checks import is_finite_number, require_callable, require_word, shown
 from fpsim.formats.blocks import BlockFormat
-from fpsim.insight.engines.kinds import kind_of, policies_of
+from fpsim.insight.engines.kinds import STATE, kind_of, policies_of
 from fpsim.insight.engines.likelihoods import (
     Choices,
     Decision,
@@ -497,7 +497,7 @@ def _parts(runs: _Runs, result: Mismatch, total: Figures) -> None:
         both = policies_of(doors[0].module, doors[1].module)
         if both is None:
             continue
-        parts = fields_of(*both)
+        parts = [part for part in fields_of(*both) if part[0] != "cache" or row["kind"] == STATE]
         if len(parts) < 2:
             continue
         wanted = emulated_forward(doors[1].module)

@@ -63,8 +63,8 @@ CLASSICS = {
         "The engine that draws rollouts and the one that trains compute one policy with different kernels, and in "
         "bf16 their probabilities part enough to bias reinforcement learning. fp16, with three more bits, closes the "
         "gap.",
-        "Reinforcement learning, its collapse and its recovery. The policy is a GPT of 0.1 million weights with 64 "
-        "characters of context, so that the gaps are small; their ratio is what is compared. The engines differ in "
-        "where they round, not in the order of their sums.",
+        "Reinforcement learning, its collapse and its recovery: the task rl trains under such gaps. The policy is a "
+        "GPT of 0.1 million weights with 64 characters of context, so that the gaps are small; their ratio is what is "
+        "compared. The engines differ in where they round, not in the order of their sums.",
     ),
 }
