@@ -15,8 +15,7 @@ from fpsim.border import require_module, require_optimizer, require_seed
 from fpsim.checks import known_arguments, shown
 from fpsim.models.emulated_steps import emulated_step_of
 from fpsim.models.format_steps import run_format_step
-from fpsim.models.optimizer_state import check_state, loaded_copies, saved, without_ours
-from fpsim.models.parameter_store import ParameterStore
+from fpsim.models.parameter_store import ParameterStore, check_state, loaded_copies, saved, without_ours
 from fpsim.models.storing import local_part, states_in
 from fpsim.policies.update import Update, UpdateLike, as_update, updates_of
 from fpsim.torch_internals import apart_from_compiler

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fpsim.insight.engines.places import MARGIN, TINY, Place, floats_of, relative_of
-from fpsim.insight.engines.reordered import PRODUCTS_OF_TORCH
+from fpsim.insight.engines.places import MARGIN, PRODUCTS_OF_TORCH, TINY, Place, floats_of, relative_of
 from fpsim.insight.engines.sides import Pair, cloned
 from fpsim.models.installed import emulated_forward, emulated_forwards
 from fpsim.models.quantize import dequantize
