@@ -14,7 +14,7 @@ import numpy as np
 
 import fpsim
 from fpsim.checks import pip_install
-from fpsim.insight.pictures import apart_from_pyplot, new_picture
+from fpsim.insight.pictures import apart_from_pyplot, new_axes, new_picture
 
 try:
     from matplotlib import rc_context, rcParams
@@ -127,23 +127,21 @@ def _values(name: str) -> tuple[float, ...]:
 
 def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
     """Plot every value of small formats between -largest and largest, a line for each format."""
-    figure = new_picture(9, 0.55 * len(formats) + 0.9)
-    axes = figure.subplots()
+    figure, axes = new_axes(9, 0.55 * len(formats) + 0.9)
     for i, name in enumerate(formats):
         values = [v for v in _values(name) if abs(v) <= largest]
         axes.plot(values, [-i] * len(values), "|", markersize=16, color=colour(i))
     axes.set_yticks([-i for i in range(len(formats))], formats)
     axes.set_ylim(0.6 - len(formats), 0.6)
     axes.set_xlabel("value")
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["left"].set_visible(False)
     axes.tick_params(left=False)
     return figure
 
 
 def plot_spacing(formats: Sequence[str]) -> Figure:
     """Plot the relative spacing of the values of each format over its range."""
-    figure = new_picture(9, 3.6)
-    axes = figure.subplots()
+    figure, axes = new_axes(9, 3.6, grid="both")
     for i, name in enumerate(formats):
         fmt = _elements(name)
         low = int(np.floor(np.log2(fmt.smallest)))
@@ -154,16 +152,13 @@ def plot_spacing(formats: Sequence[str]) -> Figure:
     axes.set_xlabel("log2 of the magnitude")
     axes.set_ylabel("log2 of spacing / magnitude")
     axes.legend(ncols=2, fontsize=8)
-    axes.grid(linewidth=0.4, alpha=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
 def plot_underflow(rows: Sequence[dict[str, Any]]) -> Figure:
     """Plot activation gradients lost to underflow, by layer; mark layers that none reaches. rows: of a recording."""
     shares = _layers(rows)
-    figure = new_picture(8, 3.2)
-    axes = figure.subplots()
+    figure, axes = new_axes(8, 3.2)
     reached = {layer: 0.0 if math.isnan(v) else 100 * v for layer, v in shares.items()}
     bars = axes.bar([*map(plain, shares)], [*reached.values()], color=COLOURS[0])
     axes.bar_label(bars, ["none" if math.isnan(v) else f"{100 * v:.3g}" for v in shares.values()], fontsize=8)
@@ -171,7 +166,6 @@ def plot_underflow(rows: Sequence[dict[str, Any]]) -> Figure:
     axes.set_ylabel("gradients lost in %")
     is_cut_off = any(map(math.isnan, shares.values()))
     axes.set_xlabel("layer, from input to output" + ("; none: no gradient reaches it" if is_cut_off else ""))
-    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -267,8 +261,7 @@ def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] 
     scales: {name: the scale of each step}.
     overflows: steps to mark.
     """
-    figure = new_picture(9, 4)
-    axes = figure.subplots()
+    figure, axes = new_axes(9, 4, grid="both")
     for i, (name, values) in enumerate(scales.items()):
         marks = {"marker": MARKERS[i % len(MARKERS)], "markersize": 4.5, "markevery": (0.04 + 0.011 * i, 0.15)}
         style = {"color": colour(i), "linestyle": DASHES[i % len(DASHES)], **marks}
@@ -281,8 +274,6 @@ def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] 
     axes.set_xlabel("step" + ("; dotted: a gradient overflowed" if overflows else ""))
     axes.set_ylabel("scale")
     axes.legend(ncols=1 + len(scales) // 20, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    axes.grid(linewidth=0.4, alpha=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -290,8 +281,7 @@ def plot_rescue(rows: Sequence[dict[str, Any]]) -> Figure:
     """Plot the underflow of each activation's gradient at scale 1 and at its scale. rows: those of a `Recorder`."""
     chosen = [row for row in rows if row["role"] == "error"]
     sites = list(dict.fromkeys(row["site"] for row in chosen))[::-1]  # a backward pass starts at the output
-    figure = new_picture(9, 3.6)
-    axes = figure.subplots()
+    figure, axes = new_axes(9, 3.6)
     for i, (column, words) in enumerate((("underflow_unscaled", "without scaling"), ("underflow", "at its scale"))):
         shares = [100 * statistics.mean(r[column] for r in chosen if r["site"] == site) for site in sites]
         places = [x + 0.4 * i - 0.2 for x in range(len(sites))]
@@ -304,7 +294,6 @@ def plot_rescue(rows: Sequence[dict[str, Any]]) -> Figure:
     axes.set_ylabel("gradients lost in %")
     axes.set_xlabel("where, from input to output")
     axes.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))  # above: each place may have a bar
-    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
