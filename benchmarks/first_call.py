@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fpsim.compiling import shipped
+from fpsim.compiling import native
 
 ROOT = Path(__file__).parents[1]
 KINDS = {  # what runs, with fpsim, nn and x
@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeat", type=int, default=3, help="runs of each, of which the median is printed")
     repeat = parser.parse_args().repeat
-    source = "LLVM's instructions" if shipped.is_there() else "Python"
+    source = "LLVM's instructions" if native.ships_loops() else "Python"
     print(f"Compiled from {source}. Goals: 1.5 s in the first process, 0.3 s in the second.")
     print("| | first process | second |\n| --- | ---: | ---: |")
     for words, call in KINDS.items():

@@ -10,8 +10,7 @@ from fpsim.checks import warn_of_namesake
 from fpsim.emulation import emulate
 from fpsim.exporting import export
 from fpsim.formats.blocks import BLOCKS, BlockFormat, Choose, Delayed, as_format
-from fpsim.formats.codebook import Codebook
-from fpsim.formats.codebooks import CODEBOOKS
+from fpsim.formats.codebook import CODEBOOKS, Codebook
 from fpsim.formats.fixed_point import FixedPoint
 from fpsim.formats.floats import CATALOGUE, FloatFormat
 from fpsim.insight.compare import Comparison, compare

@@ -120,7 +120,7 @@ def _why(parser: argparse.ArgumentParser, script: str) -> int:
 
 
 def _given(script: str, names: dict[str, Any]) -> dict[str, Any]:
-    """What a script defines for `why`; a name that it uses for something else is left out, and that is said."""
+    """Collect the names that a script defines for `why`; report names that it uses for something else."""
     given: dict[str, Any] = {}
     for name, (is_meant, words) in _NAMES.items():
         if name in names and is_meant(names[name]):
@@ -132,7 +132,7 @@ def _given(script: str, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _warm(parser: argparse.ArgumentParser, device: str) -> int:
-    """Compile what is not on disk yet, behind a progress bar on stderr."""
+    """Compile all loops that are not on disk yet, with a progress bar on stderr."""
     try:
         folder = folder_of_code()
     except OSError as error:
@@ -159,7 +159,7 @@ def _show_progress(done: int, total: int, name: str) -> None:
 
 
 def _verify(chosen: argparse.Namespace) -> int:
-    """Print a table of what was compared and measured."""
+    """Print a table of the comparisons and measurements."""
     name = torch.cuda.get_device_name() if chosen.device == "cuda" else platform.processor() or platform.machine()
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {name}")
     failed = total = 0

@@ -24,9 +24,9 @@ MOST_SEED = 2**64 - 1
 
 
 def require_module(model: Any, name: str = "model", remedy: str = "") -> None:
-    """Raise TypeError for what is not a torch.nn.Module.
+    """Raise TypeError for anything but a torch.nn.Module.
 
-    remedy: what to do instead, a sentence.
+    remedy: a sentence with the alternative.
 
     >>> require_module(3)
     Traceback (most recent call last):
@@ -88,7 +88,7 @@ def _kind(x: Tensor) -> str:
 
 
 def require_seed(seed: Any, name: str = "seed") -> None:
-    """Raise TypeError for what is not an integer, ValueError for one that torch's generators do not take.
+    """Raise TypeError for anything but an integer, ValueError for one that torch's generators do not take.
 
     >>> require_seed(2**70)
     Traceback (most recent call last):
@@ -101,7 +101,7 @@ def require_seed(seed: Any, name: str = "seed") -> None:
 
 
 def require_optimizer(optimizer: Any, name: str = "optimizer") -> None:
-    """Raise TypeError for what is not an optimizer, or does not wrap one as accelerators do.
+    """Raise TypeError for anything but an optimizer, or a wrapper of one as accelerators make.
 
     >>> require_optimizer("sgd")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""The versions of the numbers that this library computes, and what each of them changed."""
+"""Versions of the numbers that this library computes, with the changes of each."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from fpsim.checks import require_whole
 
 __all__ = ["BITS", "CHANGES", "changes_since"]
 
-# A release that computes other numbers for an equal configuration adds a line here: what has other numbers now, as an
-# error quotes it. Sweeps keep the version with each cell.
+# A release that computes other numbers for an equal configuration adds a line here: the features with other numbers, as
+# an error quotes them. Sweeps keep the version with each cell.
 CHANGES: dict[int, tuple[str, ...]] = {
     2: (
         "gradients through an autograd Function, or a reentrant checkpoint, that gives its input back",
@@ -49,7 +49,7 @@ BITS = max(CHANGES)  # 1 was everything before they were counted
 
 
 def changes_since(bits: int) -> str:
-    """What has other numbers than in a version, in words; "" where nothing has.
+    """Describe the features whose numbers differ from those of a version; "" if none do.
 
     Args:
         bits: the version, from 1.

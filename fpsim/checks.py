@@ -1,4 +1,4 @@
-"""What errors at the border have in common: near matches of a word, what counts as a number, what to install."""
+"""Parts of all errors at the border: near matches of a word, checks of numbers, the package to install."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def pip_install(extra: str, *others: str) -> str:
 
 @cache
 def _installed_from() -> str:
-    """What pip takes for this library with an extra, as it was installed (PEP 610), with "{extra}" in it."""
+    """Return pip's name for this library with an extra, as it was installed (PEP 610), with "{extra}" in it."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
@@ -96,7 +96,7 @@ SHOWN = 100  # characters of a value in an error: more hide the sentence
 
 
 def shown(value: object) -> str:
-    """The `repr` of what was given, for an error; the middle of a long one is left out.
+    """The `repr` of a given value, for an error; the middle of a long one is left out.
 
     >>> shown("fp9"), len(shown("-" * 1000))
     ("'fp9'", 103)
@@ -123,7 +123,7 @@ def few(names: Sequence[str], most: int = 5) -> str:
 def did_you_mean(
     word: object, known: Iterable[str], most: int = 1, others: Mapping[str, Sequence[str]] | None = None
 ) -> str:
-    """A hint with the nearest of the known words, to be put behind the sentence on what was given; "" without one.
+    """A hint with the nearest known word, to follow the sentence with the given one; "" without a near one.
 
     others: words of other libraries, in lower case with underscores, and the known words for each.
 
@@ -147,7 +147,7 @@ def refuse(
     word: object = None,
     others: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
-    """The text of an error at the border: what was given, what was expected, what to do.
+    """The text of an error at the border: the given value, the expected ones, and the remedy.
 
     Args:
         what: the first sentence, without its full stop.
@@ -179,12 +179,12 @@ def nearest(word: object, known: Iterable[str], most: int = 1, cutoff: float = 0
 
 
 def is_number(value: object) -> bool:
-    """Whether this is a real number; True and False are none."""
+    """True if this is a real number; True and False do not count."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_finite_number(value: object) -> bool:
-    """Whether this is a real number that is neither inf nor NaN.
+    """True if this is a real number that is neither inf nor NaN.
 
     >>> is_finite_number(10**400), is_finite_number(float("nan")), is_finite_number(True)
     (True, False, False)
@@ -194,12 +194,12 @@ def is_finite_number(value: object) -> bool:
 
 
 def is_whole(value: object, least: int | None = None) -> bool:
-    """Whether this is an integer, and at least `least`; True and False are none."""
+    """True if this is an integer, and at least `least`; True and False do not count."""
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     return whole and (least is None or value >= least)  # type: ignore[operator]
 
 
-# Arguments at the border. Each raises an error that names the argument, what was given, and what is expected.
+# Checks of arguments. Each raises an error that names the argument, the given value, and the expected ones.
 
 
 def require_flag(name: str, value: object) -> None:
@@ -214,7 +214,7 @@ def require_flag(name: str, value: object) -> None:
 
 
 def require_whole(name: str, value: object, least: int, most: int | None = None) -> None:
-    """Raise TypeError for what is not an integer, ValueError for one out of range.
+    """Raise TypeError for anything but an integer, ValueError for one out of range.
 
     >>> require_whole("every", 0, 1)
     Traceback (most recent call last):
@@ -228,7 +228,7 @@ def require_whole(name: str, value: object, least: int, most: int | None = None)
 
 
 def require_number(name: str, value: object, least: float | None = None, most: float | None = None) -> None:
-    """Raise TypeError for what is not a finite real number, ValueError for one below `least` or above `most`.
+    """Raise TypeError for anything but a finite real number, ValueError for one below `least` or above `most`.
 
     >>> require_number("level", "0.1", 0)
     Traceback (most recent call last):
@@ -258,7 +258,7 @@ def number_of(name: str, value: Any) -> float:
 
 
 def require_word(name: str, value: object, known: Iterable[str]) -> None:
-    """Raise TypeError for what is not a string, ValueError for one that is not known.
+    """Raise TypeError for anything but a string, ValueError for one that is not known.
 
     >>> require_word("role", "eror", ["error", "weight"])
     Traceback (most recent call last):
@@ -285,7 +285,7 @@ def require_callable(name: str, value: object, example: str) -> None:
 
 
 def require_mapping(name: str, value: object, example: str) -> None:
-    """Raise TypeError for what is not a mapping.
+    """Raise TypeError for anything but a mapping.
 
     >>> require_mapping("where", "fp16", "{'format': 'fp16'}")
     Traceback (most recent call last):
@@ -296,7 +296,7 @@ def require_mapping(name: str, value: object, example: str) -> None:
 
 
 def require_iterable(name: str, value: Any, example: str) -> list[Any]:
-    """The items of a list or another iterable. Raises TypeError for a word, a mapping, and what has no items.
+    """The items of a list or another iterable. Raises TypeError for a word, a mapping, and anything without items.
 
     >>> require_iterable("formats", ("fp16", "bf16"), "['fp16']")
     ['fp16', 'bf16']
@@ -307,7 +307,7 @@ def require_iterable(name: str, value: Any, example: str) -> list[Any]:
     if not isinstance(value, str | bytes | Mapping):
         try:
             return list(value)
-        except TypeError:  # of what has no items, and of a tensor of no dimension
+        except TypeError:  # not iterable, or a tensor without dimensions
             pass
     raise TypeError(f"{name} is {shown(value)}, which is not a list. Expected: such as {example}.")
 
@@ -316,7 +316,7 @@ Called = TypeVar("Called", bound=Callable[..., Any])
 
 
 def required_arguments(function: Callable[..., object]) -> int:
-    """Return the number of positional arguments without a default; 0 where a function does not tell."""
+    """Return the number of arguments that a function needs; 0 if its signature is unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

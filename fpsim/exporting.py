@@ -1,4 +1,4 @@
-"""export(model, folder): the weights of a quantised model as a packed checkpoint.
+"""export(model, folder): write the weights of a quantised model as a packed checkpoint.
 
 The layouts are those of compressed-tensors, which vLLM and transformers load.
 """
@@ -30,7 +30,7 @@ from fpsim.tensors.ops import round_to
 from fpsim.tensors.spec import OwnFormat, RoundingSpec, Spec
 from fpsim.torch_internals import parametrization_lists
 
-__all__ = ["export"]
+__all__ = ["LAYOUTS", "export"]
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"  # as transformers and vLLM name them
 
@@ -43,13 +43,13 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, weights_only: bo
     NVFP4, MXFP4, MXFP6 (e2m3), MXFP8 (e4m3) and FP8 (e4m3fn as it is; per tensor, row, tile, or number of elements):
     codes and scales are those of `encode`. Everything else is stored in its own dtype, as the module uses it.
 
-    What the backward pass rounds does not matter to a checkpoint. What the forward pass rounds besides weights has no
-    place in one, and is refused, or left out by `weights_only=True`.
+    The formats of the backward pass do not matter to a checkpoint. Those of the forward pass other than the weights'
+    have no place in one, and are refused, or left out by `weights_only=True`.
 
     Args:
         model: from `quantize`.
         folder: a path where nothing is, or an empty folder.
-        weights_only: leave out what the policy does to activations, results and sums.
+        weights_only: leave out the policy's formats of activations, results and sums.
 
     Returns:
         A row for each packed weight: its format, its bytes and those of float32; `differs`, how many of its numbers the
@@ -57,9 +57,9 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, weights_only: bo
         float32 NVFP4 alone differs, as the loader rounds its numbers to bfloat16.
 
     Raises:
-        ValueError: for a model that is not quantised, and for what a checkpoint has no place for: stochastic rounding
-            and code books, formats that the layout has no name for, tied and computed weights, other modules than
-            `nn.Linear` whose weights are quantised.
+        ValueError: for a model that is not quantised, and for features without a place in a checkpoint: stochastic
+            rounding and code books, formats that the layout has no name for, tied and computed weights, other modules
+            than `nn.Linear` whose weights are quantised.
         FileExistsError: for a folder that has files.
         ImportError: without safetensors, which the extra `export` brings.
 
@@ -91,7 +91,7 @@ class _Weight(NamedTuple):
 
 
 class _Found:
-    """What of a model is written: its tensors, which of them are packed, and a row for each of these."""
+    """The written part of a model: its tensors, which of them are packed, and a row for each of these."""
 
     def __init__(self, model: nn.Module, weights_only: bool) -> None:
         forwards = {id(module): forward for module, forward in emulated_forwards(model)}
@@ -194,11 +194,11 @@ def _computes_weights(module: nn.Module) -> bool:
     return bool(sources(module)) or any(True for _ in parametrization_lists(module))
 
 
-# What the policy says
+# The policy's formats
 
 
 def _quantised(forward: EmulatedForward) -> Iterator[Spec]:
-    """What weights of a module are rounded to: by their role, and as the operand of the forward product."""
+    """Yield the specs of a module's weights: by their role, and as the operand of the forward product."""
     if forward.specs.weight is not None:
         yield forward.specs.weight
     operand = None if forward.products is None else forward.products.specs.fprop[1]
@@ -355,7 +355,7 @@ EXPECTED = (
 
 
 class Layout(NamedTuple):
-    """What a loader has to know of a weight.
+    """Description of a weight for a loader.
 
     format: its word for how tensors are packed.
     weights: its arguments of quantisation, as JSON.
@@ -379,12 +379,12 @@ class Packed(NamedTuple):
 
 
 def is_dense(spec: Spec | None) -> bool:
-    """Whether a weight of this format is stored as it is: the format has a dtype of torch that checkpoints are in."""
+    """True if a weight of this format is stored as it is: the format has a dtype of torch that checkpoints are in."""
     return spec is None or (isinstance(spec, RoundingSpec) and (spec.dtype is not None or spec.is_float32))
 
 
 def layout_of(spec: Spec, what: str) -> Layout:
-    """The layout of a format. what: the weight, for an error. Raises ValueError for what has no place in it."""
+    """The layout of a format. what: the weight, for an error. Raises ValueError for a spec without a place in it."""
     f = spec.fmt
     if spec.rounding == "stochastic":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The one door through which gradients get scales of their own: what a scaling is asked, and what it may use.
+"""Interface for packages that scale gradients: the methods that a scaling has, and the functions that it may call.
 
 `ada_loss` takes part in a backward pass through these names alone.
 """
@@ -114,7 +114,7 @@ __all__ = [
 
 
 def gradients_have_scales(policy: Policy) -> bool:
-    """Whether each gradient that enters a product in a smaller format has a scale of its own there.
+    """True if each gradient that enters a product in a smaller format has a scale of its own there.
 
     A loss scale, or one for each layer, has nothing to do then. False where a role rounds gradients to a format with
     fewer exponents than float32, and for a policy with overrides, which may do so.

@@ -1,4 +1,4 @@
-"""Every private name of torch that is used, each behind a function that says what it is believed to mean.
+"""Every private name of torch that is used, each behind a function that documents its assumed meaning.
 
 `tests/fpsim/test_torch_internals.py` holds each belief against the installed torch. Where a wrong belief would be
 silent (who else holds this gradient's memory?) it is measured at run time, and the safe way is taken if it fails.
@@ -92,7 +92,7 @@ share_storage: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type:
 
 
 def has_history(x: Tensor) -> bool:
-    """Whether autograd knows how `x` was made. It refuses to say so of some views whose base was written to."""
+    """True if autograd knows how `x` was made. It refuses to say so of some views whose base was written to."""
     try:
         return x.grad_fn is not None
     except RuntimeError:
@@ -100,19 +100,19 @@ def has_history(x: Tensor) -> bool:
 
 
 def has_no_holes(x: Tensor) -> bool:
-    """Whether the elements of `x` fill one stretch of memory, each place once, in whatever order."""
+    """True if the elements of `x` fill one stretch of memory, each place once, in whatever order."""
     return x.is_contiguous() or x.permute(*sorted(range(x.dim()), key=x.stride, reverse=True)).is_contiguous()
 
 
 # What torch knows of a module
 
-FORMER = "_former_parameters"  # where a replica of nn.DataParallel keeps what it has in the place of parameters
+FORMER = "_former_parameters"  # where a replica of nn.DataParallel keeps its substitutes for parameters
 
 
 def direct_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """What stands in the place of the module's own parameters now, plain tensors too; absent ones are left out.
+    """The current values of the module's own parameters, plain tensors too; absent ones are left out.
 
-    A replica of nn.DataParallel keeps what it has of them under another name.
+    A replica of nn.DataParallel keeps them under another name.
     """
     own = module._parameters.values()
     former = module.__dict__.get(FORMER)
@@ -128,7 +128,7 @@ held_by: Callable[[nn.Module], Any] = attrgetter("_parameters", "_buffers", "_mo
 def standing_in(
     module: nn.Module, tensors: dict[str, Tensor], others: Sequence[Tensor] = ()
 ) -> Iterator[dict[int, Tensor]]:
-    """A block in which these tensors stand in the place of parameters and buffers, tied ones in each of their places.
+    """A block in which these tensors replace parameters and buffers, tied ones in each of their places.
 
     What stands in for a parameter is one to `isinstance`, wherever it is handed on: in a list, as an argument, in the
     slice of a ParameterList, which makes a new parameter of any other tensor, without a gradient. The block is given
@@ -136,7 +136,7 @@ def standing_in(
 
     tensors: by the names of `named_parameters()` and `named_buffers()`.
     others: what stands in for parameters of other modules.
-    Raises NotImplementedError where the block puts another buffer in the place of one of these: it would be lost.
+    Raises NotImplementedError if code in the block assigns another buffer to one of these names: it would be lost.
     """
     parameters = [*module.named_parameters()]
     names = {id(x): name for name, x in (*parameters, *module.named_buffers())}
@@ -164,14 +164,14 @@ def standing_in(
 
 
 def parametrization_lists(module: nn.Module) -> Iterator[ParametrizationList]:
-    """What computes the parametrised tensors of the module itself."""
+    """Yield the parametrizations of the module's own tensors."""
     lists = module._modules.get("parametrizations")
     if isinstance(lists, nn.ModuleDict):
         yield from (p for p in lists.values() if isinstance(p, ParametrizationList))
 
 
 def may_compute_weights(module: nn.Module) -> bool:
-    """Whether there is any need to look for what computes the module's weights; asked before each forward."""
+    """True if there is any need to look for what computes the module's weights; asked before each forward."""
     return "parametrizations" in module._modules or bool(module._forward_pre_hooks)
 
 
@@ -218,7 +218,7 @@ def called_module() -> nn.Module | None:
 
 
 def is_called_functionally() -> bool:
-    """Whether `torch.func.functional_call` called the module, with tensors in the place of parameters; asked there."""
+    """True if `torch.func.functional_call` called the module, with tensors instead of parameters; asked there."""
     frame = sys._getframe(2)
     while (code := frame.f_code) is _CALLER or code is _INNER_CALLER or code is _OUTER_CALLER:
         if (outer := frame.f_back) is None:
@@ -228,7 +228,7 @@ def is_called_functionally() -> bool:
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Whether `module` is what `torch.compile` makes of a module; without its import, which takes a second."""
+    """True if `module` is what `torch.compile` makes of a module; without its import, which takes a second."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
@@ -281,7 +281,7 @@ def watched_seeds() -> Iterator[Callable[[], str | None]]:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether `x` stands for a tensor of a program that torch.compile makes, outside of transforms."""
+    """True if `x` stands for a tensor of a program that torch.compile makes, outside of transforms."""
     if type(x) is Tensor or type(x) is nn.Parameter or torch.compiler.is_exporting():
         return False
     return _is_of_program(x) and not has_transform() and forward_ad._current_level < 0
@@ -298,7 +298,7 @@ def _is_of_program(x: Tensor) -> bool:
 
 
 def compile_as_one(function: Callable[..., Any]) -> None:
-    """Let torch.compile take calls of `function` into its program as they are, and run them to know what they do.
+    """Let torch.compile take calls of `function` into its program as they are, and run them to trace their effect.
 
     As torch._dynamo.nonstrict_trace does, without its import, which takes a second: asked while Dynamo traces.
     """
@@ -307,7 +307,7 @@ def compile_as_one(function: Callable[..., Any]) -> None:
         known.add(id(function))
 
 
-# `map_leaves(f, tree)` copies containers that torch knows, with f(leaf) in the place of each leaf. `register_container`
+# `map_leaves(f, tree)` copies containers that torch knows, with f(leaf) instead of each leaf. `register_container`
 # makes a type one, by what takes it apart and what makes it again, which the compiler reads line by line.
 map_leaves, register_container = _pytree.tree_map, _pytree.register_pytree_node
 
@@ -324,7 +324,7 @@ def fuse_in_inductor(operator: Any, inside: Callable[..., Any]) -> None:
     """Let inductor write `inside(ops, dtype, *arguments)` where a program calls an element-wise operator.
 
     operator: of tensors and words; the first tensor gives shape and dtype.
-    inside: is given an element in the place of each tensor.
+    inside: is given an element instead of each tensor.
     Does nothing where torch.compile was not imported, or where it was done.
     """
     if operator in _fused or "torch._dynamo" not in sys.modules:
@@ -368,7 +368,7 @@ def constant_under_compile(function: Function) -> Function:
 
 
 def apart_from_compiler(function: Function) -> Function:
-    """Never trace calls of `function`, nor what it calls.
+    """Never trace calls of `function`, nor those inside it.
 
     As torch.compiler.disable, whose import of torch._dynamo is most of the time in which fpsim would be imported: it is
     not needed before something else has imported it, for nothing is traced till then.
@@ -466,7 +466,7 @@ current_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # bound
 
 
 class _Holders(NamedTuple):
-    """How many hold a gradient that its hook looks at, in Python and in torch: the tensor, its storage and its base."""
+    """Reference counts of a gradient in its hook, in Python and in torch: the tensor, its storage and its base."""
 
     references: int
     uses: int
@@ -479,7 +479,7 @@ class _Holders(NamedTuple):
 _uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 _storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
-# What is counted of a gradient that autograd alone holds: one that owns its memory, and one that is a view. Differs
+# Counts of a gradient that autograd alone holds: one that owns its memory, and one that is a view. Differs
 # between versions of Python and torch, and with how many hold a call's argument: one more under Dynamo's evaluation of
 # frames, which an error under fullgraph=True leaves on for good. So it is measured for each such number. None: the
 # counts cannot be trusted.
@@ -489,7 +489,7 @@ _callback_of_frames: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_fr
 
 
 def is_held_by_autograd_alone(gradient: Tensor, probe: object) -> bool:
-    """Whether nobody but the autograd engine can see the memory of this gradient, so that it may be changed in place.
+    """True if nobody but the autograd engine can see the memory of this gradient, so that it may be changed in place.
 
     Asked by a tensor hook itself: a function between them holds a reference more. False where it is not known.
     probe: `object()`, written in the call: how many hold it tells how many hold an argument.
@@ -550,7 +550,7 @@ _WAYS_TO_HOLD += (Tensor.untyped_storage, Tensor.numpy, torch.to_dlpack)  # type
 
 
 def _count_holders(is_view: bool, hold: Callable[[Tensor], Any]) -> tuple[int, _Holders]:
-    """How many hold an argument there, and the counts in the hook of a gradient while `hold(gradient)` is alive."""
+    """Count the references to an argument, and those in the hook of a gradient while `hold(gradient)` is alive."""
     counts: list[tuple[int, _Holders]] = []
 
     def count(gradient: Tensor, probe: object) -> tuple[int, _Holders]:  # as is_held_by_autograd_alone
@@ -588,7 +588,7 @@ def leaves_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def keep_none(ctx: Any, inputs: Any = None, output: Any = None) -> None:
-    """Let None come to a backward where no gradient arrives, as to torch's own operations: what is behind has none.
+    """Pass None to a backward where no gradient arrives, as torch's own operations get: nothing behind it has one.
 
     torch makes zeros of it by default. As `set_materialize_grads(False)`, which torch.compile refuses to trace.
     """

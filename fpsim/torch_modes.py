@@ -1,4 +1,4 @@
-"""torch's private names around a call: modes, transforms, hooks, what stands in the place of a module's call; shards.
+"""torch's private names around a call: modes, transforms, hooks, replacements of a module's call; shards.
 
 `tests/fpsim/test_torch_modes.py` holds each belief against the installed torch.
 """
@@ -75,7 +75,7 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# An attribute of a module that is called in the place of its hooks and its forward, unless it is None, as it is by
+# An attribute of a module that is called instead of its hooks and its forward, unless it is None, as it is by
 # default. torch leaves it out of copies and pickles.
 CALL_SLOT = "_compiled_call_impl"
 
@@ -92,7 +92,7 @@ _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_defaul
 
 
 def hooks_of_saved_tensors() -> Any:
-    """What packs and unpacks the tensors that operations save now, as saved_tensors_hooks and checkpoints set it."""
+    """The current hooks that pack and unpack saved tensors, as saved_tensors_hooks and checkpoints set them."""
     return _top_hooks(False)
 
 
@@ -109,13 +109,13 @@ _is_shown: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_t
 
 
 def is_watched() -> bool:
-    """Whether a tracer, a dispatch mode, a transform of torch.func or forward-mode differentiation sees each call."""
+    """True if a tracer, a dispatch mode, a transform of torch.func or forward-mode differentiation sees each call."""
     modes = _dispatch_modes()
     return (modes > 0 and _has_mode(modes)) or has_transform() or forward_ad._current_level >= 0
 
 
 def is_unwatched() -> bool:
-    """Whether no mode of dispatch, transform or forward-mode differentiation is there, and nothing packs what is saved.
+    """True if no mode of dispatch, transform or forward-mode differentiation is there, and no hook packs saved tensors.
 
     `is_watched` and `hooks_of_saved_tensors` in one, for who asks them in each call. Dynamo is not to come here.
     """
@@ -123,13 +123,13 @@ def is_unwatched() -> bool:
 
 
 def _has_mode(count: int) -> bool:
-    """Whether one is not of a selective checkpoint, which keeps results in the memory in which they are rounded."""
+    """True if one is not of a selective checkpoint, which keeps results in the memory in which they are rounded."""
     kinds = (type(torch._C._get_dispatch_stack_at(i)) for i in range(count))
     return any(kind.__module__ != "torch.utils.checkpoint" for kind in kinds)
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a kernel may be called on the memory of `x` at once: it holds the values, and nobody watches the call."""
+    """True if a kernel may be called on the memory of `x` at once: it holds the values, and nobody watches the call."""
     if (type(x) is not Tensor and type(x) is not nn.Parameter) or torch.compiler.is_compiling():
         return False
     if (_dispatch_modes() or has_transform() or forward_ad._current_level >= 0) and is_watched():
@@ -145,7 +145,8 @@ def layers_behind(x: Tensor) -> Iterator[Tensor]:
 
 
 def after_transforms(x: Tensor) -> Tensor | None:
-    """What `x` is now: itself, or what a transform of torch.func showed that has ended. None for a sample that a vmap
+    """Return `x` itself, or the tensor behind it if it belonged to a transform of torch.func that has ended. None for a
+    sample that a vmap
     has ended with: torch refuses each call with it.
     """
     x = torch._C._functorch.unwrap_if_dead(x)
@@ -153,7 +154,7 @@ def after_transforms(x: Tensor) -> Tensor | None:
 
 
 def is_sample(x: Tensor) -> bool:
-    """Whether `x` stands for each sample of a vmap in turn, so that no number of it can be asked for."""
+    """True if `x` stands for each sample of a vmap in turn, so that no number of it can be asked for."""
     return any(torch._C._functorch.is_batchedtensor(layer) for layer in (x, *layers_behind(x)))
 
 
@@ -163,7 +164,7 @@ def memory_behind(x: Tensor) -> Tensor:
 
 
 def below_transforms() -> AbstractContextManager[None]:
-    """A block in which transforms of torch.func see no call: on the memory behind what they show."""
+    """A block in which transforms of torch.func see no call: it works on the memory behind their tensors."""
     return torch._C._DisableFuncTorch()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -179,7 +180,9 @@ SEES_BODIES = "_fpsim_sees_bodies"  # an attribute of a mode that wants each cal
 
 
 def body_of(operation: Any) -> Callable[..., Any] | None:
-    """What such an operation does without a compiler: Python that calls the functions. None for any other operation."""
+    """The Python body of such an operation, which runs without a compiler and calls the functions. None for any
+    other operation.
+    """
     if not isinstance(operation, torch._ops.HigherOrderOperator):
         return None
     require_no_compiler()
@@ -188,7 +191,7 @@ def body_of(operation: Any) -> Callable[..., Any] | None:
 
 
 def require_no_compiler() -> None:
-    """Raise NotImplementedError while torch.compile reads what a mode does with such an operation."""
+    """Raise NotImplementedError while torch.compile traces a mode's handling of such an operation."""
     if torch.compiler.is_dynamo_compiling():
         raise NotImplementedError("fpsim emulates it without torch.compile, or in a compiled model of fpsim.quantize.")
 
@@ -305,10 +308,10 @@ def function_like(
     cls: Any, begin: Callable[[Any], None], backward: Callable[[Callable[..., Any], Any, tuple[Any, ...]], Any],
     of_context: type,
 ) -> Any:  # fmt: skip
-    """A class that does what the autograd Function `cls` does, under its name, and tells of it.
+    """Subclass the autograd Function `cls`, under its name, so that its calls are reported.
 
     begin: called with each context before the Function is given it.
-    backward: called in the place of the Function's own backward, with that, the context and the gradients.
+    backward: called instead of the Function's own backward, with that, the context and the gradients.
     of_context: comes before torch's own class among the bases of contexts.
     """
     plain = torch.autograd.Function
@@ -343,7 +346,7 @@ def function_like(
 
 
 def wrap_module_hooks(wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]) -> None:
-    """From here on `wrap(module, hook)` runs in the place of each full backward hook and pre-hook of a module."""
+    """From here on `wrap(module, hook)` runs instead of each full backward hook and pre-hook of a module."""
     from torch.utils.hooks import BackwardHook
 
     plain = BackwardHook.__init__
@@ -380,7 +383,7 @@ _FakeTensor: type = torch._subclasses.FakeTensor
 
 
 def is_stand_in(x: Tensor) -> bool:
-    """Whether `x` has a shape and no numbers: on device meta, or of a FakeTensorMode, which says it is on the CPU."""
+    """True if `x` has a shape and no numbers: on device meta, or of a FakeTensorMode, which says it is on the CPU."""
     return x.is_meta or isinstance(x, _FakeTensor)
 
 
@@ -393,7 +396,7 @@ def plain_tensors() -> AbstractContextManager[None]:
 
 
 def keeps_grad_mode(function: Function) -> Function:
-    """Whatever is raised within `function`, gradients are on or off as before.
+    """Restore the grad mode after `function`, also if it raises.
 
     A `with torch.no_grad()` that is interrupted while it ends leaves them off.
     """
@@ -506,7 +509,7 @@ def unhook_steps(optimizer: Optimizer | None, before: Callable[..., Any], after:
 class _Guard:
     """Around the steps of an optimizer.
 
-    before: what stood in the place of its method; None for the method itself.
+    before: what stood instead of its method; None for the method itself.
     step: what stands there now.
     is_on: whether anybody is told.
     """
@@ -520,7 +523,7 @@ def guard_step(optimizer: Optimizer, on_error: Callable[[], object]) -> None:
     """Call a function where a step of this optimizer raises: hooks behind it do not run then.
 
     As torch's schedules do, it takes the place of the method, and does not keep the optimizer alive. They take
-    `__func__` of what they find, so it has one.
+    `__func__` of the method that they find, so it has one.
     """
     guard = _Guard(vars(optimizer).get("step"))
     reference = weakref.ref(optimizer)
@@ -580,14 +583,14 @@ def without_torch_function() -> AbstractContextManager[None]:
 
 
 class Place(NamedTuple):
-    """Where the part of a sharded tensor that is here begins, in the whole, whose shape this is."""
+    """Offset of this rank's part of a sharded tensor in the whole, and the shape of the whole."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
 
 
 def place_of(x: Tensor) -> Place | None:
-    """The place of what is here of a sharded tensor (a DTensor of which each rank has a part); None for a whole one."""
+    """The place of this rank's part of a sharded tensor (a DTensor); None for a whole one."""
     mesh, placements = getattr(x, "device_mesh", None), getattr(x, "placements", None)
     if mesh is None or placements is None or all(p.is_replicate() for p in placements):
         return None

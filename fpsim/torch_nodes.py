@@ -1,6 +1,6 @@
 """Private names of torch at the nodes of autograd's graph, for hooks that change gradients, and of its forward mode.
 
-`tests/fpsim/test_torch_nodes.py` holds what each is believed to mean against the installed torch.
+`tests/fpsim/test_torch_nodes.py` checks the assumed meaning of each against the installed torch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def require_hooks_of_nodes() -> None:
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode differentiation is on, by dual numbers or a transform; torch.compile asks as it traces."""
+    """True if forward-mode differentiation is on, by dual numbers or a transform; torch.compile asks as it traces."""
     return forward_ad._current_level >= 0
 
 
@@ -108,7 +108,7 @@ _ADDS, _MOVES = (
 
 
 def sends_sums_by_moving(x: Tensor) -> bool:
-    """Whether numbers of a tensor's gradient are added up before they reach an operation that computes.
+    """True if numbers of a tensor's gradient are added up before they reach an operation that computes.
 
     They are where values were moved to several places: by an index, or by joining a tensor with itself.
     """
@@ -137,12 +137,12 @@ def sends_sums_by_moving(x: Tensor) -> bool:
 
 
 def is_python_function(node: Any) -> bool:
-    """Whether the node's backward is Python code, of a `torch.autograd.Function`."""
+    """True if the node's backward is Python code, of a `torch.autograd.Function`."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def is_view_of_function(x: Tensor) -> bool:
-    """Whether `x` is a view that an autograd Function gave, or one of such a view: torch refuses writes to it."""
+    """True if `x` is a view that an autograd Function gave, or one of such a view: torch refuses writes to it."""
     meta = torch._C._autograd
     return x._is_view() and meta._get_creation_meta(x) == meta.CreationMeta.IN_CUSTOM_FUNCTION
 
@@ -166,7 +166,7 @@ def calls_of_backward() -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
 
 
 def graph_tasks_so_far() -> int:
-    """How many backward passes have begun in this process, with one that this begins: each gets the next number."""
+    """Number of backward passes begun in this process, including one that this begins: each gets the next number."""
     found: list[int] = []
     with torch.enable_grad():
         node = torch.zeros(1, device="cpu", requires_grad=True).sum().grad_fn
@@ -179,7 +179,7 @@ def graph_tasks_so_far() -> int:
 def names_in_graphs(model: nn.Module) -> dict[int, str]:
     """The names of parameters by the id of the leaves that graphs of the model have.
 
-    FSDP2 computes with parameters of its own, which it puts in the place of the shards for a while.
+    FSDP2 computes with parameters of its own, which it puts in for the shards for a while.
     """
     found = {id(p): name for name, p in model.named_parameters()}
     modules = [*model.named_modules()]
@@ -231,7 +231,7 @@ def take_float32_gradients(leaf: Tensor) -> None:
 # Both are None where torch has no such name, which `require_hooks_of_nodes` refuses.
 # Whether the running backward pass will call a node of the graph, or has; asked within it.
 will_run: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", None)  # type: ignore[assignment]
-# Calls a function once the running backward pass has given all gradients; what it raises, `backward` raises.
+# Calls a function once the running backward pass has computed all gradients; `backward` raises its errors.
 call_at_the_end_of_backward: Callable[..., None] = getattr(ENGINE, "queue_callback", None)  # type: ignore[assignment]
 # The node that the running backward pass is at, within its hooks.
 current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", None)  # type: ignore[assignment]

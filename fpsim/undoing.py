@@ -1,4 +1,4 @@
-"""What has to be put back, whatever is raised: an error, Ctrl-C in any place, the end of a generator."""
+"""Restore state after any exit: an error, Ctrl-C at any point, the end of a generator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Undo:
     """Actions that put something back, the last one first.
 
     Python handles a signal between any two calls, in a `finally` and at the first line of an `__exit__` too. So an
-    action is named before what it undoes is done, and may be run twice; and `undone` asks twice.
+    action is registered before the change that it undoes, and may run twice; and `undone` asks twice.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Undo:
 
 
 def undone(function: Callable[[Undo], Result]) -> Result:
-    """Run `function(undo)`, and undo what it has named there. One signal while this is done leaves nothing behind."""
+    """Run `function(undo)`, then undo what it registered. One signal while this is done leaves nothing behind."""
     undo = Undo()
     try:
         return function(undo)
@@ -53,8 +53,8 @@ def undone(function: Callable[[Undo], Result]) -> Result:
 # Blocks: `with` statements that are left wherever Ctrl-C comes
 #
 # Python handles a signal at the first instruction of an `__exit__` too, before any of its lines. The object lives on
-# with the traceback, which a notebook keeps. What a `with` statement is to call at its end, it alone holds, and drops,
-# whatever is raised: then the block is left, if it has not been.
+# with the traceback, which a notebook keeps. A `with` statement alone holds the function to call at its end, and drops
+# it after any exception: then the block is left, if it has not been.
 
 
 class Exit:
@@ -84,9 +84,9 @@ def _lost(block: Callable[[], Any], _: object) -> None:
 
 
 class Block(Generic[Result]):
-    """A `with` block: `begin(undo)` at its begin, and at its end what was named there is undone. Decorates too.
+    """A `with` block: `begin(undo)` at its begin, and at its end the registered actions run. Decorates too.
 
-    begin: returns what the block is given.
+    begin: returns the value of the `with` statement.
     """
 
     def __init__(self, begin: Callable[[Undo], Result]) -> None:
@@ -105,7 +105,7 @@ class Block(Generic[Result]):
     __exit__ = Exit()
 
     def leave(self) -> None:
-        """Undo what the block has begun."""
+        """Undo the changes of the block."""
         try:
             self._undo()
         finally:

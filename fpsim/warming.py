@@ -1,4 +1,4 @@
-"""What common formats, recipes and updates run, compiled ahead of time: `python -m fpsim warm`, and a wheel's loops."""
+"""Loops of common formats, recipes and updates, compiled ahead of time: `python -m fpsim warm`, and a wheel's loops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from fpsim.compiling.notice import silence
 from fpsim.formats.blocks import BLOCKS
-from fpsim.formats.codebooks import CODEBOOKS
+from fpsim.formats.codebook import CODEBOOKS
 from fpsim.formats.floats import CATALOGUE
 from fpsim.insight.recording import record
 from fpsim.insight.watch import watch

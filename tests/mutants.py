@@ -55,7 +55,7 @@ GOAL = 0.9
 
 # Mutants that change nothing that could be observed, looked at by hand: "file: before -> after", and why.
 EQUIVALENT: Mapping[str, str] = {
-    "fpsim/formats/codebooks.py: 0.0 -> (1.0)": "the step between the values of a scale that has one value",
+    "fpsim/formats/codebook.py: 0.0 -> (1.0)": "the step between the values of a scale that has one value",
     "fpsim/insight/rows.py: True -> (False)": "zip's strict, of rows that are all as long as the heads",
 }
 

@@ -27,13 +27,12 @@ FLOORS = (
         "fpsim.formats",
         "__init__ floats",
         "codebook fixed_point foreign",
-        "codebooks",
         "blocks",
     ),
     (
         "fpsim.compiling",
         "__init__ callees notice sources",
-        "deferred shipped",
+        "deferred",
         "compile kept",
         "card native",
     ),
@@ -55,7 +54,7 @@ FLOORS = (
         "autograd moments reductions shared_scales",
         "block_autograd block_tally expressions gemm hadamard verify",
         "ops tally",
-        "codes warm",
+        "warm codes",
         "golden",
     ),
     (
@@ -68,7 +67,7 @@ FLOORS = (
     ),
     (
         "fpsim.emulation",
-        "einsum forms marks operations recurrent",
+        "forms marks operations recurrent",
         "kept_weights",
         "scope",
         "accumulated backward caches casts checkpoints operands steps",
@@ -91,7 +90,6 @@ FLOORS = (
         "forwards",
         "installed",
         "format_steps quantize",
-        "emulated_steps",
         "optimizers scaling_state",
     ),
     (
@@ -222,7 +220,6 @@ ENTERS = {
         "fpsim.kernels.containers",
         "fpsim.compiling.compile",
         "fpsim.compiling.native",
-        "fpsim.compiling.shipped",
         "fpsim.compiling.card",
     },
     "cuda": {"fpsim.compiling.card"},

@@ -15,7 +15,7 @@ from fpsim.tensors.accumulators import Accumulator
 
 __all__ = ["Multiplies", "Multiply", "in_matrices", "in_order"]
 
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (n, i, k) by (n, k, j), and what is added: (n, i, j)
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (n, i, k) by (n, k, j), and the addend: (n, i, j)
 Multiplies = tuple[Multiply, ...]  # of fprop, dgrad and wgrad
 
 
@@ -38,7 +38,7 @@ def in_matrices(form: Form, multiply: Sequence[Multiply | None]) -> Form:
 
 
 def in_order(form: Form, accumulators: Sequence[Accumulator]) -> Sequence[Accumulator]:
-    """Accumulators of the three, whose operands come in the order in which the product of `in_matrices` has them."""
+    """Accumulators of the three products, with operands in the order of the product of `in_matrices`."""
     is_turned = form.settings.transposed if isinstance(form, Convolution) else isinstance(form, Batched)
     return (*accumulators[:2], accumulators[2].turned) if is_turned else accumulators  # wgrad of x by dy
 
@@ -144,7 +144,7 @@ def _transposed_size(x: torch.Size, w: torch.Size, s: ConvolutionSettings) -> li
 
 
 def _patches(x: Tensor, kernel: Sequence[int], s: ConvolutionSettings, out: Sequence[int]) -> Tensor:
-    """What each output sees: (groups, batch and output positions, channels and positions of the kernel)."""
+    """Return the inputs of each output: (groups, batch and output positions, channels and positions of the kernel)."""
     n = len(kernel)
     x = F.pad(x, [p for pad in reversed(s.padding) for p in (pad, pad)])
     for i in range(n):

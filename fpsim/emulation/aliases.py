@@ -1,4 +1,4 @@
-"""Aliases: tensors in the memory of a parameter, a buffer or an input, where what is written arrives as it belongs.
+"""Aliases: tensors in the memory of a parameter, a buffer or an input, so that a write is rounded as that tensor is.
 
 `w[0]`, `w.detach()` and `w.data` lie in the memory of the master weight. Code that reads them wants numbers of the
 format; code that writes to them wants the parameter to change. So each view of a parameter exists twice: as a view of
@@ -57,7 +57,7 @@ _NOTHING: ByIdentity[Any] = ByIdentity()  # stays empty
 
 
 class Alias:
-    """What is known of one tensor.
+    """State tracked for one tensor.
 
     base: the parameter, buffer or input.
     is_of_copy: whether the tensor is a view of the rounded copy, and not of the base's own memory.
@@ -87,7 +87,7 @@ class Alias:
 
 
 class Aliases:
-    """The aliases that one emulation knows; it keeps none of them alive."""
+    """The aliases of one emulation, as weak references."""
 
     def __init__(self) -> None:
         self.is_blank = True  # whether no tensor was ever known
@@ -96,15 +96,15 @@ class Aliases:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no tensor is known."""
+        """True if no alias is tracked."""
         return not self._known.held
 
     def of(self, x: Tensor) -> Alias | None:
-        """What is known of this tensor."""
+        """Return the state of this tensor."""
         return self._known.get(x) if self._known.held else None
 
     def may_know(self, x: Tensor) -> bool:
-        """Whether something may be known of this tensor: `of` in one look-up, for who asks it in each call."""
+        """True if the tensor may be tracked: `of` in one look-up, for callers that ask in each call."""
         return id(x) in self._known.held
 
     def add(self, x: Tensor, alias: Alias) -> None:
@@ -114,7 +114,7 @@ class Aliases:
         self._known[x] = alias
 
     def state_of(self, x: Tensor) -> Any:
-        """What changes whenever the memory of a tensor is written to, through whichever alias."""
+        """Return a value that changes whenever the memory of a tensor is written to, through any alias."""
         alias = self.of(x)
         base = x if alias is None else alias.base
         unseen = self._writes.get(base) if self._writes.held else 0
@@ -132,7 +132,7 @@ class Aliases:
 
 
 def note_write(emulation: Any, x: Tensor) -> None:
-    """Somebody wrote to `x`, which may be an alias: what was rounded of the same memory is rounded again."""
+    """Note a write to `x`, which may be an alias: rounded copies of the same memory are rounded again."""
     aliases: Aliases = emulation.aliases
     if aliases.is_empty:
         return
@@ -150,7 +150,7 @@ def note_write(emulation: Any, x: Tensor) -> None:
 
 
 def _refresh(copy: Tensor, own: Tensor, spec: RoundingSpec | None, keep_masks: bool, has_history: bool) -> None:
-    """Round the memory again, into a copy that somebody holds, with the history of what was written if it has one."""
+    """Round the memory again, into a copy that is still in use, with the history of its writes if it has one."""
     known = format_of(copy)
     if has_history:
         copy.copy_(own)
@@ -165,14 +165,14 @@ def _refresh(copy: Tensor, own: Tensor, spec: RoundingSpec | None, keep_masks: b
 def view_from_outside(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A view of what came from outside: of the rounded copy where gradients flow, else of the memory itself.
+    """A view of a tensor from outside: of the rounded copy where gradients flow, else of the memory itself.
 
-    NotImplemented for what is not such a view: the call makes a copy, or the tensor cannot be looked into.
+    NotImplemented for any other tensor: the call makes a copy, or the tensor cannot be looked into.
     """
     x, aliases = args[0], emulation.aliases
     alias = aliases.of(x)
     is_seen = alias is not None or is_plain(x) or is_traced(x)
-    # what a transform shows is looked behind where it may be written to in parts: without a graph
+    # use the tensor behind a transform where it may be written to in parts: without a graph
     is_seen = is_seen or (has_transform() and not torch.is_grad_enabled())
     if not is_roundable(x) or is_marked_wide(x) or not is_seen:
         return NotImplemented
@@ -219,7 +219,7 @@ def view_from_outside(
 
 
 def _shares_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors lie in one memory, which a transform of torch.func does not show."""
+    """True if two tensors lie in one memory, which a transform of torch.func does not show."""
     return share_storage(memory_behind(x), memory_behind(y)) if has_transform() else share_storage(x, y)
 
 
@@ -234,7 +234,7 @@ def _own_view(of_memory: Callable[[], Any], i: int, has_role: bool) -> Tensor:
 def _view_as_it_is(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor
 ) -> Any:
-    """A view of a buffer, or of what came from outside without a gradient: it is rounded where it is used."""
+    """A view of a buffer, or of a tensor from outside without a gradient: it is rounded where it is used."""
     out = call(func, args, kwargs)
     for view in tensors_in(out):
         if not _shares_memory(view, args[0]):
@@ -268,7 +268,7 @@ def _with_role(emulation: Any, out: Any, has_role: bool, is_of_weight: bool) -> 
 def write_outside(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A write to a parameter or a buffer, which is stored as it was computed, or to a view of what came from outside.
+    """A write to a parameter or a buffer, which is stored as it was computed, or to a view of a tensor from outside.
 
     What came from outside and is neither is an operand, and takes numbers of the format.
     """
@@ -297,7 +297,7 @@ def write_outside(
 
 
 def written_outside(emulation: Any, x: Tensor) -> None:
-    """Settle what a call with `out=x` has written."""
+    """Round the result of a call with `out=x`."""
     spec = spec_of_memory(emulation, x)
     if spec is not None:
         round_seen_(x, spec)
@@ -305,7 +305,7 @@ def written_outside(emulation: Any, x: Tensor) -> None:
 
 
 def spec_of_memory(emulation: Any, x: Tensor) -> RoundingSpec | None:
-    """How numbers are rounded that are written to `x`; None for parameters and buffers, which take them as they are."""
+    """The spec of numbers that are written to `x`; None for parameters and buffers, which take them as they are."""
     alias = emulation.aliases.of(x)
     base = x if alias is None else alias.base
     is_as_it_is = is_state(x) or _is_weight(emulation, base) or not is_roundable(x)
@@ -313,13 +313,13 @@ def spec_of_memory(emulation: Any, x: Tensor) -> RoundingSpec | None:
 
 
 def round_seen_(x: Tensor, spec: RoundingSpec) -> None:
-    """Round what was written, or is about to be, in its own memory."""
+    """Round numbers that were written, or are about to be, in their own memory."""
     if not (has_transform() and round_behind(x, spec)):
         round_here_(x, spec, keep_masks=True)
 
 
 def round_behind(x: Tensor, spec: RoundingSpec, keep_infinity: bool = True) -> bool:
-    """Round what a transform shows, in its own memory: what an operation saved of it is rounded too.
+    """Round the tensor behind a transform in its own memory, so that an operation's saved copy is rounded too.
 
     False where that cannot be: of noise, each transform wants its own.
     """

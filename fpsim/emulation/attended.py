@@ -1,4 +1,4 @@
-"""Attention with points of its own: its softmax, its product with the values, in one block of keys or in several."""
+"""Attention with rounding points: its softmax, its product with the values, in one block of keys or in several."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROWS = Side(-1, -2)
 
 
 def weighted(call: ProductCall, weights: Tensor, value: Tensor, found: Attended | None, **rest: Any) -> Tensor:
-    """o = p v of an attention with points. found: what is known of the weights."""
+    """o = p v of an attention with points. found: the tracked state of the weights."""
     points = _points(call)
     if points.block_kv is None or not weights.shape[-1]:
         make = partial(_OfWeights, points)
@@ -56,14 +56,14 @@ def softmax(call: ProductCall, input: Tensor, dim: int | None = None, _stackleve
     weights = _weights(call, points, scores.mT).mT.contiguous() if is_turned else _weights(call, points, scores)
     found = Attended(None, None)
     if points.block_kv is not None:
-        scores = scores.clone()  # whatever is written to them since
+        scores = scores.clone()  # also if they were written to since
         found = Attended(scores, None, writes_to(scores), is_turned)
     known[weights] = found.of(weights)
     return weights
 
 
 def dropout(call: ProductCall, input: Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
-    """Dropout of an attention's weights: what it multiplies them by is drawn by torch, from the same numbers."""
+    """Dropout of an attention's weights: torch draws its factors, from the same random numbers."""
     known = call.scope.listeners.attended
     found = known.get(input)
     if found is None:
@@ -81,7 +81,7 @@ def dropout(call: ProductCall, input: Tensor, p: float = 0.5, *args: Any, **kwar
 
 
 def attended(call: ProductCall, scores: Tensor, hides_all: Tensor, dropout_p: float) -> tuple[Tensor, Attended | None]:
-    """The weights, and what is known of them, of `scaled_dot_product_attention`.
+    """The weights of `scaled_dot_product_attention`, and their tracked state.
 
     scores: those of keys that are hidden are -inf, but of rows that hide all, which give zeros.
     """
@@ -117,7 +117,7 @@ def _exponentials(product: Product, points: Attention, scores: Tensor, largest: 
 
 
 class _Softmax(PlainFunction):
-    """softmax with its points, and the gradient of softmax at the weights that it gave."""
+    """softmax with its points, and its gradient at the resulting weights."""
 
     @staticmethod
     def forward(ctx: Any, product: Product, points: Attention, scores: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class _OfWeights(Product):
 class _InBlocks(_OfWeights):
     """o = softmax(s) v over one block of keys after the other, as flash-attention orders it.
 
-    Its x are the scores. What the backward pass needs takes the places of `passing`: scores, values, o, the sums of
+    Its x are the scores. The tensors for the backward pass are those of `passing`: scores, values, o, the sums of
     exponentials, and what dropout keeps.
     """
 

@@ -1,4 +1,4 @@
-"""The backward pass: rounds a gradient where it arrives, in place where nobody else holds it."""
+"""The backward pass: round a gradient where it arrives, in place if nothing else refers to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BackwardRounding:
     """A tensor hook: rounds the gradient of one tensor.
 
     scope: of the module in whose forward pass the tensor was made.
-    site, role, spec: what is told to observers, and how the gradient is rounded.
+    site, role, spec: its name for observers, and the rounding of the gradient.
     """
 
     __slots__ = ("role", "scope", "site", "spec")
@@ -57,7 +57,7 @@ class BackwardRounding:
         return None
 
     def _unusual(self, gradient: Tensor | None) -> Tensor | None:
-        """The rounded gradient where it is none, sparse, traced, seen by a transform, or differentiated again."""
+        """The rounded gradient if it is None, sparse, traced, seen by a transform, or differentiated again."""
         if gradient is None:  # an output that nobody used, beside one that somebody did
             return None
         if gradient.is_sparse:
@@ -91,7 +91,7 @@ class BackwardRounding:
         return torch.sparse_coo_tensor(indices, values, gradient.shape, is_coalesced=True, check_invariants=False)
 
     def _apart(self, observer: Observer | None, before: Tensor, gradient: Tensor, log2_scale: Tensor | None) -> Tensor:
-        """Rounded in memory of its own. before: what the observer is shown beside it."""
+        """Round out of place. before: the tensor that the observer compares it with."""
         result = rounded(gradient, self.spec, None, log2_scale)
         mark(result, self.spec.text, log2_scale)
         self._show(observer, before, result, log2_scale)

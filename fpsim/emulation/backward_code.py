@@ -1,8 +1,8 @@
 """The model's own code that runs in the backward pass, of autograd Functions and of hooks: it computes in the format.
 
-A result that depends on the incoming gradient is an error, any other one an activation. What a Function returns is the
-gradient of an operand, and is rounded where that one arrives, by the role and the scale of that place; it is handed
-over as it was before it was rounded here, for no gradient is rounded twice.
+A result that depends on the incoming gradient is an error, any other one an activation. A Function returns the gradient
+of an operand, which is rounded where that one arrives, by the role and the scale of that place; it is handed over as it
+was before it was rounded here, for no gradient is rounded twice.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fpsim.torch_modes import (
 
 __all__ = ["BackwardCode", "CopyOfArgument", "OwnCode", "RunIn", "is_of_a_model", "run_in_backward", "run_modes_by"]
 
-_BEFORE = "_fpsim_before"  # of an error: what it was before it was rounded, and the writes to it until then
+_BEFORE = "_fpsim_before"  # of an error: the values before it was rounded, and the writes to it until then
 _NO_MODELS = ("torch", "fpsim", "ada_loss")
 
 # The argument, the writes to it until the Function's forward ended, the copy.
@@ -102,12 +102,12 @@ class OwnCode:
 
     @property
     def label(self) -> str:
-        """Its name in the sites of what it computes in the backward pass."""
+        """Its name in the sites of its backward pass."""
         return self.site.removeprefix(f"{self.scope.name}:")
 
 
 def is_of_a_model(code: Any) -> bool:
-    """Whether a Function or a hook is a model's own: not of torch, whose Functions are operations, nor of ours."""
+    """True if a Function or a hook is a model's own: not of torch, whose Functions are operations, nor of ours."""
     while isinstance(code, partial):
         code = code.func
     return str(getattr(code, "__module__", "")).partition(".")[0] not in _NO_MODELS
@@ -160,7 +160,7 @@ class BackwardCode(Emulation):
             self._copies[argument] = (now, writes_to(argument) == copy[1])
 
     def computed(self, run: Callable[..., Any], gradients: Any, is_given_back: bool) -> Any:
-        """What `run()` returns."""
+        """Return `run()`."""
         with without_torch_function():
             for x in tensors_in(gradients):
                 self._begin(x)
@@ -236,7 +236,7 @@ class BackwardCode(Emulation):
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
         log2_scale: Tensor | None,
     ) -> None:  # fmt: skip
-        """Note that the results of a call are errors, and what a view of an error was before it was rounded."""
+        """Note that the results of a call are errors, and the unrounded values of views of errors."""
         for x in tensors_in(out):
             if self._known.get(x) is None:  # else it has been rounded, at a scale of its own
                 self._note(x, log2_scale)
@@ -261,7 +261,7 @@ class BackwardCode(Emulation):
         found = self._copies.get(x) if result is not x and result.requires_grad else None
         if found is None:
             return result
-        # What the Function was given, or saved, is what it asks autograd for the gradient of.
+        # A Function asks autograd for gradients of its arguments, or of saved tensors.
         own, has_numbers = found
         known = format_of(result)
         if has_numbers and format_of(own) == known:
@@ -296,7 +296,7 @@ class BackwardCode(Emulation):
         return x if spec is None else self._rounded(x, spec, error[0])
 
     def _rounded(self, x: Tensor, spec: RoundingSpec, log2_scale: Tensor | None) -> Tensor:
-        """An error, rounded in memory of its own; it knows what it was before."""
+        """Round an error out of place, and keep its unrounded values."""
         if spec.is_float32:
             return x
         if is_traced(x) and not torch.is_grad_enabled():
@@ -340,7 +340,7 @@ class BackwardCode(Emulation):
         return result
 
     def _round_memory_(self, x: Tensor, spec: RoundingSpec) -> None:
-        """Round what was written to an error, where it is."""
+        """Round the numbers written to an error, in place."""
         if is_plain(x):
             round_memory_(x, spec, None, self.log2_scale)
             mark(x, spec.text, self.log2_scale)
@@ -362,7 +362,7 @@ class _TracedBackwardCode(BackwardCode, TracedEmulation):
 
 
 def _before(x: Tensor) -> Tensor | None:
-    """What an error was before it was rounded, if nothing was written to it since."""
+    """The values of an error before it was rounded, if nothing was written to it since."""
     kept = vars(x).get(_BEFORE)
     return kept[0] if kept is not None and kept[1] == writes_to(x) else None
 

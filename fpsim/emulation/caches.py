@@ -1,4 +1,4 @@
-"""Caches of keys and values: what one stores is rounded where transformers stores it, in `Cache.update`.
+"""Caches of keys and values: round keys and values where transformers stores them, in `Cache.update`.
 
 The classes are those of transformers, if the process has imported it: nothing here does. A module that would store keys
 and values and is given no cache, as in training, is given one of its own for the call, so that they are rounded at the
@@ -39,7 +39,7 @@ LIBRARY = "transformers.cache_utils"
 
 
 class CacheUse(NamedTuple):
-    """How a module takes a cache.
+    """Use of a cache by a module.
 
     name, position: of the parameter.
     stores: whether its own code calls `update`; others hand the cache on.
@@ -52,7 +52,7 @@ class CacheUse(NamedTuple):
     of_encoder: bool
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The cache among the arguments of a call; None where there is none."""
+        """The cache among the arguments of a call; None without one."""
         return args[self.position] if self.position < len(args) else kwargs.get(self.name)
 
     def with_cache(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -63,7 +63,7 @@ class CacheUse(NamedTuple):
 
 
 def cache_use(module: nn.Module, signature: inspect.Signature | None) -> CacheUse | None:
-    """How a module takes a cache of keys and values; None where it takes none.
+    """Use of a cache of keys and values by a module; None if it takes no cache.
 
     Whether its code stores something is read from the names that the code uses. An encoder shares the code of a decoder
     in some models, and says by `is_decoder` which of the two it is: its keys are in no cache.
@@ -88,7 +88,7 @@ _stored: weakref.WeakSet[Any] = weakref.WeakSet()  # caches in which something w
 
 
 class Stored:
-    """What one call of a module stores in a cache.
+    """The keys and values that one call of a module stores in a cache.
 
     use: how it takes one; None where it does not.
     where: the module, for errors.
@@ -128,7 +128,7 @@ class Stored:
         return use.with_cache(own, args, kwargs)
 
     def require_rounded(self) -> None:
-        """Raise TypeError where the module's cache has stored something by an `update` of its own class alone."""
+        """Raise TypeError if a cache stores keys and values without calling the base class's `update`."""
         if self._cache is None or self.use is None or not self.use.stores:
             return
         library: Any = sys.modules[LIBRARY]
@@ -207,7 +207,7 @@ def _rounded(emulation: Any, x: Tensor, operand: Operand, site: str, role: str) 
     spec: Any = operand.spec()
     is_wide = is_wide_tensor(x)
     with without_torch_function():
-        # what is read from a cache of a real half dtype is in that: a scale of float32 makes other numbers
+        # values read from a cache in a real half dtype have that dtype: a scale of float32 makes other numbers
         given = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         observer = None if is_traced(x) else emulation.scope.listeners.watching(site, role)
         axis, cut = max(given.dim() - 1, 0), None

@@ -1,7 +1,7 @@
-"""What the emulation does with a torch function: a table by name, and what one entry of it knows.
+"""Treatment of each torch function by the emulation: a table by name, and the fields of its entries.
 
 To pass a function through untouched, add its name to PASS; to treat it as one that moves values, add it to MOVE. The
-operands and the result of a function in neither table are rounded. `Action` says what each treatment means.
+operands and the result of a function in neither table are rounded. `Action` explains each treatment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fpsim.emulation import recurrent
 from fpsim.emulation.casts import CAST_NAMES, FACTORIES, FACTORIES_LIKE
-from fpsim.emulation.einsum import is_contracted
+from fpsim.emulation.forms import is_contracted
 from fpsim.emulation.marks import note_inference_write
 from fpsim.emulation.operations import TABLE, Kind, Number, spelling_of
 from fpsim.emulation.scope import active
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class Action(Enum):
-    """What is done with a call."""
+    """Treatment of a call."""
 
     PASS = "it computes nothing in the format: metadata, random numbers, autograd's controls"
     DTYPE = "it asks a tensor for its dtype"
@@ -108,7 +108,7 @@ MOVE = frozenset(
     _pack_padded_sequence resolve_conj resolve_neg __iter__ __reversed__
     """.split()
 )
-# Those of them whose result may lie in the memory of an argument: what is written to it is written there.
+# Those of them whose result may lie in the memory of an argument: writes to it are writes there.
 VIEWS = frozenset(
     """
     data detach alias T mT H mH real imag view_as_real view_as_complex values _values view view_as reshape reshape_as
@@ -152,12 +152,12 @@ ONLY_COMPARED = {
 # Functions that torch writes as two, of which the first may give float32 by itself.
 _IN_TWO = (torch.ldexp, Tensor.ldexp, Tensor.ldexp_)
 QUOTIENT_OF_NUMBER = Tensor.__rtruediv__  # 3.0 / x, which torch computes as x.reciprocal() * 3.0
-# Functions that give float64, whatever they are given.
+# Functions that always return float64.
 _FLOAT64 = ("float_power",)
-# Functions of several steps whose backward pass looks for their result among what they chose it from: it has to stay
+# Functions of several steps whose backward pass looks for their result among the candidates: it has to stay
 # as it is, and a copy is rounded.
 CHOOSE_INSIDE = ("linalg_matrix_norm", "matrix_norm", "linalg_norm", "norm", "linalg_cond", "cond")
-# What is looked up in a weight is an activation, and its gradient, which is summed into the weight, an error.
+# Rows looked up in a weight are activations, and their gradient, which is summed into the weight, is an error.
 LOOK_UPS = ("embedding",)
 # Functions that move each of several tensors, which keep their dtypes.
 EACH = frozenset("broadcast_tensors meshgrid atleast_1d atleast_2d atleast_3d".split())
@@ -217,7 +217,7 @@ _MAY_MULTIPLY = frozenset("einsum inner addr addr_".split())  # of `NARROWING`
 
 
 def only_multiplies(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of one of `NARROWING` sums no products: torch promotes its operands as those of `*` then."""
+    """True if a call of one of `NARROWING` sums no products: torch promotes its operands as those of `*` then."""
     if name not in _MAY_MULTIPLY:
         return False
     if name == "einsum":
@@ -231,38 +231,38 @@ _CONVERTING = (Action.STEP, Action.FILL, Action.FACTORY, Action.LIKE, Action.CAS
 
 
 class Call:
-    """How one torch function is treated.
+    """Treatment of one torch function.
 
     name: without torch's underscores.
-    action: what is done with it.
+    action: its treatment.
     in_place: whether it writes to its first argument.
     has_threshold: whether a number of Python beside a tensor is one of the tensor's dtype.
     threshold: where torch's kernels have it so: "always", or "on card".
     number: what torch makes of a float32 tensor without dimensions beside one of low precision.
     promotes: whether integers beside numbers of the format are brought into it; else they are indices or counts.
     expands: whether a tensor without dimensions counts in the dtype of the result.
-    copies: whether it writes what it is given to its first argument, as it is.
+    copies: whether it writes its argument to the first one, unchanged.
     has_pole: whether it may make minus infinity of numbers: it saturates in a format without. Of others, it is a mask.
     is_quotient: whether that depends on its second operand.
     is_view: whether its result may lie in the memory of its first argument.
     is_comparison: whether it compares numbers.
     is_squared_difference: whether it is `mse_loss`, two operations where it reduces nothing.
-    is_special: whether it is not one operation on numbers: asked once for what few calls are.
-    converts: whether it makes a tensor, or decides what a tensor's dtype is.
+    is_special: whether it is not one operation on numbers: one test for several rare treatments.
+    converts: whether it makes a tensor, or decides a tensor's dtype.
     may_multiply: whether it sums no products with some of its arguments.
     narrows: whether its operands are brought into the format although they are float32 on purpose.
-    chooses_inside: whether its backward pass looks for its result among what it chose it from.
+    chooses_inside: whether its backward pass looks for its result among the candidates.
     takes_dtype: whether a dtype may be given by its place among the arguments.
     only_compared: positions and names of the arguments that promote nothing.
     scales: whether it multiplies or divides a tensor by a number, if it is given one.
-    has_dtype_of_first: whether the first argument alone says what the result's dtype is.
+    has_dtype_of_first: whether the first argument alone decides the result's dtype.
     is_of_each: whether it moves each of several tensors, which keep their dtypes.
     drops: whether it drops numbers if it is not told; None for what drops none.
-    inplace_at: the position of the argument `inplace`; None where there is none.
+    inplace_at: the position of the argument `inplace`; None without one.
     may_write: whether it writes to its first argument with some of its arguments.
     may_renormalise: whether it changes a weight first, if it is given a `max_norm`.
-    gives_float64: whether it gives float64, whatever it is given.
-    body: what it does, in Python, with the functions that it is given; None for what is given none.
+    gives_float64: whether it always returns float64.
+    body: its definition in Python, with the functions among its arguments; None without such arguments.
     only_computes: whether nothing but the rounding of its operands and results is to be done.
     writes: positions and names of the arguments that it writes to, as its schema says; `out=` aside.
     skip_positions, skip_names: arguments that are not operands, or that the function writes to: a copy would not do.
@@ -338,7 +338,7 @@ class Call:
         self.skip_positions, self.skip_names = written[0].union(skips[0]), written[1].union(skips[1])
 
     def writes_to_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call with these arguments writes to the first one."""
+        """True if a call with these arguments writes to the first one."""
         at = self.inplace_at
         return self.in_place or (at is not None and bool(args[at] if at < len(args) else kwargs.get("inplace")))
 
@@ -352,7 +352,7 @@ class Call:
         return found
 
     def drops_nothing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a dropout with these arguments gives the first one itself."""
+        """True if a dropout with these arguments returns the first one itself."""
         p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
         named = kwargs.get("training", kwargs.get("train", self.drops))
         return not (args[2] if len(args) > 2 else named) or p == 0
@@ -417,13 +417,13 @@ known_calls: dict[Any, Call] = {
 
 
 def call_of(function: Callable[..., Any]) -> Call:
-    """How this torch function is treated; looked up once and kept."""
+    """Treatment of this torch function; looked up once and cached."""
     call = known_calls.get(function)
     return known_calls.setdefault(function, Call(function)) if call is None else call
 
 
 class _Border:
-    """Where something is rounded that is not a torch function's result: it has a name for its site, as a Call has."""
+    """A place other than a torch function's result where a tensor is rounded; named for its site, as a Call is."""
 
     def __init__(self, name: str) -> None:
         self.name, self.has_pole, self.chooses_inside = name, False, False

@@ -1,4 +1,4 @@
-"""Casts: what a call asks a tensor to become, where one dtype of torch stands for both float32 and the format.
+"""Casts: the dtype that a call asks for, where one dtype of torch stands for both float32 and the format.
 
 `x.to(torch.float32)` asks for float32. `x.to(y.dtype)` asks for what y is, and `y.dtype` says float32 whether y is in
 the format or not. Both calls give torch the same argument; only the code that called tells them apart.
@@ -41,7 +41,7 @@ __all__ = [
 
 CAST_NAMES = frozenset(row.name for row in TABLE.values() if row.kind is Kind.CAST)
 # Functions that make a tensor of nothing but sizes and numbers, and those that make one like another; counts are in the
-# dtype of what is counted.
+# dtype of the counted values.
 FACTORIES = frozenset(
     """
     zeros ones full empty eye arange linspace logspace range rand randn normal tensor as_tensor asarray scalar_tensor
@@ -56,7 +56,7 @@ FACTORIES_LIKE = frozenset(
     """.split()
 )
 WIDE_DTYPES = (torch.float32, torch.float64)
-_WIDE_TYPES = ("FloatTensor", "DoubleTensor")  # what a dtype was called before there were dtypes
+_WIDE_TYPES = ("FloatTensor", "DoubleTensor")  # the names of dtypes before torch had dtypes
 _HOME = os.path.join(Path(torch.__file__).parent, "")  # not torchvision's, nor torch_geometric's
 # The package of the modes. Not all of fpsim: `forwards` calls modules, and what calls it may be torch's sharding.
 _MODES = os.path.join(sys.modules[__package__].__path__[0], "")
@@ -73,7 +73,7 @@ def dtype_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | Non
 
 
 def asks_for_float32(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the code that called `function` asks for float32 (or float64) in words.
+    """True if the code that called `function` asks for float32 (or float64) in words.
 
     `x.float()` does, and `softmax(x, dtype=torch.float32)`, also by a variable that was set so; `y.dtype` does not.
     """
@@ -104,7 +104,7 @@ has_process_group: Callable[[], bool] = (  # bool() is False
 
 
 def is_called_by_sharding() -> bool:
-    """Whether torch.distributed itself calls: it gathers and frees parameters between modules, and computes nothing.
+    """True if torch.distributed itself calls: it gathers and frees parameters between modules, and computes nothing.
 
     Asked only where there is a process group.
     """
@@ -123,7 +123,7 @@ def _is_of_sharding(file: str) -> bool:
 
 @cache
 def is_of_machinery(file: str) -> bool:
-    """Whether a file of torch's runs models, and is not part of one: checkpoints, sharding, tracers, autograd."""
+    """True if a file of torch's runs models, and is not part of one: checkpoints, sharding, tracers, autograd."""
     if not file.startswith(_HOME):
         return False
     folder = Path(file).relative_to(_HOME).parts[0]
@@ -132,7 +132,7 @@ def is_of_machinery(file: str) -> bool:
 
 @cache
 def _is_between(file: str) -> bool:
-    """Whether a frame lies between the user's call and the mode: that of a mode of ours, or torch's own wrapping."""
+    """True if a frame lies between the user's call and the mode: that of a mode of ours, or torch's own wrapping."""
     return file.startswith((_HOME, _MODES))
 
 
@@ -140,7 +140,7 @@ _LOOK: Any = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 
 
 def autocast_here() -> list[Callable[[], AbstractContextManager[Any]]]:
-    """What enters, in another thread, the autocast that is on in this one."""
+    """Return makers of contexts that enter this thread's autocast in another thread."""
     devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     return [partial(torch.autocast, device, torch.get_autocast_dtype(device)) for device in devices]
 
@@ -156,7 +156,7 @@ def autocast_depth() -> int:
 
 
 def is_float32_island(outer_depth: int) -> bool:
-    """Whether autocast was switched off since the depth was `outer_depth`: `with torch.autocast(..., enabled=False)`.
+    """True if autocast was switched off since the depth was `outer_depth`: `with torch.autocast(..., enabled=False)`.
 
     A checkpoint runs its forward again inside of such blocks of its own, which say nothing.
     """
@@ -166,7 +166,7 @@ def is_float32_island(outer_depth: int) -> bool:
     return not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
 
 
-# What stands in the place of a dtype in the code that called: `torch.float32` in words, or the model's own dtype
+# The dtype in the calling code: `torch.float32` written literally, or taken from the model
 
 
 _LITERALS = ("float32", "float", "float64", "double")  # of the module torch
@@ -176,7 +176,7 @@ _BOUND = ("self", "cls")  # parameters that no call passes in words
 
 
 class _Words(NamedTuple):
-    """What is written in one place, as far as it may say a dtype.
+    """The source expression in one place, as far as it may name a dtype.
 
     is_literal: torch.float32 or its like.
     is_own: the dtype of something, `x.dtype`.
@@ -189,7 +189,7 @@ class _Words(NamedTuple):
 
 
 def names_float32(frame: FrameType, function: str, caller_of: Callable[[FrameType], FrameType | None]) -> bool:
-    """Whether the code that calls `function` in `frame` says float32 or float64 in words.
+    """True if the code that calls `function` in `frame` says float32 or float64 in words.
 
     caller_of: the frame of the code that called, past frames that do not count.
     """
@@ -210,7 +210,7 @@ def _any_variable_does(
 
 
 def _variable_does(frame: FrameType, name: str, caller_of: Callable[[FrameType], FrameType | None]) -> bool:
-    """Whether a local variable, which holds a dtype, was set to float32 in words."""
+    """True if a local variable, which holds a dtype, was set to float32 in words."""
     code = frame.f_code
     set_to = _words_of_assignments(code, name)
     if name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
@@ -235,14 +235,14 @@ _NOT_PASSED = _Words(False, False, ("",))
 
 @cache
 def _calls_by_name(code: CodeType, last: int) -> bool:
-    """Whether the call at offset `last` is `x.float()` or its like: a compiler's stand-in for x calls `to` then."""
+    """True if the call at offset `last` is `x.float()` or its like: a compiler's stand-in for x calls `to` then."""
     loads = [x for x in _arguments(code, last) if x.opname.startswith("LOAD")]
     return bool(loads) and loads[-1].argval in _CAST_METHODS and not loads[-1].opname.startswith("LOAD_CONST")
 
 
 @cache
 def _words_of_call(code: CodeType, last: int, function: str) -> _Words:
-    """What stands among the arguments of the call at offset `last`, not inside of calls among them."""
+    """Read the expressions among the arguments of the call at offset `last`, outside of nested calls."""
     arguments = _arguments(code, last)
     named = [i for i, x in enumerate(arguments) if x.argval == function and x.opname.startswith("LOAD")]
     return _words_of(_outside_of_calls(arguments[named[-1] + 1 :] if named else arguments))
@@ -250,11 +250,11 @@ def _words_of_call(code: CodeType, last: int, function: str) -> _Words:
 
 @cache
 def _words_of_passed(code: CodeType, last: int, callee: CodeType, name: str) -> _Words | None:
-    """What the call at offset `last` of `callee` says for its parameter `name`; None where that cannot be read."""
+    """Read the expression that the call of `callee` at offset `last` passes as `name`; None if it cannot be read."""
     instructions, call = _arguments(code, last), _at(code, last)
     is_of_callee = callee.co_name == "forward" or any(x.argval == callee.co_name for x in instructions)
     if not is_of_callee or call.opname not in ("CALL", "CALL_KW", "PRECALL") or call.arg is None:
-        return None  # a wrapper, which passes what it was given
+        return None  # a wrapper, which passes its argument on
     keywords: tuple[str, ...] = ()
     for x in instructions[-3:]:
         is_names = x.opname == "KW_NAMES" or (call.opname == "CALL_KW" and x.opname.startswith("LOAD_CONST"))
@@ -268,7 +268,7 @@ def _words_of_passed(code: CodeType, last: int, callee: CodeType, name: str) -> 
 
 @cache
 def _words_of_assignments(code: CodeType, name: str) -> _Words | None:
-    """What a variable is set to, wherever the code sets it; None where it does not."""
+    """Read the expressions that the code assigns to a variable; None where it does not."""
     instructions, assigned = _instructions(code), []
     for end, x in enumerate(instructions):
         if name in _stored_by(x):
@@ -311,7 +311,7 @@ def _at(code: CodeType, last: int) -> dis.Instruction:
 
 
 def _arguments(code: CodeType, last: int) -> list[dis.Instruction]:
-    """The instructions that make what is called at offset `last`, and its arguments."""
+    """The instructions that make the callee and the arguments of the call at offset `last`."""
     call = _at(code, last)
     return [x for x in _instructions(code) if x.offset < call.offset and _lies_in(x, call)]
 
@@ -322,7 +322,7 @@ def _outside_of_calls(instructions: list[dis.Instruction]) -> list[dis.Instructi
 
 
 def _lies_in(x: dis.Instruction, outer: dis.Instruction) -> bool:
-    """Whether an instruction comes from inside of the source of another one. True where positions were left out."""
+    """True if an instruction comes from inside of the source of another one. True where positions were left out."""
     own, around = x.positions, outer.positions
     if own is None or around is None or None in own or None in around:
         return True

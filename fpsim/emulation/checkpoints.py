@@ -1,4 +1,4 @@
-"""What a backward pass runs again, or unpacks: in the format and scope, and with the noise, of the first time."""
+"""Recomputation and saved tensors in a backward pass: with the format, scope and noise of the first time."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = ["Hooks", "packed_afterwards", "watch_checkpoints"]
 
 
 class _Replay:
-    """A function that a checkpoint runs, and what has to be as it was when the backward pass runs it again.
+    """A function that a checkpoint runs, and the state to restore when the backward pass runs it again.
 
-    function: what the checkpoint runs.
-    args: what it is given: of each tensor the mark is kept, for the tensors that come again are others.
+    function: the checkpoint's function.
+    args: its arguments: of each tensor the mark is kept, for the tensors that come again are others.
     start: where the forward pass is; it has `scope`, `copies_of(x)` and `enter(undo)`.
     """
 
@@ -67,7 +67,7 @@ class _Replay:
 
 
 def _settle(outputs: Any) -> None:
-    """The gradients of what a reentrant checkpoint gives are rounded where it runs again: they have their place."""
+    """The gradients of a reentrant checkpoint's outputs are rounded where it runs again, at their own place."""
     if active.emulation is None:
         return
     if active.stand_ins is not None:
@@ -93,14 +93,14 @@ def watch_checkpoints(position_of: Callable[[Any], Any]) -> None:
     wrap_checkpoints(wrap, _settle)
 
 
-# Saved tensors: what an operation saves for its backward pass is packed once the operation's result is rounded
+# Saved tensors: those of an operation's backward pass are packed once the operation's result is rounded
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class _Saved:
-    """A saved tensor: the tensor itself, then what the hook makes of it."""
+    """A saved tensor: the tensor itself, then the hook's packed value."""
 
     __slots__ = ("value",)
 

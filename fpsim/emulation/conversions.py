@@ -1,4 +1,4 @@
-"""Conversions between the format and float32: what a tensor's dtype is said to be, casts, and new tensors.
+"""Conversions between the format and float32: the reported dtype of a tensor, casts, and new tensors.
 
 The format is a dtype below float32 that torch does not have. Where it is bf16 or fp16, torch has one of that name:
 `x.dtype` of a tensor in the format is that, and whoever asks for that dtype gets a tensor in the format. torch.float32
@@ -61,17 +61,17 @@ _WIDE_TYPES = {"FloatTensor": torch.float32, "DoubleTensor": torch.float64}
 
 
 class Asked(Enum):
-    """What a call says that its result's dtype should be."""
+    """The dtype that a call asks for its result."""
 
     NOTHING = "no dtype, or one that the code that called has to be read for"
     NARROW = "the format's"
     WIDE = "float32 or float64"
 
 
-# What a dtype is said to be
+# Reported dtypes
 
 
-DTYPE_OF: Any = Tensor.dtype.__get__  # type: ignore[attr-defined]  # what a mode is told of `x.dtype`
+DTYPE_OF: Any = Tensor.dtype.__get__  # type: ignore[attr-defined]  # a mode's call for `x.dtype`
 
 
 def dtype_of(emulation: Any, frame: Any, x: Tensor) -> torch.dtype:
@@ -93,7 +93,7 @@ def dtype_of(emulation: Any, frame: Any, x: Tensor) -> torch.dtype:
 def named_dtype(
     emulation: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Asked]:
-    """The arguments with float32, the container, in the place of the format's own name; and what was asked for."""
+    """The arguments with float32, the container, instead of the format's own name; and the dtype asked for."""
     name, dtype = emulation.scope.dtype, dtype_in(args, kwargs)
     if call.action is Action.CAST and call.name == "type":
         dtype = _dtype_of_type(args, kwargs) or dtype
@@ -125,7 +125,7 @@ def _require_no_bits(emulation: Any, x: Tensor, dtype: torch.dtype) -> None:
 
 
 def _container_for(x: Any, dtype: torch.dtype) -> Any:
-    """float32 where an argument is the dtype or the type of tensors that stands for it, on the device that it names."""
+    """Return float32 if an argument is the format's dtype or tensor type, on the device that it names."""
     if x is dtype:
         return torch.float32
     place, name = _type_named(x)
@@ -159,7 +159,7 @@ def result_type(emulation: Any, func: Callable[..., Any], args: tuple[Any, ...],
 
 
 def mark_gradients(emulation: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A gradient, of `x.grad` or of torch.autograd.grad, has the dtype of what it is the gradient of."""
+    """A gradient, of `x.grad` or of torch.autograd.grad, has the dtype of the tensor that it belongs to."""
     if is_attribute := len(args) == 1 and not kwargs:
         inputs, gradients = args[0], (out,)
     else:
@@ -179,14 +179,14 @@ def mark_gradients(emulation: Any, out: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def is_float64(x: Any) -> bool:
-    """Whether `x` is a tensor of float64, or of complex numbers of two."""
+    """True if `x` is a tensor of float64, or of complex numbers of two."""
     return isinstance(x, Tensor) and x.dtype in _FLOAT64
 
 
 def asks_for_wide(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether a call that is given a dtype asks for float32 in words; or for float64, which is none of the format's."""
+    """True if a call that is given a dtype asks for float32 in words; or for float64, which never means the format."""
     if dtype_in(args, kwargs) in _FLOAT64 and not emulation.scope.is_float64:
         return True
     return asks_for_float32(func, call.name, args, kwargs)
@@ -280,7 +280,7 @@ def make(
         is_wide = asks_for_wide(emulation, func, call, args, kwargs)
     elif call.action is Action.LIKE:
         like = args[0] if args else kwargs.get("input")
-        is_wide = isinstance(like, Tensor) and is_marked_wide(like)  # whatever it is filled with
+        is_wide = isinstance(like, Tensor) and is_marked_wide(like)  # with any fill value
     else:
         is_wide = not others or any(is_marked_wide(x) for x in others)
     if is_wide:
@@ -325,7 +325,7 @@ def set_data(
 def for_each(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What torch does with each tensor of a list: those of the format are rounded, others stay as they are.
+    """Apply a function of lists to each tensor: those of the format are rounded, others stay as they are.
 
     Optimizers work so on parameters, their states and gradients, which come from outside.
     """
@@ -371,7 +371,7 @@ def for_each(
 
 
 def _each_alone(emulation: Any, call: Call, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function of lists does, by the method of the same name, tensor by tensor."""
+    """Apply a function of lists tensor by tensor, by the method of the same name."""
     name = call.name.removeprefix("_foreach_")
     method = getattr(Tensor, name, None) or getattr(Tensor, name.removesuffix("_"))
     results = []
@@ -388,7 +388,7 @@ def _only(x: Any) -> Any:
 
 
 def _is_ours(emulation: Any, call: Call, x: Tensor) -> bool:
-    """Whether `x` has the format's dtype: what was made here, and a parameter that is read in an optimizer's step."""
+    """True if `x` has the format's dtype: emulated results, and parameters read in an optimizer's step."""
     return is_made_here(x) or (emulation.scope.write is not None and not call.in_place and emulation.is_stored(x))
 
 
@@ -404,7 +404,7 @@ def _of_one(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
 def _in_place(
     emulation: Any, func: Callable[..., Any], call: Call, x: Tensor, others: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """What is written to one tensor of a list."""
+    """Write the result to one tensor of a list."""
 
     is_wide, is_stored = is_marked_wide(x), emulation.is_stored(x)
     is_in_step = is_stored and emulation.scope.write is not None

@@ -49,7 +49,7 @@ _POOLS = {
 
 @functools.cache
 def watch_threads() -> None:
-    """From here on, what computes in a thread that emulated code starts, or gives work to, warns, once for a model.
+    """From here on, warn once per model if emulated code computes in another thread that it starts or gives work to.
 
     It is not emulated: sites are counted in the order of calls, which two threads do not have. Modules of a quantised
     model enter their own emulation in whichever thread they are called.

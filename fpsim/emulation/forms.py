@@ -2,21 +2,36 @@
 
 A product is linear in each of x and w. Its gradients are products of the same kind, at operands of their own:
 `dx = vjp(f, at=w)(dy)`. `ByVjp` computes them so, for any such function; the other forms are written by hand.
+`contraction` turns an einsum formula into a batched product of two matrices.
 """
 
 from __future__ import annotations
 
+import math
+import string
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Batched", "ByVjp", "Convolution", "Form", "Linear", "Side"]
+__all__ = [
+    "Batched",
+    "ByVjp",
+    "Contraction",
+    "Convolution",
+    "Form",
+    "Linear",
+    "Side",
+    "contraction",
+    "is_contracted",
+    "simplified",
+]
 
 
 class Side(NamedTuple):
-    """How an operand lies in a product: the axis that the product sums over, and that along which tiles have rows."""
+    """Layout of an operand in a product: the axis that the product sums over, and that along which tiles have rows."""
 
     axis: int
     across: int
@@ -27,7 +42,7 @@ _ROWS, _COLUMNS = Side(1, 0), Side(0, 1)
 
 
 class Form(Protocol):
-    """One bilinear operation. All operands come arranged, as `arrange` gives them."""
+    """One bilinear operation. All operands are arranged, as by `arrange`."""
 
     fprop: Sides  # of x and w
     dgrad: Sides  # of dy and w
@@ -39,7 +54,7 @@ class Form(Protocol):
         ...
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        """y, as torch gives it."""
+        """y, as torch computes it."""
         ...
 
     def data_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
@@ -111,7 +126,7 @@ class Batched:
 
 
 class ConvolutionSettings(NamedTuple):
-    """What torch.convolution takes besides its tensors."""
+    """The arguments of torch.convolution other than tensors."""
 
     stride: list[int]
     padding: list[int]
@@ -180,3 +195,148 @@ class ByVjp:
 
     def bias_gradient(self, dy: Tensor) -> Tensor:
         raise AssertionError("a bias is added outside")
+
+
+_LETTERS = string.ascii_letters
+
+
+def simplified(args: tuple[Any, ...]) -> tuple[list[str], list[Tensor], str] | None:
+    """The terms, operands and result of torch.einsum's arguments; each letter once in a term, no ellipsis.
+
+    Letters of one operand that nobody else has are summed, repeated ones are read along the diagonal, and axes of
+    length 1 that stand for longer ones are dropped. None for arguments that torch refuses.
+    """
+    read = _read(args)
+    if read is None:
+        return None
+    terms, operands, out = read
+    sizes: dict[str, int] = {}
+    for term, x in zip(terms, operands, strict=True):
+        for letter, size in zip(term, x.shape, strict=True):
+            sizes[letter] = max(sizes.get(letter, 1), size)
+    simple = [
+        _simple_term(term, x, sizes, set(out).union(*(t for j, t in enumerate(terms) if j != i)))
+        for i, (term, x) in enumerate(zip(terms, operands, strict=True))
+    ]
+    terms = [term for term, _ in simple]
+    if set(out) - set("".join(terms)) or len(set(out)) != len(out):
+        return None
+    return terms, [x for _, x in simple], out
+
+
+def is_contracted(args: tuple[Any, ...]) -> bool:
+    """True if torch.einsum, given these arguments, sums products of several operands, or refuses them."""
+    read = _read(args)
+    if read is None:
+        return True
+    terms, operands, out = read
+    found: set[str] = set()  # letters of operands before, whose axes are longer than 1
+    for term, x in zip(terms, operands, strict=True):
+        letters = {letter for letter, size in zip(term, x.shape, strict=True) if size != 1}
+        if (letters & found) - set(out):
+            return True
+        found |= letters
+    return False
+
+
+def _read(args: tuple[Any, ...]) -> tuple[list[str], list[Tensor], str] | None:
+    """The terms without an ellipsis, the operands and the result; None for arguments that torch refuses."""
+    if isinstance(args[0], str):
+        rest = args[1:]
+        operands = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else list(rest)
+        left, arrow, right = args[0].replace(" ", "").partition("->")
+        terms, out = left.split(","), right if arrow else None
+    else:  # operands, each before a list of numbers
+        operands, lists = list(args[0 : len(args) // 2 * 2 : 2]), list(args[1::2])
+        terms = [_from_numbers(numbers) for numbers in lists]
+        out = _from_numbers(args[-1]) if len(args) % 2 else None
+    if len(terms) != len(operands) or not all(isinstance(x, Tensor) for x in operands):
+        return None
+    expanded = _without_ellipses(terms, operands, out)
+    return None if expanded is None else (expanded[0], operands, expanded[1])
+
+
+def _from_numbers(numbers: Any) -> str:
+    return "".join("..." if n is Ellipsis else _LETTERS[n] for n in numbers)
+
+
+def _without_ellipses(terms: list[str], operands: list[Tensor], out: str | None) -> tuple[list[str], str] | None:
+    """The terms and the result with letters for every axis; None where their numbers do not fit."""
+    unused = [c for c in _LETTERS if c not in "".join([*terms, out or ""])]
+    hidden = [x.dim() - len(t.replace("...", "")) if "..." in t else 0 for t, x in zip(terms, operands, strict=True)]
+    most = max(hidden, default=0)
+    names = "".join(unused[:most])
+    full = [t.replace("...", names[most - n :]) for t, n in zip(terms, hidden, strict=True)]
+    if any(n < 0 for n in hidden) or any(len(t) != x.dim() for t, x in zip(full, operands, strict=True)):
+        return None
+    if out is None:  # ellipsis first, then what appears once in the order of the alphabet
+        together = "".join(terms).replace("...", "")
+        return full, names + "".join(sorted(c for c in set(together) if together.count(c) == 1))
+    return full, out.replace("...", names)
+
+
+def _simple_term(term: str, x: Tensor, sizes: dict[str, int], wanted: set[str]) -> tuple[str, Tensor]:
+    """A term and its operand without repeated letters, letters of no other term, and broadcast axes."""
+    letters = "".join(dict.fromkeys(term))
+    kept = "".join(c for c in letters if c in wanted)
+    if kept != term:
+        x = torch.einsum(f"{term}->{kept}", x)
+    broadcast = [i for i, c in enumerate(kept) if x.shape[i] == 1 != sizes[c]]
+    if broadcast:
+        x = x.squeeze(broadcast)
+        kept = "".join(c for i, c in enumerate(kept) if i not in broadcast)
+    return kept, x
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """Two operands and their result by letters.
+
+    equation: as torch.einsum takes it.
+    batch: letters of both operands and the result.
+    inner: letters of both operands, which are summed over.
+    rows, columns: letters of one operand and the result.
+    """
+
+    equation: str
+    batch: str
+    inner: str
+    rows: str
+    columns: str
+
+    @property
+    def _terms(self) -> tuple[str, str, str]:
+        left, _, out = self.equation.partition("->")
+        a, b = left.split(",")
+        return a, b, out
+
+    def operands(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """(batch, rows, inner) and (batch, inner, columns); without the batch if the operands have none."""
+        of_a, of_b, _ = self._terms
+        return (
+            _grouped(a, of_a, self.batch, self.rows, self.inner),
+            _grouped(b, of_b, self.batch, self.inner, self.columns),
+        )
+
+    def result(self, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """(batch, rows, columns) as the result's letters have it."""
+        of_a, of_b, out = self._terms
+        sizes = dict(zip(of_a + of_b, (*a.shape, *b.shape), strict=True))
+        letters = self.batch + self.rows + self.columns
+        y = y.reshape([sizes[c] for c in letters])
+        return y.permute([letters.index(c) for c in out])
+
+
+def contraction(a: str, b: str, out: str) -> Contraction:
+    """The contraction of two `simplified` terms and a result, which has all letters of one operand alone."""
+    batch = "".join(c for c in a if c in b and c in out)
+    inner = "".join(c for c in a if c in b and c not in out)
+    rows, columns = ("".join(c for c in t if c not in other) for t, other in ((a, b), (b, a)))
+    return Contraction(f"{a},{b}->{out}", batch, inner, rows, columns)
+
+
+def _grouped(x: Tensor, term: str, batch: str, first: str, second: str) -> Tensor:
+    x = x.permute([term.index(c) for c in batch + first + second])
+    shape = [math.prod(x.shape[: len(batch)])] if batch else []
+    middle = len(batch) + len(first)
+    return x.reshape(*shape, math.prod(x.shape[len(batch) : middle]), math.prod(x.shape[middle:]))

@@ -35,16 +35,16 @@ class _Kept(NamedTuple):
 class KeptWeights:
     """The rounded copies of the weights of one model, from the first call that uses them on.
 
-    name_of: what the error calls a weight.
+    name_of: the name of a weight in the error.
     """
 
     def __init__(self, name_of: Callable[[Tensor], str]) -> None:
         self._name_of = name_of
-        self._kept: ByIdentity[dict[Hashable, _Kept]] = ByIdentity()  # of a weight, by what it is rounded to
+        self._kept: ByIdentity[dict[Hashable, _Kept]] = ByIdentity()  # of a weight, by its spec
         self._copies: ByIdentity[bool] = ByIdentity()  # True of each copy: a product quantises it once more
 
     def is_kept(self, x: Tensor) -> bool:
-        """Whether `x` is a parameter, or the kept copy of one."""
+        """True if `x` is a parameter, or the kept copy of one."""
         return type(x) is nn.Parameter or self._copies.get(x) is not None
 
     def find(self, x: Tensor, key: Hashable) -> Tensor | None:
@@ -60,7 +60,7 @@ class KeptWeights:
     def copy_of(self, x: Tensor, key: Hashable, make: Callable[[Tensor], Tensor], is_by_number: bool = False) -> Tensor:
         """The kept copy of a weight, which is `make(x)`. Raises RuntimeError where the weight was written to since.
 
-        is_by_number: as of what is kept.
+        is_by_number: as of the cached copy.
         """
         found = self.find(x, key)
         if found is not None:
@@ -74,7 +74,7 @@ class KeptWeights:
         return kept.copy
 
     def require_unchanged(self) -> None:
-        """Raise RuntimeError for a weight that is not what it was when it was rounded, whoever wrote to it and how.
+        """Raise RuntimeError for a weight that has changed since it was rounded, by any kind of write.
 
         Each copy of a weight is made again and compared: `w.data` and NumPy write where no counter sees it. A copy of
         a copy is of the same numbers then, and nobody else has it.
@@ -93,7 +93,7 @@ class KeptWeights:
 
 
 def key_of_product(specs: ProductSpecs, side: Hashable) -> Hashable | None:
-    """By what the second operand of a forward product is kept; None where each call quantises its own.
+    """The cache key of a forward product's second operand; None where each call quantises its own.
 
     side: how it lies in the product.
     """
@@ -108,7 +108,7 @@ _AT_ONCE = 1 << 16  # numbers that are made again at once: they stay in the cach
 
 
 def _is_still(kept: _Kept, x: Tensor) -> bool:
-    """Whether a copy is what would be made of the weight now."""
+    """True if a copy is what would be made of the weight now."""
     if not (kept.is_by_number and x.is_contiguous() and kept.copy.is_contiguous()):
         return _same_bits(kept.copy, kept.make(x))
     parts = zip(*(y.detach().view(-1).split(_AT_ONCE) for y in (kept.copy, x)), strict=True)

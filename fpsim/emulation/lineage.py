@@ -1,4 +1,4 @@
-"""What products know of the tensors of a call: which are weights, and which come from the products of an attention."""
+"""Origin of the tensors of a call, for products: weights, or results of the products of an attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def weights_among(scope: Scope, originals: tuple[Any, ...], prepared: tuple[Any,
 
 
 def note_views_of_weights(scope: Scope, call: Call, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note that what a weight is viewed, copied or cut to is one to a product, and to a scaling."""
+    """Note that views, copies and slices of a weight count as weights, for products and for a scaling."""
     if scope.products is None and scope.listeners.scaling is None:
         return
     if call.action not in (Action.MOVE, Action.CAST) or call.name in LOOK_UPS:
@@ -35,7 +35,7 @@ def note_views_of_weights(scope: Scope, call: Call, out: Any, args: tuple[Any, .
 
 
 def attended_among(scope: Scope, originals: tuple[Any, ...], prepared: tuple[Any, ...]) -> dict[int, Attended]:
-    """What is known of those of the prepared arguments, by id, that come from q k^T of an attention with points."""
+    """The state of the prepared arguments, by id, that come from q k^T of an attention with points."""
     known = scope.listeners.attended
     if not known.held:
         return {}
@@ -53,7 +53,7 @@ def follow_attention(
         return
     first = args[0] if args else None
     if isinstance(first, Tensor) and known.get(first) is not None:
-        if call.name == "data" or call.writes_to_first(args, kwargs):  # nobody counts what is written to x.data
+        if call.name == "data" or call.writes_to_first(args, kwargs):  # writes to x.data are not counted
             known[first] = Attended(None, None)
     source = next((x for x in typed_in(args, kwargs) if known.get(x) is not None), None)
     if source is None:
@@ -68,7 +68,7 @@ def follow_attention(
 
 
 def know_copy(scope: Scope, x: Tensor, copy: Tensor) -> None:
-    """Know of a copy what is known of a tensor."""
+    """Copy the tracked state of a tensor to its copy."""
     if (found := scope.listeners.attended.get(x)) is not None:
         scope.listeners.attended[copy] = found.of(copy)
 
@@ -77,7 +77,7 @@ def _moved(
     found: Attended, source: Tensor, x: Tensor, function: Callable[..., Any], call: Call, args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Attended:  # fmt: skip
-    """What is known of a result: the scores behind moved weights are moved alike; computed weights have none."""
+    """The state of a result: the scores behind moved weights are moved alike; computed weights have none."""
     if found.scores is None or call.action not in (Action.MOVE, Action.CAST):
         return Attended(None, None)
 
@@ -103,7 +103,7 @@ PERMUTATIONS = frozenset("mT mH adjoint t T H transpose swapaxes swapdims permut
 
 
 def _permuted(name: str, dims: tuple[Any, ...], n: int) -> list[int] | None:
-    """The axes of a tensor of n axes in the order in which a call leaves them; None where that is not known."""
+    """The order of n axes after a call; None if it is unknown."""
     axes = list(range(n))
     if name == "permute":
         flat = dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims

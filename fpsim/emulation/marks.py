@@ -1,4 +1,4 @@
-"""Marks: which format the values of a tensor are known to be in, so that nothing is rounded twice."""
+"""Marks: the format that a tensor's values are in, so that nothing is rounded twice."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ __all__ = [
 # Behind the format in a weight's mark: in another module its format may be that of weights, and an activation still has
 # to fit.
 OF_A_WEIGHT = " of a weight"
-# The mark of what is float32 on purpose, and not in the format.
+# The mark of tensors that are float32 on purpose, and not in the format.
 WIDE = "wide"
 MARK = "_fpsim"  # the attribute of a tensor where its mark is
 
@@ -66,11 +66,11 @@ MARK = "_fpsim"  # the attribute of a tensor where its mark is
 # changes it.
 Mark = tuple[str, int | None, Tensor | None, bool]
 
-WIDE_MARK: Mark = (WIDE, 0, None, True)  # all of what is float32 on purpose have this one: it is known by identity
+WIDE_MARK: Mark = (WIDE, 0, None, True)  # one for all tensors that are float32 on purpose, known by identity
 
 
 class _MarkAtScale(tuple[Any, ...]):
-    """The mark of a gradient rounded at a scale, which is known by identity: nothing is known of its copies."""
+    """The mark of a gradient rounded at a scale, known by identity, so that copies do not inherit it."""
 
     __slots__ = ()
 
@@ -79,7 +79,7 @@ class _MarkAtScale(tuple[Any, ...]):
 
 
 def is_roundable(x: Tensor) -> bool:
-    """Whether the emulation rounds tensors of this kind: dense ones of a floating dtype that torch computes with."""
+    """True if the emulation rounds tensors of this kind: dense ones of a floating dtype that torch computes with."""
     return x.dtype in FLOATING and x.layout is torch.strided
 
 
@@ -90,7 +90,7 @@ def mark_as_weight(x: Tensor) -> None:
 
 
 def is_weight(x: Tensor) -> bool:
-    """Whether `x` has the role of a weight: a parameter, or what was marked so."""
+    """True if `x` has the role of a weight: a parameter, or a tensor marked as one."""
     is_parameter = type(x) is not Tensor and isinstance(x, nn.Parameter)
     return is_parameter or getattr(x, "_fpsim_weight", False)
 
@@ -102,27 +102,27 @@ def mark_as_view_of_weight(x: Tensor) -> None:
 
 
 def is_view_of_weight(x: Tensor) -> bool:
-    """Whether `x` is a weight, or what a weight was viewed, copied or cut to."""
+    """True if `x` is a weight, or a view, copy or slice of one."""
     return is_weight(x) or getattr(x, "_fpsim_view_of_weight", False)
 
 
 def mark_as_state(x: Tensor) -> None:
-    """Note that `x` is a buffer of a quantised model: what is written to it stays as it was computed."""
+    """Note that `x` is a buffer of a quantised model: values written to it stay as computed."""
     x._fpsim_state = True  # type: ignore[attr-defined]
 
 
 def is_state(x: Tensor) -> bool:
-    """Whether `x` is a buffer of a quantised model."""
+    """True if `x` is a buffer of a quantised model."""
     return getattr(x, "_fpsim_state", False)
 
 
 def mark_as_seen_from_outside(x: Tensor) -> None:
-    """Note that `x` is a view of what came from outside, and not brought into the format yet."""
+    """Note that `x` is a view of a tensor from outside, and not rounded yet."""
     x._fpsim_outside = True  # type: ignore[attr-defined]
 
 
 def is_seen_from_outside(x: Tensor) -> bool:
-    """Whether `x` is a view of what came from outside."""
+    """True if `x` is a view of a tensor from outside."""
     return getattr(x, "_fpsim_outside", False)
 
 
@@ -132,7 +132,7 @@ _inference_version = 0
 
 
 def note_inference_write() -> None:
-    """Some inference tensor may have been written to: what was known of any of them no longer holds."""
+    """Some inference tensor may have been written to: the marks of all of them no longer hold."""
     global _inference_version
     _inference_version = -next(_inference_writes)
 
@@ -143,14 +143,14 @@ def writes_to(x: Tensor) -> int:
 
 
 def writes_behind(x: Tensor) -> Any:
-    """`writes_to`, also of what a transform shows: what vmap shows counts no write, the memory behind it does."""
+    """`writes_to`, also for the tensors of a transform: what vmap shows counts no write, the memory behind it does."""
     if not has_transform():
         return writes_to(x)
     return (writes_to(x), *[version_of(y) for y in layers_behind(x) if not y.is_inference()])
 
 
 def is_leaf(x: Tensor) -> bool:
-    """Whether `x`, which requires a gradient, is not a result. torch refuses to say so of views whose base changed."""
+    """True if `x`, which requires a gradient, is not a result. torch refuses to say so of views whose base changed."""
     return base_of(x) is None and x.is_leaf
 
 
@@ -169,7 +169,7 @@ def mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
 
 @cache
 def mark_of_new(text: str) -> Mark:
-    """The mark of what was rounded as `text` says, has no gradient and was never written to; known by identity."""
+    """The mark of tensors rounded as `text` says, without a gradient and never written to; known by identity."""
     return text, 0, None, False
 
 
@@ -177,17 +177,17 @@ _has_wide = False
 
 
 def mark_wide(x: Tensor) -> None:
-    """Note that `x` is float32 on purpose, whatever is written to it."""
+    """Note that `x` is float32 on purpose, also after writes."""
     global _has_wide
     _has_wide = True
     x._fpsim = WIDE_MARK  # type: ignore[attr-defined]
-    if has_transform():  # what it is called outside of the transform
+    if has_transform():  # its tensor outside of the transform
         for y in layers_behind(x):
             y._fpsim = WIDE_MARK  # type: ignore[attr-defined]
 
 
 def is_marked_wide(x: Tensor) -> bool:
-    """Whether `x` is float32 on purpose."""
+    """True if `x` is float32 on purpose."""
     mark = getattr(x, "_fpsim", None)
     if mark is None:
         return has_transform() and _is_wide_behind(x)
@@ -195,17 +195,17 @@ def is_marked_wide(x: Tensor) -> bool:
 
 
 def is_wide_tensor(x: Any) -> bool:
-    """Whether an argument is a tensor that is float32 on purpose, and could be in the format."""
+    """True if an argument is a tensor that is float32 on purpose, and could be in the format."""
     return isinstance(x, Tensor) and is_roundable(x) and is_marked_wide(x)
 
 
 def was_any_made_wide() -> bool:
-    """Whether any tensor of this process was ever marked as float32 on purpose: until then nobody looks for it."""
+    """True if any tensor of this process was ever marked as float32 on purpose: until then the search is skipped."""
     return _has_wide
 
 
 def alone_of(x: Tensor, new: Mark) -> Mark | None:
-    """`new` or WIDE_MARK, where that much is known of a dense float32 and nothing else; None for any other tensor.
+    """`new` or WIDE_MARK, if that is the only mark of a dense float32; None for any other tensor.
 
     new: of `mark_of_new`. A tensor with another note on it, as one that is a weight, has a second attribute.
     """
@@ -224,7 +224,7 @@ def alone_of(x: Tensor, new: Mark) -> Mark | None:
 
 
 def mark_like(x: Tensor, known: str) -> None:
-    """Note of `x` what was known of a tensor with the same values, whose gradient is rounded there and not here."""
+    """Copy the mark of a tensor with the same values to `x`; the gradient is rounded there and not here."""
     if known == WIDE:
         mark_wide(x)
     else:
@@ -232,7 +232,7 @@ def mark_like(x: Tensor, known: str) -> None:
 
 
 def unmark(x: Tensor) -> None:
-    """Forget what was known of `x`, but for that an emulated call gave it."""
+    """Forget the mark of `x`, but not that it is the result of an emulated call."""
     x._fpsim = ("", None, None, True)  # type: ignore[attr-defined]
 
 
@@ -250,9 +250,9 @@ def mark_of(x: Tensor) -> Mark | None:
 
 
 def format_of(x: Tensor) -> str | None:
-    """The format that `x` is in; None where that is not known, or where it is a gradient rounded at a scale.
+    """The format that `x` is in; None if it is unknown, or for a gradient rounded at a scale.
 
-    What was rounded at a scale may lie between the format's values.
+    Numbers rounded at a scale may lie between the format's values.
     """
     mark = getattr(x, "_fpsim", None)
     if not mark or mark[2] is not None:  # empty: of a gradient at a scale that was copied
@@ -264,18 +264,18 @@ def format_of(x: Tensor) -> str | None:
 
 
 def _is_wide_behind(x: Tensor) -> bool:
-    """Whether what a transform shows as `x` is float32 on purpose."""
+    """True if the tensor behind the transform's `x` is float32 on purpose."""
     marks = (getattr(y, "_fpsim", None) for y in layers_behind(x))
     return any(mark and mark[0] == WIDE for mark in marks)
 
 
 def is_made_here(x: Tensor) -> bool:
-    """Whether an emulated call gave `x`, whatever was written to it since; else it came from outside."""
+    """True if `x` is the result of an emulated call, also after writes; else it came from outside."""
     return getattr(x, "_fpsim", None) is not None
 
 
 def is_rounded_at(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> bool:
-    """Whether this very tensor was rounded so at this very scale, on the other side of an addition or a view."""
+    """True if this very tensor was rounded so at this very scale, on the other side of an addition or a view."""
     mark = mark_of(gradient)
     return mark is not None and mark[0] == spec.text and mark[2] is log2_scale
 
@@ -292,9 +292,9 @@ Value = TypeVar("Value")
 
 
 class ByIdentity(Generic[Value]):
-    """What is known of tensors, each for as long as the tensor is there.
+    """A weak dictionary of tensors by identity: an entry lives as long as its tensor.
 
-    held: {the tensor's id: (a reference to it, what is known of it)}. Empty while nothing is known.
+    held: {the tensor's id: (a reference to it, its value)}. Empty while nothing is known.
     """
 
     __slots__ = ("__weakref__", "held")
@@ -303,12 +303,12 @@ class ByIdentity(Generic[Value]):
         self.held: dict[int, tuple[weakref.ref[Tensor], Value]] = {}
 
     def get(self, x: Tensor) -> Value | None:
-        """What is known of a tensor; None for nothing."""
+        """The value of a tensor; None for nothing."""
         found = self.held.get(id(x))
         return found[1] if found is not None and found[0]() is x else None
 
     def setdefault(self, x: Tensor, value: Value) -> Value:
-        """What is known of a tensor: `value` from now on, where that was nothing."""
+        """The value of a tensor: `value` from now on, where that was nothing."""
         key = id(x)
         found = self.held.get(key)
         if found is not None and found[0]() is x:
@@ -328,7 +328,7 @@ class ByIdentity(Generic[Value]):
         self.setdefault(x, value)
 
     def items(self) -> list[tuple[Tensor, Value]]:
-        """The tensors that are there, with what is known of them."""
+        """The tensors that are alive, with their values."""
         return [(x, value) for reference, value in [*self.held.values()] if (x := reference()) is not None]
 
 

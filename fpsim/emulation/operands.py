@@ -1,4 +1,4 @@
-"""Which operands of a call are brought into their formats."""
+"""Choice of the operands of a call that are rounded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Rounds", "leaves_float32"]
 
 
 class Rounds(Enum):
-    """Which operands of a call are brought into their formats."""
+    """Choice of the operands of a call that are rounded."""
 
     ALL = "all: of products, convolutions and normalisations, as autocast does, and of what is moved"
     ALL_BUT_WIDE = "all but those that are float32 on purpose, from which torch takes the number as it is"
@@ -22,12 +22,12 @@ class Rounds(Enum):
     NOTHING = "none: autocast was switched off here"
 
     def leaves(self, x: Tensor, known: str | None) -> bool:
-        """Whether a tensor without a weight's role stays as it is. known: its format."""
+        """True if a tensor without a weight's role is not rounded. known: its format."""
         if self is Rounds.VIEWED:
             return is_made_here(x) or not x.requires_grad
         return known == WIDE and self is Rounds.ALL_BUT_WIDE
 
 
 def leaves_float32(specs: RoleSpecs, x: Tensor) -> bool:
-    """Whether no role rounds `x`, which is float32."""
+    """True if no role rounds `x`, which is float32."""
     return x.dtype is torch.float32 and all(spec is None or spec.is_float32 for spec in specs)

@@ -25,7 +25,7 @@ __all__ = ["TABLE", "Domain", "Kind", "Number", "Row", "Spelling", "canonical", 
 
 
 class Kind(Enum):
-    """What an operation does with numbers."""
+    """Effect of an operation on numbers."""
 
     ADDITION = "adds or subtracts, element by element"
     MULTIPLICATION = "multiplies, element by element"
@@ -60,7 +60,7 @@ class Kind(Enum):
 
 
 class Number(Enum):
-    """How torch's kernels take a tensor without dimensions, or a number of Python, beside one of low precision."""
+    """Treatment by torch's kernels of a tensor without dimensions, or a Python number, beside one of low precision."""
 
     EXACT = "as it is"
     CAST = "in the dtype of the result"
@@ -70,7 +70,7 @@ class Number(Enum):
 
 @dataclass(frozen=True)
 class Domain:
-    """The interval of one argument on which an operation gives numbers.
+    """The interval of one argument on which the results of an operation are not NaN.
 
     holds_low, holds_high: whether it gives a number at that border, rather than an infinity.
     at: the argument's position.
@@ -344,7 +344,7 @@ class Spelling:
     is_swapped: bool = False
 
     def place(self, position: int) -> int:
-        """Where an argument of the row stands among those of this spelling."""
+        """Position of an argument of the row among those of this spelling."""
         return 1 - position if self.is_swapped and position < 2 else position
 
     def find(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:

@@ -68,12 +68,12 @@ __all__ = ["watch_own_code"]
 _LIKE = "_fpsim_like"  # of a Function: the class that is applied in its place
 _WARNED = "_fpsim_warned"  # of a Function
 _CODE = "_fpsim_code"  # of a context: the OwnCode that it belongs to
-_SAVED = "_fpsim_saved"  # of a context: what was known of the tensors that it saves
+_SAVED = "_fpsim_saved"  # of a context: the marks of its saved tensors
 
 
 @cache
 def watch_own_code(run_in: RunIn) -> None:
-    """From here on, what a forward pass of an emulation leaves to its backward pass is emulated there.
+    """From here on, emulate in the backward pass the code that an emulated forward pass leaves to it.
 
     run_in: enters a mode, calls a function with these arguments, and leaves the mode.
     """
@@ -141,7 +141,7 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
 
 
 def _warn_of_one_operation(cls: type, scope: Scope) -> None:
-    """Warn, once for each class, where a Function is a part of what the mode takes for one operation."""
+    """Warn, once for each class, where a Function is a part of a call that the mode treats as one operation."""
     if not vars(cls).get(_WARNED, False):
         setattr(cls, _WARNED, True)
         warnings.warn(
@@ -220,7 +220,7 @@ def _know_memory(emulation: Emulation, x: Tensor, args: tuple[Any, ...], given: 
 
 
 def _know_as_argument(x: Tensor, given: tuple[Any, ...], scope: Scope) -> None:
-    """Know what is known of the argument that a result is: a tracer makes another tensor of what is given back."""
+    """Copy the marks of the argument that a result is: a tracer makes another tensor of a returned argument."""
     of = _argument_of(x, given)
     if of is None or x is of:
         return
@@ -262,7 +262,7 @@ _BORDER: Any = _Border()
 
 
 def _like(cls: Any) -> Any:
-    """The class that is applied in the place of a Function."""
+    """The class that is applied instead of a Function."""
     made = vars(cls).get(_LIKE)
     if made is None:
         made = function_like(cls, _begin, _backward, _Context)
@@ -289,14 +289,14 @@ def _backward(backward: Callable[..., Any], ctx: Any, gradients: tuple[Any, ...]
 
 
 def _wide(gradient: Tensor) -> Tensor:
-    """The gradient of what is float32 on purpose, which is so too; the tensor itself may be that of others."""
+    """The gradient of a tensor that is float32 on purpose, which is so too; the tensor itself may be that of others."""
     gradient = gradient.view_as(gradient)
     mark_wide(gradient)
     return gradient
 
 
 class _Context:
-    """Of the contexts of Functions: what they save is known again, where autograd gives back other tensors."""
+    """Of the contexts of Functions: saved tensors have their marks again, although autograd returns other tensors."""
 
     def save_for_backward(self, *tensors: Any) -> None:
         with without_torch_function():
@@ -343,7 +343,8 @@ def _require_unwritten(copy: CopyOfArgument) -> None:
 
 
 def _known_of_saved(x: Tensor | None, scope: Scope | None) -> str | None:
-    """The format of what is float32 on purpose, a weight, or a view or a copy of one; None for any other tensor.
+    """The format of a tensor that is float32 on purpose, a weight, or a view or a copy of one; None for any other
+    tensor.
 
     A weight in no format is saved itself, and so is a view of it, of which autograd gives back another tensor.
     """

@@ -1,4 +1,4 @@
-"""Which torch functions are products, and how each is written as a few of the forms that can be quantised.
+"""The torch functions that are products, each written with a few forms that can be quantised.
 
 To add one, write a function that takes a `ProductCall` and then torch's own parameters, and enter it in `CALLS`. With
 NotImplemented it leaves a call to torch.
@@ -18,8 +18,17 @@ from torch import Tensor
 
 from fpsim.emulation.arguments import roundable_in
 from fpsim.emulation.attended import attended, dropout, softmax, weighted
-from fpsim.emulation.einsum import Contraction, contraction, simplified
-from fpsim.emulation.forms import Batched, ByVjp, Convolution, ConvolutionSettings, Linear, Side
+from fpsim.emulation.forms import (
+    Batched,
+    ByVjp,
+    Contraction,
+    Convolution,
+    ConvolutionSettings,
+    Linear,
+    Side,
+    contraction,
+    simplified,
+)
 from fpsim.emulation.products import ProductCall
 from fpsim.emulation.scope import Attended, Scope
 
@@ -27,7 +36,7 @@ __all__ = ["CALLS", "OF_ATTENTION", "compute_products", "has_products"]
 
 
 def has_products(scope: Scope, name: str) -> bool:
-    """Whether an operation may have products to quantise here, or is a step of an attention with points."""
+    """True if an operation may have products to quantise here, or is a step of an attention with points."""
     products = scope.products
     return products is not None and (name in CALLS or (name in OF_ATTENTION and products.points is not None))
 
@@ -39,10 +48,10 @@ def compute_products(
     kwargs: dict[str, Any],
     target: Any,
 ) -> Any:
-    """What a torch function gives, with the operands of its products quantised.
+    """Compute a torch function with the operands of its products quantised.
 
     function: runs it.
-    target: what it was told to write to, if anything.
+    target: the tensor that the call writes to, if any.
     Raises NotImplementedError for arguments that torch takes and that are not known here.
     """
     named = {name: x for name, x in kwargs.items() if name != "out"}
@@ -110,7 +119,7 @@ def _product_of_attention(call: ProductCall, a: Tensor, b: Tensor, **rest: Any) 
 
 
 def _note_moved(call: ProductCall, x: Tensor, made: Tensor, move: Callable[[Tensor], Tensor]) -> None:
-    """Know of what an operand was moved to, what is known of the operand."""
+    """Copy the state of an operand to its moved copy."""
     if (found := call.attended.get(id(x))) is not None:
         call.attended[id(made)] = found.moved(move)
 
@@ -194,7 +203,7 @@ def _tensordot(call: ProductCall, a: Tensor, b: Tensor, dims: Any = 2) -> Any:
 
 
 def _of(call: ProductCall, *pairs: tuple[Tensor, Tensor]) -> ProductCall:
-    """The call, which knows that what a weight or an error was reshaped to is one."""
+    """The call, with reshaped weights and errors known as such."""
     call.weights.update({id(made): made for original, made in pairs if call.is_weight(original)})
     for original, made in pairs:
         if (found := call.attended.get(id(original))) is not None and id(made) not in call.attended:
@@ -209,7 +218,7 @@ def _of(call: ProductCall, *pairs: tuple[Tensor, Tensor]) -> ProductCall:
 
 def _added(added: Tensor, beta: float, y: Tensor, alpha: float) -> Tensor:
     if beta == 0:
-        return y * alpha  # what is added may be inf or NaN, and is not read
+        return y * alpha  # the addend may be inf or NaN, and is not read
     return torch.add(added if beta == 1 else added * beta, y, alpha=alpha)
 
 
@@ -314,7 +323,7 @@ def _convolution(
 
 
 def _padded(x: Tensor, kernel: Sequence[int], padding: str, dilation: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """The input and what is left to pad on both sides; "same" pads one more behind where the sum is odd."""
+    """The input, and the padding still to add on both sides; "same" pads one more behind where the sum is odd."""
     if padding == "valid":
         return x, [0] * len(kernel)
     totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]

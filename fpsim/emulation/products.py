@@ -48,7 +48,7 @@ class ProductCall:
     output: how the result is rounded where no role does; None where no operand was quantised.
     errors: those tensors among the operands, by id, that depend on the incoming gradient, where the call is in the
         backward pass of the model's own code; else None.
-    attended: what is known of those among the operands, by id, that come from q k^T of an attention with points.
+    attended: the state of those operands, by id, that come from q k^T of an attention with points.
     gives_scores: whether the call is such a q k^T.
     """
 
@@ -65,11 +65,11 @@ class ProductCall:
         self.output: RoundingSpec | None = None
 
     def is_weight(self, x: Tensor) -> bool:
-        """Whether this operand is a parameter or a view of one."""
+        """True if this operand is a parameter or a view of one."""
         return id(x) in self.weights
 
     def takes(self, x: Tensor, w: Tensor, has_weight: bool = False) -> bool:
-        """Whether a product of these two is quantised; torch's own function computes those that are not.
+        """True if a product of these two is quantised; torch's own function computes those that are not.
 
         has_weight: whether one of them is a weight by the meaning of the function.
         Raises NotImplementedError for tensors that are complex, or whose memory cannot be read here.
@@ -117,7 +117,7 @@ class ProductCall:
         x, w, bias: as the form has them.
         operands, operation: of this product, where the call has several.
         part: the name of this product, where the call has several.
-        specs, make: of a product of an attention: its operands, and what computes it in the place of `Product`.
+        specs, make: of a product of an attention: its operands, and what computes it instead of `Product`.
         """
         scope = self.scope
         assert scope.products is not None
@@ -189,23 +189,23 @@ class ProductCall:
 
 
 def _is_among(tensors: dict[int, Tensor] | None, x: Tensor) -> bool:
-    """Whether `x` is one of these tensors, or a view of one."""
+    """True if `x` is one of these tensors, or a view of one."""
     return any(x is y or share_storage(x, y) for y in (tensors or {}).values())
 
 
 def _is_of_fprop(operand: Operand | None) -> bool:
-    """Whether an operand of the backward pass is what the forward product used."""
+    """True if an operand of the backward pass reuses that of the forward product."""
     return operand is not None and operand.source == "fprop"
 
 
 def _plain_spec(operand: Operand | None) -> RoundingSpec | None:
-    """The rounding of an operand that has no scale of its own."""
+    """The rounding of an operand without scales."""
     spec = None if operand is None or operand.is_own else operand.spec()
     return spec if isinstance(spec, RoundingSpec) else None
 
 
 class Product:
-    """What one product computes: forward, and backward at other operands.
+    """Computation of one product: forward, and backward at other operands.
 
     scales: what tells the scale at which dy is rounded, by product; nothing for a scale of 1.
     is_step: whether gradients are kept, and so the amaxes of operands for the scales of later steps.
@@ -272,7 +272,7 @@ class Product:
 
     @property
     def takes_used(self) -> tuple[bool, bool]:
-        """Whether dw is made of the x that the forward product used, and dx of the w."""
+        """True if dw is made of the x that the forward product used, and dx of the w."""
         return _is_of_fprop(self.specs.wgrad[1]), _is_of_fprop(self.specs.dgrad[1])
 
     def backward(
@@ -308,7 +308,7 @@ class Product:
 
     @property
     def changes_gradients(self) -> bool:
-        """Whether a gradient is clipped, or that of a transformed operand."""
+        """True if a gradient is clipped, or that of a transformed operand."""
         is_transformed = any(self.takes_used) and any(
             o is not None and o.hadamard is not None for o in self.specs.fprop
         )
@@ -324,7 +324,7 @@ class Product:
             )
 
     def _require_whole_groups(self, x: Tensor) -> None:
-        """Raise ValueError where gradients of what is transformed could not be transformed back."""
+        """Raise ValueError where gradients of transformed operands could not be transformed back."""
         operand = self.specs.fprop[0]
         if operand is None or operand.hadamard is None or not self.changes_gradients:
             return
@@ -332,7 +332,7 @@ class Product:
         require_groups(operand.hadamard, x.shape[self.form.fprop[0].axis] // self.form.groups, where)
 
     def _of_original(self, gradient: Tensor, i: int) -> Tensor:
-        """The gradient of x (0) or w (1) as it comes, from that of what the forward product made of it.
+        """The gradient of the original x (0) or w (1), from that of the forward product's operand.
 
         It is zero where that saturated, if the operand clips, and transformed back.
         """
@@ -372,7 +372,7 @@ class Product:
         return first, first if wgrad is dgrad else wgrad(dy, False)
 
     def _share_dy(self) -> bool:
-        """Whether one copy of dy serves both gradients: it knows no axis, and no noise."""
+        """True if one copy of dy serves both gradients: it depends on no axis, and on no noise."""
         a, b = self.specs.dgrad[0], self.specs.wgrad[0]
         if a is None or a != b or a.rounding == "stochastic" or a.hadamard is not None or a.is_delayed or a.is_own:
             return False
@@ -419,7 +419,7 @@ class Product:
         return results[0], results[1]
 
     def _as_in_fprop(self, x: Tensor, i: int, side: Side) -> Tensor:
-        """What the forward product made of its operand x (0) or w (1), made again: no amax is kept, nobody is told."""
+        """The forward product's operand x (0) or w (1), computed again: no amax is kept, and no observer called."""
         operand = self.specs.fprop[i]
         if operand is not None and operand.hadamard is not None:
             x = self._turned(x, operand.hadamard, i, False)
@@ -467,7 +467,7 @@ class Product:
         return result
 
     def _scale_of_history(self, x: Tensor, spec: BlockSpec, role: str, is_again: bool) -> Tensor:
-        """The scale that earlier steps give an operand; its amax is kept for later ones, but for what is made again."""
+        """The scale that earlier steps give an operand; its amax is kept for later ones, unless it is recomputed."""
         assert isinstance(spec.fmt.scale_rule, Delayed)
         history = self.listeners.histories.of(self.site, role, spec.fmt.scale_rule, spec.fmt.largest, x.device)
         if self.is_step and not is_again:
@@ -569,7 +569,7 @@ class _Node(PlainFunction):
 
 
 class _Once(PlainFunction):
-    """A gradient of a product that somebody may want to differentiate again."""
+    """A gradient of a product that may be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, site: str, gradient: Tensor, *sources: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Numbers beside tensors of the format: where torch casts them to the dtype of the tensors, and where it does not."""
+"""Numbers beside tensors of the format: where torch casts them to the tensors' dtype, and where it does not."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _BEYOND_INT64 = 2**63
 def scalars_in_format(
     spec: RoundingSpec | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], is_wide: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with numbers of Python as the format has them, beside a tensor of the format."""
+    """The arguments, with Python numbers beside a tensor of the format rounded to the format."""
     is_read = call.is_comparison or call.action is Action.SET_ITEM
     if is_wide or spec is None or not (is_read or call.has_threshold):
         return args, kwargs
     beside = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and is_roundable(x)]
     if not beside or (call.threshold == "on card" and not any(x.is_cuda for x in beside)):
         return args, kwargs
-    before = 2 if call.action is Action.SET_ITEM else 0  # an index is none of its numbers
+    before = 2 if call.action is Action.SET_ITEM else 0  # an index is not one of its numbers
     args = (*args[:before], *[numbers_in_format(x, spec.fmt, NUMBERS) for x in args[before:]])
     if kwargs:
         kwargs = {name: numbers_in_format(x, spec.fmt, NUMBERS) for name, x in kwargs.items()}
@@ -65,7 +65,7 @@ def scalars_of_call(
         return args, kwargs
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     is_on_card = any(x.is_cuda for x in given)
-    if not any(x.dim() for x in given):  # then what is written to is computed in float32
+    if not any(x.dim() for x in given):  # then the target is computed in float32
         return args, kwargs
 
     def narrow(place: int | str, x: Any) -> Any:
@@ -80,7 +80,7 @@ def scalars_of_call(
 
 
 def _is_taken_as_it_is(call: Call, place: int | str, x: Tensor, is_on_card: bool) -> bool:
-    """Whether torch computes with a tensor of one number as it is, beside others of a low precision."""
+    """True if torch computes with a tensor of one number in full, beside others of low precision."""
     is_second = place == 1 or place == "other"
     is_number = call.number is not Number.CAST if is_on_card else call.number is Number.SECOND and is_second
     return is_number and x.is_cpu
@@ -89,9 +89,9 @@ def _is_taken_as_it_is(call: Call, place: int | str, x: Tensor, is_on_card: bool
 def integers_in_format(
     emulation: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], keeps_first: bool, floats: list[Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with tensors of integers in the format, to which torch casts them beside numbers of it.
+    """The arguments, with integer tensors beside numbers of the format cast to the format, as torch does.
 
-    Truth values are numbers of any format, and are left as they are; what is moved becomes a number of the format.
+    Truth values are numbers of any format, and are left as they are; moved integers become numbers of the format.
 
     floats: the operands in their formats, to which these are added.
     """
@@ -102,7 +102,7 @@ def integers_in_format(
         return args, kwargs
     if call.name in NARROWING and not only_multiplies(call.name, args, kwargs):
         return args, kwargs  # a product, of which torch says that its operands have to be of one dtype
-    before = 2 if call.action is Action.SET_ITEM else int(keeps_first)  # what is written to, and an index
+    before = 2 if call.action is Action.SET_ITEM else int(keeps_first)  # the target of a write, and an index
     is_on_card = any(x.is_cuda for x in floats)
     cast = partial(_integer_in_format, emulation, call, is_on_card, floats)
     args = (*args[:before], *[cast(i, x) for i, x in enumerate(args[before:], before)])
@@ -126,7 +126,7 @@ def _integer_in_format(
 
 
 def numbers_in_format(x: Any, fmt: Element, kinds: tuple[type, ...] = (float,)) -> Any:
-    """A number of the format in the place of a number, and of each in a list of numbers; anything else as it is.
+    """A number of the format instead of a number, and of each in a list of numbers; anything else as it is.
 
     kinds: of numbers; an int may be a size or a position.
     """
@@ -156,12 +156,12 @@ def step_in_format(
 
 
 def _step(func: Callable[..., Any], fmt: Element, *args: Any, **kwargs: Any) -> Tensor:
-    """The number of the format next to that of float32: directed rounding finds it, whatever the format's step is."""
+    """The number of the format next to that of float32: directed rounding finds it for any step of the format."""
     operands = [*args, *in_order({name: x for name, x in kwargs.items() if name != "out"})]
     wide = [is_marked_wide(x) for x in operands]
     if all(wide) or any(known and x.dim() for known, x in zip(wide, operands, strict=True)):
         return func(*args, **kwargs)  # type: ignore[no-any-return]
-    x, toward = (y.detach().clone() for y in operands)  # what is written to may be one of them
+    x, toward = (y.detach().clone() for y in operands)  # the target may be one of them
     out: Tensor = func(*args, **kwargs)
     above, below = (out.detach().clone() for _ in range(2))
     round_here_(above, rounding_spec(fmt, "up"))

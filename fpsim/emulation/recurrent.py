@@ -1,7 +1,7 @@
 """Recurrent layers as the operations that torch hides in one call, in the order in which torch computes them.
 
 Each function takes the arguments of torch's, of a padded or of a packed sequence, after `steps`, which is asked for the
-numbers of the time steps. Whatever is active when it is called sees every operation.
+numbers of the time steps. Modes that are active when it is called see every operation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Weights(NamedTuple):
     projection: Tensor | None = None
 
 
-Step = Callable[[Tensor, State, _Weights], State]  # from what the input gives the gates
+Step = Callable[[Tensor, State, _Weights], State]  # from the input's part of the gates
 
 
 def _plain_step(activation: Callable[[Tensor], Tensor], gates: Tensor, state: State, weights: _Weights) -> State:

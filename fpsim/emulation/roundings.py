@@ -1,4 +1,4 @@
-"""Rounds what goes into a call and what comes out of it, and has their gradients rounded where they arrive."""
+"""Round the operands and results of a call, and hook their gradients to be rounded where they arrive."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ class Roundings:
                 self._operands[x] = dict(copies)
 
     def know_values(self, x: Tensor, copies: dict[Any, Copy]) -> None:
-        """Know what the numbers of `x` were rounded to while another tensor held them, which had these copies."""
+        """Note how the numbers of `x` were rounded in another tensor, which had these copies."""
         if self._operands.get(x) is None:
             self._operands[x] = {key: (writes_behind(x), *copy[1:]) for key, copy in values_of(copies).items()}
 
     def forget_operands(self) -> None:
-        """Round again whatever comes from outside: it may have been written to."""
+        """Drop the rounded copies of tensors from outside, which may have been written to."""
         self._operands = ByIdentity()
 
     def mark_wide(self, *tensors: Tensor) -> None:
@@ -112,7 +112,7 @@ class Roundings:
         return x
 
     def prepare_target(self, x: Tensor) -> None:
-        """What a call changes in place is an operand too, and is brought into its format where it is."""
+        """The target of a call in place is an operand too, and is rounded in its own memory."""
         if not self._is_in_format(format_of(x), self.scope.specs.activation) and not (x.requires_grad and is_leaf(x)):
             self.round_result(x, WRITTEN_TO, (x,), [], x)
 
@@ -127,7 +127,7 @@ class Roundings:
         return self.brought(x, format_of(x), rounds)
 
     def brought(self, x: Tensor, known: str | None, rounds: Rounds) -> Tensor:
-        """`operand` for who knows the format that `x` is in."""
+        """`operand` for callers that know the format of `x`."""
         scope = self.scope
         has_weights_role = type(x) is nn.Parameter or is_weight(x) or (id(x) in scope.weights and scope.stands_in(x))
         if not has_weights_role and known is not None and known == scope.activation and x.dtype is torch.float32:
@@ -172,7 +172,7 @@ class Roundings:
         return rounded
 
     def new_operand(self, x: Tensor) -> Tensor:
-        """`x`, float32 on purpose, in the activations' format: a tensor of its own that nobody else is given.
+        """`x`, float32 on purpose, in the activations' format: a new tensor that is not shared.
 
         float32's extremes are numbers there, not masks, if the format has a name of which code could ask the extremes.
         """
@@ -193,11 +193,11 @@ class Roundings:
         return made
 
     def cast_to_format(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of a write into the format, with what is float32 on purpose cast before it."""
+        """The arguments of a write into the format; those that are float32 on purpose are cast first."""
         return tuple([self.new_operand(x) if is_wide_tensor(x) else x for x in args])
 
     def _rounds_no(self, x: Tensor, backward: RoundingSpec | None) -> bool:
-        """Whether the gradient's format is float32 too and nobody looks: a copy would change the order of its sums."""
+        """True if the gradient stays float32, without observers: a copy would change the order of its sums."""
         listeners = self.scope.listeners
         is_seen = listeners.observer is not None or listeners.scaling is not None
         return (backward is None or backward.is_float32) and not is_seen and x.dtype is torch.float32
@@ -246,12 +246,12 @@ class Roundings:
         return copy
 
     def _may_keep(self, x: Tensor, spec: RoundingSpec) -> bool:
-        """Whether a frozen weight's rounded copy may be that of another call: nobody can tell it from a new one."""
+        """True if a frozen weight's rounded copy may be that of another call: it cannot be told from a new one."""
         has_gradient, is_seen = x.requires_grad and torch.is_grad_enabled(), self.scope.listeners.observer is not None
         return not (has_gradient or is_seen or spec.rounding == "stochastic") and is_plain(x)
 
     def carry_marks(self, out: Any, floats: list[Tensor], first: Any, first_mark: str | None) -> None:
-        # what has no elements is in every format: transformers joins keys to an empty cache
+        # an empty tensor is in every format: transformers joins keys to an empty cache
         marks = {known for x in floats if (known := format_of(x)) is not None or x.numel()}
         if isinstance(first, Tensor):
             marks.add(first_mark)
@@ -301,7 +301,7 @@ class Roundings:
     ) -> Any:
         """`out` with its tensors rounded.
 
-        target: what the call was told to write to, if anything.
+        target: the tensor that the call writes to, if any.
         product: the call, if it may have products to quantise.
         """
         if isinstance(out, Tensor):
@@ -363,7 +363,7 @@ class Roundings:
             if is_target:
                 return out.copy_(rounded)
             for x in (rounded, *layers_behind(rounded)) if has_transform() else ():
-                unmark(x)  # it was made here, also what it is called outside of the transform: a view of it is no copy
+                unmark(x)  # it was made here, and so was its tensor outside of the transform: a view of it is no copy
             return rounded
         if product is not None and product.asks and error is not None and out.requires_grad:
             # its gradient is rounded here, and then as an operand: two places in the graph, two sites
@@ -371,7 +371,7 @@ class Roundings:
         if spec is not None:
             observer = None if listeners.observer is None else listeners.watching(site, role)
             before = None if observer is None else out.detach().clone()
-            # below autograd: what the operation saved for its backward is the rounded value, as on hardware
+            # below autograd: the operation's saved tensors hold the rounded value, as on hardware
             (round_memory_ if is_now else round_here_)(out, spec, keep_masks=True, keep_infinity=keep_infinity)
             if observer is not None and before is not None:
                 observer(site, role, before, out.detach(), spec)
@@ -392,14 +392,14 @@ class Roundings:
             self._register(out, site, "error", error, operation, operands)
 
     def returned(self, out: Tensor) -> Tensor:
-        """What the model moved last and gives out, with its gradient rounded where it arrives.
+        """An output that the model moved last, with its gradient rounded where it arrives.
 
-        There no numbers of it are added up yet. Inside of the model, who uses what was moved rounds it.
+        There no numbers of it are added up yet. Inside of the model, the reader of a moved tensor rounds it.
         """
         error = self.scope.specs.error
         if error is None:
             return out
-        if has_transform():  # what it shows has no mark
+        if has_transform():  # the transform's tensor has no mark
             return out if is_wide_tensor(out) else self._straight_through(out, None, error)
         if format_of(out) == self.scope.activation:
             self._register(out, self.scope.site("returned"), "error", error, "returned", (out,))
@@ -429,7 +429,7 @@ _NESTED, _MKLDNN = ("nested tensor", "x.to_padded_tensor(0.0)"), ("tensor in mkl
 
 
 def values_of(copies: dict[Any, Copy]) -> dict[Any, Copy]:
-    """What is known of the numbers of a tensor, whichever graph they are in, and whichever transform has ended."""
+    """The rounding of a tensor's numbers, independent of their graph, and of transforms that have ended."""
     with without_torch_function():  # the copies are in the format, and a mode would look whether they are
         known = ((key, state, after_transforms(rounded)) for key, (state, rounded, _) in copies.items())
         return {key: (state, rounded.detach(), None) for key, state, rounded in known if rounded is not None}
@@ -443,5 +443,5 @@ def _rounded_weight(spec: RoundingSpec, text: str, x: Tensor) -> Tensor:
 
 
 def _is_sharded(x: Tensor) -> bool:
-    """Whether `x` is a DTensor; without its import, which takes a second."""
+    """True if `x` is a DTensor; without its import, which takes a second."""
     return type(x) is not Tensor and any(c.__name__ == "DTensor" for c in type(x).__mro__)

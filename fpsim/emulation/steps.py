@@ -29,7 +29,7 @@ class Step:
         self._frame, self._scope, self._is_paused = frame, scope, False
 
     def is_running(self, scope: Scope) -> bool:
-        """Whether a call in this scope is one of the step's: not of a model that its closure runs."""
+        """True if a call in this scope is one of the step's: not of a model that its closure runs."""
         return scope is self._scope and not self._is_paused and _is_executing(self._frame)
 
     def paused(self, closure: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,7 +95,7 @@ def _running_step() -> Any:
 
 
 def _is_executing(frame: Any) -> bool:
-    """Whether a frame has not returned or raised yet; the variables of one that has are dropped."""
+    """True if a frame has not returned or raised yet; the variables of one that has are dropped."""
     try:
         frame.clear()
     except RuntimeError:

@@ -56,11 +56,11 @@ TO_INTEGERS = frozenset("long int short char byte".split()) | CAST_NAMES  # if t
 
 
 class Operation:
-    """One torch call that gave a tensor of floating-point numbers; or a parameter, which nothing gave.
+    """One torch call whose result is a floating-point tensor; or a parameter (no call).
 
     site: "blocks.0.widen:linear", the module's name and the operation, the second one of a module call ":linear_1"; the
         name of a parameter. A module that is called again has the sites of its first call.
-    module: its name; "" for the model itself and for what is outside of it, such as a step that calls its parts.
+    module: its name; "" for the model itself and for code outside of it, such as a step that calls its parts.
     name: the operation's name; "parameter" for a parameter.
     call: how many calls of this site came before.
     index: the n-th call of a torch function in the trace, the same in each run of the same step; -1 for a parameter.
@@ -120,7 +120,7 @@ class Visitor(Protocol):
     """Sees the operations of a trace."""
 
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
-        """An operation gave a result; operands are the tensors of floating-point numbers among its arguments."""
+        """Visit the result of an operation; operands are the floating-point tensors among its arguments."""
 
     def backward(self, operation: Operation, gradient: Tensor) -> None:
         """A gradient reached the result of an operation, or a parameter."""
@@ -131,7 +131,7 @@ Edit = Callable[[int, Call, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Trace:
-    """Traces the calls of `model`; while it runs a step those of its parts too, and what is outside of it: the loss.
+    """Traces the calls of `model`; while it runs a step those of its parts too, and of code outside of it: the loss.
 
     model: any module.
     visitor: is told of each operation.
@@ -139,11 +139,11 @@ class Trace:
     verb: the public function that traces, in what users are told.
     is_due: asked at each call of the model, whether to trace it. None traces each that comes from one thread.
     is_part_due: the same of a part that a step calls by itself.
-    edit: runs each torch function in the place of the trace, to try what another argument or dtype would change.
+    edit: runs each torch function instead of the trace, to try what another argument or dtype would change.
     on_call: is given what went into each traced call of the model, and its result.
     needs_numbers: whether a result that is meta or fake is an error.
-    keeps: asked of an operand that a call is about to write to, whether the visitor needs what it holds before.
-    on_backward: runs `Tensor.backward` and `torch.autograd.backward`, in the place of the trace.
+    keeps: asked of an operand that a call is about to write to, whether the visitor needs its values before.
+    on_backward: runs `Tensor.backward` and `torch.autograd.backward`, instead of the trace.
     on_integers: is given the operation whose result a call casts to integers, and these.
     arguments: of the call that the visitor is being told of, as it read them.
     running: the name of the function that runs.
@@ -166,7 +166,7 @@ class Trace:
         self.is_due = self.claim if is_due is None else is_due
         self.is_part_due = self.claim if is_part_due is None else is_part_due
         self.edit, self.on_call, self.needs_numbers, self.keeps = edit, on_call, needs_numbers, keeps
-        self._before: dict[int, Tensor] = {}  # copies of what the call that runs writes to, by the operand's id
+        self._before: dict[int, Tensor] = {}  # copies of the running call's targets, by the operand's id
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self._index, self.running = -1, ""
         self.operations: list[Operation] = []
@@ -196,13 +196,13 @@ class Trace:
             raise
 
     def remove(self) -> None:
-        """Trace no longer, not even the rest of a call that runs; gradients that are still to come are seen."""
+        """Stop tracing, also within a running call; pending gradients are still seen."""
         self.is_installed = False
         not_around_calls(self.model, self._model_called)
         self.clear()
 
     def run(self, step: Callable[[], T], sees_outside: bool = True) -> T:
-        """Run `step`, and trace the calls outside of the model too, unless that is not wanted. Returns what it returns.
+        """Run `step`, and trace the calls outside of the model too, unless that is not wanted. Returns its result.
 
         A step may call the parts of a model one by one, `model.encode(x)` or `gan["d"](gan["g"](z))`: each of them is
         then traced as the model is, under its own name.
@@ -242,7 +242,7 @@ class Trace:
         self._names = {id(p): name for name, p in self._named.items()}
 
     def clear(self) -> None:
-        """Forget the operations so far; gradients of their results that are still to come are seen."""
+        """Forget the operations so far; pending gradients of their results are still seen."""
         for hook in self._hooks:
             hook.remove()
         self.operations, self._calls, self._hooks = [], {}, []
@@ -250,7 +250,7 @@ class Trace:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether something else stands in the place of the model's call, such as what `model.compile()` puts there."""
+        """True if the model's call is replaced, as `model.compile()` does."""
         return self.is_installed and self._model_called not in who_is_around(self.model)
 
     # One thread
@@ -261,7 +261,7 @@ class Trace:
         return self._owner["thread"]
 
     def claim(self, and_warn: bool = True) -> bool:
-        """Whether this thread is the one whose calls are traced: the first one that asks, as long as it lives."""
+        """True if this thread is the one whose calls are traced: the first one that asks, as long as it lives."""
         thread = threading.current_thread()
         if self._owner.setdefault("thread", thread) is thread:
             return True
@@ -334,7 +334,7 @@ class Trace:
             return call(*args, **kwargs)
         if self.inside:
             return self._in_frame(name, call, args, kwargs)
-        if current_graph_task() >= 0 or not self.is_part_due():  # what a checkpoint runs again was seen
+        if current_graph_task() >= 0 or not self.is_part_due():  # the operations that a checkpoint runs again were seen
             return call(*args, **kwargs)
         return self._entered(name, call, args, kwargs)
 
@@ -349,7 +349,7 @@ class Trace:
     # Their operations
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a torch function, and tell the visitor what it gave."""
+        """Run a torch function, and show the visitor its result."""
         kind = call_of(func)
         if kind.action is Action.PASS:
             if self.on_backward is not None and func in BACKWARD:
@@ -390,15 +390,15 @@ class Trace:
 
     @property
     def place(self) -> str:
-        """Where the function that runs is: its module and its name."""
+        """Place of the running function: its module and its name."""
         return f"{self._frames[-1][0]}:{self.running}"
 
     def read(self, x: Tensor) -> Tensor:
-        """What an operand of the call that the visitor is being told of held when it was read."""
+        """The values of an operand when it was read, for the call that the visitor is shown."""
         return self._before.get(id(x), x)
 
     def _before_writes(self, operands: list[Tensor], written: list[Tensor]) -> dict[int, Tensor]:
-        """Copies of the operands that share memory with what is about to be written, by id."""
+        """Copies of the operands that share memory with the target of a write, by id."""
         if self.keeps is None:
             return {}
         with without_torch_function():
@@ -457,7 +457,7 @@ class Trace:
 class _Inside(TorchFunctionMode):
     """Sees the calls inside of the model, above the emulation: operands not yet rounded, results rounded.
 
-    has_ended: whether what it was entered for is over; it is then to be found on no stack.
+    has_ended: whether its call is over; it is then to be found on no stack.
     """
 
     _fpsim_sees_bodies = True  # torch_modes.SEES_BODIES
@@ -520,7 +520,7 @@ def _floats_in(values: tuple[Any, ...]) -> Iterator[Tensor]:
                 yield x
 
 
-# What stands in the place of a module's call: those who have something to do around it, whatever the call raises. In
+# Wrappers around a module's call, which also run code after it raises. In
 # this package, because `casts` looks for the code that called past the frames of the package.
 
 # Runs a call: around(call, args, kwargs) returns call(*args, **kwargs).
@@ -590,6 +590,6 @@ def not_around_calls(module: nn.Module, around: Around) -> None:
 
 
 def who_is_around(module: nn.Module) -> list[Around]:
-    """Who runs the calls of `module`, in the order in which they came."""
+    """The wrappers of the calls of `module`, in the order in which they came."""
     surrounded = vars(module).get(CALL_SLOT)
     return [*surrounded.arounds] if isinstance(surrounded, _Surrounded) else []

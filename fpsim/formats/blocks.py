@@ -10,8 +10,7 @@ from functools import cache
 from typing import Any
 
 from fpsim.checks import did_you_mean, is_finite_number, is_whole, refuse, shown
-from fpsim.formats.codebook import Codebook
-from fpsim.formats.codebooks import CODEBOOKS
+from fpsim.formats.codebook import CODEBOOKS, Codebook
 from fpsim.formats.fixed_point import FIXED_POINT_NAME, FixedPoint, named_fixed_point
 from fpsim.formats.floats import ALIASES, CATALOGUE, NAMES_OF_OTHERS, FloatFormat, as_float_format
 from fpsim.formats.foreign import from_other_library

@@ -1,1 +1,1 @@
-"""What one sees of a model: statistics while it trains, and where and why a step breaks."""
+"""Tools that look at a model: statistics while it trains, and where and why a step breaks."""

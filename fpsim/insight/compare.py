@@ -58,7 +58,7 @@ class Comparison(Rows):
     def grows(self, role: str = "activation", by: float = GROWTH) -> dict[str, Any] | None:
         """The first row of a role whose error is `by` times what entered the operation, and `by` times the first one.
 
-        The first error is what the format itself does to one tensor; None where no error grows so.
+        The first error is that of rounding one tensor to the format; None where no error grows so.
         """
         require_number("by", by, 1)
         first = self.begins(role)
@@ -107,7 +107,7 @@ class Comparison(Rows):
 
 
 def nothing_is_left(relative: float, entering: float) -> bool:
-    """Whether an operation lost its result: the error is nearly the whole of it, and less than half of that entered."""
+    """True if an operation lost its result: the error is nearly the whole of it, and less than half of that entered."""
     return relative >= GONE and entering < GONE / 2
 
 
@@ -159,24 +159,25 @@ def compare(
     - relative: |b - a| / |a|, of the Euclidean norm; with several draws the root of the mean square. inf where b is not
       finite and a is.
     - cosine: of the angle between them, the mean over the draws.
-    - bias: |mean of b - a| / |a|. What is only noise tends to relative / sqrt(draws). None for one draw.
+    - bias: |mean of b - a| / |a|. Pure noise tends to relative / sqrt(draws). None for one draw.
     - snr: |mean of b| / the standard deviation over the draws, the gradient-to-noise ratio. None for one draw.
     - amax_a, amax_b: the largest finite magnitudes.
-    - entering: the largest relative error of what the operation read; of a gradient, of the gradients it is made of.
+    - entering: the largest relative error among the operation's operands; of a gradient, of the gradients it is
+      made of.
     - growth: relative / entering; None where nothing wrong entered.
 
     Two forms: `compare(model, a, b, batch)`, and `compare(model, step, a, b)` as of the other tools, where the step is
     a function without arguments that runs `model`, or a batch too.
 
     `model` stays as it is: both run on copies, with the same dropout. A step runs the model itself, whose formats,
-    parameters, buffers and gradients are put back; its loss is what it returns, if it returns one. All results and
+    parameters, buffers and gradients are put back; its loss is its result, if it returns one. All results and
     gradients of `a` are kept until the end. Views and copies of a result have no rows. A fused operation, such as an
     LSTM, is one.
 
     Args:
         model: any module, quantised or not.
         a, b: what `quantize` takes; None is float32.
-        batch: what the model is called with: a tensor, a tuple of arguments, or a mapping of named ones.
+        batch: the arguments of the model: a tensor, a tuple of arguments, or a mapping of named ones.
         loss: from the model's output to a scalar. None takes the output's `loss`, and runs only forward without one.
         draws: how often `b` is run, with other noise of stochastic rounding each time.
         seed: of dropout and noise.
@@ -200,7 +201,7 @@ def compare(
     if loss is not None:
         require_callable("loss", loss, "lambda output: output.mean()")
     for fmt in (a, b):
-        as_policy(fmt, model=model)  # which raises for what is not a format
+        as_policy(fmt, model=model)  # raises for a value that is not a format
     run = _run_of(model, batch, loss)
     result = Comparison(("float32" if a is None else str(a), "float32" if b is None else str(b)))
     kept = _Kept()
@@ -232,7 +233,7 @@ def compare(
 
 
 def _is_step(value: object) -> bool:
-    """Whether a value is a step or a batch, and no format: those of NumPy are classes, which are callable too."""
+    """True if a value is a step or a batch, and no format: those of NumPy are classes, which are callable too."""
     return isinstance(value, Tensor | tuple | list | Mapping) or (is_function(value) and not isinstance(value, type))
 
 
@@ -240,7 +241,7 @@ Run = Callable[[FormatLike, int, int, Any], tuple[Tensor | None, float | None]]
 
 
 def _run_of(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> Run:
-    """What runs the model in a format, seeded, under a visitor, and gives the outputs and the loss."""
+    """Return a function that runs the model in a format, seeded, under a visitor, and returns outputs and loss."""
     if is_function(batch):
         return partial(_run_step, model, as_step(model, batch, loss, "compare"))
     plain = dequantize(model) if any(True for _ in emulated_forwards(model)) else model
@@ -323,7 +324,7 @@ def _role_of(operation: Operation) -> str:
 
 
 def key_of(operation: Operation, role: str) -> Key:
-    """What the same result or gradient has in each run of a step."""
+    """Return the key that the same result or gradient has in each run of a step."""
     return operation.site, operation.call, operation.notes.get("batch") or 0, role
 
 
@@ -350,7 +351,7 @@ class Errors:
     def relative(self, key: Key) -> float | None:
         """The relative error: inf where the first run has zeros alone, or the other one is not finite.
 
-        None for what was not measured.
+        None if it was not measured.
         """
         if key not in self._norms:
             return None
@@ -358,7 +359,7 @@ class Errors:
         return change / norm if norm else (math.inf if change else 0.0)
 
     def entering(self, operation: Operation, role: str = "activation") -> float:
-        """The largest error of what an operation read; of a gradient, of the gradients that it is made of."""
+        """The largest error among an operation's operands; of a gradient, of the gradients that it is made of."""
         is_forward = role == "activation"
         near, its_role = (operation.parents, role) if is_forward else (operation.children, "error")
         return max((self.relative(key_of(o, its_role)) or 0.0 for o in near), default=0.0)

@@ -1,4 +1,4 @@
-"""diagnose(model, step): where a step's first inf, NaN or saturated number comes from."""
+"""diagnose(model, step): find the origin of a step's first inf, NaN or saturated number."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ __all__ = ["Diagnosis", "diagnose"]
 
 ELSEWHERE = "fpsim.why(model, step) looks at optimizers, lost gradients and lost updates too."
 SHOWN = 12  # rows of a printed table
-CAME_IN = ("input", "parameter", "buffer")  # roles of what was not finite before anything was computed
-AFTER = ("the parameter", "the buffer", "the gradient that is kept in")  # and of what is not finite afterwards
+CAME_IN = ("input", "parameter", "buffer")  # roles of tensors that were not finite before anything was computed
+AFTER = ("the parameter", "the buffer", "the gradient that is kept in")  # and of those that are not finite afterwards
 LEAST_SCALE, MOST_SCALE = -60, 60  # log2, between which a scale is looked for
 
 
 class Diagnosis(Rows):
-    """What broke in one step: one row per site where inf, NaN or saturation appeared, in order of occurrence.
+    """The failure of one step: one row per site where inf, NaN or saturation appeared, in order of occurrence.
 
-    cause: the first inf or NaN, or where there is none the first saturation; None where all is well.
-    operands: rows of what the operation of the cause read.
+    cause: the first inf or NaN, otherwise the first saturation; None where all is well.
+    operands: rows of the operands of the cause.
     chain: rows of the operations from there to the loss, with their results and gradients.
     run: rows of all operations: finite amax, and the share that is not finite, of the result and of its gradient.
     layers: rows of the largest scales at which the gradients fit, the least first; of a step with a scaler.
-    checked: what was looked at, in words.
+    checked: the checks that were made, in words.
     scale: the scaler's scale, and the largest power of two at which no gradient overflows; None without a scaler.
     """
 
@@ -107,7 +107,7 @@ def diagnose(
     loss: Callable[[Any], Tensor] | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Diagnosis:
-    """Run a step, and name where inf, NaN or saturation first appears, what was read there, and the way to the loss.
+    """Run a step, and name where inf, NaN or saturation first appears, its operands, and the way to the loss.
 
     A step is a forward and a backward pass, `lambda: loss(model(x), y).backward()`, without the optimizer's. It may be
     of a float32 model, of one under autocast, or of a quantised one. Parameters, buffers, gradients and random numbers
@@ -117,10 +117,10 @@ def diagnose(
     "weight_grad", the operand of a product; "input", "parameter" or "buffer" of what came in), `kind` ("inf", "-inf",
     "NaN" or "saturation"), `count` of so many numbers, the finite `amax` before rounding, and `largest`, where the
     format ends; `calls` of the site in all, the `caller` of a module that others call too, and a `note`. A finite
-    constant that masks scores, such as -1e9, is none either, unless softmax gives weight to it. Saturation is seen in
-    formats of single numbers and of one scale for a tensor. What a checkpoint runs again, custom autograd functions and
-    compiled code are not seen inside. Where nothing breaks, parameters, buffers and gradients are looked at after the
-    step.
+    constant that masks scores, such as -1e9, does not count either, unless softmax gives weight to it. Saturation is
+    seen in formats of single numbers and of one scale for a tensor. Recomputation in a checkpoint, custom autograd
+    functions and compiled code are not seen inside. Where nothing breaks, parameters, buffers and gradients are looked
+    at after the step.
 
     Args:
         model: whose step it is.
@@ -188,7 +188,7 @@ def _read_forward(operation: Operation) -> Rows:
 
 
 def _read_backward(operation: Operation) -> Rows:
-    """What the gradient of a result is computed from: the gradients of what read it, and their operands."""
+    """Rows of the tensors that a result's gradient is computed from: its readers' gradients and operands."""
     rows = Rows()
     for child in operation.children:
         if not child.computes:
@@ -264,11 +264,11 @@ def _scales(
 
 
 def _overflows(seen: Seen) -> bool:
-    """Whether any gradient is not finite."""
+    """True if any gradient is not finite."""
     return any(operation.notes["gradient"].kinds for operation in seen.gradients)
 
 
-# What is seen
+# Observations
 
 
 class Seen(Timeline):
@@ -289,7 +289,7 @@ class Seen(Timeline):
         self._parameters: dict[str, str] = {}  # the parameters that are rounded at a site, by its name
 
     def loss(self) -> Operation | None:
-        """What the backward pass began at, or the last operation."""
+        """Return the operation that the backward pass began at, or the last one."""
         return next(iter(self.gradients), self.operations[-1] if self.operations else None)
 
     def judge(
@@ -333,7 +333,7 @@ class Seen(Timeline):
         notes["divides"] = f", a division by zero ({zeros})" if zeros else ""
 
     def _note_roundings(self, operation: Operation, rounded: list[Rounded]) -> set[str]:
-        """Note what broke where this operation's tensors were rounded, and give the kinds; what masks is set aside."""
+        """Note inf, NaN and saturation in this operation's roundings, and return the kinds; masks do not count."""
         masked, kinds, aside = operation.notes["masked"], set(), []
         for one in rounded:
             site, role, before, after = one[:4]
@@ -355,7 +355,7 @@ class Seen(Timeline):
         return kinds
 
     def _note_leak(self, operation: Operation, result: Tensor) -> None:
-        """Note the mask whose constant was cut off, where a softmax gives weight to what it masks."""
+        """Note the mask whose constant was cut off, where a softmax gives weight to masked positions."""
         weights, at = leaking(operation, result), operation
         if weights is None:
             return
@@ -382,7 +382,7 @@ class Seen(Timeline):
             self.broken.append(({**event, **end}, operation))
 
     def afterwards(self, model: nn.Module) -> None:
-        """Note what is not finite at the end of a step in which nothing else was found."""
+        """Note tensors that are not finite at the end of a step in which nothing else was found."""
         kept: list[tuple[str, str, Tensor]] = [(AFTER[0], n, p) for n, p in model.named_parameters()]
         kept += [(AFTER[2], n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
         kept += [(AFTER[1], n, b) for n, b in model.named_buffers() if b.is_floating_point()]
@@ -402,7 +402,7 @@ class Seen(Timeline):
             self._note(at, role, numbers, after)
 
     def _note(self, operation: Operation, role: str, numbers: Glance, before: list[Glance]) -> None:
-        """Note what is not finite in a tensor, and is in none of those that it was computed from."""
+        """Note inf and NaN in a tensor that none of its operands has."""
         counts = {"NaN": numbers.nan, "inf": numbers.plus, "-inf": numbers.minus}
         ends = [numbers.largest, self.limits.get(operation.site, math.inf)]
         if is_backward(role):  # under autocast a float32 gradient was one of the dtype in which the result was read
@@ -425,7 +425,7 @@ class Seen(Timeline):
 
 
 def _rounding_row(name: str, rounded: Rounded) -> tuple[dict[str, Any] | None, float]:
-    """The row of a rounding at which finite numbers broke or were cut off; and the largest number that it can give."""
+    """The row of a rounding at which finite numbers broke or were cut off; and the largest number of its format."""
     largest, count = overflow_of(rounded)
     if not count:
         return None, largest

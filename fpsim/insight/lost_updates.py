@@ -1,4 +1,4 @@
-"""lost_updates(quantized): which updates of an optimizer changed nothing, in which parameters, and what was left."""
+"""lost_updates(quantized): count the updates that changed nothing, and the share that was applied."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["LostUpdates", "lost_updates", "unrecorded"]
 def lost_updates(quantized: QuantizedOptimizer, every: int = 1) -> LostUpdates:
     """Record what rounding takes from the updates of an optimizer, until the end of the block or `detach()`.
 
-    An update is lost where the optimizer computed one that is not zero, and what is stored of the weight, with its
-    compensation or its master copy, stayed the same. On a card each recorded step waits for it. Stochastic rounding
+    An update is lost where the optimizer computed one that is not zero, and the stored weight, with its compensation or
+    its master copy, stayed the same. On a card each recorded step waits for it. Stochastic rounding
     loses single updates too, and others in their place become larger: its `edq` is 1 on average.
 
     Args:
@@ -53,12 +53,12 @@ def lost_updates(quantized: QuantizedOptimizer, every: int = 1) -> LostUpdates:
 
 
 def unrecorded(optimizers: Iterable[OptimizerStore]) -> list[OptimizerStore]:
-    """Those of some quantised optimizers whose lost updates nobody records yet."""
+    """The quantised optimizers whose lost updates are not recorded yet."""
     return [q for q in optimizers if not any(isinstance(observer, LostUpdates) for observer in q.observers)]
 
 
 class _Sums(UpdateCounts):
-    """What was counted of one parameter. signs: of the last change of each weight."""
+    """Counts of one parameter. signs: of the last change of each weight."""
 
     def __init__(self, store: ParameterStore) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _Sums(UpdateCounts):
 
 
 class LostUpdates:
-    """What was lost of an optimizer's updates; see `lost_updates`. As a block it detaches itself at the end."""
+    """Lost updates of an optimizer; see `lost_updates`. As a block it detaches itself at the end."""
 
     def __init__(self, quantized: QuantizedOptimizer | OptimizerStore, every: int) -> None:
         quantized = quantized.store if isinstance(quantized, QuantizedOptimizer) else quantized
@@ -107,7 +107,7 @@ class LostUpdates:
         self.detach()
 
     def is_of(self, quantized: OptimizerStore) -> bool:
-        """Whether this is a record of this optimizer."""
+        """True if this is a record of this optimizer."""
         return self._of() is quantized
 
     def attach(self) -> None:
@@ -117,19 +117,19 @@ class LostUpdates:
             quantized.observers.append(self)
 
     def detach(self) -> None:
-        """Record no longer; what was recorded stays."""
+        """Record no longer; the counts stay."""
         quantized = self._of()
         if quantized is not None and self in quantized.observers:
             quantized.observers.remove(self)
 
-    # What is told
+    # Called by the optimizer
 
     def is_due(self, step: int) -> bool:
-        """Whether this step is recorded."""
+        """True if this step is recorded."""
         return (step - self._begin) % self.every == 0
 
     def saw(self, step: int, store: ParameterStore, before: Tensor, intended: Tensor, group: Mapping[str, Any]) -> None:
-        """Count what the step of one parameter has lost."""
+        """Count the lost updates in the step of one parameter."""
         if store not in self._sums:
             self._sums[store] = _Sums(store)
         sums = self._sums[store]
@@ -147,7 +147,7 @@ class LostUpdates:
             }
         )
 
-    # What was found
+    # Results
 
     def rows(self) -> Rows:
         """A row for each recorded step and parameter.
@@ -215,7 +215,7 @@ class LostUpdates:
         return [store.name for store, sums in self._sums.items() if sums.first.numel() and _at_first(store, sums) == 1]
 
     def state_dict(self) -> dict[str, Any]:
-        """What was recorded so far, in tensors, numbers and strings: `torch.load(..., weights_only=True)` reads it."""
+        """The counts so far, in tensors, numbers and strings: `torch.load(..., weights_only=True)` reads it."""
         return {
             "every": self.every,
             "begin": self._begin,
@@ -228,8 +228,8 @@ class LostUpdates:
         """Go on where another record was, of an optimizer of the same parameters.
 
         Raises:
-            TypeError: for what is not a mapping.
-            ValueError: for what is not such a state; then everything stays as it was.
+            TypeError: for anything but a mapping.
+            ValueError: for a value that is not such a state; then everything stays as it was.
         """
         require_mapping("state", state, "what state_dict() returns")
         stores = {store.index: store for store in self._sums}

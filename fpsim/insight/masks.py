@@ -1,4 +1,4 @@
-"""Masks: which numbers of a result stand for "not to be looked at", and softmaxes that give weight to them."""
+"""Masks: find numbers that hide positions, such as -inf before a softmax, and softmaxes that give weight to them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ LEAKS = 1e-5  # the least weight on a masked position that counts
 
 
 def fills(operation: Operation) -> bool:
-    """Whether an operation puts an infinity in its result on purpose."""
+    """True if an operation puts an infinity in its result on purpose."""
     return row_of(operation.name).kind is Kind.FILL
 
 
 def is_mask_like(x: Tensor) -> bool:
-    """Whether minus infinity stands in a tensor for what may not be looked at: nothing else there is above zero."""
+    """True if the minus infinities of a tensor hide positions: no other number in it is above zero."""
     return not bool((x > 0).any()) and not bool(x.isnan().any())
 
 
 def masked_in(
     operation: Operation, operands: list[Tensor], arguments: tuple[Any, ...], result: Tensor
 ) -> Tensor | None:
-    """Where a finite constant, or a tensor of such constants, masks the result; None where nothing does."""
+    """Find where a finite constant, or a tensor of such constants, masks the result; None where nothing does."""
     spelling = spelling_of(operation.name)
     name, kind = spelling.row.name, spelling.row.kind
     if name in ("masked_fill", "where"):
@@ -44,8 +44,8 @@ def masked_in(
     if name == "mul" and any(c <= _FAR for c in number_in(arguments)) and operands:
         x = operands[0]
         return _shaped(x != 0, result) if bool(((x == 0) | (x == 1)).all()) else None
-    if kind is Kind.ADDITION and not spelling.is_swapped:  # what is subtracted from a number has another sign
-        added = 1 if name == "sub" else len(operands)  # what is taken away has another sign, too
+    if kind is Kind.ADDITION and not spelling.is_swapped:  # a number that is subtracted changes sign
+        added = 1 if name == "sub" else len(operands)  # here as well
         for source, x in zip(operation.sources, operands[:added], strict=False):
             known = None if source is None else source.notes.get("masked")
             if known is not None and known.shape == x.shape:
@@ -62,7 +62,7 @@ def masked_in(
 
 
 def _masks(source: Operation | None, x: Tensor) -> bool:
-    """Whether what is added holds constants far below zero, and from outside nothing above it, else nothing beside."""
+    """True if the addend holds constants far below zero; from outside nothing above zero, else nothing else."""
     x = x.detach()
     if not x.numel() or not float(x.amin()) <= _FAR:
         return False
@@ -70,7 +70,7 @@ def _masks(source: Operation | None, x: Tensor) -> bool:
 
 
 def _side_of(condition: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-    """Where `where` takes the constant."""
+    """Return the condition under which `where` takes the constant."""
     first = arguments[1] if len(arguments) > 1 else None
     is_one = isinstance(first, int | float) or (isinstance(first, Tensor) and first.numel() == 1)
     is_first = is_one and float(first.detach() if isinstance(first, Tensor) else first) <= _FAR  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def _shaped(mask: Tensor, like: Tensor) -> Tensor | None:
 
 
 def leaking(operation: Operation, result: Tensor) -> Tensor | None:
-    """What a softmax gives to masked positions, zero elsewhere; None where that does not count.
+    """Return the weights of masked positions in a softmax, zero elsewhere; None where that does not count.
 
     A row that is masked as a whole is uniform on purpose.
     """
@@ -104,7 +104,7 @@ def number_in(arguments: tuple[Any, ...]) -> list[float]:
 
 
 def leak(operation: Operation, operands: list[Tensor], result: Tensor, ends: Ends) -> Event | None:
-    """The event of a softmax that gives weight to what a constant masks."""
+    """The event of a softmax that gives weight to positions that a constant masks."""
     weights = leaking(operation, result)
     if weights is None:
         return None

@@ -87,7 +87,7 @@ def new_axes(width: float, height: float, grid: Literal["", "x", "y", "both"] = 
 
 @contextmanager
 def apart_from_pyplot() -> Iterator[None]:
-    """Figures of this block are not pyplot's: nobody but the caller is to see them."""
+    """Keep the figures of this block out of pyplot: only the caller shows them."""
     token = _is_apart.set(True)
     try:
         yield
@@ -134,7 +134,8 @@ def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | None) -> Figure:
-    """The amax of each result and gradient of a `Diagnosis`, in the order of the forward pass, and what is not finite.
+    """The amax of each result and gradient of a `Diagnosis`, in the order of the forward pass, and where it is not
+    finite.
 
     cause: its line is marked, and the end of its format; None where nothing broke.
     """
@@ -195,7 +196,7 @@ def plot_watch(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
 
 
 def plot_costs(rows: Sequence[Mapping[str, Any]], whole: float) -> Figure:
-    """What each module of a `Sensitivity` adds to the loss, alone in the small formats and beside all others.
+    """The cost in loss of each module of a `Sensitivity`, alone in the small formats and beside all others.
 
     whole: what all of them add; a line marks it where it is finite.
     """
@@ -249,7 +250,7 @@ def plot_sites(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
 def plot_magnitudes(
     counts: Mapping[int, int], lost: Mapping[int, int], limits: Mapping[str, float], title: str
 ) -> Figure:
-    """How many magnitudes of a tensor have each exponent, and how many of these rounding made zero.
+    """Number of magnitudes of a tensor with each exponent, and of those that rounding made zero.
 
     counts, lost: by exponent.
     limits: {name: log2 of a magnitude}, drawn as lines.

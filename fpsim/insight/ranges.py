@@ -1,4 +1,4 @@
-"""What a tensor holds: its range, and how much of it is not finite; and what a format makes of a number."""
+"""Ranges: the finite range of a tensor, its inf and NaN; and the result of a format for a number."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Glance:
-    """What one pass over a tensor tells.
+    """Statistics of a tensor from one pass over it.
 
     count, nonzero: how many numbers there are, and how many of them are not zero.
-    low, high: the smallest and the largest finite number, 0 where there is none.
+    low, high: the smallest and the largest finite number, 0 without one.
     nan, plus, minus: how many are NaN, inf and -inf.
     ends: how many are the largest number of float32 or its negative, which masks; `low` and `high` leave them out.
     largest: where the dtype ends.
@@ -64,7 +64,7 @@ class Glance:
 
     @property
     def worst(self) -> str:
-        """The one kind by which what is not finite is named."""
+        """Name the kind of the non-finite numbers: one of them, if there are several."""
         return "NaN" if self.nan else "inf" if self.plus else "-inf"
 
     @property
@@ -104,7 +104,7 @@ def glance(x: Tensor) -> Glance:
 
 
 def are_passed_on(result: Tensor, operands: list[Tensor]) -> bool:
-    """Whether each infinity of an element-wise result comes from one of an operand, with another sign perhaps."""
+    """True if each infinity of an element-wise result is one of an operand, possibly with the other sign."""
     try:
         shape = torch.broadcast_shapes(*(x.shape for x in operands))
     except RuntimeError:
@@ -118,7 +118,7 @@ def are_passed_on(result: Tensor, operands: list[Tensor]) -> bool:
 
 
 def first_index(where: Tensor) -> str:
-    """The index of the first true element, "3, 7"; "" of a scalar or where there is none."""
+    """The index of the first true element, "3, 7"; "" for a scalar, or without one."""
     places = where.nonzero()
     return ", ".join(str(int(i)) for i in places[0]) if len(places) else ""
 
@@ -139,7 +139,7 @@ class Ends:
 
     @classmethod
     def of_spec(cls, spec: Spec, scale: float | None = None) -> Ends:
-        """The ends of a format; of one that has scales, where the scale is known that a tensor was multiplied by."""
+        """The largest values of a format; with scales, if the scale of the tensor is known."""
         fmt = spec.fmt
         if isinstance(fmt, BlockFormat) and scale is not None:
             return cls(str(fmt), fmt.largest / scale, float(getattr(fmt.element, "smallest", 0.0)) / scale, None)
@@ -155,7 +155,7 @@ class Ends:
         return 0.0 if self.holder is None else epsilon_of(self.holder)
 
     def holds(self, value: float) -> bool:
-        """Whether a number that is not zero is not rounded to zero."""
+        """True if a number that is not zero is not rounded to zero."""
         return self.rounded(value) != 0
 
     def rounded(self, value: float) -> float:
@@ -197,7 +197,7 @@ def expected_error(spec: Spec | torch.dtype, count: int = 1) -> float:
 
 
 def binades_in(exponents: Mapping[int, int]) -> int:
-    """How many binades lie between the 0.5th and the 99.5th percentile of the magnitudes, with both; 0 for zeros."""
+    """Number of binades from the 0.5th to the 99.5th percentile of the magnitudes, inclusive; 0 for zeros."""
     total, seen, inside = sum(exponents.values()), 0, []
     for exponent in sorted(exponents):
         before, seen = seen, seen + exponents[exponent]

@@ -1,4 +1,4 @@
-"""What the formats do to a model that runs: a tally of every site and role."""
+"""Effects of the formats on a running model: a tally of every site and role."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fpsim.undoing import Block, Undo
 
 __all__ = ["Recording", "record"]
 
-WHOLES = {  # what each count is a share of
+WHOLES = {  # the denominator of each count's share
     "underflow": "nonzero",
     **dict.fromkeys(("subnormal", "overflow", "nonfinite", "exact"), "count"),
     **dict.fromkeys(("scale_underflow", "scale_overflow"), "blocks"),
@@ -53,14 +53,14 @@ SUMS = ("counts", "sums", "exponents", "shape")  # the tensors of an Accumulator
 
 
 def is_of_role(name: str, role: str) -> bool:
-    """Whether a row is one of a role's tensors. Those of "error" are gradients of activations as operands, too."""
+    """True if a row is one of a role's tensors. Those of "error" are gradients of activations as operands, too."""
     return name == role or (role == "error" and name.endswith(".dy"))
 
 
 def _loaded(
     state: Mapping[str, Any],
 ) -> tuple[int, Counter[tuple[str, str]], dict[tuple[str, str, Spec], Accumulator]]:
-    """What a state says: every how many calls, how many were seen, and the sums. Raises ValueError and others."""
+    """Read a state: every how many calls, how many were seen, and the sums. Raises ValueError and others."""
     require_whole("state['every']", state["every"], 1)
     seen: Counter[tuple[str, str]] = Counter()
     for site, role, count in state["seen"]:
@@ -96,7 +96,7 @@ def _require_words(site: object, role: object) -> None:
 class Recording:
     """Tallies per site and role of a model that runs; see `record`. It prints as a table, and becomes a DataFrame.
 
-    updates: what was lost of the updates of each quantised optimizer of the model; see `lost_updates`.
+    updates: the lost updates of each quantised optimizer of the model; see `lost_updates`.
     """
 
     def __init__(self, every: int = 1) -> None:
@@ -107,7 +107,7 @@ class Recording:
         self.updates: list[LostUpdates] = []
 
     def wants(self, site: str, role: str) -> bool:
-        """Whether this call of a site is one of those that are tallied."""
+        """True if this call of a site is one of those that are tallied."""
         self._seen[site, role] += 1
         return (self._seen[site, role] - 1) % self._every == 0
 
@@ -127,7 +127,7 @@ class Recording:
         self._every, self._seen, self._sums = other._every, other._seen, other._sums
 
     def state_dict(self) -> dict[str, Any]:
-        """What was recorded so far, in tensors, numbers and strings: `torch.load(..., weights_only=True)` reads it."""
+        """The statistics so far, in tensors, numbers and strings: `torch.load(..., weights_only=True)` reads it."""
         sums = [
             {
                 **{"site": site, "role": role, "format": repr(spec.fmt), "rounding": spec.rounding},
@@ -144,7 +144,7 @@ class Recording:
 
         All of it is checked first: a state that is refused leaves everything as it was.
 
-        Raises TypeError for what is not a mapping, ValueError for what is not the state of a recording.
+        Raises TypeError for anything but a mapping, ValueError for one that is not the state of a recording.
         """
         require_mapping("state", state, "what state_dict() returns")
         try:
@@ -165,7 +165,7 @@ class Recording:
         return {(site, role, str(spec)): sums.result() for (site, role, spec), sums in self._sums.items()}
 
     def rows(self) -> Rows:
-        """A row for each site and role, which print as a table; here the numbers come to the host.
+        """A row for each site and role; they print as a table. Copies the numbers to the host.
 
         count, nonzero, blocks, zero_blocks: counts of numbers, and of blocks that share a scale.
         underflow: share of the non-zero numbers that became zero. subnormal, overflow, nonfinite, exact: share of all

@@ -35,7 +35,7 @@ from fpsim.undoing import Undo, undone
 __all__ = ["Sensitivity", "last_layers", "sensitivity"]
 
 MOST_PAIRS = 66  # of modules, of which none repairs the loss alone: those of the first 12
-MOST_TRIED = 12  # modules, in the place of one that in float32 breaks what reads it
+MOST_TRIED = 12  # modules, instead of one whose float32 result breaks its readers
 
 
 class Sensitivity(Rows):
@@ -58,9 +58,9 @@ class Sensitivity(Rows):
     def policy(self, k: int) -> Policy:
         """The policy with the k modules that cost most left in float32.
 
-        What a module gives in float32 may be too large for the format of its reader, though all modules in the formats
-        have a finite loss. Then what has no parameters, such as a relu, is left in float32 too, as far as that repairs
-        the loss; where it does not, the module that costs next most takes the place.
+        A module's float32 result may be too large for the format of its reader, although with all modules in the
+        formats the loss is finite. Then modules without parameters, such as a relu, are left in float32 too, if that
+        repairs the loss; where it does not, the module that costs next most takes the place.
 
         Raises ValueError for more than there are, and where no k modules that were tried leave the loss finite.
         """
@@ -97,7 +97,7 @@ class Sensitivity(Rows):
     __repr__ = __str__
 
     def plot(self) -> Any:
-        """A figure: what each module adds to the loss, alone and beside all others; needs matplotlib."""
+        """A figure: the cost of each module, alone and beside all others; needs matplotlib."""
         from fpsim.insight.pictures import plot_costs
 
         return plot_costs(self, _excess(self.quantised, self.float32))
@@ -105,7 +105,7 @@ class Sensitivity(Rows):
 
 @keeps_grad_mode
 def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 0) -> Sensitivity:
-    """What each module costs: the loss with it alone in the small formats, and with it alone left in float32.
+    """Cost of each module: the loss with it alone in the small formats, and with it alone left in float32.
 
     A module is one without modules inside that has parameters, or the own operations of one with modules inside, such
     as the products of an attention; where none repairs a loss that is not finite, others without parameters too. Each
@@ -243,12 +243,12 @@ def _rank(ranking: Sensitivity, losses: _Losses, plain: nn.Module, wanted: Polic
 
 
 def _is_broken(ranking: Sensitivity) -> bool:
-    """Whether the loss is not finite under the policy, and no module repairs it alone."""
+    """True if the loss is not finite under the policy, and no module repairs it alone."""
     return not math.isfinite(ranking.quantised) and not any(math.isfinite(row["loss_without"]) for row in ranking)
 
 
 def _find_pair(ranking: Sensitivity, losses: _Losses) -> None:
-    """Try pairs of modules in float32; one that repairs the loss goes first in the ranking."""
+    """Try pairs of modules in float32; a pair that repairs the loss is ranked first."""
     names = [row["module"] for row in ranking]
     pairs = sorted(combinations(range(len(names)), 2), key=sum)  # of what costs most first
     for i, j in pairs[:MOST_PAIRS]:
@@ -259,9 +259,9 @@ def _find_pair(ranking: Sensitivity, losses: _Losses) -> None:
 
 
 def _keep_finite(ranking: Sensitivity, losses: _Losses, bare: list[str]) -> None:
-    """Note which modules stand in the place of the first k, where these in float32 leave a loss that is not finite.
+    """Note which modules replace the first k, where these in float32 leave a loss that is not finite.
 
-    bare: the modules without a row: their operations, such as relus, round what they give all the same.
+    bare: the modules without a row: their operations, such as relus, round their results all the same.
     """
     names = [row["module"] for row in ranking]
     without = {row["module"]: row["loss_without"] for row in ranking}
@@ -306,7 +306,7 @@ def _has_inside(name: str, names: Iterable[str]) -> bool:
 
 
 def _excess(a: float, b: float) -> float:
-    """How much larger a loss is than another; one that is not finite is larger than any that is."""
+    """Excess of a loss over another; one that is not finite is larger than any that is."""
     if math.isfinite(a) and math.isfinite(b):
         return a - b
     if math.isfinite(a) == math.isfinite(b):
@@ -324,7 +324,7 @@ def last_layers(model: nn.Module, step: Any, *, loss: Callable[[Any], Tensor] | 
     Of a classifier or a language model that is its head; of a detector, each of its heads; of a model whose head shares
     the embedding's weight, the module that multiplies by it. The gradient that comes to them is that of the loss:
     a few large elements, and many small ones that add up to as much. Rounded to nearest in 4 bits the small ones are
-    lost and the sum is wrong, whatever the scale, and a model trains that leaves these layers in a wider format:
+    lost and the sum is wrong at any scale. A model that keeps these layers in a wider format trains:
 
         policy = fpsim.Policy(error="e2m1fn", overrides=dict.fromkeys(fpsim.last_layers(model, step), "bf16"))
 
@@ -400,7 +400,7 @@ def _last(trace: Trace, total: Tensor) -> list[str]:
 
 
 def _is_of_parameters(operation: Operation | None) -> bool:
-    """Whether a tensor follows from parameters alone: a weight, a view of one, or what is computed from some."""
-    if operation is None or operation.name in LOOK_UPS:  # an embedding depends on what is looked up
+    """True if a tensor follows from parameters alone: a weight, a view of one, or a result computed from weights."""
+    if operation is None or operation.name in LOOK_UPS:  # an embedding depends on its indices
         return False
     return operation.name == "parameter" or (bool(operation.sources) and all(map(_is_of_parameters, operation.sources)))

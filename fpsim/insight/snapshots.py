@@ -59,7 +59,7 @@ class Snapshot(NamedTuple):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Snapshot:
-        """The snapshot in a file. Raises ValueError for one that is none or cannot be read."""
+        """The snapshot in a file. Raises ValueError for a file that is not a snapshot or cannot be read."""
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"path is {shown(path)}. Expected: the path of a file that fpsim.snapshots has written.")
         try:
@@ -107,7 +107,7 @@ class Snapshots:
         self._seen: Counter[tuple[str, str]] = Counter()
 
     def wants(self, site: str, role: str) -> bool:
-        """Whether this call of a site is one of those that are kept."""
+        """True if this call of a site is one of those that are kept."""
         self._seen[site, role] += 1
         is_due = (self._seen[site, role] - 1) % self._every == 0
         return is_due and self._is_chosen(site, role)
@@ -254,7 +254,7 @@ def _swapped(flat: Tensor, size: int) -> Tensor:
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Metadata and tensors of a safetensors file. Raises ValueError and others for what is none."""
+    """Metadata and tensors of a safetensors file. Raises ValueError and others for other files."""
     content = path.read_bytes()
     (length,) = LENGTH.unpack_from(content)
     if length > MOST_HEADER:

@@ -38,18 +38,18 @@ __all__ = [
 
 
 def is_function(value: object) -> bool:
-    """Whether a value is called rather than given to the model: no tensor and no module."""
+    """True if a value is called rather than given to the model: no tensor and no module."""
     return callable(value) and not isinstance(value, Tensor | nn.Module)
 
 
 def as_step(
     model: nn.Module, step: Any, loss: Callable[[Any], Tensor] | None, verb: str, arguments: int = 0
 ) -> Callable[..., Any]:
-    """What runs a step.
+    """Return a function that runs a step.
 
     step: a function of so many arguments, or a batch for a model whose output has a `.loss` or with `loss`.
     verb: the public function that runs it, in what users are told.
-    Raises TypeError for what is neither, and for `loss` with a function; ValueError for a lazy model that never ran.
+    Raises TypeError for anything else, and for `loss` with a function; ValueError for a lazy model that never ran.
     """
     require_initialised(model)
     example = f"fpsim.{verb}(model, lambda: loss(model(x)).backward())"
@@ -104,7 +104,7 @@ def called(model: nn.Module, batch: Any) -> Any:
 
 
 def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
-    """The loss of an output; None where it has none. Raises TypeError for what is not a tensor of one element."""
+    """The loss of an output; None where it has none. Raises TypeError for anything but a tensor of one element."""
     total = loss(output) if loss is not None else getattr(output, "loss", None)
     if total is not None and (not isinstance(total, Tensor) or total.numel() != 1):
         raise TypeError(f"loss returned {shown(total)}. Expected: a tensor of one element.")
@@ -130,19 +130,19 @@ def _nothing(*_: Any) -> None:
 
 @runtime_checkable
 class WatchingVisitor(Visitor, Observer, Protocol):
-    """A visitor of a trace that also observes what the emulation rounds meanwhile, and reads the arguments of calls."""
+    """A visitor of a trace that also observes the emulation's roundings meanwhile, and reads the arguments of calls."""
 
     trace: Trace | None
 
     def keeps(self, x: Tensor) -> bool:
-        """Whether what a call is about to write to is looked at before."""
+        """True if the tensor that a call is about to write to is looked at before."""
 
     def cast(self, operation: Operation, integers: Tensor) -> None:
         """A call casts the result of an operation to integers."""
 
 
 def traced(model: nn.Module, visitor: Visitor, verb: str, undo: Undo, edit: Edit | None = None) -> Trace:
-    """Show what this thread computes with `model` to a visitor, until it is undone.
+    """Show this thread's operations of `model` to a visitor, until it is undone.
 
     The calls of the model are traced from here on; `run` of the returned trace runs a step, and traces its calls
     outside of the model too.
@@ -176,7 +176,7 @@ def _observe(registered: Iterable[Listeners], observer: Observer | None) -> None
 
 
 def switching(model: nn.Module, undo: Undo) -> Callable[[FormatLike], None]:
-    """What switches the formats of `model` itself, as a step that closes over it needs; they are put back."""
+    """Return a function that switches the formats of `model` itself, for steps that close over it; undone later."""
     if any(True for _ in emulated_forwards(model)):
         undo.by(partial(install_policies, model, policies_of(model)))
     else:
@@ -229,7 +229,7 @@ class Kept:
         self._states.append((groups, states))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep an optimizer, and tell nobody what its step loses, until `restore`: records are of a training."""
+        """Save an optimizer, and pause records of its lost updates until `restore`: those are of the training only."""
         self.know(optimizer)
         quantized = quantized_optimizer_of(optimizer)
         if quantized is not None and any(optimizer is known for known in self.optimizers):

@@ -40,7 +40,7 @@ Worst = dict[tuple[str, str, str], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Limits:
-    """When a format would do: the largest shares of underflow and overflow, and the least signal to noise."""
+    """Limits for a format: the largest shares of underflow and overflow, and the least signal to noise."""
 
     underflow: float
     overflow: float
@@ -54,7 +54,7 @@ class Limits:
 
 @dataclass
 class Called:
-    """A call of the model that was watched: its inputs, detached, and the gradients that reached what it gave."""
+    """A call of the model that was watched: its inputs, detached, and the gradients that reached its outputs."""
 
     step: int
     args: tuple[Any, ...]
@@ -77,8 +77,8 @@ def _detached(value: Any) -> Any:
 class Suggestion:
     """A policy, and what became of it when it was tried.
 
-    policy: what is suggested. is_tried: whether it was run on a watched step, and nothing broke.
-    words: what was tried, or why nothing was.
+    policy: the suggestion. is_tried: whether it was run on a watched step, and nothing broke.
+    words: the trial in words, or why there was no trial.
     """
 
     policy: Policy
@@ -105,7 +105,7 @@ def worst_of(rows: Iterable[Mapping[str, Any]]) -> Worst:
 
 
 def does(row: Mapping[str, Any], limits: Limits) -> bool:
-    """Whether the format would do; where all numbers are zero any would, where some are not finite none."""
+    """True if the format would do; where all numbers are zero any would, where some are not finite none."""
     is_clear = row["sqnr_db"] is None or row["sqnr_db"] >= limits.sqnr_db
     is_moved = row["lost"] is None or row["lost"] <= UPDATES_LOST
     fits = row["underflow"] <= limits.underflow and row["overflow"] <= limits.overflow
@@ -176,7 +176,7 @@ def planned(worst: Worst, specs: Iterable[Spec], limits: Limits) -> Plan:
 
 
 def _is_noise(worst: Worst, row: Mapping[str, Any]) -> bool:
-    """Whether a bias has gradients that are zero in theory, as a key's in softmax, and noise in practice."""
+    """True if a bias has gradients that are zero in theory, as a key's in softmax, and noise in practice."""
     module, _, name = row["site"].rpartition(".")
     of_weight = worst.get((f"{module}.weight", "weight_grad", row["format"]))
     is_bias = row["role"] == "weight_grad" and name == "bias" and of_weight is not None
@@ -234,7 +234,7 @@ def _again(model: nn.Module, called: Called) -> Callable[[], None]:
 
 
 def output_tensors(out: Any) -> list[Tensor]:
-    """The tensors that a model gives: in tuples, lists and mappings."""
+    """The tensors among a model's outputs: in tuples, lists and mappings."""
     return tensors_of(dict(out) if isinstance(out, Mapping) else out)
 
 

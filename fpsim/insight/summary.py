@@ -1,4 +1,4 @@
-"""summary(model): what each module of a quantised model rounds to, with equal modules on one line."""
+"""summary(model): the formats of each module of a quantised model, and how a large model prints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fpsim.policies.recipes import is_layer
 from fpsim.policies.update import Storage
 from fpsim.torch_internals import is_compiled_wrapper
 
-__all__ = ["Summary", "SummaryRow", "summary"]
+__all__ = ["Summary", "SummaryRow", "grouped", "summary"]
 
 FLOAT32, REMAINDER = 32, 16  # bits
 SHORT = 20  # rows that print one by one
@@ -34,7 +34,7 @@ SIZES = ("weight", "copies", "states", "scales")
 
 
 class SummaryRow(NamedTuple):
-    """What one module rounds."""
+    """Formats of one module."""
 
     module: str
     type: str
@@ -48,7 +48,7 @@ class SummaryRow(NamedTuple):
 
 
 class Summary(list[SummaryRow]):
-    """Rows of what is rounded where; prints as a table of 100 columns, long ones with equal modules on one line."""
+    """Rows with the formats of each module; prints as a table of 100 columns, equal modules on one line."""
 
     def __init__(self, rows: Iterable[SummaryRow] = (), without_products: Iterable[str] = ()) -> None:
         super().__init__(rows)
@@ -79,7 +79,7 @@ def summary(model: QuantizedOptimizer) -> Rows: ...
 
 
 def summary(model: nn.Module | QuantizedOptimizer) -> Summary | Rows:
-    """What each module of a quantised model rounds to, by role; prints as a table.
+    """Formats of each module of a quantised model, by role; prints as a table.
 
     Modules without operations of their own pass their formats on. Those that were added later run under the formats
     around them; parametrizations, which compute weights, in float32. One column more says how operands of products are
@@ -212,7 +212,7 @@ def _bits(x: Tensor, storage: Storage | None) -> tuple[int, int]:
 
 
 def _blocks(x: Tensor, fmt: BlockFormat) -> int:
-    """How many scales a tensor has; blocks of a number of elements run through its memory."""
+    """Number of scales of a tensor; blocks of a number of elements run through its memory."""
     if isinstance(fmt.block, int):
         return math.ceil(x.numel() / fmt.block)
     if fmt.block == "tensor" or x.dim() < 2:
@@ -229,7 +229,7 @@ DEFAULT = " nearest_even"
 
 
 class Line(NamedTuple):
-    """A line of a summary: the modules, how many there are, and what they round, as `SummaryRow` has it."""
+    """A line of a summary: the modules, their number, and their formats, as in `SummaryRow`."""
 
     module: str
     modules: int
@@ -265,7 +265,7 @@ def grouped(lines: Iterable[Line]) -> list[Line]:
 
 
 def _boxes(places: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
-    """Products of sets that are exactly these tuples: a line of a range in two places stands for all its pairs."""
+    """Split tuples into products of sets: a line with a range in two places means all pairs."""
     if not places[0]:
         return [()]
     behind: dict[int, list[tuple[int, ...]]] = {}
@@ -289,7 +289,7 @@ def _runs(values: Sequence[int]) -> str:
 
 
 def shown_in(lines: Sequence[Line], roles: Sequence[str], width: int = WIDTH) -> str:
-    """The table, within so many columns where that can be: what is too long for it goes below, step by step."""
+    """The table, within so many columns where that can be: longer words go below it, step by step."""
     notes: list[str] = []
     text = _table(lines, roles)
     if _width(text) > width:
@@ -341,7 +341,7 @@ def _table(lines: Sequence[Line], roles: Sequence[str]) -> str:
 
 
 def _lettered(lines: Sequence[Line], field: str, letters: str) -> tuple[list[Line], list[str]]:
-    """Lines with a letter in the place of the words of a column, and the words, each behind its letter."""
+    """Lines with a letter instead of the words of a column, and the words, each behind its letter."""
     words = [word for word in dict.fromkeys(getattr(line, field) for line in lines) if word]
     named = {word: letters[i] if i < len(letters) else f"{letters[i % 26]}{i // 26}" for i, word in enumerate(words)}
     kept = [Line(**line._asdict() | {field: named.get(getattr(line, field), "")}) for line in lines]

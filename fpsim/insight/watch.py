@@ -69,14 +69,15 @@ def watch(
 
     No bit of the run changes. Each `every`-th call of the model in training, from the first one on, is watched: the
     results of its operations (role "activation"), their gradients ("error"), the parameters ("weight"), their gradients
-    ("weight_grad"); with an optimizer also its tensors ("state") and what a step adds to the parameters ("update").
-    Gradients are taken as they travel, times the scale of a GradScaler. What a checkpoint runs again and what is
-    outside of the model is not seen. Of DistributedDataParallel watch the module inside. Of several threads the one
-    that calls first is watched. Copies of the model are not. The watch ends when the result is lost, too. Watch a model
-    after `model.compile()`; calls of torch's own containers under `torch.compile` are not seen.
+    ("weight_grad"); with an optimizer also its tensors ("state") and the change of the parameters in a step ("update").
+    Gradients are taken as they travel, times the scale of a GradScaler. Recomputation in a checkpoint and operations
+    outside of the model are not seen. Of DistributedDataParallel watch the module inside. If several threads run the
+    model, only the first one to call it is watched; copies of the model are not. The watch ends when the result is
+    lost, too. Watch a model after `model.compile()`; calls of torch's own containers under `torch.compile` are not
+    seen.
 
     Two forms: `with watch(model, formats) as watching:` around a training, and `watch(model, step)`, which runs the
-    step once, puts back what it changed, and watches no longer.
+    step once, restores the state from before, and ends.
 
     Args:
         model: not quantised; a quantised one is recorded by `fpsim.record`.
@@ -121,7 +122,7 @@ def watch(
 
 
 def _are_formats(value: object) -> bool:
-    """Whether a value that may be a step or a batch is the formats."""
+    """True if a value that may be a step or a batch is the formats."""
     if isinstance(value, list | tuple | set | frozenset):
         return all(isinstance(item, str | Format) for item in value)
     return not callable(value) and not isinstance(value, Tensor | Mapping)
@@ -211,10 +212,10 @@ class Watch:
         self.detach()
 
     def _all_versions(self) -> int:
-        """How often the parameters have been written to."""
+        """Number of writes to the parameters so far."""
         return sum(version_of(p) for p in self._parameters.values() if not p.is_inference())
 
-    # What is told
+    # Called by the model and the optimizer
 
     def _begin_step(self) -> bool:
         if not (torch.is_grad_enabled() and self._trace.model.training and self._trace.claim()):
@@ -299,7 +300,7 @@ class Watch:
             known = self._lost.get(key, (0, 0))
             self._lost[key] = known[0] + lost, known[1] + wanted
 
-    # What was found
+    # Results
 
     def rows(self) -> Rows:
         """A row for each watched step, site, role and format.
@@ -369,8 +370,8 @@ class Watch:
         A role has the first of the formats that would do at 90 % of its sites, or float32; a module where that would
         not do at each of its sites has the first that would. The formats are taken from the smallest; those whose
         numbers share scales are left out, for no role has one. The policy is then tried on the last watched call, with
-        the same inputs and gradients, in the parameters of now; what is inf, NaN or saturates there is left
-        in float32. `suggest` says what was tried. Warns where nothing could be.
+        the same inputs and gradients, in the parameters of now; sites with inf, NaN or saturation there stay float32.
+        `suggest` describes the trial. Warns where nothing could be.
         underflow, overflow, sqnr_db: as in `table`.
         """
         suggestion = self.suggest(underflow, overflow, sqnr_db)
@@ -390,7 +391,7 @@ class Watch:
 
     @property
     def updates(self) -> list[LostUpdates]:
-        """What was lost of a quantised optimizer's updates, unless `lost_updates` records it."""
+        """Lost updates of a quantised optimizer, unless `lost_updates` records them."""
         return self._steps.updates
 
     def plot(self, role: str = "error", value: str = "underflow", fmt: str | Format | None = None) -> Any:
@@ -423,7 +424,7 @@ class Watch:
 
 
 class _Eye:
-    """What the model and the optimizer know of a Watch. It does not keep the Watch alive: who lost it has no rows."""
+    """Hooks of a Watch on the model and the optimizer. They do not keep the Watch alive: it ends when it is lost."""
 
     def __init__(self, watching: Watch) -> None:
         self._watching = weakref.ref(watching)
@@ -458,7 +459,7 @@ class _Eye:
 class _WatchedSteps:
     """The steps of an optimizer that follow watched calls of a model.
 
-    updates: what was lost where the optimizer is quantised, unless that is recorded already.
+    updates: lost updates of a quantised optimizer, unless they are recorded already.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, every: int) -> None:
@@ -469,7 +470,7 @@ class _WatchedSteps:
         self.updates = [LostUpdates(q, every) for q in unrecorded([] if quantized is None else [quantized])]
 
     def detach(self) -> None:
-        """Record no longer what is lost."""
+        """Stop recording lost updates."""
         for lost in self.updates:
             lost.detach()
 
@@ -480,7 +481,7 @@ class _WatchedSteps:
             self._before[name] = (p if quantized is None else quantized.seen_by_the_model(p)).detach().clone()
 
     def end(self, parameters: Mapping[str, nn.Parameter], step: int) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
-        """The names of the parameters that were kept, with what they were and are; count what the step did to them.
+        """Return the kept parameters by name, with their values before and now; count the step's effect on them.
 
         step: the watched call before it.
         """
@@ -506,7 +507,7 @@ class _WatchedSteps:
         return [name for name, has_moved in self._moved.items() if not has_moved]
 
     def lines(self) -> list[str]:
-        """What was found, in words."""
+        """The findings, in words."""
         lines = []
         for step, (left, of) in self._left.items():
             if left:
@@ -527,7 +528,7 @@ def _rounded(x: Tensor, spec: Spec) -> Tensor:
 
 
 def _watched_row(step: int, site: str, role: str, spec: Spec, t: Tally, lost: tuple[int, int] | None) -> dict[str, Any]:
-    """A row: what a format would do to the tensors of a role at a site, in a watched step."""
+    """A row: the effect of a format on the tensors of a role at a site, in a watched step."""
     return {
         "step": step,
         "site": site,
@@ -546,13 +547,14 @@ def _watched_row(step: int, site: str, role: str, spec: Spec, t: Tally, lost: tu
 
 
 def _is_broken(x: Tensor) -> bool:
-    """Whether a tensor holds NaN or inf; minus infinity may be a mask."""
+    """True if a tensor holds NaN or inf; minus infinity may be a mask."""
     is_seen = x.is_floating_point() and x.layout is torch.strided and holds_numbers(x)
     return is_seen and bool((x.isnan() | (x == torch.inf)).any())
 
 
 def _breaks(rows: Rows, broken: set[int], hidden: Mapping[str, str]) -> list[str]:
-    """For each format the first operation that it would break, and what was not finite without any format.
+    """For each format the first operation that it would break, and the first one that was not finite without any
+    format.
 
     hidden: where a format would make a number of an infinity, in words.
     broken: the steps whose output was not; in others an activation that is not comes to nothing, as behind a `where`.

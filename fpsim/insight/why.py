@@ -27,14 +27,14 @@ WIDTH = 200  # characters of a line of operations
 
 
 class Why(Rows):
-    """What makes a step fail: a row for each thing found, the cause first; see `why`.
+    """Causes of a failing step: a row for each finding, the cause first; see `why`.
 
-    cause: the first row; None where nothing was found. Its `stage`, `place`, `role` and `kind` say what it is.
+    cause: the first row; None where nothing was found. Its `stage`, `place`, `role` and `kind` describe it.
     tried: rows of the remedies that were run on this step and worked, with the loss that each gave.
-    read: rows of what was read there. chain: the sites from there to the loss.
+    read: rows of the operands there. chain: the sites from there to the loss.
     run: rows of all operations: finite amax, and the share that is not finite, of the result and of its gradient.
     loss, float32: the loss of the step, and of the step in float32 where that was run.
-    checked: what was looked at, in words. runs: how often the step was run.
+    checked: the checks that were made, in words. runs: how often the step was run.
     """
 
     def __init__(self, finding: Finding) -> None:
@@ -228,7 +228,7 @@ def why(
         TypeError: for a model, step or optimizer of another kind.
         ValueError: for a step that gives another loss the second time, a step of which nothing was seen, and a model
             that is being recorded.
-        Exception: what the step raises, where nothing became inf or NaN before.
+        Exception: the step's own error, if nothing became inf or NaN before.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     >>> with torch.no_grad():

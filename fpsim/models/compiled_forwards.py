@@ -1,7 +1,7 @@
-"""What torch.compile takes of an emulated module: one call, run as it is to make the program.
+"""Emulated modules under torch.compile: each is one call of the program, run as it is when the program is made.
 
-The mode reads what the code says and marks tensors, which Dynamo cannot follow. So the emulation runs itself, on
-stand-ins, and what it computes is recorded, forward and backward.
+The mode reads the calling code and marks tensors, which Dynamo cannot follow. So the emulation runs on stand-ins, and
+its operations are recorded, forward and backward.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["call_under_dynamo", "call_with_hooks_apart", "note_copy", "open_obje
 
 _forwards: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by their tokens
 _tokens = itertools.count()
-_copies: weakref.WeakSet[Any] = weakref.WeakSet()  # and what was loaded: not prepared yet
+_copies: weakref.WeakSet[Any] = weakref.WeakSet()  # loaded values too: not prepared yet
 _recorded: dict[int, list[str]] = {}  # of models that are being recorded, by their listeners: what others have called
 
 
 def register(forward: Any) -> str:
-    """The token by which a program that torch.compile makes knows an `EmulatedForward` and its policy."""
+    """The token that identifies an `EmulatedForward` and its policy in a program of torch.compile."""
     token = f"forward {next(_tokens)}"
     _forwards[token] = forward
     _copies.discard(forward)
@@ -49,7 +49,7 @@ def register(forward: Any) -> str:
 
 
 def require_own_thread(forward: Any) -> None:
-    """Refuse a call of a model that another thread is recording: stand-ins lie in the place of its parameters."""
+    """Refuse a call of a model that another thread is recording: its parameters are replaced by stand-ins."""
     if _recorded and active.stand_ins is None and (others := _recorded.get(id(forward.listeners))) is not None:
         others.append(forward.name or type(forward.module).__name__)
         raise _of_another_thread(others[0])
@@ -68,7 +68,7 @@ def note_copy(forward: Any) -> None:
 
 
 def call_under_dynamo(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch.compile traces in the place of the true forward of an `EmulatedForward`."""
+    """Replace the forward of an `EmulatedForward` where torch.compile traces it."""
     if forward.policy is None:
         return forward.run(forward.module, args, kwargs)
     listeners, is_inside = forward.listeners, _prepare_for_dynamo()
@@ -96,7 +96,7 @@ def _parameters_of(arguments: Any, given: list[bool]) -> list[Tensor]:
 def _recorded_forward(
     token: str, tensors: dict[str, Tensor], flags: list[bool], given: list[bool], args: Any, kwargs: Any
 ) -> Any:
-    """The forward known by `token`, with these tensors in the place of parameters and buffers; flags are conditions.
+    """The forward of `token`, with these tensors instead of parameters and buffers; flags are conditions.
 
     given: of each tensor among the arguments, whether it is a parameter: one of a module around this one.
     """
@@ -137,7 +137,7 @@ def _recorded_forward(
                     f"program would do once. Seed before the model is called, and draw with torch.rand and its like."
                 )
         lost = next((x for x in leaves_behind(tensors_of(out)) if not is_recorded(x)), None)
-        if lost is not None:  # the mode sees what a Function computes, and not what it is given
+        if lost is not None:  # the mode sees the operations of a Function, but not its arguments
             raise NotImplementedError(
                 f"An autograd Function is given {names.get(id(lost), 'a tensor')!r} from a list, a closure or an "
                 f"object that keeps it, and a compiled program would give it no gradient. Hand it over as an attribute "
@@ -178,7 +178,7 @@ def _require_nothing_around(module: nn.Module) -> None:
 
 
 class _Attributes:
-    """What the modules of a model keep besides parameters, buffers and modules, as it was before a recorded call."""
+    """The modules' attributes before a recorded call, except parameters, buffers and modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
@@ -220,7 +220,7 @@ def _copied(value: Any) -> Any:
 
 
 def _give_attributes(stand_in: Tensor, attributes: dict[str, Any]) -> None:
-    """Give a stand-in what the forward may ask of the parameter, as muP's do, but for the marks that are ours."""
+    """Copy the parameter's attributes to a stand-in, for forwards that read them, as muP's; not our marks."""
     own = vars(stand_in)
     own.update({k: v for k, v in attributes.items() if k not in own and k != MARK and not k.startswith("_dynamo")})
 
@@ -250,7 +250,7 @@ _hooked_apart: Any = None
 
 
 def call_with_hooks_apart(slot: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch.compile traces in the place of a call of a module with forward hooks of its own."""
+    """Replace a call of a module with forward hooks of its own where torch.compile traces it."""
     _prepare_for_hooks()
     return _hooked_apart(slot, args, kwargs)
 
@@ -266,7 +266,7 @@ def _prepare_for_hooks() -> None:
         )
 
 
-# Objects that a compiled program gives back: opened into what a program knows, and rebuilt by it
+# Objects that a compiled program returns: flattened to types that a program can return, and rebuilt by it
 
 
 _COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -279,10 +279,10 @@ _MAKING = ("__new__", "__setattr__")  # where a type has its own, attributes do 
 
 @dataclass(frozen=True)
 class _Object:
-    """An object in a form that a program can give back; it becomes the object again where it is unflattened.
+    """An object in a form that a program can return; unflattening makes the object again.
 
     of: its type, by its place in `_types`.
-    names, values: its attributes, with what is in them opened.
+    names, values: its attributes, with their values flattened.
     """
 
     of: str
@@ -354,7 +354,7 @@ def _place(of: type) -> str:
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether all that `x` is stands in its `__dict__`."""
+    """True if the `__dict__` of `x` holds its whole state."""
     of = type(x)
     has_slots = any(vars(c).get("__slots__") for c in of.__mro__)
     is_made_plainly = not has_slots and all(getattr(of, name) is getattr(object, name) for name in _MAKING)

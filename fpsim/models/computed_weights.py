@@ -45,7 +45,7 @@ class _ComputingMethod:
 
 
 def adopt(module: nn.Module) -> None:
-    """Have the weights of this one module computed in float32, and marked; what is so already stays.
+    """Compute the weights of this one module in float32, and mark them; modules adopted before stay as they are.
 
     Asked before each forward, for a norm may be registered at any time.
     """
@@ -73,7 +73,7 @@ def release(module: nn.Module) -> None:
 
 
 def modules_that_compute(model: nn.Module) -> set[nn.Module]:
-    """The modules inside of `model` that compute weights: parametrizations, and what is inside of them."""
+    """The modules inside of `model` that compute weights: parametrizations and their submodules."""
     return {inner for m in model.modules() if isinstance(m, ParametrizationList) for inner in m.modules()}
 
 

@@ -1,4 +1,4 @@
-"""What `copy.deepcopy` leaves behind of a model's parameters: their attributes and their hooks.
+"""Carry over the attributes and hooks of parameters, which `copy.deepcopy` of a model loses.
 
 torch's `Parameter.__deepcopy__` copies numbers and `requires_grad` alone. `_no_weight_decay` of Mamba and `infshape` of
 muP, by which optimizers and initialisations know a parameter, are attributes; a mask that a sparse training keeps is a
@@ -28,7 +28,7 @@ Memo = dict[int, Any]  # of copy.deepcopy: the copies, by the ids of the origina
 def carry_over(model: nn.Module, memo: Memo) -> list[str]:
     """Give the copies of a model's parameters and buffers the attributes and hooks of the originals.
 
-    Hooks are copied as `copy.deepcopy` copies those of modules: functions stay, what is bound to a module is bound to
+    Hooks are copied as `copy.deepcopy` copies those of modules: functions stay, and methods of a module become those of
     its copy. So is a function that closes over a module or a parameter of the model, or has it as a default.
 
     Returns the names of those that have a hook which would still see the original: through an optimizer, a global name,
@@ -59,7 +59,7 @@ def carry_over(model: nn.Module, memo: Memo) -> list[str]:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Whether a hook is this package's own, such as one of `fpsim.watch`, which watches the original alone."""
+    """True if a hook is this package's own, such as one of `fpsim.watch`, which watches the original alone."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     home = getattr(hook, "__module__", None) or type(hook).__module__
@@ -108,7 +108,7 @@ def _held(function: FunctionType) -> Iterator[Any]:
 
 
 def _sees_the_original(hook: Any, own: set[int]) -> bool:
-    """Whether a copy of this hook would still come to the original model, or to an optimizer of it."""
+    """True if a copy of this hook would still refer to the original model, or to its optimizer."""
     waiting: list[tuple[Any, bool]] = [(hook, False)]  # and whether a copy would share it
     if isinstance(hook, FunctionType):
         given = {id(x) for x in _given(hook, own)}  # which `_copied` replaces
@@ -127,7 +127,7 @@ def _sees_the_original(hook: Any, own: set[int]) -> bool:
 
 
 def _inside(x: Any) -> Iterator[Any]:
-    """What an object holds, or a function uses."""
+    """Yield the values that an object holds, or that a function uses."""
     if isinstance(x, FunctionType):
         yield from _held(x)
         for name in _names(x.__code__):

@@ -1,28 +1,45 @@
-"""Steps of SGD and Adam in a small format: each operation is rounded to it, and so is each coefficient.
+"""Optimizer steps in a small format: SGD and Adam written out, and any other optimizer emulated.
 
-The operations are those of torch's own single-tensor loops, in their order. torch's bfloat16 kernels on the CPU round
-the coefficient of a sum to bfloat16, and keep those of products, quotients, `lerp`, `addcmul` and `addcdiv` in float32;
-those on a card keep all in float32. `arithmetic="torch"` does so, `arithmetic="format"` rounds all of them. What comes
-of torch's vectors on the CPU is not repeated: `a.add(b, alpha=c)` rounds once, but the product too in the last
-`numel % 32` elements, which its vectors leave.
+The steps of SGD and Adam round each operation and each coefficient. The operations are those of torch's own
+single-tensor loops, in their order. torch's bfloat16 kernels on the CPU round the coefficient of a sum to bfloat16, and
+keep those of products, quotients, `lerp`, `addcmul` and `addcdiv` in float32; CUDA kernels keep all of them in float32.
+`arithmetic="torch"` does the same, `arithmetic="format"` rounds all of them. One effect of torch's vectorised loops on
+the CPU is not reproduced: `a.add(b, alpha=c)` rounds once, but in the last `numel % 32` elements it rounds the product
+as well.
+
+For other optimizers the optimizer's own code runs, emulated as a model would be. `arithmetic="format"` rounds each
+Python number to the format first; "torch" only those that are added or are exponents, as torch's kernels on the CPU
+do, and on a card exponents only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
+from fpsim.emulation.arguments import tensors_in
+from fpsim.emulation.entering import enter
+from fpsim.emulation.marks import forget, format_of, is_made_here, is_marked_wide, mark
+from fpsim.emulation.promotion import numbers_in_format
+from fpsim.emulation.scope import Listeners, active, make_scope
+from fpsim.emulation.steps import note_emulated
+from fpsim.formats.blocks import Element
 from fpsim.models.parameter_store import COMPENSATION, SECOND, ParameterStore
-from fpsim.models.storing import local_part
+from fpsim.models.storing import local_part, states_in
+from fpsim.policies.policy import Policy
 from fpsim.tensors.launch import round_memory_, rounded
 from fpsim.tensors.spec import RoundingSpec
+from fpsim.torch_internals import version_of
+from fpsim.torch_modes import push_mode, take_off
+from fpsim.undoing import Undo
 
-__all__ = ["has_format_step", "require_format_step", "run_format_step"]
+__all__ = ["EmulatedStep", "emulated_step_of", "has_format_step", "require_format_step", "run_format_step"]
 
 
 Wanted = Callable[[], Tensor]  # the update of a step, as a tensor of its own
@@ -51,7 +68,7 @@ class Arithmetic:
 
 
 def has_format_step(optimizer: Optimizer) -> bool:
-    """Whether the step of this optimizer is among those here; of a subclass it may be another one."""
+    """True if the step of this optimizer is among those here; of a subclass it may be another one."""
     return type(optimizer) in _STEPS
 
 
@@ -156,7 +173,7 @@ def _adam(a: Arithmetic, store: ParameterStore, p: Tensor, g: Tensor, state: Any
 
 
 def _apply(a: Arithmetic, store: ParameterStore, p: Tensor, add: Callable[[Tensor], Tensor], update: Wanted) -> Wanted:
-    """Add an update to the weight, and keep what that loses where there is a compensation.
+    """Add an update to the weight, and keep the rounding error where there is a compensation.
 
     add: adds the update to a tensor, in one operation.
     update: gives the update as a tensor of its own.
@@ -179,3 +196,146 @@ def _apply(a: Arithmetic, store: ParameterStore, p: Tensor, add: Callable[[Tenso
 
 
 _STEPS: dict[type, Callable[..., Wanted]] = {torch.optim.SGD: _sgd, torch.optim.Adam: _adam, torch.optim.AdamW: _adam}
+
+
+class EmulatedStep:
+    """The emulation around each step of one optimizer.
+
+    spec: of weights, states, gradients and every result.
+    as_torch: whether only those numbers of Python are rounded that torch's kernels round.
+    """
+
+    def __init__(self, spec: RoundingSpec, as_torch: bool) -> None:
+        self._spec, self._as_torch, self._undo = spec, as_torch, Undo()
+        self._wanted: dict[Tensor, Tensor] = {}  # by observed parameter, without the last rounding
+        # by parameter: the user's gradient, the tensor that replaces it during the step, and that one's write count
+        self._gradients: dict[Tensor, tuple[Tensor, Tensor, int]] = {}
+
+    def begin(self, optimizer: Optimizer, observed: Mapping[Tensor, Any]) -> None:
+        """Enter, until `end`; until then gradients are rounded ones."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        for p in parameters:
+            if p.grad.is_sparse:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} got a sparse gradient, and its step is computed in {self._spec.fmt}. "
+                    f"Use an embedding with sparse=False, or arithmetic='float32'."
+                )
+        self._wanted = {p: torch.zeros_like(p.detach()) for p in parameters if p in observed}
+        scope = make_scope("", Policy(weight=self._spec.fmt, activation=self._spec.fmt), Listeners())
+        scope.write = self._write
+        note_emulated(optimizer)
+        enter(scope, self._undo)
+        for group in optimizer.param_groups:  # a learning rate, for instance
+            for x in (x for name, x in group.items() if name != "params" and isinstance(x, Tensor)):
+                if x.is_floating_point() and not is_made_here(x):
+                    self._undo.by(partial(forget, x))
+                    active.emulation.mark_wide(x)
+        for p in parameters:
+            given = rounded(p.grad.detach(), self._spec)
+            mark(given, self._spec.text)
+            self._gradients[p] = p.grad, given, version_of(given)
+            p.grad = given
+            for state in states_in(optimizer.state[p]):
+                if state.x.is_floating_point():
+                    self._know_state(state.name, state.x)
+        numbers = _NumbersInFormat(self._spec.fmt, self._as_torch)
+        self._undo.by(partial(_leave, numbers))
+        push_mode(numbers)
+
+    def end(self, has_raised: bool = False) -> dict[Tensor, Tensor]:
+        """Leave; may be called again. Returns the updates that the observed parameters' steps would have added.
+
+        Gradients are those of before, but for those that the step has written to, put in another's place or dropped.
+        """
+        self._undo()
+        for p, (gradient, given, writes) in self._gradients.items():
+            if has_raised or (p.grad is given and version_of(given) == writes):
+                p.grad = gradient
+        wanted, self._wanted, self._gradients = self._wanted, {}, {}
+        return wanted
+
+    def _know_state(self, name: str, x: Tensor) -> None:
+        """A state of an earlier step has the dtype that it was made in.
+
+        Of a checkpoint's nobody knows: a number without axes, such as "step", is float32 as in torch's optimizers.
+        """
+        if not is_made_here(x) and (name == "step" or not x.dim()):
+            active.emulation.mark_wide(x)
+        elif not is_marked_wide(x) and format_of(x) != self._spec.text:
+            round_memory_(x, self._spec)
+            mark(x, self._spec.text)
+
+    def _write(self, p: Tensor, run: Callable[[], Any]) -> Any:
+        """A write to a parameter, which is rounded as any result."""
+        before = p.detach().clone() if p in self._wanted else None
+        out = run()
+        if before is not None:
+            self._wanted[p] += p.detach() - before
+        round_memory_(p.detach(), self._spec)
+        return out
+
+
+# Functions of which torch's kernels have a number of Python in the tensor's dtype, on the CPU and on a card.
+_ROUNDED_BY_TORCH = frozenset(
+    "add sub subtract rsub radd iadd isub pow ipow foreach_add foreach_sub foreach_pow".split()
+)
+_ROUNDED_ON_CARD = frozenset("pow ipow".split())
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", "").strip("_")
+
+
+class _NumbersInFormat(TorchFunctionMode):
+    """Round Python numbers beside tensors of the format to the format.
+
+    as_torch: only where torch's kernels of bfloat16 on the tensors' device have them so.
+    """
+
+    def __init__(self, fmt: Element, as_torch: bool) -> None:
+        super().__init__()
+        self._fmt, self._as_torch, self.has_ended = fmt, as_torch, False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in (*tensors_in(args), *tensors_in(tuple(kwargs.values()))) if x.is_floating_point()]
+        rounded = _ROUNDED_ON_CARD if any(x.is_cuda for x in tensors) else _ROUNDED_BY_TORCH
+        is_meant = not self._as_torch or _name_of(func) in rounded
+        if is_meant and not self.has_ended and any(not is_marked_wide(x) for x in tensors):
+            args = tuple(numbers_in_format(x, self._fmt) for x in args)
+            kwargs = {name: numbers_in_format(x, self._fmt) for name, x in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _leave(numbers: _NumbersInFormat) -> None:
+    numbers.has_ended = True
+    take_off(numbers)
+
+
+def emulated_step_of(optimizer: Optimizer, stores: Sequence[ParameterStore]) -> EmulatedStep | None:
+    """Return the emulation of an optimizer's own code; None if not asked for, or if its step is written out here.
+
+    Raises ValueError for an update that neither can compute.
+    """
+    asked = [store.update for store in stores if store.update.is_in_format]
+    for update in asked:
+        require_format_step(optimizer, update.arithmetic)
+    if not asked or has_format_step(optimizer):
+        return None
+    kind, update = type(optimizer).__name__, asked[0]
+    if update.compensation is not None:
+        raise ValueError(
+            f"compensation={update.compensation!r} was given with arithmetic={update.arithmetic!r} for {kind}, whose "
+            f"own code runs and knows no compensation. Use SGD, Adam or AdamW, or arithmetic='float32'."
+        )
+    if len({(store.update.weight, store.update.arithmetic) for store in stores}) > 1:
+        raise ValueError(
+            f"arithmetic={update.arithmetic!r} was given for some parameters of {kind}, whose code computes all of "
+            f"them together. Give all parameters one update, or use an optimizer for each."
+        )
+    storage = update.weight_storage
+    assert storage is not None
+    assert isinstance(storage.spec, RoundingSpec)
+    return EmulatedStep(storage.spec, update.arithmetic == "torch")

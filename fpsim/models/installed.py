@@ -1,4 +1,4 @@
-"""Has a module run under its policy, undoes that, and tells what emulates a module."""
+"""Install the emulation of a module under its policy, uninstall it, and find it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def install(module: nn.Module, name: str, policy: Policy, listeners: Listeners) 
 
 
 def uninstall(module: nn.Module) -> None:
-    """Undo `install`, whoever wrapped the forward since."""
+    """Undo `install`, even if the forward was wrapped since."""
     attributes = vars(module)
     emulated = attributes[KEY]
     for name, value in list(attributes.items()):
@@ -54,13 +54,13 @@ def uninstall(module: nn.Module) -> None:
 
 
 def emulated_forward(module: nn.Module) -> EmulatedForward | None:
-    """What emulates this one module, behind whatever wrappers; None for a module that is not quantised."""
+    """Return the emulation of this one module, behind any wrappers; None for a module that is not quantised."""
     emulated = vars(module).get(KEY)
     return emulated if emulated is not None and emulated.policy is not None and is_reached(module, emulated) else None
 
 
 def emulated_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, EmulatedForward]]:
-    """The quantised modules inside of `model`, and what emulates them. Raises TypeError for what is not a module."""
+    """The quantised modules inside of `model`, and their emulations. Raises TypeError for anything but a module."""
     require_module(model)
     for module in model.modules():
         emulated = emulated_forward(module)
@@ -69,7 +69,7 @@ def emulated_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, EmulatedFor
 
 
 class _EmulatedRepr:
-    """Stands in for a module's `extra_repr` and adds what is rounded."""
+    """Replaces a module's `extra_repr` and adds its formats."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -105,7 +105,7 @@ def bound_elsewhere(model: nn.Module, originals: Iterable[nn.Module]) -> str | N
 
 
 def is_reached(module: nn.Module, emulated: EmulatedForward) -> bool:
-    """Whether a call of the module comes there: it is `forward`, or inside of that, or kept by the module besides."""
+    """True if a call of the module reaches it: as `forward`, inside of that, or as another attribute."""
     attributes = vars(module)
     kept = (value for name, value in attributes.items() if name != KEY and not isinstance(value, nn.Module))
     return "forward" in attributes and any(is_ours(layer, emulated) for value in kept for layer in _layers(value))
@@ -117,7 +117,7 @@ def is_ours(layer: Any, emulated: EmulatedForward) -> bool:
 
 
 def _layers(forward: Any) -> Iterator[Any]:
-    """`forward`, and the functions that it may call: what it wraps, closes over, or keeps."""
+    """`forward`, and the functions that it may call: those that it wraps, closes over, or keeps."""
     waiting, seen = [forward], set()
     while waiting:
         layer = waiting.pop()
@@ -133,7 +133,7 @@ def _inside(layer: Any) -> list[Any]:
     if isinstance(layer, types.MethodType):
         return [layer.__func__]
     if isinstance(layer, functools.partial):
-        # what it says that it wraps may be what stood there before: it calls `func`, and that what it is given
+        # `__wrapped__` may name the function that was replaced: the wrapper calls `func`, which calls its argument
         return [layer.func, *layer.args, *(x for name, x in vars(layer).items() if name != "__wrapped__")]
     cells = getattr(layer, "__closure__", None) or ()
     contents = [cell.cell_contents for cell in cells if cell != types.CellType()]

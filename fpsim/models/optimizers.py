@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from fpsim.border import require_module, require_optimizer, require_seed
 from fpsim.checks import known_arguments, shown
-from fpsim.models.emulated_steps import emulated_step_of
-from fpsim.models.format_steps import run_format_step
+from fpsim.models.format_steps import emulated_step_of, run_format_step
 from fpsim.models.parameter_store import ParameterStore, check_state, loaded_copies, saved, without_ours
 from fpsim.models.storing import local_part, states_in
 from fpsim.policies.update import Update, UpdateLike, as_update, updates_of
@@ -32,13 +31,13 @@ __all__ = [
 
 
 class UpdateObserver(Protocol):
-    """Who is told what a step wanted, and what was stored of it."""
+    """Observer that is called with the wanted and the stored value of each step."""
 
     def is_due(self, step: int) -> bool:
-        """Whether this step is observed: the number of steps that were stored before it."""
+        """True if this step is observed: the number of steps that were stored before it."""
 
     def saw(self, step: int, store: ParameterStore, before: Tensor, intended: Tensor, group: Mapping[str, Any]) -> None:
-        """The step of one parameter: its value before, and what the optimizer added in its own arithmetic."""
+        """The step of one parameter: its value before, and the update in the optimizer's own arithmetic."""
 
 
 # By the optimizer, which holds its own by its hooks.
@@ -55,9 +54,10 @@ def quantize_optimizer(
 ) -> QuantizedOptimizer:
     """Let an optimizer store weights and states in the formats of `update`.
 
-    Its class, its arguments and its methods stay. Around each step, what is stored is given to it in float32, and
-    rounded once afterwards. Weights stay float32 tensors that hold numbers of their format. They are rounded to nearest
-    now. What a skipped step of a GradScaler, or a step without a gradient, leaves unchanged is not rounded again.
+    Its class, its arguments and its methods stay. Before each step, the stored tensors are decoded to float32; after
+    it, they are rounded once. Weights stay float32 tensors that hold numbers of their format. They are rounded to
+    nearest now. Tensors that a step leaves unchanged (one that a GradScaler skips, or one without a gradient) are not
+    rounded again.
 
     A copy or a pickle of the optimizer is a plain one. `optimizer.state_dict()` has all that a run needs to go on to
     the same bits, and a plain optimizer loads it, too.
@@ -70,11 +70,11 @@ def quantize_optimizer(
         seed: of the random bits of stochastic rounding. All ranks of a distributed run need the same one.
 
     Returns:
-        The optimizer once more, as a `QuantizedOptimizer`: its methods, `detach()`, and what was stored. Either may be
-        used from here on.
+        The optimizer once more, as a `QuantizedOptimizer`: its methods, `detach()`, and the stored tensors. Either may
+        be used from here on.
 
     Raises:
-        TypeError: for what is not an optimizer, and for parameters that are not float32.
+        TypeError: for anything but an optimizer, and for parameters that are not float32.
         ValueError: for an optimizer that is quantised already, and for names that match nothing.
 
     >>> model = nn.Linear(1, 1, bias=False)
@@ -111,7 +111,7 @@ def _innermost(optimizer: Any) -> Optimizer:
 
 
 def quantized_optimizer_of(optimizer: Optimizer) -> OptimizerStore | None:
-    """What `quantize_optimizer` has put on this optimizer; None for a plain one."""
+    """Return the store that `quantize_optimizer` attached to this optimizer; None for a plain one."""
     return _installed.get(optimizer.optimizer if isinstance(optimizer, QuantizedOptimizer) else optimizer)
 
 
@@ -136,7 +136,7 @@ def _named(model: Any) -> tuple[dict[Tensor, str], dict[str, list[type]]]:
 
 
 class QuantizedOptimizer(Optimizer):
-    """What `quantize_optimizer` returns: the optimizer with its methods, and what is stored of it.
+    """The optimizer that `quantize_optimizer` returns, with its own methods and the stored tensors.
 
     It goes where an optimizer goes: a scheduler, a GradScaler, the name `optimizer` of a script.
 
@@ -154,7 +154,7 @@ class QuantizedOptimizer(Optimizer):
     """
 
     def __init__(self, optimizer: Optimizer, store: OptimizerStore) -> None:
-        # torch's own __init__ would make groups and states anew. What it sets is the optimizer's, by __getattr__.
+        # torch's own __init__ would make groups and states again. Its attributes are the optimizer's, by __getattr__.
         self.optimizer, self.store = optimizer, store
 
     def __getattr__(self, name: str) -> Any:
@@ -180,12 +180,12 @@ class QuantizedOptimizer(Optimizer):
 
     @property
     def steps(self) -> int:
-        """How many steps have been stored."""
+        """Number of steps that were stored."""
         return self.store.steps
 
     @property
     def stores(self) -> list[ParameterStore]:
-        """What is stored of each parameter that is not plain float32."""
+        """The stores of the parameters that are not plain float32."""
         return self.store.stores
 
     @property
@@ -195,11 +195,11 @@ class QuantizedOptimizer(Optimizer):
 
     @property
     def observers(self) -> list[UpdateObserver]:
-        """Who is told of each step."""
+        """The observers of each step."""
         return self.store.observers
 
     def stored(self) -> list[tuple[ParameterStore, dict[str, Any]]]:
-        """What is stored of each parameter, float32 ones too, and its states as the optimizer has them."""
+        """The stored tensors of each parameter, float32 ones too, and its states as the optimizer has them."""
         return self.store.stored()
 
     def detach(self) -> None:
@@ -215,7 +215,7 @@ class QuantizedOptimizer(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer, and what a run needs to go on to the same bits."""
+        """The state of the optimizer, with all that a run needs to resume with the same bits."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -228,7 +228,7 @@ class QuantizedOptimizer(Optimizer):
 
 
 class OptimizerStore:
-    """What `quantize_optimizer` has put on an optimizer, which holds it by its hooks.
+    """The state that `quantize_optimizer` attaches to an optimizer, which keeps it alive by its hooks.
 
     update: of the optimizer, or of its first parameter group.
     steps: how many have been stored.
@@ -247,7 +247,7 @@ class OptimizerStore:
         self._optimizer = weakref.ref(optimizer)
         self._stores: dict[Tensor, ParameterStore] = {}
         self.observers: list[UpdateObserver] = []
-        self._observed: dict[Tensor, tuple[Tensor, Tensor]] = {}  # the value before a step, and what it began from
+        self._observed: dict[Tensor, tuple[Tensor, Tensor]] = {}  # before a step: the stored value, the parameter
         self._intended: dict[Tensor, Tensor] = {}
         self._gradients: list[tuple[Tensor, Tensor]] = []  # hidden from a step
         self._stepping: set[Tensor] = set()  # parameters that this step has found a gradient of
@@ -355,7 +355,7 @@ class OptimizerStore:
 
     @torch.no_grad()
     def _abandon(self) -> None:
-        """A step has raised: parameters hold again what is stored of them, and gradients are where they were."""
+        """A step has raised: parameters hold their stored values again, and gradients are where they were."""
         optimizer, self._depth = self._optimizer(), 0
         if self._emulated is not None:
             self._emulated.end(has_raised=True)
@@ -399,11 +399,11 @@ class OptimizerStore:
             self._check_state_names(optimizer)
 
     def _note_gradients(self) -> None:
-        """Note what has a gradient now: some optimizers drop each one as soon as they have read it."""
+        """Note which parameters have a gradient now: some optimizers drop each one as soon as they have read it."""
         self._stepping.update(p for p in self._stores if p.grad is not None)
 
     def _has_stepped(self, store: ParameterStore) -> bool:
-        """Whether the step was given a gradient of a parameter, or has changed it without one."""
+        """True if the step was given a gradient of a parameter, or has changed it without one."""
         return store.parameter in self._stepping or store.parameter.grad is not None or store.was_changed
 
     def _tell(self, optimizer: Optimizer) -> None:
@@ -423,11 +423,11 @@ class OptimizerStore:
 
     @property
     def stores(self) -> list[ParameterStore]:
-        """What is stored of each parameter that is not plain float32."""
+        """The stores of the parameters that are not plain float32."""
         return self._working()
 
     def stored(self) -> list[tuple[ParameterStore, dict[str, Any]]]:
-        """What is stored of each parameter, float32 ones too, and its states as the optimizer has them."""
+        """The stored tensors of each parameter, float32 ones too, and its states as the optimizer has them."""
         optimizer = self._optimizer()
         state: Mapping[Tensor, dict[str, Any]] = {} if optimizer is None else optimizer.state
         return [(store, state.get(p, {})) for p, store in self._stores.items()]
@@ -556,6 +556,6 @@ def _require_parameter(store: ParameterStore) -> None:
 
 
 def _was_skipped(optimizer: Optimizer) -> bool:
-    """Whether a GradScaler has let a fused optimizer skip its step, in which that looks at the gradients itself."""
+    """True if a GradScaler has let a fused optimizer skip its step, which checks the gradients itself."""
     flag = getattr(optimizer, "found_inf", None)  # of GradScaler.step, with a fused optimizer
     return isinstance(flag, Tensor) and bool(flag)

@@ -1,6 +1,6 @@
 """One parameter and its states as an optimizer stores them: decoded before a step, rounded once after it.
 
-A `state_dict` has copies of weights, too, and where random bits are.
+The copies of weights, and the position of the random bits, are saved with the optimizer's `state_dict`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ __all__ = [
     "without_ours",
 ]
 
-# What is kept beside the weight, by its name in a state_dict.
+# Tensors that are kept beside the weight, by their names in a state_dict.
 MASTER, SECOND, COMPENSATION = "fpsim_master", "fpsim_second", "fpsim_compensation"
 COPIES = (MASTER, SECOND, COMPENSATION)
 
 
 class ParameterStore:
-    """What an optimizer stores for one parameter.
+    """The tensors that an optimizer stores for one parameter.
 
     parameter: as the optimizer has it; float32.
     name: as the model or the optimizer names it.
     index: in the optimizer; with the seed and the step it is the key of the random bits.
-    update: what is stored how, without overrides.
+    update: the formats, without overrides.
     kept: tensors beside the weight, by their names in COPIES.
     """
 
@@ -52,7 +52,7 @@ class ParameterStore:
         self.weight = update.weight_storage or update.master_storage
         self._master = self._master_storage()
         self._states: dict[str, Storage | None] = {}
-        self.visible: Tensor | None = None  # what the model sees, while the optimizer works on another copy
+        self.visible: Tensor | None = None  # the weight that the model reads, while the optimizer updates another copy
         self._version = -1  # of the parameter when it was stored
         # the weight before a step, where a compensation needs it, or what becomes of a lost update
         self._before: Tensor | None = None
@@ -65,7 +65,7 @@ class ParameterStore:
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing of this parameter is rounded."""
+        """True if nothing of this parameter is rounded."""
         return self.update.is_float32
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class ParameterStore:
 
     @property
     def value(self) -> Tensor:
-        """What is stored of the weight, all of its parts together: the number that a step changes."""
+        """Return the stored weight, the sum of all its parts: the number that a step changes."""
         if MASTER in self.kept:
             return self.kept[MASTER]
         weight = self.parameter.detach() if self.visible is None else self.visible
@@ -105,12 +105,12 @@ class ParameterStore:
 
     @property
     def storage(self) -> Storage | None:
-        """How `value` is stored; None where that is float32."""
+        """Storage of `value`; None where that is float32."""
         return self._master if MASTER in self.kept else self.weight
 
     @property
     def is_compensated(self) -> bool:
-        """Whether `value` is the sum of the weight and of what rounding took from it."""
+        """True if `value` is the sum of the weight and of what rounding took from it."""
         return SECOND in self.kept or COMPENSATION in self.kept
 
     def keeping(self) -> Callable[[], None]:
@@ -142,12 +142,12 @@ class ParameterStore:
 
     @property
     def was_written(self) -> bool:
-        """Whether the step has written to the parameter."""
+        """True if the step has written to the parameter."""
         return version_of(self.parameter) != self._at_begin
 
     @property
     def was_changed(self) -> bool:
-        """Whether the step has written another number to the parameter, as far as one knows what it had."""
+        """True if the step has written another number to the parameter, as far as its former value is known."""
         before = self._before if self.visible is None else self.value
         if not self.was_written or before is None:
             return self.was_written
@@ -176,7 +176,7 @@ class ParameterStore:
         self._end()
 
     def abandon(self) -> None:
-        """The step has raised: where the stored weight is known it comes back, else what became of it is rounded."""
+        """Clean up after a step that raised: restore the stored weight if it is known, else round the current one."""
         if self.visible is not None or self.update.is_in_format:
             self.undo()
             return
@@ -191,7 +191,7 @@ class ParameterStore:
         self._version = version_of(self.parameter)
 
     def store(self, seed: int, step: int) -> None:
-        """Round what the optimizer has made of the weight."""
+        """Round the weight that the optimizer has updated."""
         if self.update.is_in_format:
             return
         x = self.parameter.detach()
@@ -256,7 +256,7 @@ class ParameterStore:
     # States
 
     def state_storage(self, state: State) -> Storage | None:
-        """How a state of the optimizer is stored; None where it stays as it is."""
+        """Storage of a state of the optimizer; None where it stays as it is."""
         if not state.x.is_floating_point() or self.parameter.numel() < self.update.min_size:
             return None
         name = state.name
@@ -267,7 +267,7 @@ class ParameterStore:
         return self._states[name]
 
     def _names_state(self, state: State) -> bool:
-        """Whether the update names this state: by its name, or by a pattern and its shape.
+        """True if the update names this state: by its name, or by a pattern and its shape.
 
         What lies deeper is of a view of the parameter as a rule, which may have other axes.
         """
@@ -291,14 +291,14 @@ OURS = (UPDATE, SEED, STEPS)
 
 
 class SavedRun(NamedTuple):
-    """Where the random bits of a saved run are."""
+    """Position of a saved run in its random bits."""
 
     seed: int
     steps: int
 
 
 def saved(state: dict[str, Any], stores: Sequence[ParameterStore], seed: int, steps: int) -> dict[str, Any]:
-    """An optimizer's state_dict with what is needed to go on to the same bits."""
+    """Return an optimizer's state_dict with all that is needed to resume with the same bits."""
     by_index = dict(state["state"])
     for index, store in enumerate(stores):
         if store.kept:
@@ -311,7 +311,7 @@ def saved(state: dict[str, Any], stores: Sequence[ParameterStore], seed: int, st
 
 
 def without_ours(state: dict[str, Any]) -> dict[str, Any]:
-    """The state as the optimizer itself knows it."""
+    """The state without our additions, as the optimizer itself saves it."""
     by_index = {
         index: {name: x for name, x in entry.items() if name not in COPIES} for index, entry in state["state"].items()
     }
@@ -322,7 +322,7 @@ def without_ours(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_state(state: dict[str, Any], stores: Sequence[ParameterStore]) -> SavedRun | None:
-    """What a state says of its run; None for the state of a plain optimizer.
+    """Read the run's position from a state; None for the state of a plain optimizer.
 
     Raises ValueError for the state of another update.
     """

@@ -1,4 +1,4 @@
-"""quantize, set_policy, dequantize: emulation of a whole model, module by module."""
+"""quantize, set_policy, dequantize, frozen: emulate a whole model, module by module."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def quantize(
     copies of a `torch.fx.GraphModule`, which write their forward again.
 
     A weight that is computed, by `torch.nn.utils.parametrize` or by a hook of `torch.nn.utils` (weight_norm,
-    spectral_norm, prune), has the role of a weight, and what computes it runs in float32, whatever the policy says of
+    spectral_norm, prune), has the role of a weight; its computation runs in float32, even if the policy has formats for
     the parametrization's modules.
 
     The copies of parameters keep their attributes and the hooks on their gradients, which `copy.deepcopy` drops. Warns
@@ -82,14 +82,14 @@ def quantize(
         fmt: a format for every role, by name or as FloatFormat, or a Policy that names formats by role and module. A
             format whose numbers share scales ("mxfp8_e4m3") is that of all operands of matrix products; all else stays
             float32. "recipe:" before the name of a recipe stands for `fpsim.recipe(name, model)`.
-        rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, if there is no
-            role.
+        rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, for a format
+        without roles.
         overflow: what becomes of numbers beyond the largest value in every role, "inf", "nan" or "saturate", if not the
             format's own (`round_to`) or the policy's.
         inplace: change `model` itself and return it.
 
     Raises:
-        TypeError: for what is not an nn.Module or cannot be emulated.
+        TypeError: for a value that is not an nn.Module, or one that cannot be emulated.
         ValueError: for a pattern that matches no module and for a model that is quantised already.
 
     >>> model = quantize(nn.Linear(2, 2), fmt="fp16")
@@ -226,7 +226,7 @@ def _install_all(model: nn.Module, policies: Mapping[str, Policy], listeners: Li
 
 
 def _have_one_format(policies: Iterable[Policy]) -> bool:
-    """Whether activations that are rounded are all in one format."""
+    """True if activations that are rounded are all in one format."""
     return len({spec.fmt for policy in policies if (spec := policy.specs().activation) is not None}) < 2
 
 
@@ -236,7 +236,7 @@ def _storing(model: nn.Module) -> list[EmulatedForward]:
 
 
 def _needs_cache(model: nn.Module) -> bool:
-    """Whether a call of the model is to store keys and values that are rounded.
+    """True if a call of the model is to store keys and values that are rounded.
 
     A tool that tries modules by themselves may leave out those that store something.
     """
@@ -265,7 +265,7 @@ def _warn_of_a_cache(model: nn.Module, policies: Mapping[str, Policy], stackleve
 
 
 def _spans_tokens(fmt: Any) -> bool:
-    """Whether numbers of several tokens share a scale, where blocks run along the last axis."""
+    """True if numbers of several tokens share a scale, where blocks run along the last axis."""
     if not isinstance(fmt, BlockFormat):
         return False
     return fmt.block == "tensor" or fmt.tile[0] != 1 or fmt.tensor_scale is True
@@ -287,7 +287,7 @@ def install_policies(model: nn.Module, policies: Mapping[str, Policy]) -> None:
 
 
 def keeps_history(name: str, entry: Mapping[str, Any], policies: Mapping[str, Policy]) -> bool:
-    """Whether a history, "blocks.0.widen:linear fprop.x", is of an operand that these policies scale so."""
+    """True if a history, "blocks.0.widen:linear fprop.x", is of an operand that these policies scale so."""
     site, _, role = name.rpartition(" ")
     policy = policies.get(site.rpartition(":")[0])
     if policy is None or policy.products is None:
@@ -312,7 +312,7 @@ def _require_emulable(name: str, module: nn.Module, policy: Policy) -> None:
 
 
 def _require_interceptable(name: str, module: nn.Module, policy: Policy) -> None:
-    """What cannot be intercepted may be in a model, and computes in float32 there."""
+    """Modules that cannot be intercepted may be part of a model, and compute in float32 there."""
     hindrance = _hindrance(module)
     if hindrance is not None and (policy.specs() != NO_SPECS or policy.products is not None):
         raise TypeError(
@@ -322,7 +322,7 @@ def _require_interceptable(name: str, module: nn.Module, policy: Policy) -> None
 
 
 def _hindrance(module: nn.Module) -> str | None:
-    """Why nothing can stand in the place of a module's forward; None where it can."""
+    """Say why a module's forward cannot be replaced; None if it can."""
     if isinstance(module, torch.jit.ScriptModule):
         return "is compiled by TorchScript"
     is_property = isinstance(inspect.getattr_static(type(module), "forward", None), property)
@@ -359,7 +359,7 @@ def _copy_of(model: Model, verb: str) -> Model:
         memo: dict[int, Any] = {}
         duplicate = copy.deepcopy(model, memo)
         left_behind = carry_over(model, memo)
-    except Exception as error:  # whatever the model keeps may refuse
+    except Exception as error:  # any attribute of the model may refuse
         why = _computed_tensors(model) or f"copy.deepcopy says: {error}"
         raise TypeError(f"{type(model).__name__} cannot be copied, {why}. {remedy}") from error
     stale = bound_elsewhere(duplicate, model.modules())
@@ -378,7 +378,7 @@ def _copy_of(model: Model, verb: str) -> Model:
 
 
 def _computed_tensors(model: nn.Module) -> str:
-    """Which tensors of a model keep it from being copied."""
+    """Name the tensors of a model that prevent a copy."""
     names = [
         f"{name}.{attribute}" if name else attribute
         for name, module in model.named_modules()
@@ -437,7 +437,7 @@ def round_parameters_(model: nn.Module) -> None:
 
 
 def listeners(model: nn.Module) -> list[Listeners]:
-    """Where observers of a quantised model register; more than one if quantised models are nested in it."""
+    """The listeners to which observers of a quantised model register; several if quantised models are nested in it."""
     by_id = {id(f.listeners): f.listeners for _, f in emulated_forwards(model)}
     if not by_id:
         raise ValueError(f"{type(model).__name__} is not quantised. Call fpsim.quantize(model, fmt) first.")
@@ -459,7 +459,7 @@ def frozen(model: nn.Module) -> AbstractContextManager[None]:
         model: a model that `quantize` gave.
 
     Raises:
-        TypeError: for what is not a module.
+        TypeError: for anything but a module.
         ValueError: for a model that is not quantised.
         RuntimeError: for a weight that was written to inside.
 

@@ -19,7 +19,7 @@ __all__ = ["load_scaling_state", "scaling_state", "set_scaling_group"]
 
 
 def scaling_state(model: nn.Module) -> dict[str, Any]:
-    """What delayed scaling remembers of the earlier steps of a quantised model, by site and operand.
+    """Return the amax histories of a quantised model's delayed scales, by site and operand.
 
     `state_dict` has none of it, so that its keys stay those of the model. `copy.deepcopy` and pickling of the model
     keep it. A training that is to continue to the same bits saves it beside `model.state_dict()`, on each rank its own.
@@ -42,9 +42,9 @@ def scaling_state(model: nn.Module) -> dict[str, Any]:
 
 
 def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Go on with delayed scaling from what `scaling_state` gave; what the model remembers is dropped.
+    """Resume delayed scaling from a `scaling_state`; the model's own histories are dropped.
 
-    An empty state begins again. One that lacks some of what the model remembers is loaded with a warning. Which
+    An empty state begins again. One that lacks some of the model's histories is loaded with a warning. Which
     products a model forms is known once it ran: the second step warns of what none asked for in the first.
 
     All of it is checked first: a state that is refused leaves everything as it was.
@@ -54,9 +54,9 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
         state: from `scaling_state`.
 
     Raises:
-        TypeError: for what is not a mapping.
-        ValueError: for a model that is not quantised, for what is not such a state, and for the state of another model:
-            one with names that no product of this one asks for, or with other formats.
+        TypeError: for anything but a mapping.
+        ValueError: for a model that is not quantised, for a value that is not such a state, and for the state of
+            another model: one with names that no product of this one asks for, or with other formats.
     """
     by_place = _histories(model)
     require_mapping("state", state, "what scaling_state(model) returns")
@@ -104,7 +104,7 @@ def set_scaling_group(model: nn.Module, group: Any) -> None:
         group: as torch.distributed.new_group gives; None for all ranks.
 
     Raises:
-        TypeError: for what is not a group.
+        TypeError: for anything but a group.
         ValueError: for a model that is not quantised.
     """
     if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):

@@ -64,7 +64,7 @@ def states_in(state: Mapping[Any, Any]) -> Iterator[State]:
 def noise_key(seed: int, step: int, index: int, name: str) -> Tensor:
     """The key of the random bits of one tensor in one step: the same on each rank and each device.
 
-    seed: of the run. index: of the parameter in its optimizer. name: of what is stored, "weight" or a state.
+    seed: of the run. index: of the parameter in its optimizer. name: of the stored tensor, "weight" or a state.
     """
     digest = blake2b(f"{seed} {step} {index} {name}".encode(), digest_size=8).digest()
     return torch.tensor(int.from_bytes(digest, "little", signed=True), dtype=torch.int64, device="cpu")
@@ -77,7 +77,7 @@ def local_part(x: Tensor) -> Tensor:
 
 
 def store_(x: Tensor, storage: Storage, key: Tensor | None = None) -> None:
-    """Round `x` in place to what is stored of it.
+    """Round `x` in place to its stored value.
 
     The random bits of an element follow from its place in the whole tensor, however that is sharded. Blocks of numbers
     that share a scale are those of the part that is here.
@@ -122,7 +122,7 @@ def _key_of_part(key: Tensor | None, place: Place) -> Tensor | None:
 
 
 def stored(x: Tensor, storage: Storage, key: Tensor | None = None) -> Tensor:
-    """What is stored of `x`, in float32; `x` stays as it is."""
+    """Return the stored value of `x`, in float32; `x` is unchanged."""
     spec = storage.spec
     if isinstance(spec, RoundingSpec):
         return rounded(x.detach(), spec, key)

@@ -1,1 +1,1 @@
-"""Which tensor gets which format: by role, by module, by operand of a product, by recipe."""
+"""Choice of a format for each tensor: by role, by module, by operand of a product, by recipe."""

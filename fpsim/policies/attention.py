@@ -44,7 +44,7 @@ class Attention:
     lie along the axis that a product sums over; their other uses are float32. `s`, `diff`, `exp`, `o` and `dp` are
     rounded when they are computed, to a format of single numbers. The scale of the scores and the mask come between `s`
     and `diff`, in float32, or as the model's own code has them; the gradient `ds` has that scale as it enters its
-    products. A point left at None rounds nothing. What the roles of a policy round, they round too, after these.
+    products. A point left at None rounds nothing. The roles of a policy round the same tensors too, after these.
 
     By default all keys are one block and `p` is divided before its product, as in torch's unfused code. With `block_kv`
     the order is that of flash-attention (Dao 2023, algorithm 1): for one block of keys after the other, the maximum so
@@ -63,12 +63,12 @@ class Attention:
         block_kv: keys in a block; the last one may be shorter. None for all keys.
         p_scale: a power of two by which `p` is multiplied before it is rounded, and its product divided: 256 uses the
             range of E4M3, whose largest value is 448, for numbers up to 1.
-        accumulator: what the sums of all six products are made in, as in `Products`.
+        accumulator: the accumulator of all six products, as in `Products`.
 
     Raises:
-        ValueError: for what is not an operand, a block format at a point of single numbers, a transform, a source, a
-            `p_scale` that is not a power of two or has no `p`, and, with `block_kv`, delayed scales and `ste="clip"` of
-            `p`, `v` and `do`.
+        ValueError: for a value that is no operand, a block format at a point of single numbers, a transform, a source,
+            a `p_scale` that is not a power of two or has no `p`, and, with `block_kv`, delayed scales and `ste="clip"`
+            of `p`, `v` and `do`.
         TypeError: as `Operand` does.
 
     >>> print(Attention(q="e4m3fn", k="e4m3fn", v="e4m3fn", p="e4m3fn", p_scale=256, block_kv=128))
@@ -134,13 +134,13 @@ class Attention:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it says nothing: an attention with no point is torch's own."""
+        """True if it says nothing: an attention with no point is torch's own."""
         is_rounded = any(getattr(self, name) is not None for name in (*OPERANDS, *RESULTS))
         return not is_rounded and self.block_kv is None and self.accumulator is None
 
     @property
     def is_delayed(self) -> bool:
-        """Whether the scale of any operand follows from earlier steps."""
+        """True if the scale of any operand follows from earlier steps."""
         return any(o is not None and o.is_delayed for o in self._operands(*OPERANDS))
 
     def point(self, name: str) -> Operand | None:
@@ -162,12 +162,12 @@ class Attention:
 
     @cached_property
     def qk(self) -> ProductSpecs:
-        """What is done to s = q k^T, and to its gradients."""
+        """The specs of s = q k^T, and of its gradients."""
         return self._specs("q k", "ds k", "ds q", "s", None)
 
     @cached_property
     def pv(self) -> ProductSpecs:
-        """What is done to o = p v, and to its gradients."""
+        """The specs of o = p v, and of its gradients."""
         return self._specs("p v", "do v", "do p", "o", "dp")
 
     def with_rounding(self, rounding: str) -> Attention:

@@ -27,10 +27,10 @@ _LARGEST_SCALE, _SMALLEST_SCALE = torch.finfo(torch.float32).max, torch.finfo(to
 
 
 def _out_of_sight(function: Function) -> Function:
-    """Run `function` where no mode looks on, and what is made is a plain tensor that may be changed later.
+    """Run `function` with all modes off, so that the tensors it makes are plain and can be changed later.
 
-    It is left whatever is raised within, a KeyboardInterrupt too, and at once: a generator that holds a block would put
-    gradients off again as late as its traceback is forgotten.
+    The modes are on again at once after any exception, a KeyboardInterrupt too: a generator that holds a block would
+    put gradients off again as late as its traceback is forgotten.
     """
 
     @functools.wraps(function)
@@ -59,7 +59,7 @@ class AmaxHistory:
         return self.table.scales.device
 
     def scale(self) -> Tensor:
-        """What the operand is multiplied by in this step: a float32 of no dimension, which later steps leave as it is.
+        """Return the scale of the operand in this step: a float32 without dimensions, which later steps do not change.
 
         1 until an amax that is finite and not zero was recorded in an earlier step.
         """
@@ -70,7 +70,7 @@ class AmaxHistory:
     def record(self, amax: Tensor) -> None:
         """Remember the largest magnitude of the operand, for the scales of later steps.
 
-        amax: of one element, float32 or float64, on the history's device. Of what is not finite it counts as inf.
+        amax: of one element, float32 or float64, on the history's device. An amax that is not finite counts as inf.
         A forward pass without gradients is not a step of a training: do not record there.
         """
         pending = self.table.pending[self.row]
@@ -104,7 +104,7 @@ class _Table:
         return len(self.names) - 1
 
     def step(self) -> None:
-        """Let what was recorded become history, and compute the scales that follow from it."""
+        """Move the recorded amax to the history, and compute the scales from it."""
         rule, amax = self.rule, self.pending
         has_amax = amax != _NOTHING
         place = self.position.unsqueeze(1)
@@ -141,7 +141,7 @@ class Histories:
     """The amax histories of one quantised model.
 
     A step begins where the outermost quantised module is called with gradients enabled, and not from inside of a
-    backward pass. What was recorded until then, forward and backward, becomes history in that moment. Where
+    backward pass. The amax recorded until then, forward and backward, moves to the history at that moment. Where
     torch.distributed is initialised, all ranks of `group` take the largest amax of them then, and so have equal scales.
     They call the same products in the same order. Ranks whose new products differ get an error; where only some have
     new ones, they wait for each other, as in any collective operation that not all take part in.
@@ -193,7 +193,7 @@ class Histories:
             self.begin_step()
 
     def begin_step(self) -> None:
-        """Let what was recorded become history; all ranks agree on it first.
+        """Move the recorded amax to the history; all ranks agree on it first.
 
         Raises NotImplementedError as `of` does, and while a CUDA graph is captured.
         """
@@ -233,7 +233,7 @@ class Histories:
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on from a `state_dict`: from then on this has its histories and no others.
 
-        Raises ValueError for what is none.
+        Raises ValueError for other values.
         """
         self.take(loaded(state))
 
@@ -259,7 +259,7 @@ class Histories:
 
     @_out_of_sight
     def _move(self, name: str, device: torch.device) -> None:
-        """A history goes where its operand is; a table is dropped when the last one has gone."""
+        """Move a history to its operand's device; a table is dropped with its last history."""
         old = self._histories[name]
         state = old.table.state(old.row)
         history = self._add(name, old.rule, old.largest, device)
@@ -315,7 +315,7 @@ def _require_no_capture() -> None:
 
 @_out_of_sight
 def loaded(state: Mapping[str, Mapping[str, Any]]) -> Histories:
-    """The histories of a `state_dict`. Raises ValueError for what is none."""
+    """The histories of a `state_dict`. Raises ValueError for other values."""
     fresh = Histories()
     for name, entry in state.items():
         rule, largest = _checked(name, entry)

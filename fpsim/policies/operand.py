@@ -35,7 +35,7 @@ _NO_WORDS = (None, None, None, "A")  # rounding, overflow, random bits and varia
 
 @dataclass(frozen=True)
 class Operand:
-    """How one operand of a product is quantised.
+    """Quantisation of one operand of a product.
 
     Args:
         fmt: a format of single numbers or of blocks, or its name; None, for what comes from the forward product, leaves
@@ -46,9 +46,9 @@ class Operand:
         hadamard: how it is transformed before, along the axis that the product sums over; the other operand of the
             product alike. An axis whose length the size does not divide is padded with zeros, which adds nothing to the
             product.
-        source: what an operand of the backward pass is made of, w of dgrad or x of wgrad: the "original" tensor, or
-            "fprop", the numbers that the forward product used, which are then rounded to `fmt`, if there is one, along
-            the axis of this product (double quantisation).
+        source: of an operand of the backward pass, w of dgrad or x of wgrad, the tensor that is rounded: the "original"
+            tensor, or "fprop", the numbers that the forward product used, which are then rounded to `fmt`, if there is
+            one, along the axis of this product (double quantisation).
         name: of a function of your own, where it is shown; unless given, the function's.
         ste: of an operand of the forward product, what its gradient does at elements that saturated (beyond the largest
             value by half an ulp): "pass", or "clip", which makes it zero, as torch's fake quantisation does. A function
@@ -56,7 +56,7 @@ class Operand:
 
     Raises:
         ValueError: as `round_to` does, and for a source that is not known, or that nothing would use.
-        TypeError: as `round_to` does, and for what is not a `Hadamard`.
+        TypeError: as `round_to` does, and for anything but a `Hadamard`.
 
     >>> print(Operand("e5m2", "stochastic", random_bits=8))
     e5m2 stochastic 8 random bits
@@ -121,7 +121,7 @@ class Operand:
 
     @property
     def is_own(self) -> bool:
-        """Whether a function of the user's rounds it."""
+        """True if a function of the user's rounds it."""
         return isinstance(self.fmt, OwnFormat)
 
     def __str__(self) -> str:
@@ -137,7 +137,7 @@ class Operand:
 
     @property
     def is_delayed(self) -> bool:
-        """Whether its scale follows from earlier steps."""
+        """True if its scale follows from earlier steps."""
         return isinstance(self.fmt, BlockFormat) and self.fmt.is_delayed
 
     @property
@@ -192,7 +192,7 @@ class ProductSpecs(NamedTuple):
 
     @property
     def unordered(self) -> ProductSpecs:
-        """The same where it is not known which operand of the three is which."""
+        """The same for products without a known order of operands."""
         if self.accumulators is None:
             return self
         one, two, three = (a if a.group is None else replace(a, operands=None) for a in self.accumulators)
@@ -210,7 +210,7 @@ def in_accumulators(each: Three, fprop: Pair, dgrad: Pair, wgrad: Pair) -> tuple
 def _knowing(accumulator: Accumulator, pair: Pair, used: Pair) -> Accumulator:
     """The accumulator of a product with the formats of its operands, where it aligns groups.
 
-    used: in the place of an operand that is what the forward product used, the operand that it had there.
+    used: replaces an operand with source="fprop": the operand that the forward product had.
     """
     if accumulator.group is None:
         return accumulator
@@ -238,7 +238,7 @@ def with_rounding(operand: Operand | None, rounding: str) -> Operand | None:
 
 
 def is_of_few_bits(dy: Operand | None, most_bits: int) -> bool:
-    """Whether a gradient is rounded, number by number, to a format of at most so many bits by a rule nobody named."""
+    """True if a gradient is rounded, number by number, to a format of at most so many bits by a default rule."""
     if dy is None or dy.rounding is not None or not isinstance(dy.fmt, Element) or dy.is_own:
         return False
     return dy.fmt.bits <= most_bits

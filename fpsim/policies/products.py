@@ -3,7 +3,7 @@
 `y = x w^T` is the forward product, `dx = dy w` gives the data gradient, `dw = dy^T x` the weight gradient. Each has two
 operands, and each operand is quantised along the axis that its product sums over, from the tensor as it was before any
 quantisation: the copy of w for dx is not the transpose of the copy for y. Unless its source says otherwise: where one
-copy is kept, and in quantisation-aware training, the backward pass uses what the forward product used.
+copy is kept, and in quantisation-aware training, the backward pass reuses the forward operands.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class Products:
         wgrad: (dy, x), those of dw = dy^T x.
         output: the format of y, where the policy has none for activations; a format of single numbers. Its gradient
             passes.
-        accumulator: what the sums of all three are made in: an `Accumulator` or its name, such as "fp16" or
+        accumulator: the accumulator of all three products: an `Accumulator` or its name, such as "fp16" or
             "hopper_fp8"; None leaves them to torch, in float32. The bias is added there too. Where they differ, three
             in the order of the products (all in float32 then, of a float64 model too): a layer whose terms lie on four
             ranks in fprop has `(Accumulator("fp32", order="torch", splits=4, split_format="bf16"), None, None)`. Where
             it aligns groups, it knows the operands' formats from here, and its own are those of operands left as they
-            come. What has scales, shared or of a gradient, counts with the exponents of leading bits.
-        backward: what w is in dgrad, and x in wgrad, in the place of operands for them, with dy as it is given there:
-            "original" takes those of `dgrad` and `wgrad`; "dequantized" what the forward product used, as it is, as in
-            quantisation-aware training; "float32" the tensor as it comes. With `Products.all`, dy comes as it is too:
-            the backward pass is in float32, as by TransformerEngine's `backward_override`.
+            come. Operands with scales, shared or of a gradient, count with the exponents of their leading bits.
+        backward: what w is in dgrad, and x in wgrad, instead of operands for them, with dy as it is given there:
+            "original" takes those of `dgrad` and `wgrad`; "dequantized" the operands that the forward product used, as
+            in quantisation-aware training; "float32" the tensor as it comes. With `Products.all`, dy comes as it is
+            too: the backward pass is in float32, as by TransformerEngine's `backward_override`.
         attention: whether products of two activations are quantised too. Without it they are left alone: attention's
             two products, inside of `scaled_dot_product_attention` or written as `q @ k`, and any other matmul, bmm or
             einsum none of whose operands is a parameter or a view of one. `linear`, `bilinear` and convolutions always
@@ -65,8 +65,8 @@ class Products:
             with a weight keep those given here.
 
     Raises:
-        ValueError: for what is not an operand, by its value.
-        TypeError: for what is not an operand, by its type.
+        ValueError: for anything but an operand, by its value.
+        TypeError: for anything but an operand, by its type.
 
     >>> print(Products(fprop=("e4m3fn", "e4m3fn"), dgrad=("e5m2", "e4m3fn"), wgrad=("e5m2", "e4m3fn")))
     fprop=(e4m3fn nearest_even, e4m3fn nearest_even), dgrad=(e5m2 nearest_even, e4m3fn nearest_even), \
@@ -152,7 +152,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
 
     @cached_property
     def specs(self) -> ProductSpecs:
-        """What is done to each operand."""
+        """The specs of each operand."""
         output, given = self.output, self.accumulator
         assert output is None or isinstance(output, Operand)
         each = given if isinstance(given, tuple) else (given,) * 3
@@ -164,12 +164,12 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
 
     @property
     def points(self) -> Attention | None:
-        """The points of an attention; None where it has none of its own."""
+        """The points of an attention; None if it has none."""
         return self.attention if isinstance(self.attention, Attention) else None
 
     @property
     def is_delayed(self) -> bool:
-        """Whether the scale of any operand follows from earlier steps."""
+        """True if the scale of any operand follows from earlier steps."""
         is_one = any(o is not None and o.is_delayed for p in PRODUCTS for o in getattr(self, p))
         return is_one or (self.points is not None and self.points.is_delayed)
 
@@ -224,7 +224,7 @@ def _three(
 
 
 def _take_backward(products: Products) -> None:
-    """Put the operands that `backward` stands for into their places; then it stands for nothing more."""
+    """Resolve `backward` to operands, and reset it."""
     require_word("backward", products.backward, BACKWARDS)
     if products.backward == "original":
         return

@@ -1,4 +1,4 @@
-"""What an optimizer stores after a step, and in which formats: `Update`, and the updates by name."""
+"""Formats of the weights and states that an optimizer stores: `Update`, and the updates by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WEIGHT, MASTER = "weight", "master"
 
 @dataclass(frozen=True)
 class Storage:
-    """How one tensor is stored: its rounding, and the rule of the scale where that is a library's own.
+    """Storage of one tensor: its rounding, and the rule of the scale where a library has its own.
 
     spec: the format, and how numbers are rounded to it.
     library_scale: of UPDATE_SCALES, "amax_torchao" or "amax_te"; None for the scale of the format itself.
@@ -71,17 +71,17 @@ class Storage:
 @known_arguments()
 @dataclass(frozen=True)
 class Update:
-    """The formats of what an optimizer stores: weights and states. What is None stays float32.
+    """Formats in which an optimizer stores weights and states. None stands for float32.
 
-    With arithmetic="float32" the optimizer computes its step in float32, and what it stores is rounded once. That is
+    With arithmetic="float32" the optimizer computes its step in float32, and rounds once, when it stores. That is
     what torchao, bitsandbytes, MS-AMP and TransformerEngine do.
 
     Args:
         weight: the format of parameters; None leaves them in float32, or in the format of the master copy.
         rounding: of the weight, as in `round_to`; or a mapping from "weight", "master" and names of states to
-            roundings. What is not named is rounded to nearest even.
-        random_bits: as in `round_to`, for what is rounded stochastically.
-        compensation: what is kept of what rounding the weight loses: None, "kahan", "pair" (two numbers of the
+            roundings. Names that are missing are rounded to nearest even.
+        random_bits: as in `round_to`, for stochastic roundings.
+        compensation: how the rounding error of the weight is kept: None, "kahan", "pair" (two numbers of the
             weight's format) or "remainder16" (the 16 bits that a bfloat16 lacks of a float32).
         lost: what becomes of an update after which rounding to nearest gives the old number again: None, nothing;
             "least", the number goes to its neighbour in the direction of the update, as 0 to the least magnitude. That
@@ -97,7 +97,7 @@ class Update:
         decay: where decoupled weight decay is applied with such an arithmetic: "inside" of the update, which a
             compensation sees, or "before_uncompensated", as a product of its own before it, as torch does. None takes
             "inside" for "pair", and "before_uncompensated" for the others.
-        scale: how the scales of block formats follow from amax, in the place of the formats' own rules: one of
+        scale: how the scales of block formats follow from amax, instead of the formats' own rules: one of
             UPDATE_SCALES.
         overrides: {pattern: Update, name or None} for some parameters; None leaves them in float32. A pattern is the
             name of a parameter or a module ("head"), with * for single parts ("blocks.*.norm"), or a module class. Of
@@ -157,7 +157,7 @@ class Update:
         _require_lost(self)
         _require_overrides(self)
 
-    # What is stored, and how
+    # Storage of each tensor
 
     @property
     def state_patterns(self) -> dict[str, RoleFormat | None]:
@@ -188,34 +188,34 @@ class Update:
 
     @property
     def weight_storage(self) -> Storage | None:
-        """How the weight is stored: what the model sees."""
+        """Storage of the weight that the model reads."""
         if self.compensation == "remainder16":
             return Storage(any_spec("bf16", "nearest_away"))  # by the sign of the remainder: a tie goes away from zero
         return self._storage(WEIGHT, self.weight)
 
     @property
     def master_storage(self) -> Storage | None:
-        """How the copy that the optimizer updates is stored."""
+        """Storage of the copy that the optimizer updates."""
         return self._storage(MASTER, self.master)
 
     @property
     def has_copy(self) -> bool:
-        """Whether the optimizer works on numbers that the model does not see."""
+        """True if the optimizer works on numbers that the model does not see."""
         return self.compensation in ("pair", "remainder16") or (self.master is not None and self.weight is not None)
 
     @property
     def is_in_format(self) -> bool:
-        """Whether each operation of the step is rounded."""
+        """True if each operation of the step is rounded."""
         return self.arithmetic != "float32"
 
     @property
     def decays_inside(self) -> bool:
-        """Whether decoupled weight decay is part of the update, where that is not computed in float32."""
+        """True if decoupled weight decay is part of the update, where that is not computed in float32."""
         return self.decay == "inside" if self.decay is not None else self.compensation == "pair"
 
     @property
     def is_float32(self) -> bool:
-        """Whether nothing is rounded anywhere."""
+        """True if nothing is rounded anywhere."""
         inner = (as_update(other) for other in self.overrides.values())
         return all(s is None or _is_exact(s) for s in self._storages()) and all(u.is_float32 for u in inner)
 
@@ -245,7 +245,7 @@ UpdateLike = Update | str | None
 
 
 def state_storage(update: Update, name: str) -> Storage | None:
-    """How the state of this name is stored; None where it stays float32."""
+    """Storage of the state of this name; None where it stays float32."""
     fmt = next((f for pattern, f in update.state_patterns.items() if fnmatchcase(name, pattern)), None)
     return update._storage(name, fmt)
 
@@ -463,7 +463,7 @@ def updates_of(update: Update, names: list[str], classes: Mapping[str, list[type
     Args:
         update: of the optimizer.
         names: of the parameters, "blocks.0.norm.weight".
-        classes: the classes of the modules by name; empty where there is no model.
+        classes: the classes of the modules by name; empty without a model.
 
     Raises:
         ValueError: for a pattern that matches none.

@@ -1,4 +1,8 @@
-"""Encode numbers to the codes of a small format, decode them, and find the scales that blocks share."""
+"""Encode numbers to the codes of a small format, decode them, and find the scales that blocks share.
+
+A code is the bit pattern of a small float, or the index of a number in a code book. Tensors whose blocks share scales
+have codes of the scales too, and NVFP4 a second scale of the whole tensor.
+"""
 
 from __future__ import annotations
 

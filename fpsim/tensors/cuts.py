@@ -56,7 +56,7 @@ def axis_pair(axis: int | tuple[int, int] | None) -> tuple[int, int | None]:
 def require_no_axis(axis: object, fmt: object) -> None:
     """Raise ValueError for an axis that was given with a format of single numbers."""
     if axis is not None:
-        as_format(fmt)  # which raises for what is not a format at all
+        as_format(fmt)  # raises for a value that is not a format at all
         raise ValueError(f"axis={shown(axis)} was given with {shown(fmt)}, whose numbers share no scale. Omit axis.")
 
 

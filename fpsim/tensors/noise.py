@@ -50,7 +50,7 @@ def manual_seed(seed: int | None) -> None:
     """Give the noise of stochastic rounding a stream of its own, seeded with `seed`; all threads draw from it.
 
     Without a call the noise follows `torch.manual_seed`; `manual_seed(None)` returns to that. Code under
-    `torch.compile` always follows `torch.manual_seed`, and so does what a CUDA graph captures.
+    `torch.compile` always follows `torch.manual_seed`, and so do CUDA graphs.
 
     A forked process goes on with a copy of the stream, so that two of them draw equal noise, as they do from torch's.
     DataLoader gives each of its workers a seed of torch's stream, and knows nothing of this one: give it

@@ -116,7 +116,7 @@ def _saturates(plan: blocks.BlockPlan) -> int:
 
 
 def _amax_on_card(x: Tensor, asked: int, largest: float = 1.0) -> Tensor:
-    """What one pass over a contiguous tensor finds, int64 at the places of kernels.block_dense. asked: its flags."""
+    """Results of one pass over a contiguous tensor, int64 at the places of kernels.block_dense. asked: its flags."""
     from fpsim.compiling.card import array_words
 
     out = torch.full((block_dense.PLACES,), -1, dtype=torch.int64, device=x.device)
@@ -246,7 +246,7 @@ def _shared_on_cpu(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, lands
 
 
 def asked_of(f: BlockFormat, plan: blocks.BlockPlan) -> int:
-    """The flags of kernels.block_dense for what the blocks of a tensor share; 0 where no pass over it is needed."""
+    """The flags of kernels.block_dense for values shared by all blocks; 0 where no pass over it is needed."""
     asked = block_dense.OF_TENSOR if f.tensor_scale else 0
     if f.block == "tensor" and not f.is_delayed:
         asked |= block_dense.MULTIPLIER if plan.kind == blocks.DIVIDED else block_dense.AMAX

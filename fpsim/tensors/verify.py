@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from fpsim.formats.blocks import BLOCKS
-from fpsim.formats.codebook import Codebook
-from fpsim.formats.codebooks import CODEBOOKS
+from fpsim.formats.codebook import CODEBOOKS, Codebook
 from fpsim.formats.floats import CATALOGUE, FloatFormat
 from fpsim.kernels.core import ROUNDINGS
 from fpsim.kernels.variants import VARIANTS

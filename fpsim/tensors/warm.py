@@ -8,7 +8,7 @@ import torch
 
 from fpsim.checks import require_iterable, shown
 from fpsim.formats.blocks import BLOCKS, Format
-from fpsim.formats.codebooks import CODEBOOKS
+from fpsim.formats.codebook import CODEBOOKS
 from fpsim.formats.floats import CATALOGUE
 from fpsim.kernels.block_dense import SIZES
 from fpsim.kernels.variants import require_variant
@@ -35,7 +35,7 @@ def warm_up(
 
     Adaptive scales, products in an accumulator and Hadamard transforms have kernels of their own. Run a step of such
     a model once before it is captured, as torch asks for too. `python -m fpsim warm` runs steps of all recipes and
-    updates, and keeps what they compile on disk.
+    updates, and caches the compiled loops on disk.
 
     Args:
         device: a CUDA device, or the CPU, whose loops are compiled at their first call too.

@@ -1,1 +1,1 @@
-"""Why a step fails: what is seen in it, which rule speaks first, and the remedies that are tried."""
+"""Why a step fails: observation, the order of the checks, and the remedies that are tried."""

@@ -94,7 +94,7 @@ class Keeping(Timeline):
     def summed(
         self, site: str, a: Tensor, b: Tensor, added: Tensor | None, result: Tensor, accumulator: Accumulator
     ) -> None:
-        """As an observer of the emulation: what a product gave in an accumulator of its own."""
+        """As an observer of the emulation: the result of a product with an accumulator of its own."""
         if not self._keeps:
             return
         with without_torch_function():
@@ -112,7 +112,7 @@ class Keeping(Timeline):
 
 
 def may_be_lost(seen: Keeping) -> bool:
-    """Whether any gradient of the step is mostly zero, so that it is worth a run in float32."""
+    """True if any gradient of the step is mostly zero, so that it is worth a run in float32."""
     return any(
         _share_of_zeros(o.notes.get("gradient")) > 0.5
         for o in (*seen.operations, *seen.gradients)
@@ -158,10 +158,10 @@ def _same(operation: Operation, reference: Keeping) -> Operation | None:
 
 
 def _matters(operation: Operation, short: Collection[str]) -> bool:
-    """Whether a parameter loses its gradient with this one.
+    """True if a parameter loses its gradient with this one.
 
-    What a recurrent network carries back over many steps is small where it is right, too, beside what arrives from the
-    last steps. Then nothing is lost with it.
+    The gradient that a recurrent network carries back over many steps is small even if right, beside that of the last
+    steps. Then nothing is lost with it.
     """
     if operation.name == "parameter":
         return True
@@ -183,7 +183,7 @@ def _readers(operation: Operation) -> list[Operation]:
 
 
 def _is_noise(operation: Operation, true: Glance, reference: Keeping) -> bool:
-    """Whether the gradient of a bias is what a sum leaves that cancels, or a number of no size at all."""
+    """True if the gradient of a bias is the remainder of a sum that cancels, or negligible."""
     if true.amax < 1e-36:
         return True
     if operation.name != "parameter":
@@ -201,7 +201,7 @@ def _is_noise(operation: Operation, true: Glance, reference: Keeping) -> bool:
 
 
 def _cancels_nothing(operation: Operation) -> bool:
-    """Whether the gradient of what an operation reads is its own, times one number."""
+    """True if the gradient of an operation's operand is its own, times one number."""
     row = row_of(operation.name)
     return row.scales or row.kind is Kind.CAST or row.name in ("sum", "mean")
 
@@ -287,14 +287,14 @@ def error_event(seen: Keeping, reference: Keeping, far: Collection[str]) -> tupl
             continue
         is_start = error > 0 and begins is None
         if is_start:
-            begins = min(error, operation.notes["own"])  # what is wrong from the start on has not grown
+            begins = min(error, operation.notes["own"])  # an error that is there from the start has not grown
         is_grown = error >= max(LARGE, GROWN * entering, GROWTH * operation.notes["own"])
         is_gone = nothing_is_left(error, entering) or (_lost_operand(operation) and is_grown)
         if is_gone and ("lost" in operation.notes or _is_missed(operation, seen, reference, far)):
             is_difference = not _lost_operand(operation) and _is_difference(operation, true)
             event = _grown_event if is_difference else _gone_event
             return event(operation, mine, true, error, entering), error
-        is_first = begins is not None and (is_start or error >= GROWN * begins)  # the start, beyond what is its own
+        is_first = begins is not None and (is_start or error >= GROWN * begins)  # the start, beyond its own error
         if is_grown and is_first and grown is None and _is_missed(operation, seen, reference, far):
             grown = partial(_grown_event, operation, mine, true, error, entering)
     if grown is None:
@@ -304,9 +304,9 @@ def error_event(seen: Keeping, reference: Keeping, far: Collection[str]) -> tupl
 
 
 def _is_missed(operation: Operation, seen: Keeping, reference: Keeping, far: Collection[str]) -> bool:
-    """Whether what is left of a lost result is wrong, too, where it meets other numbers, or in a weight's gradient.
+    """True if a lost result is still wrong where it meets other numbers, or in a weight's gradient.
 
-    What a gate of a millionth lets through is 0 in half, and is added to what it is a millionth of: nothing misses it.
+    A gate of a millionth times a number is 0 in half, but it is added to that number: nothing misses it.
     Nor is a sum missed that crosses zero on its way.
     """
     errors, known, waiting = Errors(), {id(operation)}, [operation]
@@ -314,10 +314,10 @@ def _is_missed(operation: Operation, seen: Keeping, reference: Keeping, far: Col
         readers = [reader for reader in _readers(at) if id(reader) not in known]
         known.update(map(id, readers))
         for reader in readers:
-            if reader.notes["result"].count == 1:  # a loss may be near, whatever it is made of
+            if reader.notes["result"].count == 1:  # a loss may be near although its terms are not
                 return True
             if any(p.name == "parameter" and p.site in far for p in reader.parents):
-                return True  # a bias may hide in the result what the weight's gradient is made of
+                return True  # a bias may hide in the result the terms of the weight's gradient
             mine, true = (run.results.get(_key(reader)) for run in (seen, reference))
             if mine is None or true is None or mine.shape != true.shape:
                 return True
@@ -331,7 +331,7 @@ def _is_missed(operation: Operation, seen: Keeping, reference: Keeping, far: Col
 
 
 def around(operation: Operation) -> list[Operation]:
-    """An operation, what it reads, and what hands its result on without computing: gradients there are named for it."""
+    """An operation, its operands, and those that pass its result on: gradients there are named for it."""
     found, waiting = [operation, *operation.parents], [operation]
     while waiting:
         further = [c for c in waiting.pop().children if not c.computes]
@@ -357,7 +357,7 @@ def _measured(errors: Errors, operation: Operation, mine: Tensor, true: Tensor) 
 
 
 def _lost_operand(operation: Operation) -> bool:
-    """Whether all of an operand of a product became 0 as it entered, so that nothing is left but what is added."""
+    """True if all of an operand of a product became 0 as it entered, so that only the addend is left."""
     return "lost" in operation.notes and operation.notes["lost"][1].startswith("fprop")
 
 
@@ -418,7 +418,7 @@ def _grown_event(operation: Operation, mine: Tensor, true: Tensor, error: float,
 
 
 def _is_difference(operation: Operation, true: Tensor) -> bool:
-    """Whether large numbers leave a small one."""
+    """True if large numbers leave a small one."""
     largest = max((p.notes["result"].amax for p in operation.parents if "result" in p.notes), default=0.0)
     return row_of(operation.name).kind is Kind.ADDITION and largest > 8 * float(true.abs().max())
 
@@ -431,7 +431,7 @@ def _ulp(x: float, ends: Ends) -> float:
 
 
 def ratio(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """How many times as large gradients are as others: a GradScaler divides those that its optimizer reads."""
+    """Ratio of the sizes of two sets of gradients: a GradScaler divides those that its optimizer reads."""
     pairs = [(a[name].double().ravel(), g.double().ravel()) for name, g in b.items() if name in a]
     over, of = sum(float(x @ y) for x, y in pairs), sum(float(y @ y) for _, y in pairs)
     return over / of if of and math.isfinite(over / of) and over / of > 0 else 1.0
@@ -440,7 +440,7 @@ def ratio(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 def relative_errors(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor], by: float) -> dict[str, float]:
     """The relative error of the gradient of each parameter, 1 at most, and of each that is not finite.
 
-    Those of which the reference has none are left out, and what is left of a sum that cancels: such as the gradient of
+    Those without a reference are left out, and remainders of sums that cancel: such as the gradient of
     a bias before a norm, which float32 does not have either.
 
     by: how many times as large they are as the truth's.

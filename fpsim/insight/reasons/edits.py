@@ -48,7 +48,7 @@ def _with(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, with `change` of the one that has this position in the operation's row.
 
-    What the call writes to is changed in place, for the step may read it rather than what the call returns.
+    Results are changed in place: the step may read the tensor written to rather than the one returned.
     """
     key = spelling_of(kind.name).find(position, args, kwargs)
     if key is None:
@@ -121,7 +121,7 @@ def clamped_count(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | 
 
 
 def _is_by_zero(operation: Operation) -> bool:
-    """Whether a division reads a divisor that has zeros and nothing negative, and gives what is not finite."""
+    """True if a division reads a divisor with zeros and nothing negative, and its result is not finite."""
     spelling = spelling_of(operation.name)
     at = -1 if spelling.row.divides is None else spelling.place(spelling.row.divides)
     source = operation.sources[at] if 0 <= at < len(operation.sources) else None
@@ -203,7 +203,7 @@ def steep(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
 
 
 def _inside(x: Any, border: tuple[float, float], eps: float) -> Any:
-    """What lies on a border, moved inside of it; a clamp beyond the border would leave it without a gradient."""
+    """Move numbers on a border inside of it; a clamp beyond the border would leave it without a gradient."""
     low, high = border
     x = x.clamp(low, high)
     if math.isinf(high):
@@ -220,7 +220,7 @@ def _ramp(x: Tensor, eps: float) -> Tensor:
 
 
 def finite_floor(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """A finite number in the place of minus infinity, wherever operations of this name read it."""
+    """A finite number instead of minus infinity, wherever operations of this name read it."""
     operation = event.operation
     assert operation is not None
     ends: Ends = operation.notes["ends"]
@@ -293,7 +293,7 @@ def _steps(operation: Operation, border: tuple[float, float] | None) -> Iterator
 
 
 def other_divisor(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """A small number in the place of a divisor that is zero."""
+    """A small number instead of a divisor that is zero."""
     operation = event.operation
     if operation is None or event.kind != "division by zero":
         return None

@@ -1,4 +1,4 @@
-"""An event: what went wrong at one place of a step, in words and numbers."""
+"""An event: a failure at one place of a step, in words and numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Event"]
 
 @dataclass
 class Event:
-    """What went wrong.
+    """A failure at one place of a step.
 
     stage: "state", "forward", "backward", "accumulation", "optimizer", "buffers" or "float32".
     kind: in words, such as "overflow" or "division by zero".
@@ -20,13 +20,13 @@ class Event:
     role: "activation", "error", "weight", "weight_grad", "input", "parameter", "buffer", "gradient", "state", "update".
     count, of: how many numbers of how many.
     why: sentences with the numbers to check.
-    operation: where it happened; None for inputs, and for what an optimizer did.
+    operation: where it happened; None for inputs, and for operations of an optimizer.
     origin: the operation from which on float32 would help; `operation` unless something earlier is to blame.
     constant: what `origin` lost, if it is that.
-    read: what was read there, as pairs of a name and a range.
+    read: the operands there, as pairs of a name and a range.
     readers: of what came in, the operations that read it.
     stretch: of a gradient that is lost little by little, the operations from where that begins.
-    largest: of what was rounded, before; of gradients that are lost, in the reference.
+    largest: of a rounding, before it; of gradients that are lost, in the reference.
     """
 
     stage: str

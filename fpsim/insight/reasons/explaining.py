@@ -1,4 +1,4 @@
-"""What made a result, or a gradient, inf or NaN: read from its operands, and from what gave them."""
+"""Explain why a result, or a gradient, became inf or NaN: read from its operands and their operations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def explain_forward(
 ) -> Event:
     """The event of an operation whose result is not finite, and whose operands are.
 
-    kinds: what is new in the result, "NaN", "inf" or "-inf".
+    kinds: the new kind in the result, "NaN", "inf" or "-inf".
     ends: of the format, or the dtype, of the result.
     """
     numbers = glance(result)
@@ -83,13 +83,13 @@ def _of_numbers(event: Event, kinds: set[str], given: list[float], operands: lis
 
 
 def _read(source: Operation | None, x: Tensor) -> Glance:
-    """What was read: the operand of an operation in place holds the result by now."""
+    """Describe the operands: the operand of an operation in place holds the result by now."""
     known: Glance | None = None if source is None else source.notes.get("result")
     return known or glance(x)
 
 
 def _of_infinities(name: str, others: list[Tensor]) -> str:
-    """What gives NaN where an operand holds an infinity. others: the other operands."""
+    """Name the operation on infinities that gives NaN. others: the other operands."""
     row = row_of(name)
     if row.kind is Kind.DIVISION:
         return "infinity by infinity"
@@ -149,7 +149,7 @@ def _of_division(event: Event, look: Look) -> bool:
 
 
 def zero_divisors(operation: Operation, values: tuple[Any, ...], options: dict[str, Any]) -> str:
-    """How many divisors of a division are zero, in words; "" for none, and for other operations."""
+    """Count the zero divisors of a division, in words; "" for none, and for other operations."""
     spelling = spelling_of(operation.name)
     if spelling.row.divides is None:
         return ""
@@ -336,7 +336,7 @@ def _of_infinite_slope(event: Event, readers: list[Operation], operation: Operat
 
 
 def _of_zero_divisors(event: Event, readers: list[Operation], at: Operation) -> bool:
-    """The slope of a division in what is divided: 1 / 0, times a gradient that may be 0 there."""
+    """The slope of a division in its dividend: 1 / 0, times a gradient that may be 0 there."""
     child = next((c for c in readers if c.notes.get("zero divisors")), None)
     if child is None:
         return False
@@ -365,10 +365,10 @@ def _of_decomposition(event: Event, readers: list[Operation], at: Operation) -> 
 
 
 def _is_too_small_for_overflow(operation: Operation, readers: list[Operation], numbers: Glance, ends: Ends) -> bool:
-    """Whether no slope that is a product of what was read and given comes near the end of the format."""
+    """True if no slope that is a product of operands and results comes near the end of the format."""
     known = [c for c in readers if "gradient" in c.notes and "result" in c.notes]
     if any(0.0 in row_of(c.name).steep for c in known):
-        return False  # its slope is large where what it reads is small, without a zero there
+        return False  # its slope is large where its operand is small, without a zero there
     sizes, count = [1.0, numbers.amax], 1
     for child in known:
         sizes += [child.notes["result"].amax, *(g.amax for g in child.notes["operands"])]
@@ -400,7 +400,7 @@ def _of_unknown_slope(event: Event, readers: list[Operation], operation: Operati
 
 
 def _reaches_a_border(row: Row, read: Glance) -> bool:
-    """Whether numbers reach a border of an operation's domain, other than 0, at which its slope is infinite."""
+    """True if numbers reach a border of an operation's domain, other than 0, at which its slope is infinite."""
     domain = row.domain
     if domain is None:
         return False
@@ -409,7 +409,7 @@ def _reaches_a_border(row: Row, read: Glance) -> bool:
 
 
 def _is_steep(child: Operation, operation: Operation) -> bool:
-    """Whether the slope of `child` in what `operation` gave has no end at zero."""
+    """True if the slope of `child` with respect to the result of `operation` is unbounded at zero."""
     spelling = spelling_of(child.name)
     if spelling.row.divides is not None:
         at = spelling.place(spelling.row.divides)
@@ -421,7 +421,7 @@ def _is_steep(child: Operation, operation: Operation) -> bool:
 
 
 def _ends_of(operation: Operation) -> Ends:
-    """Where the gradient of a result ends: in its own format, or in that of the operations that compute it."""
+    """Say where the gradient of a result ends: in its own format, or in that of the operations that compute it."""
     ends = [c.notes["ends"] for c in operation.children if "ends" in c.notes]
     own = operation.notes.get("gradient_ends") or operation.notes.get("ends")
     if operation.name == "parameter":

@@ -1,4 +1,4 @@
-"""What made a softmax, a mean, a loss, a normalisation, a determinant or a gamma function give inf or NaN."""
+"""Explain inf or NaN from a softmax, a mean, a loss, a normalisation, a determinant or a gamma function."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Look:
 
     @property
     def read(self) -> Iterator[tuple[Operation | None, Tensor]]:
-        """Each operand, with what gave it."""
+        """Each operand, with the operation that computed it."""
         return zip(self.operation.sources, self.operands, strict=False)
 
 
@@ -134,7 +134,7 @@ def of_emptiness(event: Event, look: Look) -> bool:
 
 
 def of_target(event: Event, look: Look) -> bool:
-    """A cross entropy is no number where a mask forbids what is asked for, or where no class counts."""
+    """A cross entropy is NaN or inf where a mask forbids the target, or where no class counts."""
     if (
         row_of(look.name).kind is not Kind.CROSS_ENTROPY
         or len(look.arguments) < 2

@@ -43,7 +43,7 @@ class Finding:
     checked: list[str] = field(default_factory=list)
     loss: float | None = None
     float32: float | None = None
-    float32_bad: list[str] = field(default_factory=list)  # what is not finite at the end of the step in float32
+    float32_bad: list[str] = field(default_factory=list)  # the non-finite tensors at the end of the step in float32
     runs: int = 0
 
 
@@ -57,7 +57,7 @@ def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: 
     except Exception as error:
         return _of_raising(trials, before, error)
     second = trials.run()
-    if len(first.losses) != len(second.losses):  # what is found out about torch at first use runs backward too
+    if len(first.losses) != len(second.losses):  # probes of torch at first use run backward too
         first, second = second, trials.run()
     _require_same(first, second)
     trials.returns_loss = scaler is None and first.losses == [first.returned]
@@ -68,7 +68,7 @@ class _Checks:
     """The checks of a step that runs the same each time, in their order. The first one that finds events ends them.
 
     before: events of the state before the step. buffers: events of the buffers after it.
-    seen, updates, was: what the traced run showed, what its optimizers did, and what it gave.
+    seen, updates, was: on the traced run, on the steps of its optimizers, and on its outcome.
     gradients: a summary of each parameter's `.grad` before the optimizer's step, or at the end.
     held: parameters whose `.grad` was not finite before the step, and not cleared by it.
     """
@@ -83,7 +83,7 @@ class _Checks:
         self.result = Finding()
 
     def run(self) -> Finding:
-        """Run the step under the eyes of a timeline, check what it showed, and try remedies for the first event."""
+        """Run the step under a timeline, check its observations, and try remedies for the first event."""
         self._look()
         unread = self._leave_out_unread()
         self.reference = Reference(self.trials, self.seen)
@@ -131,7 +131,7 @@ class _Checks:
                 self.gradients.setdefault(name, glance(p.grad))
 
     def _leave_out_unread(self) -> list[Event]:
-        """Take parameters and buffers that no operation reads from `before`: they harm no step, whatever they hold."""
+        """Take parameters and buffers that no operation reads from `before`: they harm no step."""
         before = [event for event in self.before if event.role != "gradient" or event.place in self.held]
         operations = self.seen.operations
         read = {s.site for o in operations for s in o.sources if s is not None}
@@ -161,7 +161,7 @@ class _Checks:
         return next((events for check in checks if (events := check())), [])
 
     def _state(self) -> list[Event]:
-        """What came in: inputs, then parameters, buffers and states, then gradients that are in the way."""
+        """Events of the inputs: inputs, then parameters, buffers and states, then gradients that are in the way."""
         is_bad = {name for name, gradient in self.gradients.items() if gradient.kinds}
         at_begin = [e for e in self.before if e.role != "gradient" or e.place in is_bad]
         readers = {s.site: o.site for o in reversed(self.seen.operations) for s in o.sources if s is not None}
@@ -221,7 +221,7 @@ class _Checks:
         return [] if still is None else [still]
 
     def _error(self) -> list[Event]:
-        """Where a result has nothing in common with float32's."""
+        """Find a result that has nothing in common with float32's."""
         checked = self.result.checked
         if not self.reference.is_wanted:
             checked.append("The model computes in float32 or more: there is nothing to compare it with.")
@@ -232,7 +232,7 @@ class _Checks:
         return [] if error is None else [error]
 
     def _shared_reads(self) -> list[Event]:
-        """Where the gradients that many readers of one tensor give are added up in too few bits."""
+        """Find tensors whose many gradients are added up in too few bits."""
         often = read_often(self.seen.operations)
         if self.trials.emulated or not self.was.is_finite or not any(often):
             return []
@@ -240,13 +240,13 @@ class _Checks:
         self._wide_reads = WideReads({o.index for o in often[0]}, {ids[p.site] for p in often[1] if p.site in ids})
         outcome = self.trials.run(Change(edit=self._wide_reads), keeps_gradients=True)
         true = {n: outcome.gradients[n] for n in relative_errors(outcome.gradients, outcome.gradients, 1.0)}
-        event = reads_event(often, self._wide_reads, ids, self.was.gradients, true)  # without what a sum leaves
+        event = reads_event(often, self._wide_reads, ids, self.was.gradients, true)  # without remainders of sums
         return [] if event is None else [event]
 
     def _end(self) -> list[Event]:
-        """What nobody has seen the cause of."""
+        """Events without a known cause."""
         bad = self.was.bad
-        if self.was.is_finite or self.harmless:  # what a step returns need not be the loss that it goes back from
+        if self.was.is_finite or self.harmless:  # the step may return another value than its loss
             return [] if self.was.is_finite else self.harmless
         event = Event("loss", "NaN", bad[0] if bad else "the loss", "loss")
         event.why.append(
@@ -271,13 +271,13 @@ class _Checks:
 
 
 def _may_be_of_unread(event: Event) -> bool:
-    """Whether an event is of numbers that came from where nobody looks, or of one of Python that is not finite."""
+    """True if the numbers of an event came from code that is not traced, or from a Python number that is not finite."""
     given = () if event.operation is None else event.operation.notes.get("numbers", ())
     return event.stage == "loss" or event.place.startswith("operand ") or not all(map(math.isfinite, given))
 
 
 def _of_raising(trials: Trials, before: list[Event], error: Exception) -> Finding:
-    """What broke before a step raised, as a loss does that refuses NaN; the error itself where nothing did."""
+    """Events before a step raised, as a loss that refuses NaN does; the error itself where nothing did."""
     seen, was = Keeping(trials.model), Outcome([], None, ["an exception"])
     with suppress(Exception):  # the same again
         trials.run(None, seen)
@@ -447,7 +447,7 @@ def causes_first(
     The bucket of a position, `log(0).to(torch.long)`, is minus infinity in each step of a T5 and harms nobody.
 
     is_finite: whether the step is, at its end; what dies out is then left out where float32 has it too. An overflow
-        stays: what it did to the numbers that follow is not known.
+        stays: its effect on the numbers that follow is not known.
     is_so_in_float32: whether it is not finite at an event's operation in float32 either; asked only if needed.
     """
     dying = [event for event in events if _dies(event, losses)]
@@ -459,7 +459,7 @@ def causes_first(
 
 
 def _overflows(event: Event) -> bool:
-    """Whether numbers grew beyond a format; NaN alone in a gradient is what something masked is multiplied by."""
+    """True if numbers grew beyond a format; NaN alone in a gradient is what something masked is multiplied by."""
     return event.kind == "overflow" and not (event.stage == "backward" and _kinds_of_gradients(event) == {"NaN"})
 
 
@@ -471,7 +471,7 @@ def _kinds_of_gradients(event: Event) -> set[str]:
 
 
 def comes_to_nothing(readers: list[Operation], losses: list[Operation], is_emulated: bool, broken: set[str]) -> bool:
-    """Whether what operations read that is not finite reaches no loss, no gradient of a parameter and no buffer.
+    """True if what operations read that is not finite reaches no loss, no gradient of a parameter and no buffer.
 
     is_emulated: whether a format may have saturated it; then it must have been masked or left out.
     broken: the names of the modules of which a buffer became inf or NaN.
@@ -487,18 +487,18 @@ def comes_to_nothing(readers: list[Operation], losses: list[Operation], is_emula
 
 
 def _replaces(operation: Operation) -> bool:
-    """Whether an operation puts other numbers in the place of infinities and NaN."""
+    """True if an operation puts other numbers instead of infinities and NaN."""
     return fills(operation) or not row_of(operation.name).passes
 
 
 def reaches_a_loss(readers: list[Operation], losses: list[Operation], broken: set[str]) -> bool:
-    """Whether what operations read that is not finite leads to a loss, or a buffer, that is not; as above."""
+    """True if what operations read that is not finite leads to a loss, or a buffer, that is not; as above."""
     reached = _reached([o for o in readers if _is_bad(o, "result")])
     return any(operation in losses or operation.module in broken for operation in reached)
 
 
 def _dies(event: Event, losses: list[Operation]) -> bool:
-    """Whether all that follows from the infinities and NaN of a result, or of a gradient, ends before it harms."""
+    """True if all that follows from the infinities and NaN of a result, or of a gradient, ends before it harms."""
     at = event.operation
     if at is None:
         return False
@@ -528,7 +528,7 @@ def _reached(bad: list[Operation]) -> list[Operation]:
 
 
 def _reaches_a_parameter(starts: list[Operation]) -> bool:
-    """Whether gradients that are not finite lead from operations to a parameter, or to a tensor from outside."""
+    """True if gradients that are not finite lead from operations to a parameter, or to a tensor from outside."""
     known, waiting = {id(o) for o in starts}, [*starts]
     while waiting:
         operation = waiting.pop()

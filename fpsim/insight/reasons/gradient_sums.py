@@ -20,12 +20,12 @@ from fpsim.torch_internals import map_leaves, version_of
 
 __all__ = ["GradientSum", "WideReads", "gradient_sum_event", "read_often", "reads_event"]
 
-MISSED = 0.25  # the relative error of a gradient of what is read often: below it has the direction that it should
+MISSED = 0.25  # relative error of the gradient of a tensor that is read often; below it, the direction is right
 LOOK_UPS = frozenset("embedding index_select gather take take_along_dim getitem".split())
 
 
 class GradientSum:
-    """What the gradients of one parameter that arrive one after the other add up to in `.grad`, and exactly.
+    """Sum of a parameter's gradients as they arrive one after another: in `.grad`, and exact.
 
     wrong: the last time.
     """
@@ -34,7 +34,7 @@ class GradientSum:
         self.exact: Tensor | None = None
         self.wrong: Swamped | None = None
         self._held: Tensor | None = None  # what .grad is when the next one arrives
-        self._added = torch.zeros((), dtype=torch.float64)  # the magnitudes of what was added to something larger
+        self._added = torch.zeros((), dtype=torch.float64)  # the magnitudes of numbers added to larger ones
         self._terms = 0
 
     @torch.no_grad()
@@ -65,7 +65,7 @@ def gradient_sum_event(name: str, sums: GradientSum) -> Event:
 
 
 class _Given:
-    """The sum of the gradients that the readers of one tensor give: in their dtype, as autograd has it, and exactly.
+    """The sum of the gradients from the readers of one tensor: in their dtype, as in autograd, and exact.
 
     largest: the largest magnitude of the sum on the way.
     """
@@ -91,7 +91,7 @@ class _Given:
 
 
 class WideReads:
-    """An `edit` of a trace that adds up in float32 the gradients of what is read often.
+    """An `edit` of a trace that adds up in float32 the gradients of tensors that are read often.
 
     Each reader gets its own cast of one float32 copy: the numbers stay, and the gradients that the readers give are
     added up in the copy. Rows are looked up in the copy itself.
@@ -105,7 +105,7 @@ class WideReads:
         self._wide = WeakTensorKeyDictionary()  # {the result of a hub: its copy}
         self._indices = WeakTensorKeyDictionary()
         self._copies: dict[tuple[int, int, bool], Tensor] = {}  # of parameters
-        self.sums: dict[int, _Given] = {}  # of what is read often, by the index of its operation or by its id
+        self.sums: dict[int, _Given] = {}  # of tensors that are read often, by the index of the operation or by id
 
     def __call__(
         self, index: int, kind: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -173,7 +173,7 @@ def reads_event(
     mine: Mapping[str, Tensor],
     true: Mapping[str, Tensor],
 ) -> Event | None:
-    """The event of a gradient that is wrong where what is read often gets it, and not if it is added up in float32.
+    """The event of a tensor that is read often, whose gradient is wrong unless it is added up in float32.
 
     edit: of a run. ids: of the parameters, by name. mine, true: their gradients in the step, and in that run.
     """

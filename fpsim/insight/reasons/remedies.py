@@ -47,7 +47,7 @@ Unit = tuple[str, str]  # of a quantised model: a module and the name of an oper
 def remedies(
     trials: Trials, event: Event, seen: Timeline, was: Outcome, reference: Reference
 ) -> tuple[list[Remedy], list[str]]:
-    """The remedies that work, the closest first, two at most; and what was left without a gradient where none does."""
+    """The remedies that work, the closest first, two at most; if none does, parameters left without a gradient."""
     attempts = Attempts(trials, event, was, seen, reference)
     working: list[Remedy] = []
     for attempt in _in_order(event):
@@ -180,7 +180,7 @@ def _float32(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
         waiting += (further := [p for p in o.parents if id(p) not in nearest])
         nearest.update((id(p), p) for p in further)
     others = [o for o in reversed(seen.operations[: seen.operations.index(following[0])]) if id(o) not in nearest]
-    if event.stage == "float32":  # what is lost here was lost before: what is nearest, and then all that ran before
+    if event.stage == "float32":  # it was lost before: try the nearest operation, and then all that ran before
         return _fewest(attempts, event, [*nearest.values(), *others, *following[1:]])
     return _fewest(attempts, event, following) or _fewest(attempts, event, [*nearest.values(), *others, *following[1:]])
 
@@ -203,7 +203,7 @@ def _float32_sum(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | N
 def widened_reads(
     trials: Trials, event: Event, seen: Timeline, was: Outcome, reference: Reference, edit: Edit
 ) -> list[Remedy]:
-    """Gradients of what is read often, added up in float32."""
+    """Gradients of tensors that are read often, added up in float32."""
     outcome = Attempts(trials, event, was, seen, reference).works(Change(edit=edit))
     words = f"gradients of {event.place} added up in float32"
     return [] if outcome is None else [Remedy(words, "sum", None, [event.place], outcome.loss)]
@@ -342,7 +342,8 @@ def update_remedies(trials: Trials, event: Event, updates: Updates, seen: Timeli
 
 
 def _works(trials: Trials, change: Change, moves: bool = True) -> Outcome | None:
-    """What a run under the change gave; None where it is not finite, or, with `moves`, leaves weights as they are.
+    """Return the outcome of a run under the change; None where it is not finite, or, with `moves`, leaves weights as
+    they are.
 
     Of the weights that an optimizer moves and that have a gradient, 1 - 1 / NEARER must change: a rate below half an
     ulp is finite, too.

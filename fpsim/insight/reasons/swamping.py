@@ -35,9 +35,7 @@ __all__ = [
 
 WRONG = 8.0  # half ulps, from which on a sum is wrong
 HALF_ULP = 2.0**-24  # of 1 in float32
-SHARE = (
-    0.125  # of what is added one by one, from which on it is swamped: 64 roundings by half an ulp of bfloat16 are that
-)
+SHARE = 0.125  # of the terms lost from which on a sum is swamped: 64 roundings by half an ulp of bfloat16 lose it
 FELT = 0.01  # the relative error from which on an accumulator of its own is told of
 MASK = 1e30  # from which on a number masks
 # Operations that add up many numbers in one call. Those of `INTO` add them to their first argument.
@@ -50,7 +48,7 @@ SAME = frozenset("detach clone contiguous alias view reshape unsqueeze squeeze f
 class Swamped(NamedTuple):
     """A sum that is wrong.
 
-    half_ulps: by how many. error: relative. mine, true: what it is, and would be. terms: how many are added.
+    half_ulps: by how many. error: relative. mine, true: its value, and the exact one. terms: how many are added.
     ends: of the format that it is added up in.
     """
 
@@ -70,9 +68,9 @@ class Swamped(NamedTuple):
 
 @dataclass
 class _Sum:
-    """What a tensor would hold if all that was added to it had been added exactly.
+    """The value of a tensor if all its terms had been added exactly.
 
-    total: in float64. largest: its largest magnitude on the way. held: what the tensor holds in its place.
+    total: in float64. largest: its largest magnitude on the way. held: the value that the tensor holds instead.
     added: the magnitudes of all terms that were added to something larger, one by one.
     """
 
@@ -84,11 +82,11 @@ class _Sum:
 
 
 class Sums:
-    """Adds up again what the operations of a step add: one by one, or many numbers in one call.
+    """Adds up again the sums of a step's operations: one by one, or many numbers in one call.
 
-    A sum is wrong where its error is more than 8 times half an ulp of what it should be, or was on the way, in the root
-    of the mean square over the elements; and more than float32 would have. If it is made one by one, an eighth of what
-    is added must be lost: sixty equal terms are each rounded alike, and the sum is rough, but none of them is swamped.
+    A sum is wrong where its error is more than 8 times half an ulp of the exact value, or of one on the way, in the
+    root of the mean square over the elements; and more than float32 would have. If it is made one by one, an eighth of
+    the terms must be lost: sixty equal terms are each rounded alike, and the sum is rough, but none of them is swamped.
     """
 
     def __init__(self) -> None:
@@ -98,7 +96,7 @@ class Sums:
     def add(
         self, operation: Operation, given: list[Tensor], read: list[Tensor], result: Tensor, call: tuple[Any, Any]
     ) -> None:
-        """See an operation, and note in it that it adds, and what is wrong with its result.
+        """Visit an operation, and note if it adds, and the error of its result.
 
         given: its operands. read: what each of them held. call: its arguments, as it read them.
         """
@@ -109,7 +107,7 @@ class Sums:
         elif row.kind is Kind.MULTIPLICATION or name == "div":
             new = self._of_factor(operation, given, read, call)
         elif name in INSIDE:
-            # An emulated one is rounded once, whatever it adds; its operands may not be rounded yet.
+            # An emulated one is rounded once, for any number of terms; its operands may not be rounded yet.
             is_native = isinstance(ends.holder, torch.dtype) and all(x.dtype is ends.holder for x in read)
             is_wanted = _is_low(ends) and (is_native or name in INTO)
             new = self._of_many(name, given, read, call) if is_wanted else None
@@ -235,7 +233,7 @@ def swamped(
     terms: int,
     added: Tensor | None = None,
 ) -> Swamped | None:
-    """What is wrong with a sum; None where it is right.
+    """Describe the error of a sum; None where it is right.
 
     true: float64. scale: magnitudes of whose half ulps the error is counted. slack: what float32 is wrong by at most.
     added: one by one, of which an eighth must be lost.
@@ -257,7 +255,7 @@ def swamped(
 
 
 def wrong_by(error: Tensor, scale: Tensor, slack: Tensor, ends: Ends) -> float:
-    """How many half ulps of the magnitudes `scale` an error is, in the root of the mean square."""
+    """Express an error in half ulps of the magnitudes `scale`, in the root of the mean square."""
     exponents = torch.frexp(scale.clamp(min=max(ends.smallest, 1e-300)))[1] - 1
     half_ulp = torch.ldexp(torch.full_like(scale, ends.epsilon / 2), exponents).clamp(min=ends.smallest / 2)
     if getattr(ends.holder, "rounding", "") == "stochastic":
@@ -267,9 +265,9 @@ def wrong_by(error: Tensor, scale: Tensor, slack: Tensor, ends: Ends) -> float:
 
 
 def swamped_in(accumulator: Accumulator, a: Tensor, b: Tensor, added: Tensor | None, result: Tensor) -> Swamped | None:
-    """What an accumulator of its own makes of a product, beside what float64 does; None where it is right.
+    """Compare a product in an accumulator of its own with float64; None where it is right.
 
-    Recipes have accumulators of 14 bits: what is no hundredth of the result is nothing beside their operands.
+    Recipes have accumulators of 14 bits: an error below a hundredth of the result is negligible beside their operands.
     """
     ends = Ends.of_spec(rounding_spec(accumulator.result_format, accumulator.rounding))
     total, most = torch.matmul(a.double(), b.double()), torch.matmul(a.double().abs(), b.double().abs())
@@ -280,11 +278,11 @@ def swamped_in(accumulator: Accumulator, a: Tensor, b: Tensor, added: Tensor | N
     return None if wrong is None or wrong.error < FELT else wrong
 
 
-# What is told
+# Descriptions
 
 
 def additions_behind(operation: Operation) -> list[Operation]:
-    """The additions that make up a sum, the last one first, and what the first one adds to."""
+    """The additions that make up a sum, the last one first, and the value that the first one adds to."""
     found, waiting = {id(operation): operation}, [operation]
     while waiting:
         at = waiting.pop()

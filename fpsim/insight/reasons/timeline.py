@@ -38,7 +38,7 @@ class Rounded(NamedTuple):
 
     @property
     def expected_error(self) -> float:
-        """The relative error of such a rounding. Of a function of the user's nothing is known: what it lost."""
+        """The relative error of such a rounding. For a user's own function it is the loss that was measured."""
         if isinstance(self.spec.fmt, OwnFormat):
             before = self.before.float()
             return float(
@@ -48,7 +48,7 @@ class Rounded(NamedTuple):
 
     @property
     def ends(self) -> Ends:
-        """Where the format ends, at the scale that the tensor came with if it came with one."""
+        """The largest value of the format, at the scale of the tensor if it has one."""
         scale = None if self.cut is None or self.cut.scale is None else float(self.cut.scale)
         return Ends.of_spec(self.spec, scale)
 
@@ -56,8 +56,8 @@ class Rounded(NamedTuple):
 class Timeline:
     """The visitor of a traced step, and the observer of a quantised model.
 
-    It writes what it sees into the notes of each operation. What is an event in that, `judge`, `judge_gradient` and
-    `judge_rounded_gradient` decide: here as `why` tells it; `diagnose` has its own.
+    It writes its observations into the notes of each operation. `judge`, `judge_gradient` and `judge_rounded_gradient`
+    decide which are events: here as `why` tells it; `diagnose` has its own.
 
     operations: in the order of the run, each with glances in its notes.
     gradients: the operations and parameters in the order in which their gradients arrived.
@@ -86,7 +86,7 @@ class Timeline:
         self._last: dict[str, Operation] = {}
 
     def entered(self, part: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See what a step calls the model with, or a part of it, as a hook: its tensors have the arguments' names."""
+        """Visit the arguments of the model, or of a part of it, as a hook: its tensors have the arguments' names."""
         code = getattr(module.forward, "__code__", None)
         names = list(code.co_varnames[1 : code.co_argcount]) if code is not None else []
         first = [(names[i] if i < len(names) else f"input {i + 1}", value) for i, value in enumerate(args)]
@@ -97,11 +97,11 @@ class Timeline:
     # As the visitor
 
     def is_update(self, result: Tensor) -> bool:
-        """Whether an optimizer computes this for itself, rather than in a closure that it calls, as LBFGS does."""
+        """True if an optimizer computes this for itself, rather than in a closure that it calls, as LBFGS does."""
         return self.is_in_optimizer and not result.requires_grad
 
     def keeps(self, x: Tensor) -> bool:
-        """Whether what a call is about to write to is looked at before."""
+        """True if the tensor that a call is about to write to is looked at before."""
         return not self.is_update(x)
 
     def cast(self, operation: Operation, integers: Tensor) -> None:
@@ -132,9 +132,9 @@ class Timeline:
     def judge(
         self, operation: Operation, given: list[Tensor], operands: list[Tensor], result: Tensor, rounded: list[Rounded]
     ) -> None:
-        """Find events in what an operation gave.
+        """Find events in the result of an operation.
 
-        given: its operands. operands: what each of them held when it was read. rounded: what was rounded for it.
+        given: its operands. operands: what each of them held when it was read. rounded: the roundings for it.
         """
         assert self.trace is not None
         notes = operation.notes
@@ -177,7 +177,7 @@ class Timeline:
         return glances
 
     def _written(self, parameter: Operation, reader: Operation, x: Tensor, before: Glance | None) -> Glance:
-        """A parameter that was written since it was looked at, as by an optimizer that asks for the loss again."""
+        """A parameter that was written to since it was recorded, as by an optimizer that calls its closure again."""
         parameter.notes["version"], now = version_of(x), glance(x)
         if before is not None and now.nonfinite and not before.nonfinite:
             kind = "NaN" if now.nan else "overflow"
@@ -210,7 +210,7 @@ class Timeline:
         return event
 
     def _of_roundings(self, operation: Operation, rounded: list[Rounded], is_fill: bool) -> Event | None:
-        """The event of what was rounded in this operation, if anything broke; a mask may."""
+        """The event of this operation's roundings, if anything broke; a mask may."""
         for one in rounded:
             if one.role not in ("activation", "output") and not bool(one.after.any()) and bool(one.before.any()):
                 unrounded = glance(one.before)
@@ -318,14 +318,14 @@ class Timeline:
             (self.saturations if event.kind == "saturation" else self.events).append(event)
 
     def losses(self) -> list[Operation]:
-        """What backward passes began at, in their order; without one, the last operation."""
+        """The operations at which backward passes began, in order; without one, the last operation."""
         starts = [o for o in self.gradients if not any("gradient" in c.notes for c in o.children)]
         scalars = [o for o in starts if o.notes.get("result") is not None and o.notes["result"].count == 1]
         return [*dict.fromkeys(scalars)] or self.operations[-1:]
 
 
 def entrances(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """A model and its name; and the parts that a step must call where it has no forward of its own."""
+    """A model and its name; for one without a forward, the parts that a step must call."""
     yield name, model
     if type(model).forward is nn.Module.forward:
         for child, module in model.named_children():
@@ -337,7 +337,7 @@ def is_backward(role: str) -> bool:
 
 
 def _place_of(operation: Operation, role: str, unrounded: Glance) -> str:
-    """What is named for a rounding: the parameter whose numbers they are, or the operation."""
+    """The place of a rounding in words: the parameter whose numbers they are, or the operation."""
     if role not in ("weight", "fprop.w"):
         return operation.site
     names = [s for s in operation.parents if s.name == "parameter"]
@@ -346,10 +346,10 @@ def _place_of(operation: Operation, role: str, unrounded: Glance) -> str:
 
 
 def overflow_of(rounded: Rounded) -> tuple[float, int]:
-    """The largest value that a rounding can give, and how many finite numbers became inf, NaN or that, and were not."""
+    """The largest value of a rounding's format, and the count of finite numbers that became inf, NaN or that value."""
     _, _, before, after, spec, cut = rounded
     if isinstance(spec.fmt, BlockFormat) and spec.fmt.nonfinite == "nan" and not bool(before.isfinite().all()):
-        return math.inf, 0  # told of where it arose: that its block becomes NaN is no event of its own
+        return math.inf, 0  # reported where it arose: that its block becomes NaN is not a second event
     if isinstance(spec.fmt, BlockFormat) and spec.fmt.block != "tensor":  # where the largest of a block may saturate
         return math.inf, int((before.isfinite() & ~after.isfinite()).sum())
     sums, largest = Accumulator(spec, before.device), rounded.ends.largest

@@ -43,10 +43,10 @@ __all__ = ["EPS", "NEARER", "Attempts", "Change", "Outcome", "Reference", "Remed
 
 @dataclass(frozen=True)
 class Change:
-    """What is tried in a run.
+    """The changes that are tried in a run.
 
     edit: changes calls of torch functions. policies: of modules of a quantised model, by name.
-    loss_scale: what the gradient of the loss begins with. options: of the optimizers' groups.
+    loss_scale: the first gradient, that of the loss. options: of the optimizers' groups.
     clear: whether gradients are forgotten first.
     """
 
@@ -60,7 +60,7 @@ class Change:
 
 @dataclass
 class Outcome:
-    """What a run gave: the losses of its backward passes, and the names of what is not finite at its end.
+    """Outcome of a run: the losses of its backward passes, and the names of tensors that are not finite at its end.
 
     gradients: of parameters by name, as an optimizer read them first, or at the end; where the run was to keep them.
     """
@@ -223,7 +223,7 @@ def _is_finite(x: Tensor) -> bool:
 
 
 class _Nobody:
-    """A visitor that looks at nothing."""
+    """A visitor that ignores all operations."""
 
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None: ...
 
@@ -301,23 +301,23 @@ class _Steps:
                     self.after(optimizer)
 
 
-# What is tried, and whether it is a remedy
+# Trials, and the test for a remedy
 
 NEARER = 4.0  # by how much a remedy brings a step to the reference
 FAR = 0.5  # the relative error of a gradient from which on it is far from the reference's
 ULPS, LEAST_NEAR, MOST_NEAR = 4, 0.01, 0.1  # what counts as near in any case: rounding alone is as far
-LEAST_LOSS = 1e-6  # a loss below is what a sum leaves that cancels
-MOST = 28  # runs of the step, of which the last is a look at what was found
+LEAST_LOSS = 1e-6  # a loss below is the remainder of a sum that cancels
+MOST = 28  # runs of the step; the last one verifies the finding
 EPS = (1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
 
 @dataclass
 class Remedy:
-    """What was tried, and worked.
+    """A change that was tried, and worked.
 
     what: in words. name: "eps", "scale", "float32", "clamp", "fill", "mask", "slope", "master", "clear", "rate", "sum".
     value: the number that was taken. sites: of the operations that ran in float32.
-    loss: what the step then gave. policy: for a quantised model, where the remedy is one.
+    loss: that of the step under the change. policy: for a quantised model, where the remedy is one.
     """
 
     what: str
@@ -347,10 +347,10 @@ class Reference:
         self._outcome: Outcome | None = None
         self._truth: Outcome | None = None
         self.dtype: torch.dtype | None = None  # of the truth
-        self._is_known = False  # whether it is: it may be that there is none
+        self._is_known = False  # whether it was tried: a remedy need not exist
 
     def _run(self, visitor: Keeping | None = None, dtype: torch.dtype = torch.float32) -> Outcome:
-        """What the step gives in more bits: its gradients as no cast has rounded them, and as large as the step's."""
+        """Run the step in more bits: its gradients as no cast has rounded them, and as large as the step's."""
         policies = dict.fromkeys(self.trials.policies, Policy()) if self.trials.emulated else {}
         is_own = self.trials.emulated and dtype is torch.float32 and not self._has_low  # no policy undoes a cast
         edit = None if is_own else Widening(None, dtype, self.given)
@@ -383,7 +383,7 @@ class Reference:
 
     @property
     def truth(self) -> Outcome | None:
-        """What remedies are compared with; None where float64 is not finite either, or torch refuses it."""
+        """The reference for remedies; None where float64 is not finite either, or torch refuses it."""
         if not self._is_known:
             self._is_known = True
             for dtype in (torch.float32, torch.float64) if self.is_wanted else (torch.float64,):
@@ -395,13 +395,13 @@ class Reference:
         return self._truth
 
     def tell(self, result: Any) -> None:
-        """Put what the step gives in float32 into the result, where it is not in float32 as it is."""
+        """Put the loss of the step in float32 into the result, unless the step is in float32 already."""
         if self.is_wanted:
             with suppress(Exception):  # as above: then float32's loss is not known
                 result.float32, result.float32_bad = self.outcome.loss, self.outcome.bad
 
     def breaks_too(self, event: Event) -> bool:
-        """Whether the result of an event's operation, or a gradient there, is not finite in float32 either."""
+        """True if the result of an event's operation, or a gradient there, is not finite in float32 either."""
         at = event.operation
         same = None if at is None else self.seen.by_key.get((at.site, at.call, event.batch or 0))
         if same is None or event.stage == "forward":
@@ -424,7 +424,7 @@ class Reference:
 
 
 class _Unbroken(Keeping):
-    """Ends a run with the first event that was not known: a look at a whole step takes ten steps' time."""
+    """Ends a run at the first new event, because observing a whole step takes the time of ten."""
 
     def __init__(self, model: nn.Module, known: Collection[tuple[str, str]], results: bool) -> None:
         super().__init__(model, results)
@@ -440,7 +440,7 @@ class _StillThereError(Exception):
 
 
 class Attempts:
-    """Tries changes, and knows which of them are remedies: this is the one rule.
+    """Tries changes, and decides which of them are remedies.
 
     In the step under the change the event is absent. No parameter that has a gradient in the reference is without one.
     Each gradient that was off by FAR of itself or more is nearer to the reference than before by NEARER, or as near as
@@ -451,8 +451,8 @@ class Attempts:
 
     is_visible: whether inf or NaN at the end of the step shows the event.
     has_one: whether a remedy is known already: then another one is not worth many runs.
-    wide: of what the reference is; None where there is none.
-    is_looking: whether each try is looked at inside; else only what is found in the end.
+    wide: the dtype of the reference; None without one.
+    is_looking: whether each try is looked at inside; else only the state at the end.
     unfed: the parameters that the first change left without a gradient that would have been a remedy else.
     was_finite, distance: of the last run, how far it is from the reference, 1 at most.
     """
@@ -473,11 +473,11 @@ class Attempts:
         ulp = 0.0 if event.ends is None else event.ends.epsilon
         self._near = min(max(ULPS * ulp, LEAST_NEAR), MOST_NEAR)
         self._errors = {} if truth is None else relative_errors(was.gradients, truth.gradients, 1.0)
-        near, by = self._near, NEARER  # of each gradient: rounding may move what was near
+        near, by = self._near, NEARER  # of each gradient: rounding may move those that were near
         self._most = {n: FAR if e < FAR else max(e / by, near) for n, e in self._errors.items()}
 
     def works(self, change: Change, looks: bool = True) -> Outcome | None:
-        """What a run under the change gave; None where it is no remedy.
+        """Return the outcome of a run under the change; None if it does not help.
 
         looks: whether to look inside, too, where the end of the step does not show the event.
         """
@@ -491,7 +491,7 @@ class Attempts:
         return self.looks_well(change)
 
     def is_finite(self, change: Change) -> bool:
-        """Whether a run under the change ends without inf and NaN."""
+        """True if a run under the change ends without inf and NaN."""
         return (outcome := self._run(change)) is not None and outcome.is_finite
 
     def _run(self, change: Change, visitor: Timeline | None = None) -> Outcome | None:
@@ -501,7 +501,7 @@ class Attempts:
             return None
 
     def _ends_well(self, change: Change) -> Outcome | None:
-        """What a run under the change gave, without a look inside; None where it fails or ends badly."""
+        """Return the outcome of a run under the change, without a look inside; None where it fails or ends badly."""
         outcome = self._run(change)
         self.was_finite = outcome is not None and outcome.is_finite
         if outcome is None or not self.was_finite or not self._is_nearer(outcome, change.loss_scale):
@@ -522,7 +522,7 @@ class Attempts:
         return is_near and loss <= max(limit, self._near) and self._feeds(outcome, self._errors)
 
     def _goes_on(self, seen: Keeping | None) -> bool:
-        """Whether a gradient that arrived at the place of the event was passed on by it."""
+        """True if a gradient that arrived at the place of the event was passed on by it."""
         at = self.event.operation
         same = None if seen is None or at is None else seen.by_key.get((at.site, at.call, self.event.batch or 0))
         if same is None or not (arrived := same.notes.get("gradient")) or not arrived.nonzero:
@@ -530,13 +530,13 @@ class Attempts:
         return any(p.notes["gradient"].nonzero for p in same.parents if "gradient" in p.notes)
 
     def _feeds(self, outcome: Outcome, names: Iterable[str]) -> bool:
-        """Whether each of these parameters has a gradient."""
+        """True if each of these parameters has a gradient."""
         unfed = [n for n in names if n in outcome.gradients and not bool(outcome.gradients[n].any())]
         self.unfed = self.unfed or unfed
         return not unfed
 
     def _distances(self, outcome: Outcome, errors: Mapping[str, float]) -> tuple[float, float]:
-        """How far a run is from the reference, 1 at most: its loss, and the gradient that was far and is farthest now.
+        """Distance of a run from the reference, 1 at most: its loss, and the gradient that was far and is farthest now.
 
         Of gradients none of which was far the mean counts: rounding may move any of them.
         """
@@ -550,7 +550,7 @@ class Attempts:
         return min(of_loss, 1.0) if of_loss == of_loss else 1.0, of_gradients
 
     def _is_held(self, seen: Timeline) -> bool:
-        """Whether half of the gradient is there that was lost."""
+        """True if half of the gradient is there that was lost."""
         event, at = self.event, self.event.operation
         is_parameter = event.role == "weight_grad" or at is None
         place = (event.place, 0) if is_parameter or at is None else (at.site, at.call)
@@ -558,7 +558,7 @@ class Attempts:
         return any(o.notes["gradient"].nonzero >= 0.5 * event.of for o in same)
 
     def lost_shares(self, outcome: Outcome) -> str:
-        """How many of the numbers that gradients of parameters have in the reference are zero, before and now."""
+        """Shares of the reference gradients' numbers that are zero, before and now."""
         truth = self.reference.truth
         if truth is None:
             return ""
@@ -570,7 +570,7 @@ class Attempts:
         return f"of the gradients of parameters {100 * shares[0]:.3g} % were lost, and {100 * shares[1]:.3g} % are"
 
     def looks_well(self, change: Change) -> Outcome | None:
-        """As `works`, with a look at each result: nothing breaks, leaks or saturates that was not known."""
+        """True if the modified step works and shows no new inf, NaN, leak or saturation."""
         is_compared = self.event.stage == "float32"
         seen = _Unbroken(self.trials.model, self._known, is_compared)
         outcome = self._run(change, seen)
@@ -589,5 +589,5 @@ class Attempts:
 
 
 def _moves_only(change: Change) -> bool:
-    """Whether an overflow is only moved: to where a float32 result is read in its former dtype."""
+    """True if an overflow is only moved: to where a float32 result is read in its former dtype."""
     return isinstance(change.edit, Widening) and change.edit.overflows

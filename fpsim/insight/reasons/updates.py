@@ -1,4 +1,4 @@
-"""What an optimizer's step did: numbers that became inf or NaN, updates that changed nothing, averages that stay."""
+"""Effects of an optimizer's step: numbers that became inf or NaN, updates that changed nothing, averages that stay."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class Updates:
 
     @property
     def _nearest(self) -> list[dict[str, Any]]:
-        """The rows of what is not rounded stochastically: that loses single updates, and is right on average."""
+        """The rows without stochastic rounding: that loses single updates, and is right on average."""
         return [row for row in self.rows if not row.get("is drawn")]
 
     def _seem_lost(self) -> bool:
@@ -253,10 +253,10 @@ class Updates:
         return event
 
     def _moves_later(self, worst: dict[str, Any]) -> bool:
-        """Whether an optimizer of one's own keeps what a parameter loses, and moves it in a later step.
+        """True if an optimizer of one's own keeps the rounding error of a parameter, and applies it in a later step.
 
-        It has the same gradient again and again, and so has one with more bits. What the first step left where it was
-        must go half as far, along the same way: one that rounds stochastically strays from it.
+        It has the same gradient again and again, and so has one with more bits. Numbers that the first step left in
+        place must go half as far, in the same direction: one that rounds stochastically strays from it.
         """
         if not self._twins:
             return False
@@ -278,7 +278,7 @@ class Updates:
         return float((own * true).sum()) > 0.5 * float((true * true).sum())
 
     def moved_with_masters(self, dtype: torch.dtype) -> tuple[int, int]:
-        """How many numbers move where the parameters are kept in a dtype of more bits, of how many with a gradient."""
+        """Count the numbers that move if the parameters are kept in more bits, and those with a gradient."""
         moved = sum(int((m.to(dtype) != self.first[n].to(dtype)).sum()) for n, m in self.masters.items())
         return moved, max(moved, sum(self.gradients[n].nonzero for n in self.masters if n in self.gradients))
 
@@ -310,7 +310,7 @@ class _Twin:
             try:
                 for _ in range(times):
                     step(self.optimizer)
-            except Exception:  # one that needs a closure, or that keeps what is not copied
+            except Exception:  # one that needs a closure, or that keeps state that is not copied
                 return False
             return True
 
@@ -350,12 +350,12 @@ def _states(optimizer: Any, p: Tensor) -> list[tuple[str, Tensor]]:
     return [(state.text, state.x) for state in states if state.x.is_floating_point() and state.x.dim()]
 
 
-# Averages that a step keeps in few bits: what it would make of them in more, and whether they move at all
+# Averages that a step keeps in few bits: their values in more bits, and whether they move at all
 
 
 @dataclass
 class _Average:
-    """A tensor that a step writes to. name: of what is no parameter and no buffer, the place where it does."""
+    """A tensor that a step writes to. name: of the parameter or buffer; for other tensors, the place of the write."""
 
     x: Tensor
     name: str
@@ -364,7 +364,7 @@ class _Average:
 
 
 class Averages:
-    """Finds the tensors of few bits that a step writes to, and runs it once more with float64 copies of them beside.
+    """Finds the tensors in few bits that a step writes to, and runs it once more with float64 copies beside them.
 
     It is told of a run by `see` and `written`, and is an `edit` of the other. Optimizers' parameters are left out:
     `Updates` looks at these.
@@ -396,7 +396,7 @@ class Averages:
                 self._outside.setdefault(x.untyped_storage().data_ptr(), x)
 
     def written(self, x: Tensor, is_outside: bool, place: str) -> None:
-        """A tensor is about to be written to. is_outside: whether no operation gave it."""
+        """Visit a tensor before a write to it. is_outside: whether it is not the result of an operation."""
         if x.dtype not in LOW or x.layout is not torch.strided:
             return
         memory = x.untyped_storage().data_ptr()

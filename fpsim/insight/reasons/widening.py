@@ -23,8 +23,9 @@ _ALL_CASTS = _CASTS | {"float", "double"}
 class Widening:
     """An `edit` of a trace that runs operations in float32, and brings what others read of them back.
 
-    chosen: the indices of the operations; None for all of them. wide: float64 in the place of float32.
-    given: the name and the dtype of what the calls of the step itself gave, by their indices. A cast that is not among
+    chosen: the indices of the operations; None for all of them. wide: float64 instead of float32.
+    given: the name and the dtype of each result of the step itself, by the indices of the calls. A cast that is not
+    among
         them gave its operand, and must here too: operations are known by how many of a name came before.
     gradients: those of the parameters' float32 copies, which no cast to the parameter's dtype has rounded.
     overflows: whether anything that is brought back becomes inf: then the overflow has only moved.
@@ -52,7 +53,7 @@ class Widening:
         tensors = [x for x in tensors_of((args, kwargs)) if x.is_floating_point()]
         is_move = kind.action is Action.MOVE and kind.name not in self._casts
         chosen = self.chosen is None or index in self.chosen
-        if is_move and not chosen:  # a view of what is float32 here is so too
+        if is_move and not chosen:  # a view of a tensor that is float32 here is too
             chosen = any(x in self._wide for x in tensors)
         if kind.in_place and tensors and tensors[0].dtype in self._low:
             chosen = False  # the tensor that is written to cannot change its dtype
@@ -83,7 +84,7 @@ class Widening:
         return self._marked(out, tensors if is_cast else [], before or lows)
 
     def _marked(self, out: Any, operands: list[Tensor], before: Sequence[torch.dtype | None]) -> Any:
-        """What a call gave, known by the dtype that it has in the step itself; a copy where a cast gave its operand."""
+        """Mark a call's result with its dtype in the step itself; a copy where a cast returned its operand."""
         if any(out is x for x in operands):
             out = out.clone()
         for x in tensors_of(out):
@@ -119,7 +120,7 @@ class Widening:
 
 
 def _to_integers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call casts a tensor to integers."""
+    """True if a call casts a tensor to integers."""
     if name in ("long", "int", "short", "char", "byte"):
         return True
     dtypes = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]

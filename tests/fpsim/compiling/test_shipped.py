@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fpsim.compiling import native, shipped
+from fpsim.compiling import native
 from fpsim.compiling.compile import llvm_text
-from fpsim.compiling.native import Loop, compiled_loop
-from fpsim.compiling.shipped import shipped_text, write_shipped
+from fpsim.compiling.native import Loop, compiled_loop, shipped_text, write_shipped
 
 
 def new_loop() -> Loop:
@@ -31,11 +30,11 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A file with one loop, and nothing kept on disk."""
     loop, file = new_loop(), tmp_path / "loops.zip"
     write_shipped(file, {loop.name: llvm_text(loop.py_func, False, "python")})
-    monkeypatch.setattr(shipped, "FILE", file)
+    monkeypatch.setattr(native, "SHIPPED", file)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
-    shipped._opened.cache_clear()
+    native._opened.cache_clear()
     yield file
-    shipped._opened.cache_clear()
+    native._opened.cache_clear()
 
 
 def forbidden(*_: Any) -> str:
@@ -71,7 +70,7 @@ def test_instructions_of_other_sources_another_llvm_or_system_are_not_taken(arch
     name = new_loop().name
     assert shipped_text(name) is not None
     changed(archive, lambda about: about.update({key: "another"}))
-    shipped._opened.cache_clear()
+    native._opened.cache_clear()
     assert shipped_text(name) is None
     assert new_loop()(20, 1.5) == 41.5
 
@@ -80,7 +79,7 @@ def test_a_file_that_others_can_write_that_is_a_link_or_broken_is_not_taken(arch
     name = new_loop().name
 
     def taken() -> bool:
-        shipped._opened.cache_clear()
+        native._opened.cache_clear()
         return shipped_text(name) is not None
 
     assert taken()
@@ -105,17 +104,17 @@ def test_a_damaged_entry_is_as_good_as_none(archive: Path) -> None:
     begin = entry.header_offset + 30 + len(entry.filename)
     content[begin + entry.compress_size // 2] ^= 0xFF
     archive.write_bytes(bytes(content))
-    shipped._opened.cache_clear()
+    native._opened.cache_clear()
     assert shipped_text(new_loop().name) is None
     assert new_loop()(20, 1.5) == 41.5
 
 
 def test_an_entry_that_unpacks_to_more_than_a_loop_is_as_good_as_none(tmp_path: Path) -> None:
     file = tmp_path / "loops.zip"
-    write_shipped(file, {"loop": "x" * (shipped.MAX_BYTES + 1)})
-    assert file.stat().st_size < shipped.MAX_BYTES // 100
+    write_shipped(file, {"loop": "x" * (native.MAX_BYTES + 1)})
+    assert file.stat().st_size < native.MAX_BYTES // 100
     with zipfile.ZipFile(file) as opened, pytest.raises(ValueError, match="unpacks to more than"):
-        shipped._read(opened, "loop.ll")
+        native._read(opened, "loop.ll")
 
 
 def test_the_same_loops_give_the_same_bytes(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from format_cases import oracle_format, same
 
 from fpsim.__main__ import main
-from fpsim.formats.codebooks import CODEBOOKS
+from fpsim.formats.codebook import CODEBOOKS
 from fpsim.formats.floats import CATALOGUE
 from fpsim.tensors import verify
 from fpsim.tensors.golden import block_cases
