@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fpsim.checks import pip_install
-from fpsim.insight.pictures import apart_from_pyplot, new_picture
+from fpsim.insight.pictures import apart_from_pyplot, new_axes, new_picture
 
 try:
     from matplotlib import rc_context, rcParams
@@ -179,8 +179,7 @@ def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] 
     scales: {name: the scale of each step}.
     overflows: steps to mark.
     """
-    figure = new_picture(9, 4)
-    axes = figure.subplots()
+    figure, axes = new_axes(9, 4, grid="both")
     for i, (name, values) in enumerate(scales.items()):
         marks = {"marker": MARKERS[i % len(MARKERS)], "markersize": 4.5, "markevery": (0.04 + 0.011 * i, 0.15)}
         style = {"color": colour(i), "linestyle": DASHES[i % len(DASHES)], **marks}
@@ -193,8 +192,6 @@ def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] 
     axes.set_xlabel("step" + ("; dotted: a gradient overflowed" if overflows else ""))
     axes.set_ylabel("scale")
     axes.legend(ncols=1 + len(scales) // 20, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    axes.grid(linewidth=0.4, alpha=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 

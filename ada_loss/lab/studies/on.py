@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import inspect
 import math
 import statistics
 import sys
@@ -26,7 +25,7 @@ from ada_loss.lab.studies.hardware import Preset, presets_in
 from ada_loss.lab.tasks import imported
 from ada_loss.scalers import GradScaler
 from fpsim import Operand, Policy
-from fpsim.checks import require_number, require_whole, shown
+from fpsim.checks import require_number, require_whole, required_arguments, shown
 
 __all__ = ["On", "OnRow", "function_at", "on", "runs"]
 
@@ -189,18 +188,18 @@ class _Subject:
 
     def __init__(self, make: Callable[..., nn.Module], batch: Callable[..., Any], loss: Loss | None) -> None:
         self.make, self.batch, self.loss = make, batch, loss
-        self.takes_target = loss is not None and _arguments(loss) > 1
+        self.takes_target = loss is not None and required_arguments(loss) > 1
 
     def model(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        found = self.make(seed) if _arguments(self.make) else self.make()
+        found = self.make(seed) if required_arguments(self.make) else self.make()
         if not isinstance(found, nn.Module):
             raise TypeError(f"The function of the model gave {shown(found)}. Expected: a torch.nn.Module.")
         return found
 
     def data(self, step: int) -> Any:
         torch.manual_seed(step)
-        return self.batch(step) if _arguments(self.batch) else self.batch()
+        return self.batch(step) if required_arguments(self.batch) else self.batch()
 
     def total(self, model: nn.Module, given: Any) -> Tensor:
         """The loss of a batch."""
@@ -248,16 +247,6 @@ class _Subject:
                 scaler.step(optimizer)
                 scaler.update()
         return statistics.fmean(losses[-max(1, steps // LAST) :])
-
-
-def _arguments(function: Callable[..., Any]) -> int:
-    """How many arguments without a default a function takes by place; 0 where it does not tell."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return 0
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
 
 
 # One step

@@ -64,17 +64,15 @@ class Run:
 
     def plot(self) -> Any:
         """A figure: the loss of every step; needs matplotlib."""
-        from fpsim.insight.pictures import new_picture
+        from fpsim.insight.pictures import new_axes
 
-        picture = new_picture(7.2, 3.2)
-        axes = picture.subplots()
+        picture, axes = new_axes(7.2, 3.2)
         axes.plot(range(len(self)), self.losses, linewidth=1.2)
         for step in self.skipped_steps:
             axes.axvline(step, color="0.5", linewidth=0.5, linestyle=":")
         axes.set_xlabel("step" + ("; dotted: skipped" if self.skipped_steps else ""))
         axes.set_ylabel("loss, lower is better")
         axes.set_title(", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items()), fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
         return picture
 
     @property
