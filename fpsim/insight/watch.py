@@ -148,7 +148,7 @@ class Watch:
             raise TypeError(f"formats is {shown(formats)}. Expected: a list of formats, [{shown(formats)}].")
         self.specs = [any_spec(fmt, "nearest_even") for fmt in require_iterable("formats", formats, "['fp16']")]
         if not self.specs:
-            raise ValueError(f"formats={shown(formats)} names none. Expected: at least one format, such as ['fp16'].")
+            raise ValueError(f"formats={shown(formats)} is empty. Expected: at least one format, such as ['fp16'].")
         if optimizer is not None:
             require_optimizer(optimizer)
             while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
@@ -181,7 +181,7 @@ class Watch:
             self._trace.install()
             if optimizer is not None:
                 hook_steps(optimizer, eye.before_step, eye.after_step)
-        except BaseException:
+        except BaseException:  # an interrupt between the two as well
             self.detach()
             raise
 
@@ -228,6 +228,7 @@ class Watch:
         self._is_watching = self.steps % self.every == 0
         self.steps += 1
         if self._is_watching:
+            # The sums of the last watched step become rows before they are dropped: rows are numbers, sums are tensors.
             self._rows, self._sums, self._lost, self._watched = self.rows(), {}, {}, self.steps
             self._parameters = dict(self._trace.model.named_parameters())  # some may have been replaced
             for name, parameter in self._parameters.items():
@@ -286,6 +287,7 @@ class Watch:
             key = self._watched, site, role, spec
             if key not in self._sums:
                 self._sums[key] = Accumulator(spec, x.device)
+            # A block format that saturates makes a number of an infinity, so its statistics would look clean.
             hides = isinstance(spec, BlockSpec) and spec.fmt.nonfinite == "saturate" and role in OPERANDS
             if hides and bool(x.isinf().any()):
                 self._hidden.setdefault(str(spec.fmt), f"in step {self._watched} at {site} ({role})")
@@ -370,11 +372,10 @@ class Watch:
     def policy(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Policy:
         """A policy that the statistics suggest, without scaling of gradients.
 
-        A role has the first of the formats that would do at 90 % of its sites, or float32; a module where that would
-        not do at each of its sites has the first that would. The formats are taken from the smallest; those whose
-        numbers share scales are left out, for no role has one. The policy is then tried on the last watched call, with
-        the same inputs and gradients, in the parameters of now; sites with inf, NaN or saturation there stay float32.
-        `suggest` describes the trial. Warns where nothing could be.
+        A role gets the smallest of the formats that would do at 90 % of its sites, or float32; a module where that
+        would not do at each of its sites gets the smallest that would. Formats whose numbers share scales are left out:
+        no role has one. The policy is then tried on the last watched call, with the same inputs and gradients and the
+        current parameters; sites with inf, NaN or saturation stay float32. Warns if it could not be tried.
         underflow, overflow, sqnr_db: as in `table`.
         """
         suggestion = self.suggest(underflow, overflow, sqnr_db)

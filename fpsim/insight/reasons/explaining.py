@@ -1,5 +1,4 @@
-"""Explain why a result, or a gradient, became inf or NaN: read from its operands and their operations.
-"""
+"""Explain why a result, or a gradient, became inf or NaN: read from its operands and their operations."""
 
 from __future__ import annotations
 

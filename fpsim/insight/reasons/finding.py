@@ -154,6 +154,8 @@ class _Checks:
         self.broken = {event.place.rpartition(".")[0] for event in self.buffers}
         self.harmless = [e for e in inputs if comes_to_nothing(e.readers, self.losses, is_emulated, self.broken)]
         self.inputs = [e for e in inputs if e not in self.harmless]
+        # From cause to effect: a bad input explains bad numbers, bad numbers explain lost gradients and updates. The
+        # first check with an event ends the search, since later ones would report its consequences.
         checks = (
             *(self._state, self._broken_numbers, self._lost_gradient, self._accumulated, self._updates),
             *(self._buffers, self._error, self._shared_reads, self._end),
@@ -180,6 +182,8 @@ class _Checks:
         seen, is_finite = self.seen, self.was.is_finite
         hard = [e for e in seen.events if e.stage != "state"]
         hard = causes_first(hard, self.losses, is_finite, self.reference.breaks_too)
+        # Minus infinities are masks as a rule. They count only in a step without a finite loss and without another
+        # cause.
         minus = [] if is_finite or any(e.stage == "forward" for e in hard) else seen.minus
         minus = [e for e in minus if reaches_a_loss(e.readers, self.losses, self.broken)]
         if minus:
@@ -234,6 +238,7 @@ class _Checks:
     def _shared_reads(self) -> list[Event]:
         """Find tensors whose many gradients are added up in too few bits."""
         often = read_often(self.seen.operations)
+        # In an emulated model autograd adds up gradients in float32 already.
         if self.trials.emulated or not self.was.is_finite or not any(often):
             return []
         ids = {name: id(p) for name, p in self.model.named_parameters()}
