@@ -315,8 +315,7 @@ def status(out: Out, as_json: AsJson = False) -> None:
     """Show the progress of a sweep, also while it runs."""
     with _errors_as_exit_codes():
         from ada_loss.lab.cells.ledger import Ledger, counted  # without torch: it answers at once
-        from ada_loss.lab.cells.lock import is_driven
-        from ada_loss.lab.cells.missing import read_snapshot
+        from ada_loss.lab.cells.missing import is_driven, read_snapshot
         from ada_loss.lab.errors import printable
 
         driven = is_driven(out)  # before and after: a driver may end or begin in between

@@ -15,11 +15,10 @@ from fpsim.formats.fixed_point import FixedPoint
 from fpsim.formats.floats import CATALOGUE, FloatFormat
 from fpsim.insight.compare import Comparison, compare
 from fpsim.insight.diagnose import Diagnosis, diagnose
-from fpsim.insight.last_layers import last_layers
 from fpsim.insight.lost_updates import LostUpdates, lost_updates
 from fpsim.insight.mismatch import Mismatch, mismatch
 from fpsim.insight.recording import Recording, record
-from fpsim.insight.sensitivity import Sensitivity, sensitivity
+from fpsim.insight.sensitivity import Sensitivity, last_layers, sensitivity
 from fpsim.insight.snapshots import Snapshot, Snapshots, snapshots
 from fpsim.insight.summary import summary
 from fpsim.insight.watch import Watch, watch

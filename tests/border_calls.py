@@ -331,7 +331,6 @@ CALLS = [
     Call("Watch.table", _method(_watching, "table")),
     Call("Watch.policy", _method(_watching, "policy", underflow=1.0, overflow=1.0, sqnr_db=-100.0)),
     Call("Watch.suggest", _method(_watching, "suggest", underflow=1.0, overflow=1.0, sqnr_db=-100.0)),
-    Call("Watch.suggest_update", _method(_watching, "suggest_update", underflow=1.0, overflow=1.0, sqnr_db=-100.0)),
     Call("Watch.plot", _method(_watching, "plot")),
     Call("compare", _compare),
     Call("Comparison.begins", lambda: (fpsim.compare(**_compare()[1]).begins, {})),

@@ -36,8 +36,7 @@ from ada_loss.layerwise.scale_kernels import (
     SiteMode,
     keep_what_is_not_finite,
 )
-from ada_loss.layerwise.schedule import UPDATE, Schedule
-from ada_loss.layerwise.sites import MEASURED, GradientSite, IncomingScale, ProductEdge, SiteState
+from ada_loss.layerwise.sites import MEASURED, UPDATE, GradientSite, IncomingScale, ProductEdge, Schedule, SiteState
 from ada_loss.transforms import PRODUCTS, Product
 from fpsim import scaling
 from fpsim.scaling import (

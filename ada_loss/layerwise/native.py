@@ -16,8 +16,7 @@ from ada_loss.layerwise.native_hooks import Leaves, NativePass
 from ada_loss.layerwise.native_powers import HALF, HEADROOM, Power, from_to, on, times
 from ada_loss.layerwise.options import Options, check_progress, check_sites
 from ada_loss.layerwise.scale_kernels import CHOSEN, FINAL, IF_UNKNOWN, RECOMPUTE, REUSE, carried_factor_kernel
-from ada_loss.layerwise.schedule import UPDATE, Schedule
-from ada_loss.layerwise.sites import SiteState
+from ada_loss.layerwise.sites import UPDATE, Schedule, SiteState
 from ada_loss.record import Recorder
 from ada_loss.rules.formulas import NEVER
 from ada_loss.rules.layer import ApproxRange, LayerRule, as_layer_rule

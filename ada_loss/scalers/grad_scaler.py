@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ada_loss.checks import POSITIVE, require
 from ada_loss.layerwise.native import NativeScaling
 from ada_loss.rules.loss import LossRule, as_loss_rule, loss_rule
-from ada_loss.rules.loss.fixed import Off, Static
+from ada_loss.rules.loss.base import Off, Static
 from ada_loss.scalers.verbs import PassThrough, Scaling, parameter_of
 from fpsim.checks import require_flag, require_mapping, shown
 
@@ -59,7 +59,7 @@ class GradScaler:
     """
 
     _has_warned = False
-    layers: NativeScaling | None = None  # here too, for a scaler that was pickled before there were any
+    layers: NativeScaling | None
 
     def __init__(
         self,

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 
 from ada_loss.checks import NOT_NEGATIVE, POSITIVE, Possible, require
 from ada_loss.rules.loss import LossRule
-from ada_loss.rules.loss.base import float32
+from ada_loss.rules.loss.base import Off, float32
 from ada_loss.rules.loss.counting import Torch
-from ada_loss.rules.loss.fixed import Off
 from ada_loss.scalers.gradients import clip_to_norm_, gradients_of, largest_of, one_on, total_of, unscale_and_check_
 from fpsim.checks import is_number, require_mapping, shown
 from fpsim.scaling import require_optimizer

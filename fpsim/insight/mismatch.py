@@ -14,20 +14,22 @@ from torch import Tensor, nn
 from fpsim.border import require_memory, require_module, require_seed
 from fpsim.checks import is_finite_number, require_callable, require_word, shown
 from fpsim.formats.blocks import BlockFormat
-from fpsim.insight.engines.decisions import Choices, Decision, Replayed, compared_choices
 from fpsim.insight.engines.kinds import kind_of, policies_of
 from fpsim.insight.engines.likelihoods import (
+    Choices,
+    Decision,
     Figures,
     Likelihoods,
+    Replayed,
     compared,
+    compared_choices,
     interval,
     joined,
     likelihoods,
     read_batch,
 )
-from fpsim.insight.engines.places import Kept, Local, Measured, Place
+from fpsim.insight.engines.places import Kept, Local, Measured, Permuted, Place, Split
 from fpsim.insight.engines.remedies import Truncated, changed_policies, fields_of, remedies_for, truncated
-from fpsim.insight.engines.reordered import Permuted, Split
 from fpsim.insight.engines.sides import Pair, Resume, require_names
 from fpsim.insight.rows import Rows, number, text_table
 from fpsim.models.installed import emulated_forward, emulated_forwards

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fpsim.checks import require_mapping, require_whole, require_word, shown
@@ -52,7 +50,6 @@ SHOWN = (
 )
 LIKE_A_TALLY = ("amax", "sqnr_db", "scale_bias", "log2_scale_spread", "row_bias", "kurtosis")
 SUMS = ("counts", "sums", "exponents", "shape")  # the tensors of an Accumulator
-SUMS_BEFORE = 4  # of TALLY_SUMS, before the parts of an error were known
 
 
 def is_of_role(name: str, role: str) -> bool:
@@ -73,18 +70,12 @@ def _loaded(
     sums: dict[tuple[str, str, Spec], Accumulator] = {}
     for saved in state["sums"]:
         _require_words(saved["site"], saved["role"])
-        spec = any_spec(
-            saved["format"], saved["rounding"], saved["overflow"], saved["random_bits"], saved.get("variant", "A")
-        )
+        spec = any_spec(saved["format"], saved["rounding"], saved["overflow"], saved["random_bits"], saved["variant"])
         accumulator = Accumulator(spec, saved["counts"].device)
         require_whole("state['sums'][...]['calls']", saved["calls"], 0)
         accumulator.calls = int(saved["calls"])
         for name in SUMS:
-            if name == "shape" and name not in saved:
-                continue  # of a version that did not know them
             mine, its = getattr(accumulator, name), saved[name]
-            if name == "sums" and its.shape == (SUMS_BEFORE,):  # of a version that did not know the last ones
-                its = torch.cat([its, its.new_full((len(mine) - SUMS_BEFORE,), math.nan)])
             if (mine.shape, mine.dtype) != (its.shape, its.dtype):
                 raise ValueError(
                     f"The state has {name} of shape {tuple(its.shape)} and {its.dtype} at {shown(saved['site'])}. "

@@ -23,15 +23,12 @@ from fpsim.insight.stepping import as_step, nothing_ran, preserve
 from fpsim.insight.suggesting import (
     Called,
     Limits,
-    Stepped,
     Suggestion,
-    UpdateSuggestion,
     does,
     in_lines,
     output_tensors,
     planned,
     suggested,
-    suggested_update,
     worst_of,
 )
 from fpsim.models.installed import emulated_forwards
@@ -90,8 +87,8 @@ def watch(
         formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last
             axis.
         every: the calls 1, 1 + every, and so on are watched.
-        optimizer: whose states and updates are watched; `suggest_update` tries which formats they would do in. For a
-        quantised one, `updates` has the lost updates; see `fpsim.lost_updates`.
+        optimizer: whose states and updates are watched. Of a quantised one, `updates` has what was lost; see
+            `fpsim.lost_updates`.
 
     Raises:
         ValueError: for a model that is quantised or compiled, for a step of a model in eval mode, and for invalid
@@ -268,7 +265,7 @@ class Watch:
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._trace.claim(and_warn=False):
             return
-        for name, before, parameter in self._steps.end(optimizer, self._parameters, self._watched):
+        for name, before, parameter in self._steps.end(self._parameters, self._watched):
             self._add(name, "update", parameter.detach() - before)
             self._add_lost(name, before, parameter.detach())
             for state in states_in(optimizer.state.get(parameter, {})):
@@ -389,18 +386,6 @@ class Watch:
         plan = planned(worst_of(self.rows()), self.specs, limits)
         return suggested(self._trace.model, plan, self._called)
 
-    def suggest_update(
-        self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB
-    ) -> UpdateSuggestion:
-        """An Update for the watched optimizer: the fewest bits of its states, and of weights, that would do.
-
-        A state has the first of the formats, alone or with an amax for each 256 elements, with which two steps add to
-        weights what those of float32 do, to `sqnr_db`; weights the first that `table` finds to do, rounded
-        stochastically where most updates would be lost. It is tried on copies, with the last watched gradients.
-        """
-        limits = Limits(underflow, overflow, sqnr_db)
-        return suggested_update(self._steps.last, worst_of(self.rows()), self.specs, limits)
-
     def never_moved(self) -> list[str]:
         """The names of the parameters that had a gradient, not all zero, and that no watched step changed at all."""
         return self._steps.never_moved()
@@ -432,9 +417,8 @@ class Watch:
         suggestion = self.suggest()
         lines = [str(self.table()), "", *_breaks(self.rows(), self._broken, self._hidden)]
         lines += [f"Suggested, {suggestion.words}:", *in_lines(suggestion.policy)]
-        if self._steps.last is not None:
-            update = self.suggest_update()
-            lines += ["", *self._steps.lines(), f"Update suggested, {update.words}:", f"  {update.update}"]
+        if found := self._steps.lines():
+            lines += ["", *found]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -476,12 +460,10 @@ class _Eye:
 class _WatchedSteps:
     """The steps of an optimizer that follow watched calls of a model.
 
-    last: the last of them, on which an update is tried.
     updates: lost updates of a quantised optimizer, unless they are recorded already.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, every: int) -> None:
-        self.last: Stepped | None = None
         self._before: dict[str, Tensor] = {}
         self._moved: dict[str, bool] = {}  # of parameters that had a gradient
         self._left: dict[int, tuple[int, int]] = {}  # of weights with a gradient: how many stayed the same, of how many
@@ -499,9 +481,7 @@ class _WatchedSteps:
         for name, p in parameters.items():
             self._before[name] = (p if quantized is None else quantized.seen_by_the_model(p)).detach().clone()
 
-    def end(
-        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], step: int
-    ) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
+    def end(self, parameters: Mapping[str, nn.Parameter], step: int) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
         """Return the kept parameters by name, with their values before and now; count the step's effect on them.
 
         step: the watched call before it.
@@ -509,7 +489,6 @@ class _WatchedSteps:
         kept, self._before = self._before, {}
         if not kept:
             return
-        gradients: dict[Tensor, Tensor] = {}
         left = of = 0
         for name, before in kept.items():
             parameter = parameters[name]
@@ -517,13 +496,11 @@ class _WatchedSteps:
             gradient = parameter.grad
             if gradient is None or gradient.layout is not torch.strided or not holds_numbers(before):
                 continue
-            gradients[parameter] = gradient.detach().clone()
             after = parameter.detach()
             had, same = wanted_and_lost(before, after, gradient)
             of, left = of + had, left + same
             if had:
                 self._moved[name] = self._moved.get(name, False) or not bool((before == after).all())
-        self.last = Stepped(step, optimizer, gradients)
         self._left[step] = left, of
 
     def never_moved(self) -> list[str]:

@@ -1,4 +1,7 @@
-"""Detect losses of a sweep's folder: planned cells without a row, telemetry without a result, sessions."""
+"""Detect losses of a sweep's folder: planned cells without a row, telemetry without a result, sessions.
+
+A driver locks the folder; while one runs, less counts as lost.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,51 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ada_loss.lab.cells.lock import is_driven
+from ada_loss.files import NO_LINK, NO_WAIT, require_own_file
 
-__all__ = ["CELL_ID", "Missing", "Plan", "Snapshot", "read_snapshot"]
+__all__ = ["CELL_ID", "Missing", "Plan", "Snapshot", "is_driven", "lock_path", "read_snapshot", "require_lockable"]
+
+try:
+    import fcntl
+except ImportError:  # there is none on Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+def lock_path(out: Path) -> Path:
+    """The file that a folder's driver locks. The system releases it whenever the process dies."""
+    return out / "ledger.lock"
+
+
+def require_lockable(out: Path) -> None:
+    """Raise ChangedFolder if the lock is not a file, but a pipe or a link, for example."""
+    require_own_file(lock_path(out))
+
+
+def is_driven(out: Path) -> bool:
+    """True if a driver on this machine runs in a folder, or if that is unknown. The folder does not change.
+
+    >>> is_driven(Path("nowhere"))
+    False
+    """
+    path = lock_path(out)
+    if not path.is_file() or path.is_symlink():  # no driver locks what is not a file; a pipe would be waited for
+        return False
+    try:
+        file = os.open(path, os.O_RDONLY | NO_LINK | NO_WAIT)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: a driver that starts tries for longer
+            return False
+    except OSError:
+        pass
+    finally:
+        os.close(file)
+    return True
+
 
 CELL_ID = re.compile("[0-9a-f]{16}")
 FILE = re.compile(rf"({CELL_ID.pattern})\.npz")  # of telemetry

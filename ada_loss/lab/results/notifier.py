@@ -11,9 +11,8 @@ from typing import Any
 
 from ada_loss.files import remove_from
 from ada_loss.lab.cells.ledger import Ledger
-from ada_loss.lab.cells.live import LiveReader, live_path
 from ada_loss.lab.cells.names import names_of, read_names
-from ada_loss.lab.cells.telemetry import curves_of, read_telemetry, telemetry_path
+from ada_loss.lab.cells.telemetry import LiveReader, curves_of, live_path, read_telemetry, telemetry_path
 from ada_loss.lab.directions import Directions, read_directions
 from ada_loss.lab.results.trackers import About, Tracker, TrackerOfRuns
 

@@ -24,7 +24,7 @@ from ada_loss.lab.cells.cell_formats import BASELINE, label
 from ada_loss.lab.cells.cells import OPTIONS, Cell, digest, plan_all, stored_cell
 from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_local, path_of
 from ada_loss.lab.cells.ledger import CannotWrite, Ledger, OtherBits, RowChanged
-from ada_loss.lab.cells.lock import lock_path, require_lockable
+from ada_loss.lab.cells.missing import lock_path, require_lockable
 from ada_loss.lab.cells.names import keep_names
 from ada_loss.lab.cells.own_operands import ImportedOperand, operand_functions
 from ada_loss.lab.cells.telemetry import telemetry_digest, telemetry_path
@@ -38,10 +38,9 @@ from ada_loss.lab.results.trackers import Tracker, make_trackers
 from ada_loss.lab.sweep.engines import Engine, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.explained import explain
-from ada_loss.lab.sweep.limits import GRACE
 from ada_loss.lab.sweep.prepare import Branches, prepare
 from ada_loss.lab.sweep.progress import Progress
-from ada_loss.lab.sweep.work import WorkOrder, order_of, said, work
+from ada_loss.lab.sweep.work import GRACE, WorkOrder, order_of, said, work
 from ada_loss.lab.tasks import find_task, is_of_library
 from ada_loss.lab.terminal import offer, say
 from fpsim.checks import known_arguments, pip_install, require_flag

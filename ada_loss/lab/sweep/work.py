@@ -1,7 +1,12 @@
-"""What a worker does: it trains one cell, and gives its result and its telemetry."""
+"""What a worker does: it trains one cell, and gives its result and its telemetry.
+
+A time limit raises an exception first, and then ends the process.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import math
 import threading
 import traceback
@@ -17,11 +22,9 @@ import fpsim
 from ada_loss.lab.cells.cell_formats import policy_of
 from ada_loss.lab.cells.cell_updates import update_of
 from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_local, is_own, path_of
-from ada_loss.lab.cells.live import LiveFile, live_path
-from ada_loss.lab.cells.telemetry import npz, telemetry
+from ada_loss.lab.cells.telemetry import LiveFile, live_path, npz, telemetry
 from ada_loss.lab.sweep.engines import Engine, keep_freed_memory
 from ada_loss.lab.sweep.execution import Execution
-from ada_loss.lab.sweep.limits import TimeLimit, within_time
 from ada_loss.lab.sweep.progress import StepFile, steps_path
 from ada_loss.lab.tasks import add_to_path, find_task, folder_of
 from ada_loss.lab.training.format_schedule import Start
@@ -31,7 +34,18 @@ from ada_loss.lab.training.loop import Training
 from ada_loss.lab.training.options import TrainOptions
 from ada_loss.lab.training.run import Run, Stopped, underflow_share
 
-__all__ = ["WorkOrder", "obey", "order_of", "run_cell", "said", "training_of", "work"]
+__all__ = [
+    "GRACE",
+    "TimeLimit",
+    "WorkOrder",
+    "obey",
+    "order_of",
+    "run_cell",
+    "said",
+    "training_of",
+    "within_time",
+    "work",
+]
 
 Result = TypeVar("Result")
 
@@ -224,3 +238,69 @@ def _result(run: Run, error: str | None) -> tuple[dict[str, Any], bytes]:
     result = {"metrics": run.metrics, "seconds": run.seconds, "diverged": diverged, "skipped": run.skipped}
     result |= {"underflow": underflow_share(run.rows) if run.rows else None, "error": error, "bits": fpsim.BITS}
     return result, npz(telemetry(run))
+
+
+GRACE = 10.0  # seconds from the exception to the end of the process
+
+
+class TimeLimit(Exception):
+    """A cell ran for longer than its time limit."""
+
+
+def within_time(
+    seconds: float | None, work: Callable[[], Result], *, end_process: bool = False, grace: float = GRACE
+) -> Result:
+    """Call `work` and give its result. After `seconds` it raises TimeLimit, between two instructions of Python code.
+
+    seconds: the time limit; None for no limit.
+    end_process: end the process where the exception does not help: a call into C that never returns does not see it.
+    grace: the seconds from the exception to the end of the process.
+    Raises TimeLimit.
+
+    >>> within_time(60, lambda: 1 + 1)
+    2
+    """
+    if seconds is None:
+        return work()
+    thread, lock, over, fired = ctypes.c_ulong(threading.get_ident()), threading.Lock(), [False], [False]
+
+    def interrupt() -> None:
+        with lock:
+            if not over[0]:
+                fired[0] = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(TimeLimit))
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    # one frame and no context manager: the exception may come at any line, and must find its handler
+    try:
+        if end_process:
+            faulthandler.dump_traceback_later(seconds + grace, exit=True, file=2)
+        timer.start()
+        try:
+            return work()
+        finally:
+            with lock:
+                over[0] = True
+            if fired[0]:  # the exception may still be pending, and would be raised in some later line
+                _let_come()
+    except TimeLimit:
+        raise TimeLimit(f"It ran for longer than its time limit of {seconds:g} s.") from None
+    finally:
+        timer.cancel()
+        if end_process:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _let_come() -> None:
+    """Let an exception that is pending for this thread be raised here, where it ends.
+
+    Python would forget it if the thread were given None in its place, but would look for it at every call from then on
+    (https://github.com/python/cpython/blob/v3.11.7/Python/ceval.c, `_PyEval_SignalAsyncExc`): it is slower, and in
+    Python 3.11 a debugger or a trace of opcodes never ends.
+    """
+    try:
+        for _ in range(3):  # each turn looks for it
+            pass
+    except TimeLimit:
+        pass

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fpsim
 from ada_loss.layerwise.native_graph import plan_of
-from ada_loss.layerwise.native_observed import watch_sent
+from ada_loss.layerwise.native_hooks import watch_sent
 from ada_loss.layerwise.native_powers import HALF
 from ada_loss.scalers import GradScaler
 from fpsim import Recording

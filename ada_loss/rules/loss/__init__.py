@@ -3,9 +3,8 @@
 A rule is a frozen value. `rule.scale` is the scale of the coming step, `rule.adjust(ok)` is the rule after that step.
 Parameters have the names and defaults of their system. Each family of systems has a file:
 
-fixed: no scaling, or a constant scale.
-counting: growth after a number of good steps, a smaller scale after every overflow.
-hysteresis: like counting, but some overflows are free.
+base: no scaling, or a constant scale.
+counting: growth after a number of good steps, a smaller scale after every overflow, or after some.
 tolerance: a smaller scale only when the share of overflows is too large.
 every_step: a new scale at every step.
 

@@ -1,14 +1,17 @@
-"""LossRule, the base of all systems: a frozen value with a scale, parameters, and a state that steps change."""
+"""LossRule, the base of all systems: a frozen value with a scale, parameters, and a state that steps change.
+
+`Off` and `Static` have no state.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ada_loss.checks import POSITIVE, Possible, check_fields, number
+from ada_loss.checks import FLAG, POSITIVE, Possible, check_fields, number, param
 from fpsim.checks import require_iterable, shown
 
 if TYPE_CHECKING:
@@ -19,6 +22,8 @@ __all__ = [
     "FLOAT32_MAX",
     "FLOAT32_SMALLEST_NORMAL",
     "LossRule",
+    "Off",
+    "Static",
     "finite_or",
     "float32",
     "state",
@@ -159,3 +164,46 @@ def stopped(system: str, scale: float, floor: str, value: float) -> FloatingPoin
         f"The rule {system!r} stops: gradients overflowed at a scale of {scale!r}, and {floor} is {value!r}. "
         f"The loss is probably exploding: lower the learning rate, clip the gradients, or lower {floor}."
     )
+
+
+ONE = number("1, because this rule does not scale", lambda v: v == 1)
+
+
+@dataclass(frozen=True)
+class Off(LossRule):
+    """No scaling. Gradients are not checked, and no step is skipped.
+
+    >>> Off().scale, Off().skips
+    (1.0, False)
+    """
+
+    system: ClassVar[str] = "off"
+    dynamic: ClassVar[bool] = False
+
+    scale: float = state(1.0, ONE)
+
+    @property
+    def skips(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Static(LossRule):
+    """A constant scale.
+
+    scale: the scale.
+    skip_overflow: skip steps with a gradient that is not finite. Without it such gradients reach the parameters.
+
+    >>> Static(128.0).adjust(ok=False).scale
+    128.0
+    """
+
+    system: ClassVar[str] = "static"
+    dynamic: ClassVar[bool] = False
+
+    scale: float = param(MISSING, POSITIVE)
+    skip_overflow: bool = param(False, FLAG)
+
+    @property
+    def skips(self) -> bool:
+        return self.skip_overflow

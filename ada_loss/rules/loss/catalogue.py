@@ -5,11 +5,21 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-from ada_loss.rules.loss.base import LossRule
-from ada_loss.rules.loss.counting import Apex, Flax, Jmp, Keras, Nnabla, OpenSeq2Seq, Tensorflow, Torch
+from ada_loss.rules.loss.base import LossRule, Off, Static
+from ada_loss.rules.loss.counting import (
+    Apex,
+    ApexHysteresis,
+    DeepSpeed,
+    Flax,
+    Jmp,
+    Keras,
+    Megatron,
+    Nnabla,
+    OpenSeq2Seq,
+    Tensorflow,
+    Torch,
+)
 from ada_loss.rules.loss.every_step import Chainer, LogMax
-from ada_loss.rules.loss.fixed import Off, Static
-from ada_loss.rules.loss.hysteresis import ApexHysteresis, DeepSpeed, Megatron
 from ada_loss.rules.loss.tolerance import Cerebras, CerebrasTensorflow, Fairseq, Metaseq
 from fpsim.checks import did_you_mean, is_number, shown
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from ada_loss import AdaLossScaled, Recorder
 from ada_loss.layerwise import engine
-from ada_loss.layerwise.schedule import Schedule
-from ada_loss.layerwise.sites import ProductEdge, SiteState
+from ada_loss.layerwise.sites import ProductEdge, Schedule, SiteState
 from fpsim import Policy, quantize, record, scaling
 from fpsim.scaling import rounded
 from fpsim.tensors.spec import rounding_spec

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from ada_loss import LossRule, loss_rule, trajectory
 from ada_loss.rules.loss import SYSTEMS, as_loss_rule
-from ada_loss.rules.loss.base import float32
-from ada_loss.rules.loss.fixed import Static
+from ada_loss.rules.loss.base import Static, float32
 
 TRACES = json.loads((Path(__file__).parents[2] / "data" / "golden_traces.json").read_text())
 DYNAMIC = [name for name in SYSTEMS if name not in ("off", "none", "static", "logmax")]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fpsim
-from fpsim.insight.suggesting import Called, Limits, _again, _of_weights
+from fpsim.insight.suggesting import Called, _again
 
 X = torch.randn(128, 8, generator=torch.Generator().manual_seed(0))
 
@@ -265,24 +265,3 @@ def test_a_call_runs_again_in_float32_also_where_it_gives_fewer_tensors_then() -
     model.gives_two = False
     step()
     assert model.inner.bias.grad.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize(("lost", "rounding"), [(0.5, "nearest_even"), (0.51, "stochastic")])
-def test_weights_may_lose_half_of_their_updates_before_they_are_rounded_with_noise(lost: float, rounding: str) -> None:
-    clear = {"sqnr_db": 40.0, "underflow": 0.0, "overflow": 0.0, "nonfinite": 0}
-    worst = {
-        ("0.weight", "weight", "bf16"): {**clear, "lost": None},
-        ("0.weight", "update", "bf16"): {**clear, "lost": lost},
-    }
-    bf16 = fpsim.as_format("bf16")
-    assert _of_weights(worst, [bf16], Limits(0.01, 0.0, 20.0)) == [(bf16, rounding)]
-
-
-def test_a_state_that_needs_float32_is_not_stored_in_it() -> None:
-    """Of what an optimizer stores beside its weights, float32 is what is there anyway."""
-    model = layers(1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    with fpsim.watch(model, ["fp32"], every=1, optimizer=optimizer) as watching:
-        model(X).square().mean().backward()
-        optimizer.step()
-    assert watching.suggest_update().update.states == {}

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.results import Results
 from ada_loss.lab.sweep.driver import sweep
-from ada_loss.lab.sweep.limits import TimeLimit
+from ada_loss.lab.sweep.work import TimeLimit
 from ada_loss.lab.tasks import Task
 
 STEPS = {"epochs": 1, "batch_size": 16, "learning_rate": 0.1}

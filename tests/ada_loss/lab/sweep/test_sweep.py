@@ -39,7 +39,7 @@ from ada_loss.lab.sweep.config import read_sweep
 from ada_loss.lab.sweep.driver import resume, sweep
 from ada_loss.lab.sweep.engines import open_engine
 from ada_loss.lab.sweep.execution import Execution
-from ada_loss.lab.sweep.limits import TimeLimit, within_time
+from ada_loss.lab.sweep.work import TimeLimit, within_time
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["ada_loss.lab.sweep.driver"])
@@ -334,7 +334,7 @@ def test_a_time_limit_interrupts_and_leaves_what_ends_in_time_alone() -> None:
 
 TRACED = """
 import sys
-from ada_loss.lab.sweep.limits import TimeLimit, within_time
+from ada_loss.lab.sweep.work import TimeLimit, within_time
 
 def hangs():
     while True:
