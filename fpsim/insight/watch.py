@@ -87,7 +87,7 @@ def watch(
         formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last
             axis.
         every: the calls 1, 1 + every, and so on are watched.
-        optimizer: whose states and updates are watched. Of a quantised one, `updates` has what was lost; see
+        optimizer: whose states and updates are watched. For a quantised one, `updates` has the lost updates; see
             `fpsim.lost_updates`.
 
     Raises:

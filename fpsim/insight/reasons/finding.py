@@ -32,7 +32,7 @@ __all__ = ["Finding", "causes_first", "comes_to_nothing", "find", "reaches_a_los
 
 @dataclass
 class Finding:
-    """What was found: events, the cause first; and the remedies that worked."""
+    """Result of the checks: events, the cause first; and the remedies that worked."""
 
     events: list[Event] = field(default_factory=list)
     remedies: list[Remedy] = field(default_factory=list)
@@ -178,7 +178,7 @@ class _Checks:
         return [*self.inputs, *sorted(at_begin, key=lambda event: event.role == "gradient")]
 
     def _broken_numbers(self) -> list[Event]:
-        """What the step itself made: inf and NaN; or what it cut off, where no number broke."""
+        """Events of the step itself: inf and NaN, or saturation without them."""
         seen, is_finite = self.seen, self.was.is_finite
         hard = [e for e in seen.events if e.stage != "state"]
         hard = causes_first(hard, self.losses, is_finite, self.reference.breaks_too)

@@ -133,6 +133,7 @@ class Sums:
             return _Sum(total, total.abs(), total, int(x != 0), torch.zeros_like(total))
         tensor = next((g for g, r in zip(given, read, strict=True) if r is x), x)
         known = self._known.get(tensor)
+        # A tensor that was written to since no longer holds the sum that was tracked.
         if known is not None and known.held.shape == x.shape and torch.equal(known.held, x):
             return known  # type: ignore[no-any-return]
         total = x.detach().double()
@@ -195,6 +196,7 @@ class Sums:
                 return known.largest if magnitudes else known.total
             return x.detach().double().abs() if magnitudes else x.detach().double()
 
+        # Run it twice in float64: on the values, and on their magnitudes, which say how large the sum was on the way.
         with suppress(Exception):  # a spelling that torch.<name> does not have
             totals = []
             for magnitudes in (False, True):
