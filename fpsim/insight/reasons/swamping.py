@@ -241,6 +241,7 @@ def swamped(
     added: one by one, of which an eighth must be lost.
     """
     mine = result.detach().double()
+    # Masks and overflows are left out: one of them would hide all other errors.
     numbers = true.isfinite() & (true.abs() < min(MASK, ends.largest)) & mine.isfinite()
     error, exact = (mine - true)[numbers], true[numbers]
     half_ulps = wrong_by(error, scale.expand(true.shape)[numbers], slack.expand(true.shape)[numbers], ends)
@@ -260,6 +261,7 @@ def wrong_by(error: Tensor, scale: Tensor, slack: Tensor, ends: Ends) -> float:
     """Express an error in half ulps of the magnitudes `scale`, in the root of the mean square."""
     exponents = torch.frexp(scale.clamp(min=max(ends.smallest, 1e-300)))[1] - 1
     half_ulp = torch.ldexp(torch.full_like(scale, ends.epsilon / 2), exponents).clamp(min=ends.smallest / 2)
+    # Stochastic rounding is off by up to a whole ulp.
     if getattr(ends.holder, "rounding", "") == "stochastic":
         half_ulp = 2 * half_ulp
     allowed = float((half_ulp + slack).norm())
