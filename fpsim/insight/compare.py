@@ -152,7 +152,7 @@ def compare(
     draws: int = 1,
     seed: int = 0,
 ) -> Comparison:
-    """Run one batch under two policies, and measure where the second parts from the first.
+    """Run one batch under two policies, and measure where their results diverge.
 
     Each row is of one result (role "activation"), its gradient ("error") or a parameter's gradient ("weight_grad"):
 

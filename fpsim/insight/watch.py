@@ -65,7 +65,7 @@ def watch(
     every: int = EVERY,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Watch:
-    """Watch a float32, bfloat16 or autocast model train: what would each format do to its tensors?
+    """Watch a float32, bfloat16 or autocast model train, and measure the effect of each format on its tensors.
 
     No bit of the run changes. Each `every`-th call of the model in training, from the first one on, is watched: the
     results of its operations (role "activation"), their gradients ("error"), the parameters ("weight"), their gradients
@@ -129,7 +129,7 @@ def _are_formats(value: object) -> bool:
 
 
 class Watch:
-    """The statistics of a model that trains; see `watch`. As a block it detaches itself at the end."""
+    """Statistics of a model in training; see `watch`. As a context manager it detaches itself at the end."""
 
     def __init__(
         self, model: nn.Module, formats: Iterable[str | Format], every: int, optimizer: torch.optim.Optimizer | None
