@@ -315,7 +315,7 @@ Called = TypeVar("Called", bound=Callable[..., Any])
 
 
 def known_arguments(elsewhere: Callable[[str], str] | None = None) -> Callable[[Called], Called]:
-    """Let a function, or a class by its `__init__`, meet an unknown keyword argument with the nearest known one.
+    """Decorate a function, or a class: the error for an unknown keyword argument names the nearest known one.
 
     elsewhere: gives for a name the sentence that says where it belongs instead, or "".
 

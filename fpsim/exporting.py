@@ -207,7 +207,7 @@ def _quantised(forward: EmulatedForward) -> Iterator[Spec]:
 
 
 def _spec_of_weight(name: str, module: nn.Module, forward: EmulatedForward | None) -> Spec | None:
-    """The format of a module's weight as an operand; None where it enters products as it comes."""
+    """The format of a module's weight as an operand; None if it enters products unrounded."""
     if forward is None or forward.products is None:
         return None
     operand = forward.products.specs.fprop[1]
@@ -321,7 +321,7 @@ def _new_folder(folder: Any) -> Path:
 
 
 def _write(target: Path, save_file: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Write both files into a folder beside the target, and rename it: the target is whole, or not there."""
+    """Write both files into a folder beside the target, and rename it: the target is complete, or absent."""
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
     beside.mkdir()
