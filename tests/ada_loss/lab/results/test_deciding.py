@@ -16,7 +16,7 @@ from ada_loss.lab.results.deciding import Spread, decidable, spread_of, spreads,
 from ada_loss.lab.results.judgement import LEVEL, decide, level_of_tests, smallest_tolerance
 from ada_loss.lab.sweep import driver
 from ada_loss.lab.sweep.driver import sweep
-from ada_loss.lab.tasks import TASKS, spread
+from ada_loss.lab.tasks import TASKS
 
 
 @pytest.mark.parametrize("seeds", [3, 5, 10])
@@ -89,7 +89,7 @@ def test_the_file_of_spreads_is_read_as_it_was_written(tmp_path: Path, monkeypat
     file = tmp_path / "spread.json"
     file.write_bytes(spreads(known))
     assert json.loads(file.read_text())["chars"]["paired"] is None
-    monkeypatch.setattr(spread, "FILE", file)
+    monkeypatch.setattr(deciding, "FILE", file)
     assert spread_of("digits") == known["digits"]
     found = spread_of("chars")
     assert found is not None
