@@ -147,7 +147,7 @@ FLOORS = (
     ),
     (
         "ada_loss.lab.tasks",
-        "boxes resnets scenes task",
+        "boxes networks resnets scenes task",
         "chars digits image_files images own_data phonemes",
         "camvid voc",
         "detection segmentation",
@@ -192,8 +192,8 @@ FLOORS = (
     ),
     (
         "ada_loss.lab.studies",
-        "classics.frame depth describe hardware space",
-        "on search",
+        "classics.papers classics.telling depth describe hardware space",
+        "classics.frame on search",
         "classics.bf16_updates classics.depth_scales classics.fixed_point classics.rollouts classics.swamping "
         "classics.underflow",
         "classics.__init__",
@@ -242,7 +242,7 @@ ENTERS = {
     "lightning": {"ada_loss.integrations.lightning"},
     "wandb": {"ada_loss.lab.results.trackers"},
     "typer": {"ada_loss.__main__"},
-    "safetensors": {"fpsim.exporting"},
+    "safetensors": {"fpsim.exporting", "fpsim.insight.snapshots"},
     "rich": {"ada_loss.lab.printed"},
     "qtorch": set(),
 }

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import fpsim
 from ada_loss.lab.results.judgement import LEAST_SEEDS, Judgement, judge_sweep, smallest_step
@@ -51,6 +52,7 @@ class OnRow:
     weight_bits: of a number of a weight that is an operand of a product, the mean.
     moved, moved_float32: bytes that the products of a step read and write.
     missing: what the preset does not model.
+    choices: the share of rows whose `topk` or `argmax` is another than in float32: of tokens, that go to other experts.
     """
 
     preset: str
@@ -67,6 +69,7 @@ class OnRow:
     moved: float
     moved_float32: float
     missing: tuple[str, ...]
+    choices: float = 0.0
 
     def __str__(self) -> str:
         lines = [f"{self.preset}: {self.hardware}"]
@@ -77,6 +80,11 @@ class OnRow:
         for name, worst in (("results", self.results), ("gradients", self.gradients)):
             words += [f"{name} {', '.join(f'{site} {error:.2%}' for site, error in worst)}"] if worst else []
         lines.append(f"  error of one step: {'; '.join(words)}")
+        if self.choices:
+            lines.append(
+                f"  choices: {self.choices:.1%} of the rows of topk and argmax differ from float32's: these tokens go "
+                f"to other experts, whose results are the errors above"
+            )
         if self.breaks:
             lines.append(f"  breaks: {self.breaks}")
         if self.verdict:
@@ -270,7 +278,13 @@ def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float
     reason = fpsim.why(quantised, step_of(quantised), scaler=scaler)
     failure = "" if reason.cause is None else "\n".join(str(reason).splitlines()[:2])
     rows = fpsim.compare(model, step_of(model), None, policy)
-    breaks = next((row for role in ("activation", "error") if (row := rows.breaks(role)) is not None), None)
+    choices = _choices(subject, (model, quantised), given)
+    roles = ("activation", "error")
+    if choices:  # a result of other tokens differs by all of itself, or from zeros, and nothing of it is lost
+        is_inf = [row for row in rows if row["relative"] == math.inf and row["amax_a"] and row["role"] in roles]
+        breaks = min(is_inf, key=lambda row: roles.index(row["role"]), default=None)
+    else:
+        breaks = next((row for role in roles if (row := rows.breaks(role)) is not None), None)
     weight_bits, moved, moved_float32 = _traffic(subject, model, given, policy)
     return OnRow(
         preset=one.full_name,
@@ -287,7 +301,37 @@ def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float
         moved=moved,
         moved_float32=moved_float32,
         missing=one.missing,
+        choices=choices,
     )
+
+
+class _Choosing(TorchFunctionMode):
+    """Notes what `topk` and `argmax` choose, as the routers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.topk, Tensor.topk):
+            self.chosen.append(out[1].sort(-1).values)  # the same experts in another order are no other choice
+        elif func in (torch.argmax, Tensor.argmax):
+            self.chosen.append(out[..., None])
+        return out
+
+
+def _choices(subject: _Subject, models: tuple[nn.Module, nn.Module], given: Any) -> float:
+    """The share of rows that choose otherwise in the second model; 0.0 where nothing is chosen."""
+    runs = []
+    for model in models:
+        torch.manual_seed(0)  # of dropout
+        with torch.no_grad(), _Choosing() as choosing:
+            subject.total(model, given)
+        runs.append(choosing.chosen)
+    pairs = [(a, b) for a, b in zip(*runs, strict=False) if a.shape == b.shape]
+    rows = sum(a[..., 0].numel() for a, _ in pairs)
+    return sum(int((a != b).any(-1).sum()) for a, b in pairs) / rows if rows else 0.0
 
 
 def _worst(rows: Sequence[Mapping[str, Any]], role: str) -> tuple[tuple[str, float], ...]:
