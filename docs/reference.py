@@ -22,18 +22,18 @@ LONGER: dict[str, dict[str, tuple[str, ...]]] = {
         "ada_loss.layerwise.native": ("NativeScaling",),
     },
 }
-# What data has in the place of a docstring.
+# Sentences for data, which has no docstring.
 DATA = {
     "BITS": "The version of the numbers that models compute; a release in which they change counts it up.",
     "BLOCKS": "The formats whose numbers share scales, by name.",
     "CATALOGUE": "The floating-point formats, by name.",
     "CODEBOOKS": "The code books, by name.",
-    "RECIPE_PREFIX": "What stands before the name of a recipe where a format is expected, `recipe:`.",
+    "RECIPE_PREFIX": "Prefix of a recipe's name where a format is expected, `recipe:`.",
     "ROLES": "The roles of tensors: weight, activation, error and weight_grad.",
     "UPDATES": "The ways to store weights and optimizer states, by name.",
     "FILE": "The path of the golden vectors, `golden.json`.",
     "STREAM": "The version of the noise of stochastic rounding.",
-    "FormatLike": "The type of what stands for a format: a name, a format, or a policy.",
+    "FormatLike": "Type of an argument that names a format: a name, a format, or a policy.",
 }
 WIDTH = 100  # beyond it each argument of a signature has a line of its own
 _CODE = re.compile(r"``[^`]+``|`[^`]+`")

@@ -326,7 +326,7 @@ def required_arguments(function: Callable[..., object]) -> int:
 
 
 def known_arguments(elsewhere: Callable[[str], str] | None = None) -> Callable[[Called], Called]:
-    """Let a function, or a class by its `__init__`, meet an unknown keyword argument with the nearest known one.
+    """Decorate a function, or a class: the error for an unknown keyword argument names the nearest known one.
 
     elsewhere: gives for a name the sentence that says where it belongs instead, or "".
 

@@ -319,7 +319,7 @@ _PRODUCTS = {*CALLS, *OPERATIONS}
 
 @keeps_grad_mode
 def last_layers(model: nn.Module, step: Any, *, loss: Callable[[Any], Tensor] | None = None) -> list[str]:
-    """The names of the layers whose product with a weight reaches the loss through no other such product.
+    """The names of the layers whose product with a weight reaches the loss without another such product.
 
     Of a classifier or a language model that is its head; of a detector, each of its heads; of a model whose head shares
     the embedding's weight, the module that multiplies by it. The gradient that comes to them is that of the loss:

@@ -168,9 +168,11 @@ def _whole(model: nn.Module) -> tuple[nn.Module, Listeners]:
 
 def _change(model: nn.Module, policies: Mapping[str, Policy], shared: Listeners) -> None:
     for name, module in model.named_modules():
+        # Check all modules before the first one changes, so that an error leaves the old policy whole.
         _require_interceptable(name, module, policies[name])
     _install_all(model, policies, shared)
     histories = shared.histories
+    # A history of another format or rule would give scales that do not fit: those operands start again at scale 1.
     kept = {name: e for name, e in histories.state_dict().items() if keeps_history(name, e, policies)}
     histories.load_state_dict(kept)
 
@@ -426,6 +428,8 @@ def round_parameters_(model: nn.Module) -> None:
             if id(parameter) not in done and parameter.is_floating_point():
                 done.add(id(parameter))
                 round_memory_(parameter.detach(), forward.specs.weight)
+                # Count the write, so that autograd refuses a backward pass that saved the old values, as after any
+                # write in place.
                 torch.autograd.graph.increment_version(parameter)
     rounds = any(any(forward.specs) or forward.products is not None for _, forward in emulated_forwards(model))
     if not any(True for _ in emulated_forwards(model)) and any(True for _ in model.parameters()):

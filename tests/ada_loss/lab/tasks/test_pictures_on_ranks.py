@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -71,15 +70,6 @@ def found_in_one(name: str) -> dict[str, list[str]]:
                 p.grad = a / 2 + b / 2  # DDP divides before it adds
             optimizer.step()
     return {"weights": [value.hex() for p in model.parameters() for value in p.flatten().tolist()]}
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As many as a rank has: with more, a BLAS adds up in another order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("one_thread")
