@@ -551,7 +551,7 @@ def reproduce(
 
         if listed or name is None:
             for key, paper in CLASSICS.items():
-                print(f"{key:13} {paper}")
+                print(f"{key:13} {paper.title}")
             return
         result = reproduce_classic(name, **_given(seeds=seeds, device=device), out=out, quick=quick, progress=_say)
         print(f"{result}\n\n{result.seconds:.0f} s of the processor")

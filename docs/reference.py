@@ -7,17 +7,33 @@ import re
 import sys
 from collections.abc import Iterable
 from functools import cached_property
+from importlib import import_module
 
-# What data has in the place of a docstring.
+from ada_loss.lab.tasks import TASKS
+
+# Public by a longer path: `import ada_loss` needs none of the libraries that these stand for, and no task.
+LONGER: dict[str, dict[str, tuple[str, ...]]] = {
+    "fpsim": {"fpsim.tensors.golden": ("FILE", "STREAM")},
+    "ada_loss": {
+        "ada_loss.integrations.huggingface": ("tell", "use_scaler"),
+        "ada_loss.integrations.lightning": ("ScaledPrecision", "Tell"),
+        "ada_loss.lab.results.trackers": ("MLflow", "TensorBoard", "TrackerOfRuns", "WandB"),
+        "ada_loss.lab.tasks": tuple(TASKS),
+        "ada_loss.layerwise.native": ("NativeScaling",),
+    },
+}
+# Sentences for data, which has no docstring.
 DATA = {
     "BITS": "The version of the numbers that models compute; a release in which they change counts it up.",
     "BLOCKS": "The formats whose numbers share scales, by name.",
     "CATALOGUE": "The floating-point formats, by name.",
     "CODEBOOKS": "The code books, by name.",
-    "RECIPE_PREFIX": "What stands before the name of a recipe where a format is expected, `recipe:`.",
+    "RECIPE_PREFIX": "Prefix of a recipe's name where a format is expected, `recipe:`.",
     "ROLES": "The roles of tensors: weight, activation, error and weight_grad.",
     "UPDATES": "The ways to store weights and optimizer states, by name.",
-    "FormatLike": "The type of what stands for a format: a name, a format, or a policy.",
+    "FILE": "The path of the golden vectors, `golden.json`.",
+    "STREAM": "The version of the noise of stochastic rounding.",
+    "FormatLike": "Type of an argument that names a format: a name, a format, or a policy.",
 }
 WIDTH = 100  # beyond it each argument of a signature has a line of its own
 _CODE = re.compile(r"``[^`]+``|`[^`]+`")
@@ -134,9 +150,9 @@ def _class_doc(value: type) -> str:
 
 
 def entry(package: str, name: str) -> str:
-    """One public name."""
-    value = getattr(sys.modules[package], name)
-    parts = [f"### `{name}`"]
+    """One public name; that of a longer path has the path in its heading, for `Tell` and `tell` would be one link."""
+    value = getattr(import_module(package), name)
+    parts = [f"### `{package}.{name}`" if "." in package else f"### `{name}`"]
     if name in DATA:
         return "\n\n".join([*parts, DATA[name]])
     text = _class_doc(value) if isinstance(value, type) else inspect.getdoc(value) or ""
@@ -162,11 +178,14 @@ def markdown(package: str) -> str:
     for title, names in by_kind(package).items():
         links = " · ".join(f"[{name}](#{name.lower()})" for name in names)
         parts += [f"## {title}", links, *(entry(package, name) for name in names)]
+    parts.append("## By a longer path")
+    for module, names in LONGER[package].items():
+        parts += [entry(module, name) for name in names]
     return "\n\n".join(parts)
 
 
 def _directive(package: str, name: str) -> str:
-    value = getattr(sys.modules[package], name)
+    value = getattr(import_module(package), name)
     if name in DATA:
         return f".. py:data:: {package}.{name}\n\n   {DATA[name]}"
     return (
@@ -182,4 +201,8 @@ def directives(package: str) -> str:
     for title, names in by_kind(package).items():
         shown = "\n\n".join(_directive(package, name) for name in names)
         parts.append(f"## {title}\n\n```{{eval-rst}}\n{shown}\n```")
+    # members of these are those of the libraries that they derive from
+    longer = [_directive(module, name) for module, names in LONGER[package].items() for name in names]
+    shown = "\n\n".join(directive.removesuffix("\n   :members:") for directive in longer)
+    parts.append(f"## By a longer path\n\n```{{eval-rst}}\n{shown}\n```")
     return "\n\n".join(parts)

@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _mismatch(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
-    """Print how far two engines are apart, and why."""
+    """Print the distance between two engines, and its causes."""
     loaded: dict[str, dict[str, Any]] = {}
     made = []
     is_dump = [Path(word).suffix in (".safetensors", ".json") or Path(word).is_dir() for word in (chosen.a, chosen.b)]
@@ -111,7 +111,7 @@ def _mismatch(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> in
 
 
 def _run_script(script: str, name: str) -> dict[str, Any]:
-    """The names that a Python file defines; what stands under `if __name__ == "__main__":` is not run."""
+    """The names that a Python file defines; code under `if __name__ == "__main__":` is not run."""
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         return runpy.run_path(script, run_name=name)

@@ -34,6 +34,7 @@ __all__ = [
     "require_number",
     "require_whole",
     "require_word",
+    "required_arguments",
     "shown",
     "warn_of_namesake",
 ]
@@ -314,8 +315,18 @@ def require_iterable(name: str, value: Any, example: str) -> list[Any]:
 Called = TypeVar("Called", bound=Callable[..., Any])
 
 
+def required_arguments(function: Callable[..., object]) -> int:
+    """Return the number of arguments that a function needs; 0 if its signature is unknown."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
+
+
 def known_arguments(elsewhere: Callable[[str], str] | None = None) -> Callable[[Called], Called]:
-    """Let a function, or a class by its `__init__`, meet an unknown keyword argument with the nearest known one.
+    """Decorate a function, or a class: the error for an unknown keyword argument names the nearest known one.
 
     elsewhere: gives for a name the sentence that says where it belongs instead, or "".
 

@@ -207,7 +207,7 @@ def _quantised(forward: EmulatedForward) -> Iterator[Spec]:
 
 
 def _spec_of_weight(name: str, module: nn.Module, forward: EmulatedForward | None) -> Spec | None:
-    """The format of a module's weight as an operand; None where it enters products as it comes."""
+    """The format of a module's weight as an operand; None if it enters products unrounded."""
     if forward is None or forward.products is None:
         return None
     operand = forward.products.specs.fprop[1]
@@ -321,7 +321,7 @@ def _new_folder(folder: Any) -> Path:
 
 
 def _write(target: Path, save_file: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Write both files into a folder beside the target, and rename it: the target is whole, or not there."""
+    """Write both files into a folder beside the target, and rename it: the target is complete, or absent."""
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
     beside.mkdir()
@@ -383,14 +383,18 @@ def is_dense(spec: Spec | None) -> bool:
     return spec is None or (isinstance(spec, RoundingSpec) and (spec.dtype is not None or spec.is_float32))
 
 
-def layout_of(spec: Spec, what: str) -> Layout:
-    """The layout of a format. what: the weight, for an error. Raises ValueError for a spec without a place in it."""
-    f = spec.fmt
+def _require_one_value(spec: Spec, what: str) -> None:
     if spec.rounding == "stochastic":
         raise ValueError(
             f"{what} is rounded stochastically, to other numbers in each call; a checkpoint has one of them. Expected: "
             f"a weight that is rounded to nearest."
         )
+
+
+def layout_of(spec: Spec, what: str) -> Layout:
+    """The layout of a format. what: the weight, for an error. Raises ValueError for a spec without a place in it."""
+    f = spec.fmt
+    _require_one_value(spec, what)
     if isinstance(f, Codebook) or (isinstance(f, BlockFormat) and isinstance(f.element, Codebook)):
         raise ValueError(f"{what} is in {f}: the layout has no place for a code book. Expected: {EXPECTED}.")
     if isinstance(f, BlockFormat) and f.is_delayed:
@@ -474,9 +478,5 @@ def rounded_role(x: Tensor, spec: RoundingSpec | None, what: str) -> Tensor:
     """A parameter as its module uses it, in its own dtype. Raises ValueError where that is another in each call."""
     if spec is None:
         return x.detach()
-    if spec.rounding == "stochastic":
-        raise ValueError(
-            f"{what} is rounded stochastically, to other numbers in each call; a checkpoint has one of them. Expected: "
-            f"a weight that is rounded to nearest."
-        )
+    _require_one_value(spec, what)
     return round_to(x.detach(), spec.fmt, spec.rounding, spec.overflow)

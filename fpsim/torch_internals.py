@@ -92,7 +92,7 @@ share_storage: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type:
 
 
 def has_history(x: Tensor) -> bool:
-    """True if autograd knows how `x` was made. It refuses to say so of some views whose base was written to."""
+    """True if autograd knows how `x` was made. It raises for some views whose base was written to."""
     try:
         return x.grad_fn is not None
     except RuntimeError:
@@ -211,7 +211,7 @@ _FUNCTIONAL_CALL = stateless._functional_call.__code__
 
 
 def called_module() -> nn.Module | None:
-    """The module that was called, asked by what stands in its `forward`; None where somebody else called that."""
+    """The module whose call runs its replaced `forward`; None if that was called by other code."""
     frame = sys._getframe(2)
     code = frame.f_code
     return frame.f_locals.get("self") if code is _CALLER or code is _INNER_CALLER else None
@@ -489,7 +489,7 @@ _callback_of_frames: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_fr
 
 
 def is_held_by_autograd_alone(gradient: Tensor, probe: object) -> bool:
-    """True if nobody but the autograd engine can see the memory of this gradient, so that it may be changed in place.
+    """True if only the autograd engine refers to the memory of this gradient, so that it may be changed in place.
 
     Asked by a tensor hook itself: a function between them holds a reference more. False where it is not known.
     probe: `object()`, written in the call: how many hold it tells how many hold an argument.
@@ -575,7 +575,7 @@ def _count_holders(is_view: bool, hold: Callable[[Tensor], Any]) -> tuple[int, _
 
 
 def leaves_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The leaves to which a backward pass from these tensors gives gradients."""
+    """The leaves that get gradients in a backward pass from these tensors."""
     waiting, seen = [x.grad_fn for x in tensors], set()
     while waiting:
         node = waiting.pop()

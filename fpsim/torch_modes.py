@@ -129,7 +129,7 @@ def _has_mode(count: int) -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """True if a kernel may be called on the memory of `x` at once: it holds the values, and nobody watches the call."""
+    """True if a kernel may be called on the memory of `x` at once: it holds the values, and no mode sees the call."""
     if (type(x) is not Tensor and type(x) is not nn.Parameter) or torch.compiler.is_compiling():
         return False
     if (_dispatch_modes() or has_transform() or forward_ad._current_level >= 0) and is_watched():
@@ -154,7 +154,7 @@ def after_transforms(x: Tensor) -> Tensor | None:
 
 
 def is_sample(x: Tensor) -> bool:
-    """True if `x` stands for each sample of a vmap in turn, so that no number of it can be asked for."""
+    """True if `x` is a sample of a vmap, so that its numbers cannot be read."""
     return any(torch._C._functorch.is_batchedtensor(layer) for layer in (x, *layers_behind(x)))
 
 
@@ -180,9 +180,7 @@ SEES_BODIES = "_fpsim_sees_bodies"  # an attribute of a mode that wants each cal
 
 
 def body_of(operation: Any) -> Callable[..., Any] | None:
-    """The Python body of such an operation, which runs without a compiler and calls the functions. None for any
-    other operation.
-    """
+    """Return the Python body of such an operation, as it runs without a compiler; None for any other operation."""
     if not isinstance(operation, torch._ops.HigherOrderOperator):
         return None
     require_no_compiler()
@@ -197,7 +195,7 @@ def require_no_compiler() -> None:
 
 
 def _branches(body: Callable[..., Any], pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
-    """`torch.cond`: of each sample of a batch the result of its own branch, as torch's batching rule has it."""
+    """`torch.cond`: for each sample of a batch the result of its own branch, as in torch's batching rule."""
     if not (isinstance(pred, Tensor) and is_sample(pred)):
         return body(pred, true_fn, false_fn, operands)
     results = true_fn(*operands), false_fn(*operands)
@@ -205,7 +203,7 @@ def _branches(body: Callable[..., Any], pred: Any, true_fn: Any, false_fn: Any, 
 
 
 def over_positions(function: Callable[..., Any], first: tuple[Any, ...], last: tuple[Any, ...]) -> Callable[..., Any]:
-    """A function of batch, head, query and key, as flex_attention is given it, of all of them at once."""
+    """Apply a function of batch, head, query and key, as flex_attention takes, to all positions at once."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch.nn.attention.flex_attention import _vmap_for_bhqkv
 
@@ -218,7 +216,7 @@ def over_positions(function: Callable[..., Any], first: tuple[Any, ...], last: t
 
 @functools.cache
 def watch_bodies() -> None:
-    """From here on such an operation tells a mode that wants to see its functions that it was called.
+    """From here on, report calls of such an operation to modes that ask to see its functions.
 
     torch compiles the functions first, also in eager code, and refuses to do so under a mode.
     """
@@ -267,7 +265,7 @@ class _Unwatched(_SingleLevelFunction):
 
 
 class PlainFunction(torch.autograd.Function, _Unwatched):
-    """An autograd Function that `watch_functions` does not see: what `apply` comes to behind torch's own is torch's."""
+    """An autograd Function that `watch_functions` does not see, because its `apply` goes straight to torch's."""
 
 
 def watch_functions(run: Callable[[Callable[..., Any], type, tuple[Any, ...], dict[str, Any]], Any]) -> None:
@@ -319,7 +317,7 @@ def function_like(
     name = "vjp" if cls.vjp is not plain.vjp else "backward"
 
     def seen(method: str, is_begin: bool) -> staticmethod[..., Any]:
-        """A method of the Function, whose calls the modes see, whoever calls it."""
+        """A method of the Function whose calls are seen by the modes from any caller."""
 
         @functools.wraps(getattr(cls, method))
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -441,7 +439,7 @@ def _take_from_below(mode: TorchFunctionMode) -> None:
 
 
 def call_inside(module: nn.Module) -> Callable[..., Any]:
-    """A call of `module` with its hooks and its forward, without what stands in its slot."""
+    """Call `module` with its hooks and its forward, past the replacement in its slot."""
     return module._call_impl  # type: ignore[no-any-return]
 
 
@@ -449,13 +447,13 @@ _CALLER: CodeType = nn.Module._wrapped_call_impl.__code__
 
 
 def module_called() -> nn.Module | None:
-    """The module that was called, asked by what stands in its slot; None where somebody else called that."""
+    """The module whose call runs the replacement in its slot; None if that was called by other code."""
     frame = sys._getframe(2)
     return frame.f_locals.get("self") if frame.f_code is _CALLER else None
 
 
 def hooked(x: Tensor, hook: Callable[[Tensor], Any], handles: list[Any]) -> None:
-    """Put a hook on the gradient of `x` and its handle among `handles`; both or, where a signal comes, neither."""
+    """Put a hook on the gradient of `x` and its handle among `handles`; both, or neither if a signal arrives."""
     size = len(handles)
     try:
         handles.append(x.register_hook(hook))
@@ -549,7 +547,7 @@ def guard_step(optimizer: Optimizer, on_error: Callable[[], object]) -> None:
 
 
 def unguard_step(optimizer: Optimizer) -> None:
-    """Undo `guard_step`. Where somebody has wrapped the guard since, it stays there and does nothing."""
+    """Undo `guard_step`. A guard that was wrapped since stays in place and does nothing."""
     step = vars(optimizer).get("step")
     guard = getattr(step, GUARD, None)
     if guard is None:

@@ -142,7 +142,7 @@ def is_python_function(node: Any) -> bool:
 
 
 def is_view_of_function(x: Tensor) -> bool:
-    """True if `x` is a view that an autograd Function gave, or one of such a view: torch refuses writes to it."""
+    """True if `x` is a view returned by an autograd Function, or a view of one: torch refuses writes to it."""
     meta = torch._C._autograd
     return x._is_view() and meta._get_creation_meta(x) == meta.CreationMeta.IN_CUSTOM_FUNCTION
 
@@ -166,7 +166,7 @@ def calls_of_backward() -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
 
 
 def graph_tasks_so_far() -> int:
-    """Number of backward passes begun in this process, including one that this begins: each gets the next number."""
+    """Number of backward passes begun in this process; begins one, as each gets the next number."""
     found: list[int] = []
     with torch.enable_grad():
         node = torch.zeros(1, device="cpu", requires_grad=True).sum().grad_fn

@@ -24,7 +24,7 @@ class Undo:
         self._actions: list[Callable[[], object]] = []
 
     def by(self, action: Callable[[], object]) -> None:
-        """Undo by this action what comes next."""
+        """Register the action that undoes the next change."""
         self._actions.append(action)
 
     def __call__(self) -> None:
@@ -39,7 +39,7 @@ class Undo:
 
 
 def undone(function: Callable[[Undo], Result]) -> Result:
-    """Run `function(undo)`, then undo what it registered. One signal while this is done leaves nothing behind."""
+    """Run `function(undo)`, then undo what it registered; one interrupt meanwhile leaves nothing behind."""
     undo = Undo()
     try:
         return function(undo)

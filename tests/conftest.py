@@ -135,3 +135,12 @@ def _own_state() -> Iterator[None]:
         pyplot.close("all")  # what a test has plotted stays with pyplot otherwise
     _forget()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute on one thread, as a rank or a worker does: with more, a BLAS adds up in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

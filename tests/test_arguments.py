@@ -293,7 +293,7 @@ WORST: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "seed=18446744073709551615 leaves no seeds for draws=2",
     ),
     "seed beyond 64 bits": (lambda: fpsim.manual_seed(2**70), ValueError, "seed=1180591620717411303424 is out of"),
-    "watch no format": (lambda: fpsim.watch(model(), []), ValueError, r"formats=\[\] names none"),
+    "watch no format": (lambda: fpsim.watch(model(), []), ValueError, r"formats=\[\] is empty"),
     "watch a number": (lambda: fpsim.watch(model(), 3), TypeError, "formats is 3, which is not a list"),
     "watch by a number": (lambda: fpsim.watch(model(), optimizer=3), TypeError, "optimizer is 3, of type int"),
     "warm up a number": (lambda: fpsim.warm_up("cpu", 3), TypeError, "formats is 3, which is not a list"),

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+from public_names import PACKAGES, is_private, private_names_in
 
 import ada_loss
 import fpsim
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "docs"))
+
+import reference  # noqa: E402
+
+LONGER = reference.LONGER["fpsim"] | reference.LONGER["ada_loss"]
+# Where a number was measured: a place in the sources, which nobody is told to import.
+ORIGINS = {"ada_loss.lab.studies.depth"}
+PAGES = [path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) if path.stem != "architecture"]
 
 
 @pytest.mark.parametrize("package", [fpsim, ada_loss], ids=["fpsim", "ada_loss"])
@@ -70,3 +83,50 @@ def test_help_of_the_lab_names_public_things_only(name: str) -> None:
     assert [word for word in words if not is_known(word)] == []
     documented_arguments = re.findall(r"^    ((?:\w+, )*\w+): ", documented()[f"ada_loss.{name}"], re.MULTILINE)
     assert name != "sweep" or {a for line in documented_arguments for a in line.split(", ")} >= {*arguments}
+
+
+PRIVATE = {
+    "import ada_loss\nfrom ada_loss import Task as T\nada_loss.sweep()\nT.goals": [],
+    "import fpsim as f\nf.formats.floats": ["fpsim.formats.floats"],
+    "from ada_loss.lab.training import train": ["ada_loss.lab.training.train"],
+    "import ada_loss.lab.tasks as tasks\ntasks.digits(0)": ["ada_loss.lab.tasks", "ada_loss.lab.tasks.digits"],
+    "from fpsim import Policy\nPolicy._roles": ["fpsim.Policy._roles"],
+    "import torch\ntorch._C, fpsim.nothing, ada_loss": [],  # what is not imported is not the package
+    "import fpsim\nfpsim.__version__, fpsim.round_to(x).mean()": [],
+}
+
+
+@pytest.mark.parametrize("code", PRIVATE)
+def test_a_private_name_is_found_however_it_is_imported(code: str) -> None:
+    assert private_names_in(code) == PRIVATE[code]
+
+
+def test_a_longer_path_is_public_for_its_names_alone() -> None:
+    code = "from ada_loss.lab.tasks import digits, find_task\nimport ada_loss.lab.tasks as t\nt.chars, t.chars_of"
+    assert private_names_in(code, LONGER) == ["ada_loss.lab.tasks.chars_of", "ada_loss.lab.tasks.find_task"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_and_words_of_a_page_name_public_things_only(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for code in re.findall(r"```python\n((?:(?!```).)*)```", text, re.DOTALL):
+        try:
+            found = private_names_in(code, LONGER)
+        except SyntaxError:  # a signature of the reference
+            continue
+        assert found == []
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    named = re.findall(r"`((?:fpsim|ada_loss)(?:\.\w+)+)(?![\w/*])", prose)
+    paths = {name for name in named if not name.endswith((".md", ".py", ".png"))}
+    assert {name for name in paths if is_private(name, LONGER)} <= ORIGINS
+
+
+def test_names_of_a_longer_path_are_those_of_their_modules_and_stand_in_the_reference() -> None:
+    for package in PACKAGES:
+        page = (ROOT / "docs" / f"{package}.md").read_text(encoding="utf-8")
+        assert "## By a longer path" in page
+        for module, names in reference.LONGER[package].items():
+            home = pytest.importorskip(module, exc_type=ImportError)
+            for name in names:
+                assert hasattr(home, name)
+                assert f"### `{module}.{name}`\n" in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from public_names import names_in, private_names_in
 
 nbformat = pytest.importorskip("nbformat", reason="the extra `test` brings nbformat")
 pytest.importorskip("nbclient", reason="the extra `test` brings nbclient")
@@ -36,14 +38,14 @@ def pictures_of(path: Path) -> list[bytes]:
     return [base64.b64decode(data["image/png"]) for data in shown if "image/png" in data]
 
 
-# These draw pictures and run single trainings by functions that are no promise: a list that may only get shorter.
-PRIVATE = {"1-formats.ipynb", "2-gradient-scaling.ipynb", "5-products-and-scales.ipynb", "6-mixed-precision.ipynb"}
-
-
-def test_other_notebooks_import_public_names_only() -> None:
-    imports = re.compile(r"^(?:from|import) ((?:fpsim|ada_loss)\.\S+)", re.MULTILINE)
-    found = {path.name: imports.findall("\n".join(code for code, _ in outputs_of(path))) for path in NOTEBOOKS}
-    assert {name for name, modules in found.items() if modules} == PRIVATE
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_reads_names_of_all_only_and_no_underscores(path: Path) -> None:
+    """Whoever learns from a notebook copies its imports: what they name is promised."""
+    code = "\n".join(code for code, _ in outputs_of(path))
+    assert private_names_in(code) == []
+    attributes = {node.attr for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)}
+    assert [name for name in attributes if name.startswith("_")] == []
+    assert {"fpsim", "ada_loss"} & {*names_in(code)}
 
 
 @pytest.mark.full

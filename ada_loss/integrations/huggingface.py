@@ -30,11 +30,15 @@ def use_scaler(loop: Any, scaler: GradScaler) -> None:
     With mixed_precision="fp16" (the Trainer's fp16=True) the model is trained in real float16, and is not quantised.
     With "bf16" it is quantised: its format is emulated inside of bfloat16 tensors, which hold formats of up to 8 bits.
 
-    loop: an Accelerator before `prepare`, or a Trainer before `train`.
-    scaler: with any rule, and in float16 with or without `layers`, given the model before `prepare`.
-    Raises TypeError for another object; ValueError for an Accelerator that has prepared its optimizers, for DeepSpeed
-    and Megatron, for bfloat16 with `layers`, for float16 where the loop does not cast to it; and later, as the model is
-    prepared, for one that is quantised in float16, and for one that is not in bfloat16.
+    Args:
+        loop: an Accelerator before `prepare`, or a Trainer before `train`.
+        scaler: with any rule, and in float16 with or without `layers`, given the model before `prepare`.
+
+    Raises:
+        TypeError: for another object.
+        ValueError: for an Accelerator that has prepared its optimizers, for DeepSpeed and Megatron, for bfloat16 with
+            `layers`, for float16 where the loop does not cast to it; and later, as the model is prepared, for one that
+            is quantised in float16, and for one that is not in bfloat16.
     """
     accelerator = getattr(loop, "accelerator", loop)
     if not isinstance(accelerator, Accelerator):
@@ -99,7 +103,8 @@ def is_quantised(model: Any) -> bool:
 def tell(log: Callable[..., None]) -> Any:
     """Create a `TrainerCallback` that passes every number a transformers.Trainer logs to a function.
 
-    log: called as log(step, **numbers), such as the method of a `Job`; steps count from 0.
+    Args:
+        log: called as log(step, **numbers), such as the method of a `Job`; steps count from 0.
     """
     from transformers import TrainerCallback
 

@@ -22,10 +22,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ada_loss.layerwise import graph
 from ada_loss.layerwise.chooser import ScaleChooser
 from ada_loss.layerwise.constants import Constants
-from ada_loss.layerwise.graph import round_branches
 from ada_loss.layerwise.options import Options
 from ada_loss.layerwise.scale_kernels import (
     HOLD,
@@ -36,7 +34,18 @@ from ada_loss.layerwise.scale_kernels import (
     SiteMode,
     keep_what_is_not_finite,
 )
-from ada_loss.layerwise.sites import MEASURED, UPDATE, GradientSite, IncomingScale, ProductEdge, Schedule, SiteState
+from ada_loss.layerwise.sites import (
+    MEASURED,
+    UPDATE,
+    GradientSite,
+    IncomingScale,
+    ProductEdge,
+    Schedule,
+    SiteState,
+    link,
+    register,
+    round_branches,
+)
 from ada_loss.transforms import PRODUCTS, Product
 from fpsim import scaling
 from fpsim.scaling import (
@@ -177,9 +186,9 @@ class Engine:
         if not is_linked:
             self.unlinked[made.key] = made, tell
         elif out.grad_fn is not None:
-            graph.register(made, out)
+            register(made, out)
             if operation != "weight" or operands[0].grad_fn is not None:  # no site lies behind a parameter
-                edges = graph.link(made, out, self._products(made, operation, operands))
+                edges = link(made, out, self._products(made, operation, operands))
                 if self._options.branches == "original":
                     round_branches(made, out, operands, edges, self.constants)
         return tell

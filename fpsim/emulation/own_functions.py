@@ -392,7 +392,7 @@ class _HookCall(Call):
 
 
 class _Hook:
-    """A hook of a tensor. What it returns is no operand's gradient that is rounded elsewhere: it is rounded here."""
+    """A hook of a tensor. Its result is not an operand's gradient that is rounded elsewhere: it is rounded here."""
 
     def __init__(self, code: OwnCode, hook: Callable[[Tensor | None], Any]) -> None:
         self.code, self.hook = code, hook

@@ -220,7 +220,7 @@ class Roundings:
             else:
                 copy = self._straight_through(x, spec, backward, keep_masks=keep_masks)
             if role == "weight" and spec is not None:
-                mark(copy, self.scope.weight)  # which its views carry: they are no activations
+                mark(copy, self.scope.weight)  # which its views carry: they are not activations
             return copy
         has_gradient = x.requires_grad and torch.is_grad_enabled()
         if is_now and spec is not None and not has_gradient and not is_drawn:

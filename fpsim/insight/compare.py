@@ -152,7 +152,7 @@ def compare(
     draws: int = 1,
     seed: int = 0,
 ) -> Comparison:
-    """Run one batch under two policies, and measure where the second parts from the first.
+    """Run one batch under two policies, and measure where their results diverge.
 
     Each row is of one result (role "activation"), its gradient ("error") or a parameter's gradient ("weight_grad"):
 
@@ -213,10 +213,13 @@ def compare(
             f"No number in the output of {type(model).__name__} is finite in a, and b cannot be compared with it. Use "
             f"a model and a batch with finite outputs in a; fpsim.why(model, step) says where it breaks."
         )
+    # Only the first run keeps its tensors. Those of the draws are measured as they appear, so memory does not grow with
+    # draws.
     errors = _Measured(kept.tensors, draws)
     outputs, losses = [], []
     for draw in range(draws):
         errors.order, errors.operations = [], {}
+        # Dropout repeats its seed, so that only the rounding differs between the runs.
         other, loss_b = run(b, seed, seed + draw, errors)
         outputs.append(_divergence(output, other))
         losses.append(loss_b)

@@ -236,6 +236,7 @@ def _scales(
         return _run(model, step)
 
     now = state["scale"]
+    # An overflowed gradient has no amax, so first go down to a scale at which all are finite.
     base = min(math.floor(math.log2(now)), MOST_SCALE)
     while (seen := at(base)) and _overflows(seen):
         if base <= LEAST_SCALE:
@@ -255,6 +256,7 @@ def _scales(
     rows.sort(key=lambda row: row["fits"])
     if not rows:
         return (now, None), rows
+    # The estimate takes gradients as linear in the scale. Rounding on the way is not, so its neighbours are tried.
     log2_scale = max(min(int(math.log2(rows[0]["fits"])), MOST_SCALE), base)
     while log2_scale > base and _overflows(at(log2_scale)):
         log2_scale -= 1

@@ -78,7 +78,7 @@ class _Sums(UpdateCounts):
 
 
 class LostUpdates:
-    """Lost updates of an optimizer; see `lost_updates`. As a block it detaches itself at the end."""
+    """Lost updates of an optimizer; see `lost_updates`. As a context manager it detaches itself at the end."""
 
     def __init__(self, quantized: QuantizedOptimizer | OptimizerStore, every: int) -> None:
         quantized = quantized.store if isinstance(quantized, QuantizedOptimizer) else quantized

@@ -41,6 +41,7 @@ def masked_in(
             return None
         where = masks[0] if name != "where" else _side_of(masks[0], arguments)
         return _shaped(where, result)
+    # Attention masks are often made as (1 - mask) * -1e9, from zeros and ones.
     if name == "mul" and any(c <= _FAR for c in number_in(arguments)) and operands:
         x = operands[0]
         return _shaped(x != 0, result) if bool(((x == 0) | (x == 1)).all()) else None
@@ -52,6 +53,7 @@ def masked_in(
                 return _shaped(known, result)
             if _masks(source, x):
                 return _shaped(x <= _FAR, result)
+    # The mask follows its tensor through views and operations that keep it, up to the softmax.
     for source in operation.sources[:1]:
         known = None if source is None else source.notes.get("masked")
         if known is not None and known.shape == result.shape and spelling.row.keeps_mask and not spelling.is_swapped:
@@ -94,6 +96,7 @@ def leaking(operation: Operation, result: Tensor) -> Tensor | None:
     if operation.name not in ("softmax", "log_softmax") or masked is None or masked.shape != result.shape:
         return None
     weights = result if operation.name == "softmax" else result.exp()
+    # Compare weights, not scores: a mask leaks only if its positions take part in the sum.
     partly = torch.where(masked & ~masked.all(-1, keepdim=True), weights, torch.zeros((), dtype=result.dtype))
     return partly if bool((partly >= LEAKS).any()) else None
 

@@ -17,7 +17,7 @@ from fpsim.checks import is_finite_number, require_callable, require_word, shown
 from fpsim.formats.blocks import BlockFormat
 from fpsim.insight.engines.against_dump import Asked, compare_with_dump
 from fpsim.insight.engines.dumps import Dump, opened
-from fpsim.insight.engines.kinds import kind_of, policies_of
+from fpsim.insight.engines.kinds import STATE, kind_of, policies_of
 from fpsim.insight.engines.likelihoods import (
     Choices,
     Decision,
@@ -528,7 +528,7 @@ def _parts(runs: _Runs, result: Mismatch, total: Figures) -> None:
         both = policies_of(doors[0].module, doors[1].module)
         if both is None:
             continue
-        parts = fields_of(*both)
+        parts = [part for part in fields_of(*both) if part[0] != "cache" or row["kind"] == STATE]
         if len(parts) < 2:
             continue
         wanted = emulated_forward(doors[1].module)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,6 +23,7 @@ except ImportError as error:
 __all__ = [
     "Picture",
     "apart_from_pyplot",
+    "new_axes",
     "new_picture",
     "plot_costs",
     "plot_errors",
@@ -71,6 +72,19 @@ def new_picture(width: float, height: float) -> Picture:
     return picture
 
 
+def new_axes(width: float, height: float, grid: Literal["", "x", "y", "both"] = "") -> tuple[Picture, Any]:
+    """Return a new picture and its only axes, without a frame above and on the right.
+
+    grid: the axes with lines across the picture.
+    """
+    picture = new_picture(width, height)
+    axes = picture.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    if grid:
+        axes.grid(axis=grid, linewidth=0.4, alpha=0.6)
+    return picture, axes
+
+
 @contextmanager
 def apart_from_pyplot() -> Iterator[None]:
     """Keep the figures of this block out of pyplot: only the caller shows them."""
@@ -101,8 +115,7 @@ def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
             label = f"{row['site']} #{row['call']}" if row["call"] else row["site"]
             errors[row["role"]][label] = row["relative"]
     sites = [*errors["activation"]]
-    picture = new_picture(7.2, 1.3 + 0.13 * min(len(sites), LABELS))
-    axes = picture.subplots()
+    picture, axes = new_axes(7.2, 1.3 + 0.13 * min(len(sites), LABELS), grid="x")
     for role, colour, marker, words in (("activation", BLUE, "o", "result"), ("error", ORANGE, "s", "its gradient")):
         points = [(v, sites.index(s)) for s, v in errors[role].items() if s in sites and 0 < v < math.inf]
         if points:
@@ -115,9 +128,7 @@ def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
     worst = max(((v, s) for values in errors.values() for s, v in values.items() if s in sites), default=(0.0, ""))[1]
     _name_sites(axes, sites, sites.index(worst) if len(sites) > LABELS else None)
     axes.set_title(f"largest error at {worst}".replace("$", r"\$") if worst else "", fontsize=9)
-    axes.grid(axis="x", linewidth=0.4, alpha=0.6)
     axes.set_xlabel("relative error of b against a")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8)
     return picture
 
@@ -128,8 +139,7 @@ def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | No
 
     cause: its line is marked, and the end of its format; None where nothing broke.
     """
-    picture = new_picture(7.2, 1.3 + 0.13 * min(len(rows), LABELS))
-    axes = picture.subplots()
+    picture, axes = new_axes(7.2, 1.3 + 0.13 * min(len(rows), LABELS), grid="x")
     for name, colour, marker, words in (("", BLUE, "o", "result"), ("gradient_", ORANGE, "s", "its gradient")):
         points = [(row[f"{name}amax"], i) for i, row in enumerate(rows) if row[f"{name}amax"]]
         if points:
@@ -152,9 +162,7 @@ def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | No
             edge: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "clip_on": False}  # at no magnitude
             axes.plot([1.015] * len(places), places, "x", color=colour, markersize=5, label=words, **edge)
     _name_sites(axes, [row["site"] for row in rows], marked)
-    axes.grid(axis="x", linewidth=0.4, alpha=0.6)
     axes.set_xlabel("largest finite magnitude")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.03, 1.0))
     return picture
 
@@ -192,8 +200,7 @@ def plot_costs(rows: Sequence[Mapping[str, Any]], whole: float) -> Figure:
 
     whole: what all of them add; a line marks it where it is finite.
     """
-    picture = new_picture(7.2, 1.6 + 0.17 * min(len(rows), LABELS))
-    axes = picture.subplots()
+    picture, axes = new_axes(7.2, 1.6 + 0.17 * min(len(rows), LABELS), grid="x")
     axes.axvline(0, color="0.5", linewidth=0.8)
     if math.isfinite(whole):
         axes.axvline(whole, color=GREEN, linewidth=1.0, linestyle="--", label="all modules together")
@@ -213,10 +220,8 @@ def plot_costs(rows: Sequence[Mapping[str, Any]], whole: float) -> Figure:
                 axes.plot([edge] * len(places), places, marker, color=colour, markersize=7, label=label, clip_on=False)
     axes.set_xlim(low, high)
     _name_sites(axes, [row["module"] for row in rows])
-    axes.grid(axis="x", linewidth=0.4, alpha=0.6)
     axes.set_xlabel("what the module adds to the loss")
     axes.set_title("what each module costs", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
     picture.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8, frameon=False)
     return picture
 
@@ -227,8 +232,7 @@ def plot_sites(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
     rows: of one role, from input to output.
     """
     is_share = all(isinstance(row[value], float) and 0 <= row[value] <= 1 for row in rows) and value != "amax"
-    picture = new_picture(7.2, 1.1 + 0.17 * min(len(rows), LABELS))
-    axes = picture.subplots()
+    picture, axes = new_axes(7.2, 1.1 + 0.17 * min(len(rows), LABELS))
     values = [row[value] if row[value] is not None and math.isfinite(row[value]) else 0.0 for row in rows]
     axes.barh(range(len(rows)), [100 * v if is_share else v for v in values], color=BLUE)
     for i, row in enumerate(rows):  # no bar has the length of these: an SQNR is inf where nothing was lost
@@ -240,7 +244,6 @@ def plot_sites(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
     if is_share and not any(values):
         axes.set_xlim(0, 1)  # around nothing matplotlib would show shares below zero
     axes.set_title(title, fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
     return picture
 
 
@@ -252,8 +255,7 @@ def plot_magnitudes(
     counts, lost: by exponent.
     limits: {name: log2 of a magnitude}, drawn as lines.
     """
-    picture = new_picture(7.2, 3.2)
-    axes = picture.subplots()
+    picture, axes = new_axes(7.2, 3.2)
     exponents = range(min(counts), max(counts) + 1) if counts else range(0)
     axes.bar(exponents, [counts.get(k, 0) for k in exponents], width=0.9, align="edge", color=BLUE, label="elements")
     if lost:
@@ -265,7 +267,6 @@ def plot_magnitudes(
     axes.set_xlabel("log2 of the magnitude")
     axes.set_ylabel("elements")
     axes.set_title(title, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
     return picture
 
 
@@ -274,8 +275,7 @@ def plot_lost(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
     rows: of `LostUpdates`.
     """
-    picture = new_picture(7.2, 3.2)
-    axes = picture.subplots()
+    picture, axes = new_axes(7.2, 3.2)
     names = list(dict.fromkeys(row["parameter"] for row in rows))
     for name in names:
         points = [
@@ -287,7 +287,6 @@ def plot_lost(rows: Sequence[Mapping[str, Any]]) -> Figure:
     axes.set_xlabel("step")
     axes.set_ylabel("lost updates in %")
     axes.set_ylim(-2, 102)
-    axes.spines[["top", "right"]].set_visible(False)
     if 0 < len(names) <= MOST_NAMED_LINES:
         axes.legend(fontsize=7, frameon=False)
     return picture

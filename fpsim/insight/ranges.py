@@ -139,7 +139,7 @@ class Ends:
 
     @classmethod
     def of_spec(cls, spec: Spec, scale: float | None = None) -> Ends:
-        """The largest values of a format; with scales, if the scale of the tensor is known."""
+        """Ends of a format; with shared scales, those at the tensor's scale, or 0 and inf if it is unknown."""
         fmt = spec.fmt
         if isinstance(fmt, BlockFormat) and scale is not None:
             return cls(str(fmt), fmt.largest / scale, float(getattr(fmt.element, "smallest", 0.0)) / scale, None)

@@ -94,7 +94,7 @@ def _require_words(site: object, role: object) -> None:
 
 
 class Recording:
-    """Tallies per site and role of a model that runs; see `record`. It prints as a table, and becomes a DataFrame.
+    """Tallies per site and role of a running model; see `record`. It prints as a table, and becomes a DataFrame.
 
     updates: the lost updates of each quantised optimizer of the model; see `lost_updates`.
     """

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.border import require_memory, require_module, require_seed
-from fpsim.checks import number_of, require_whole, shown
+from fpsim.checks import number_of, require_whole, required_arguments, shown
 from fpsim.emulation.calls import LOOK_UPS
 from fpsim.emulation.product_calls import CALLS
 from fpsim.emulation.recurrent import OPERATIONS
 from fpsim.emulation.scope import active
 from fpsim.emulation.tracing import Operation, Trace
 from fpsim.insight.rows import Rows
-from fpsim.insight.stepping import as_step, is_function, nothing_ran, preserve, required_arguments, switching, traced
+from fpsim.insight.stepping import as_step, is_function, nothing_ran, preserve, switching, traced
 from fpsim.models.installed import emulated_forwards
 from fpsim.models.quantize import dequantize, quantize, try_policy
 from fpsim.policies.policy import FormatLike, Policy, policy_of_modules
@@ -319,7 +319,7 @@ _PRODUCTS = {*CALLS, *OPERATIONS}
 
 @keeps_grad_mode
 def last_layers(model: nn.Module, step: Any, *, loss: Callable[[Any], Tensor] | None = None) -> list[str]:
-    """The names of the layers whose product with a weight reaches the loss through no other such product.
+    """The names of the layers whose product with a weight reaches the loss without another such product.
 
     Of a classifier or a language model that is its head; of a detector, each of its heads; of a model whose head shares
     the embedding's weight, the module that multiplies by it. The gradient that comes to them is that of the loss:

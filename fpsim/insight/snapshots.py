@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import secrets
-import struct
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -21,7 +18,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor, nn
 
-from fpsim.checks import require_iterable, require_whole, shown
+from fpsim.checks import pip_install, require_iterable, require_whole, shown
 from fpsim.emulation.entering import take_off_leftovers
 from fpsim.emulation.scope import Listeners
 from fpsim.formats.blocks import Format, as_format
@@ -31,22 +28,8 @@ from fpsim.tensors.cuts import Cut
 from fpsim.tensors.spec import Spec, holds_numbers
 from fpsim.undoing import Block, Undo
 
-__all__ = ["DTYPES", "LENGTH", "Snapshot", "Snapshots", "read_tensor", "snapshots", "write_tensors"]
+__all__ = ["Snapshot", "Snapshots", "safetensors_package", "snapshots", "write_tensors"]
 
-DTYPES = {  # as headers of safetensors have them
-    getattr(torch, name): word
-    for word, name in (
-        pair.split("=")
-        for pair in (
-            "F64=float64 F32=float32 F16=float16 BF16=bfloat16 F8_E4M3=float8_e4m3fn F8_E4M3FNUZ=float8_e4m3fnuz "
-            "F8_E5M2=float8_e5m2 F8_E5M2FNUZ=float8_e5m2fnuz F8_E8M0=float8_e8m0fnu BOOL=bool U8=uint8 I8=int8 "
-            "I16=int16 U16=uint16 I32=int32 U32=uint32 I64=int64 U64=uint64"
-        ).split()
-    )
-}
-LENGTH = struct.Struct("<Q")  # of the header, the first eight bytes of a safetensors file
-MOST_HEADER = 1 << 20  # bytes; that of a snapshot has a few hundred
-ALIGNMENT = 8  # bytes, to which the header is filled up with spaces
 NAMED = 12  # sites that a warning names
 
 
@@ -69,14 +52,19 @@ class Snapshot(NamedTuple):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Snapshot:
-        """The snapshot in a file. Raises ValueError for a file that is not a snapshot or cannot be read."""
+        """The snapshot in a file. Raises ValueError for a file that is not a snapshot or cannot be read.
+
+        Raises ImportError without safetensors.
+        """
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"path is {shown(path)}. Expected: the path of a file that fpsim.snapshots has written.")
+        safetensors = safetensors_package()
         try:
-            words, tensors = _read(Path(path))
+            with safetensors.safe_open(path, "pt") as file:
+                words, before, after = file.metadata() or {}, file.get_tensor("before"), file.get_tensor("after")
             site, role, fmt, rounding = (words[name] for name in ("site", "role", "format", "rounding"))
-            return Snapshot(site, role, fmt, rounding, int(words["call"]), tensors["before"], tensors["after"])
-        except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error, RuntimeError) as error:
+            return Snapshot(site, role, fmt, rounding, int(words["call"]), before, after)
+        except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
             raise ValueError(
                 f"path={shown(str(path))} is not a snapshot ({type(error).__name__}: {error}). Expected: a file that "
                 f"fpsim.snapshots has written."
@@ -182,6 +170,7 @@ def snapshots(
 
     Raises:
         ValueError: for a model that is not quantised, and for one that is being recorded already.
+        ImportError: without safetensors, which the extra `export` brings.
 
     >>> import fpsim, tempfile
     >>> model = fpsim.quantize(nn.Linear(2, 1, bias=False), "fp16")
@@ -198,6 +187,7 @@ def _snapshots(model: nn.Module, folder: Any, sites: Any, roles: Any, every: int
     if not isinstance(folder, str | os.PathLike) or not str(folder).strip():
         raise TypeError(f"folder is {shown(folder)}. Expected: the path of a folder, such as 'runs/snapshots'.")
     require_whole("every", every, 1)
+    safetensors_package()
     chosen = _words("sites", sites, "['layer1.*']"), _words("roles", roles, "['error', 'weight_grad']")
     take_off_leftovers()
     registered = listeners(model)
@@ -230,58 +220,33 @@ def _words(name: str, given: Any, example: str) -> tuple[str, ...]:
     return words
 
 
-# The files: https://github.com/huggingface/safetensors#format
+# The files
 
 
-def write_tensors(path: Path, words: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file beside the target and rename it, so that a reader finds a whole one or none."""
-    header: dict[str, Any] = {"__metadata__": dict(words)}
-    begin = 0
-    for name, tensor in tensors.items():
-        end = begin + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
+def safetensors_package() -> Any:
+    """The package that reads and writes them, which is no requirement of this library."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ImportError(
+            f"Snapshots and dumps need safetensors, which is not installed: {pip_install('export')}."
+        ) from None
+    return safetensors
+
+
+def write_tensors(path: Path, words: dict[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Write the tensors beside the target and rename the file, so that a reader finds a whole one or none."""
+    # copies: safetensors refuses tensors that share memory, and where nothing is rounded both are one
+    own = {name: x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for name, x in tensors.items()}
+    content = safetensors_package().torch.save(own, words)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
-            file.write(LENGTH.pack(len(text)) + text)
-            for tensor in tensors.values():
-                flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-                file.write(_swapped(flat, tensor.element_size()).numpy().tobytes())
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()
-
-
-def read_tensor(data: bytes, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
-    """A tensor of the bytes that a file has of it."""
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return _swapped(flat, dtype.itemsize).view(dtype).reshape(tuple(shape))
-
-
-def _swapped(flat: Tensor, size: int) -> Tensor:
-    """The bytes with the smallest of each number first, as files have them on every machine."""
-    return flat if sys.byteorder == "little" else flat.view(-1, size).flip(1).reshape(-1)
-
-
-def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Metadata and tensors of a safetensors file. Raises ValueError and others for other files."""
-    content = path.read_bytes()
-    (length,) = LENGTH.unpack_from(content)
-    if length > MOST_HEADER:
-        raise ValueError(f"its header would have {length:,} bytes")
-    header = json.loads(content[LENGTH.size : LENGTH.size + length])
-    data, tensors = content[LENGTH.size + length :], {}
-    names = {word: dtype for dtype, word in DTYPES.items()}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        begin, end = entry["data_offsets"]
-        tensors[name] = read_tensor(data[begin:end], names[entry["dtype"]], entry["shape"])
-    return header["__metadata__"], tensors

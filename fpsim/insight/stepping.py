@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.border import require_initialised
-from fpsim.checks import require_callable, shown
+from fpsim.checks import require_callable, required_arguments, shown
 from fpsim.emulation.scope import Listeners, Observer
 from fpsim.emulation.tracing import Edit, Operation, Trace, Visitor
 from fpsim.models.installed import emulated_forwards
@@ -33,7 +32,6 @@ __all__ = [
     "nothing_ran",
     "preserve",
     "require_unrecorded",
-    "required_arguments",
     "switching",
     "traced",
 ]
@@ -42,16 +40,6 @@ __all__ = [
 def is_function(value: object) -> bool:
     """True if a value is called rather than given to the model: no tensor and no module."""
     return callable(value) and not isinstance(value, Tensor | nn.Module)
-
-
-def required_arguments(function: Callable[..., object]) -> int:
-    """Number of arguments that a function needs; 0 if its signature is unknown."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return 0
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
 
 
 def as_step(

@@ -199,6 +199,7 @@ def suggested(model: nn.Module, plan: Plan, called: Called | None) -> Suggestion
     if called is None:
         return Suggestion(plan.policy(), False, "not tried: no call of the model was watched")
     try:
+        # In float32 first: a step that breaks there says nothing about formats.
         copy = quantize(model, None).float()
         run = _again(copy, called)
         if (diagnosis := diagnose(copy, run)).cause is not None:
@@ -226,6 +227,7 @@ def _again(model: nn.Module, called: Called) -> Callable[[], None]:
     def step() -> None:
         outputs = output_tensors(model(*args, **kwargs))
         pairs = [(outputs[i], g.to(outputs[i].dtype)) for i, g in called.gradients.items() if i < len(outputs)]
+        # Outputs may differ from the watched call, which had other random numbers: only gradients that fit are used.
         pairs = [(out, g) for out, g in pairs if out.requires_grad and out.shape == g.shape]
         if pairs:
             torch.autograd.backward([out for out, _ in pairs], [g for _, g in pairs])

@@ -65,7 +65,7 @@ def watch(
     every: int = EVERY,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Watch:
-    """Watch a float32, bfloat16 or autocast model train: what would each format do to its tensors?
+    """Watch a float32, bfloat16 or autocast model train, and measure the effect of each format on its tensors.
 
     No bit of the run changes. Each `every`-th call of the model in training, from the first one on, is watched: the
     results of its operations (role "activation"), their gradients ("error"), the parameters ("weight"), their gradients
@@ -87,7 +87,7 @@ def watch(
         formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last
             axis.
         every: the calls 1, 1 + every, and so on are watched.
-        optimizer: whose states and updates are watched. Of a quantised one, `updates` has what was lost; see
+        optimizer: whose states and updates are watched. For a quantised one, `updates` has the lost updates; see
             `fpsim.lost_updates`.
 
     Raises:
@@ -129,7 +129,7 @@ def _are_formats(value: object) -> bool:
 
 
 class Watch:
-    """The statistics of a model that trains; see `watch`. As a block it detaches itself at the end."""
+    """Statistics of a model in training; see `watch`. As a context manager it detaches itself at the end."""
 
     def __init__(
         self, model: nn.Module, formats: Iterable[str | Format], every: int, optimizer: torch.optim.Optimizer | None
@@ -145,7 +145,7 @@ class Watch:
             raise TypeError(f"formats is {shown(formats)}. Expected: a list of formats, [{shown(formats)}].")
         self.specs = [any_spec(fmt, "nearest_even") for fmt in require_iterable("formats", formats, "['fp16']")]
         if not self.specs:
-            raise ValueError(f"formats={shown(formats)} names none. Expected: at least one format, such as ['fp16'].")
+            raise ValueError(f"formats={shown(formats)} is empty. Expected: at least one format, such as ['fp16'].")
         if optimizer is not None:
             require_optimizer(optimizer)
             while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
@@ -178,7 +178,7 @@ class Watch:
             self._trace.install()
             if optimizer is not None:
                 hook_steps(optimizer, eye.before_step, eye.after_step)
-        except BaseException:
+        except BaseException:  # an interrupt between the two as well
             self.detach()
             raise
 
@@ -225,6 +225,7 @@ class Watch:
         self._is_watching = self.steps % self.every == 0
         self.steps += 1
         if self._is_watching:
+            # The sums of the last watched step become rows before they are dropped: rows are numbers, sums are tensors.
             self._rows, self._sums, self._lost, self._watched = self.rows(), {}, {}, self.steps
             self._parameters = dict(self._trace.model.named_parameters())  # some may have been replaced
             for name, parameter in self._parameters.items():
@@ -283,6 +284,7 @@ class Watch:
             key = self._watched, site, role, spec
             if key not in self._sums:
                 self._sums[key] = Accumulator(spec, x.device)
+            # A block format that saturates makes a number of an infinity, so its statistics would look clean.
             hides = isinstance(spec, BlockSpec) and spec.fmt.nonfinite == "saturate" and role in OPERANDS
             if hides and bool(x.isinf().any()):
                 self._hidden.setdefault(str(spec.fmt), f"in step {self._watched} at {site} ({role})")
@@ -367,11 +369,10 @@ class Watch:
     def policy(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Policy:
         """A policy that the statistics suggest, without scaling of gradients.
 
-        A role has the first of the formats that would do at 90 % of its sites, or float32; a module where that would
-        not do at each of its sites has the first that would. The formats are taken from the smallest; those whose
-        numbers share scales are left out, for no role has one. The policy is then tried on the last watched call, with
-        the same inputs and gradients, in the parameters of now; sites with inf, NaN or saturation there stay float32.
-        `suggest` describes the trial. Warns where nothing could be.
+        A role gets the smallest of the formats that would do at 90 % of its sites, or float32; a module where that
+        would not do at each of its sites gets the smallest that would. Formats whose numbers share scales are left out:
+        no role has one. The policy is then tried on the last watched call, with the same inputs and gradients and the
+        current parameters; sites with inf, NaN or saturation stay float32. Warns if it could not be tried.
         underflow, overflow, sqnr_db: as in `table`.
         """
         suggestion = self.suggest(underflow, overflow, sqnr_db)

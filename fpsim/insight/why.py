@@ -201,7 +201,7 @@ def why(
     *,
     loss: Callable[[Any], Tensor] | None = None,
 ) -> Why:
-    """Say what makes a step fail: the place, the role and the kind, the numbers, and a remedy that was tried on it.
+    """Find the cause of a failing step: its place, role and kind, the numbers, and a remedy that was tried on it.
 
     It looks in this order, and reports the first problem: inputs, parameters, buffers, gradients and states of the
     optimizer before the step; each result forward; the loss; each gradient backward, and those that are wholly lost;

@@ -21,6 +21,8 @@ __all__ = ["bound_elsewhere", "emulated_forward", "emulated_forwards", "install"
 def install(module: nn.Module, name: str, policy: Policy, listeners: Listeners) -> None:
     """Have `module` run under its policy."""
     emulated = vars(module).get(KEY)
+    # A wrapper of another library may hold the old forward. It is reused, because a second one around it would round
+    # twice.
     if emulated is not None and is_reached(module, emulated):  # dequantised, and still called by who wrapped it
         emulated.renew(name, policy, listeners)
     else:

@@ -256,6 +256,7 @@ class OptimizerStore:
         self._has_checked_names = False
         self._loading: Callable[[], None] | None = None
         stores = self._new_stores(optimizer)
+        # Check all before the first one is changed: an error leaves the optimizer as it was.
         for store in stores:
             _require_parameter(store)
         self._emulated = emulated_step_of(optimizer, stores)
@@ -325,6 +326,7 @@ class OptimizerStore:
             self._take(self._new_stores(optimizer), optimizer)
         self._evaluations = 0
         self._stepping = set()
+        # Noted before the step, because some optimizers drop gradients that they have read.
         self._note_gradients()
         for store in self._working():
             store.decode()
@@ -335,6 +337,7 @@ class OptimizerStore:
                 self._observed[store.parameter] = local_part(store.value).clone(), x.clone()
         is_closure = [callable(x) and not isinstance(x, Optimizer) for x in args]
         if not any(is_closure) and not callable(kwargs.get("closure")):
+            # Without a closure the gradients are final: the step can be rounded operation by operation.
             if self._emulated is None:
                 self._step_in_format(optimizer)
             else:
@@ -379,6 +382,8 @@ class OptimizerStore:
         for p, gradient in self._gradients:
             p.grad = gradient
         self._gradients = []
+        # A skipped step has changed nothing. To round again would draw other random bits, so the stored values come
+        # back.
         if _was_skipped(optimizer):
             for store in self._working():
                 store.undo()
@@ -392,6 +397,7 @@ class OptimizerStore:
                 self._intended[store.parameter] = local_part(store.parameter.detach()) - start
             store.store(self.seed, self.steps)
             store.store_states(optimizer.state.get(store.parameter, {}), self.seed, self.steps)
+        # Observers come last: they compare the stored values with the wanted ones.
         self._tell(optimizer)
         self._stepping = set()
         self.steps += 1
@@ -454,6 +460,7 @@ class OptimizerStore:
                     if wanted is not None:
                         self._intended[p] = wanted
                     self._gradients.append((p, p.grad))
+        # Without a gradient, torch's optimizers skip a parameter: its step is made already.
         for p, _ in self._gradients:
             p.grad = None
 

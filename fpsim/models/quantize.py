@@ -48,7 +48,13 @@ Model = TypeVar("Model", bound=nn.Module)
 FEW_BITS = 4  # in 6 bits and more, nearest rounding keeps enough of a loss's gradient
 
 
-@known_arguments()
+def _of_a_policy(name: str) -> str:
+    """Say where an argument of Policy belongs, for `known_arguments`."""
+    known = inspect.signature(Policy).parameters
+    return f" It is an argument of Policy: quantize(model, fpsim.Policy(..., {name}=...))." if name in known else ""
+
+
+@known_arguments(_of_a_policy)
 def quantize(
     model: Model,
     fmt: FormatLike,
@@ -162,9 +168,11 @@ def _whole(model: nn.Module) -> tuple[nn.Module, Listeners]:
 
 def _change(model: nn.Module, policies: Mapping[str, Policy], shared: Listeners) -> None:
     for name, module in model.named_modules():
+        # Check all modules before the first one changes, so that an error leaves the old policy whole.
         _require_interceptable(name, module, policies[name])
     _install_all(model, policies, shared)
     histories = shared.histories
+    # A history of another format or rule would give scales that do not fit: those operands start again at scale 1.
     kept = {name: e for name, e in histories.state_dict().items() if keeps_history(name, e, policies)}
     histories.load_state_dict(kept)
 
@@ -209,8 +217,8 @@ def _warn_of_a_head_in_few_bits(model: nn.Module, policies: Mapping[str, Policy]
             warnings.warn(
                 f"The gradient of {last} is rounded to nearest in {fmt}. If the loss reads this layer, most of "
                 f"that gradient becomes zero and its rows no longer sum to zero, which costs accuracy at any scale. "
-                f"Use overrides={{{last!r}: 'bf16'}} (fpsim.last_layers(model, step) names such layers), or stochastic "
-                f"rounding of gradients.",
+                f"Use fpsim.Policy(..., overrides={{{last!r}: 'bf16'}}) (fpsim.last_layers(model, step) names such "
+                f"layers), or stochastic rounding of gradients.",
                 stacklevel=4,
             )
             return
@@ -420,6 +428,8 @@ def round_parameters_(model: nn.Module) -> None:
             if id(parameter) not in done and parameter.is_floating_point():
                 done.add(id(parameter))
                 round_memory_(parameter.detach(), forward.specs.weight)
+                # Count the write, so that autograd refuses a backward pass that saved the old values, as after any
+                # write in place.
                 torch.autograd.graph.increment_version(parameter)
     rounds = any(any(forward.specs) or forward.products is not None for _, forward in emulated_forwards(model))
     if not any(True for _ in emulated_forwards(model)) and any(True for _ in model.parameters()):

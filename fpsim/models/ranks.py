@@ -154,6 +154,7 @@ class Ranks:
             )
         meeting, arrived = Meeting(len(each), self._model), dict[nn.Parameter, None]()
 
+        # The order in which the gradients of rank 0 arrive decides DDP's buckets.
         def note(p: nn.Parameter) -> None:
             if meeting.rank == 0:
                 arrived.setdefault(p)
@@ -189,6 +190,7 @@ class Ranks:
         """A bucket ends with the parameter that fills it."""
         buckets: list[list[nn.Parameter]] = [[]]
         size, limit = 0, float(MIB)
+        # Parameters that rank 0 did not use come last, in the model's order.
         for p in dict.fromkeys([*self._arrived, *used]):
             buckets[-1].append(p)
             size += p.numel() * p.element_size()

@@ -96,7 +96,7 @@ def _require_wanted(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) ->
 
 
 def set_scaling_group(model: nn.Module, group: Any) -> None:
-    """Let the ranks of this process group, and not all, take the largest amax of them in each step.
+    """Let the ranks of this process group, instead of all ranks, share the largest amax in each step.
 
     They call the same products in the same order, as in data-parallel training. Not copied or pickled with the model.
 

@@ -111,6 +111,7 @@ class _Table:
         self.amaxes.scatter_(
             1, place, torch.where(has_amax.unsqueeze(1), amax.unsqueeze(1), self.amaxes.gather(1, place))
         )
+        # The amax of the last step is in the history by now, so the new scales include it.
         if rule.amax == "max":
             amax = self.amaxes.amax(1)
         # NVIDIA TransformerEngine, _default_sf_compute; a scale beyond float32 becomes the largest there, as here
@@ -272,6 +273,8 @@ class Histories:
         """Take the largest amax of all ranks for each history."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self.group) <= 1:
             return
+        # Names are compared only when there are new ones: all_reduce of tables in another order would mix operands
+        # without an error.
         if self._agreed != len(self._histories):
             self._require_equal_names()
             self._agreed = len(self._histories)

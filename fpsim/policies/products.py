@@ -131,6 +131,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         """
         is_whole = isinstance(fmt, Operand | None)
         one = fmt if is_whole else Operand(fmt, rounding, overflow, random_bits, None, variant)  # type: ignore[arg-type]
+        # With another `backward` the backward pass has no operands of its own, so only fprop takes the format.
         names = PRODUCTS if rest.get("backward", "original") == "original" else ("fprop",)
         return cls(**{**dict.fromkeys(names, (one, one)), **rest})
 

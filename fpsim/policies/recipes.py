@@ -163,6 +163,8 @@ def as_policy(
     """
     if model is not None:
         require_module(model)
+    if isinstance(fmt, Products):
+        raise TypeError("A format is a fpsim.Products, which is a part of a policy. Use fpsim.Policy(products=...).")
     policy = _policy_named(fmt, model)
     policy = policy if rounding is None else policy.with_rounding(rounding)
     if overflow is None:

@@ -246,6 +246,7 @@ UpdateLike = Update | str | None
 
 def state_storage(update: Update, name: str) -> Storage | None:
     """Storage of the state of this name; None where it stays float32."""
+    # The first pattern that fits, as in a shell's case; overrides of parameters take the last one, as a policy's do.
     fmt = next((f for pattern, f in update.state_patterns.items() if fnmatchcase(name, pattern)), None)
     return update._storage(name, fmt)
 
@@ -256,6 +257,7 @@ def _is_exact(storage: Storage) -> bool:
 
 def _with_scale(fmt: BlockFormat, scale: str) -> BlockFormat:
     """The format with another rule for its scales."""
+    # Libraries store one scale for each block, so a second scale of the tensor and its gain are dropped.
     if scale == "amax":
         return replace(fmt, scale=CATALOGUE["fp32"], scale_rule="amax", tensor_scale=False, gain=1.0)
     rule = "ceil" if scale == "power_of_two" else scale

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import fpsim
@@ -13,6 +14,7 @@ from ada_loss.lab.cells.own_operands import as_operand, is_path, operand_word
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Stage, as_schedule
 from ada_loss.lab.training.methods import fits_few_bits
 from ada_loss.lab.training.native import canonical_native, is_native, native_label, require_native
+from ada_loss.lab.training.rollouts import ROLLOUT, WEIGHTS_KEY, Rollout, as_rollout
 from fpsim import ROLES, Policy, Products
 from fpsim.checks import shown
 from fpsim.scaling import FEW_BITS, gradients_have_scales
@@ -25,6 +27,8 @@ __all__ = [
     "label",
     "needs_no_scaling",
     "policy_of",
+    "rollout_of",
+    "rollout_words",
     "usual_rounding",
 ]
 
@@ -53,6 +57,8 @@ def label(value: Any) -> str:
     'error=e5m2 then recipe:bf16 from 0.8'
     >>> label({"format": "e5m2", "update": "bf16_sr"})
     'e5m2, update bf16_sr'
+    >>> label({"format": "bf16", "rollout": {"format": "recipe:fp8_tile", "weights": "token"}})
+    'bf16, rollouts recipe:fp8_tile, weights token'
     """
     if isinstance(value, float):
         return f"{value:.12g}"
@@ -60,6 +66,9 @@ def label(value: Any) -> str:
         return _spoken(value)
     if is_native(value):
         return native_label(value)
+    if ROLLOUT in value:
+        own = {name: inner for name, inner in value.items() if name != ROLLOUT}
+        return f"{label(own if UPDATE in own else own.get('format'))}, {rollout_words(value[ROLLOUT], label)}"
     if UPDATE in value:
         return f"{label(value.get('format'))}, update {update_label(value[UPDATE])}"
     if SCHEDULE in value:
@@ -68,6 +77,13 @@ def label(value: Any) -> str:
                 FormatSchedule(tuple(stage._replace(fmt=label(stage.fmt)) for stage in as_schedule(value).stages))
             )
     return " ".join(_operands_label(v) if isinstance(v, Mapping) else f"{k}={_spoken(v)}" for k, v in value.items())
+
+
+def rollout_words(rollout: Any, name: Callable[[Any], str]) -> str:
+    """A rollout in canonical form as words. name: what formats are called."""
+    fmt, weights = (rollout.get("format"), rollout.get(WEIGHTS_KEY)) if isinstance(rollout, Mapping) else (rollout, "")
+    words = [f"rollouts {name(fmt)}" if fmt is not None else "", f"weights {weights}" if weights else ""]
+    return ", ".join(filter(None, words))
 
 
 def _spoken(value: Any) -> str:
@@ -111,14 +127,17 @@ def canonical_format(fmt: Any) -> Any:
     {'schedule': [[0, 'fp16'], [0.8, 'bf16']]}
     >>> canonical_format({"format": "half", "update": {"weight": "bf16"}})
     {'format': 'fp16', 'update': {'weight': 'bf16'}}
+    >>> canonical_format({"format": "half", "rollout": "bfloat16"}), canonical_format({"rollout": "fp32"})
+    ({'format': 'fp16', 'rollout': {'format': 'bf16'}}, 'fp32')
     """
-    if isinstance(fmt, Mapping) and UPDATE in fmt:
+    if isinstance(fmt, Mapping) and fmt.keys() & {UPDATE, ROLLOUT}:
         inner, update = split(fmt)
-        canonical = canonical_update(update)
         own = canonical_format(inner)
+        parts = {UPDATE: canonical_update(update), ROLLOUT: _canonical_rollout(own, fmt.get(ROLLOUT))}
         if is_native(own):
-            require_native(None, {}, canonical)
-        return own if canonical is None else {"format": own, UPDATE: canonical}
+            require_native(None, {}, parts[UPDATE])
+        given = {name: part for name, part in parts.items() if part is not None}
+        return {"format": own, **given} if given else own
     if _is_recipe(fmt):
         name = fmt.removeprefix(fpsim.RECIPE_PREFIX).strip()
         fpsim.recipe(name)
@@ -131,6 +150,33 @@ def canonical_format(fmt: Any) -> Any:
     if isinstance(fmt, str):
         fpsim.as_policy(fmt)  # a recipe without its prefix has an error of its own
     return _words(fmt)
+
+
+def _canonical_rollout(own: Any, given: Any) -> dict[str, str] | None:
+    """A rollout beside the canonical format of its trainer; None for one that is drawn as if there were none."""
+    rollout = as_rollout(given)
+    canonical: dict[str, Any] = {}
+    if rollout.fmt is not None:
+        if isinstance(rollout.fmt, Mapping) and rollout.fmt.keys() & {UPDATE, ROLLOUT}:
+            raise ValueError(f"The format of a rollout is {shown(dict(rollout.fmt))}. Expected: a format alone.")
+        fmt = canonical_format(rollout.fmt)
+        if is_native(fmt) or is_native(own):
+            raise ValueError(
+                f"A rollout was given with {shown(fmt if is_native(fmt) else own)}, which emulates nothing. Use fp16 "
+                f"for both, or leave the rollout's format out: it is the trainer's then."
+            )
+        canonical |= {} if fmt == own else {"format": fmt}
+    if rollout.weights != Rollout.weights:
+        canonical[WEIGHTS_KEY] = rollout.weights
+    return canonical or None
+
+
+def rollout_of(fmt: Any) -> Rollout | None:
+    """The rollout of a cell's format, rounded to nearest unless its format says otherwise; None where it has none."""
+    if not isinstance(fmt, Mapping) or ROLLOUT not in fmt:
+        return None
+    rollout = as_rollout(fmt[ROLLOUT])
+    return rollout if rollout.fmt is None else replace(rollout, fmt=policy_of(rollout.fmt, "nearest_even"))
 
 
 def _canonical_schedule(schedule: FormatSchedule) -> Any:

@@ -16,6 +16,7 @@ import torch
 import fpsim
 from ada_loss.lab.training.loop import make_optimizer
 from ada_loss.lab.training.options import TrainOptions
+from ada_loss.lab.training.rollouts import ROLLOUT
 from fpsim import UPDATES, Update
 from fpsim.checks import did_you_mean, shown
 
@@ -28,20 +29,21 @@ FIELDS = {field.name: field for field in fields(Update)}
 
 
 def split(fmt: Any) -> tuple[Any, Any]:
-    """Split a cell's format from its update; None if the optimizer stores float32.
+    """Split a cell's format, that of its trainer, from its update; None if the optimizer stores float32.
 
     >>> split("fp16"), split({"format": "fp32", "update": "bf16_sr"})
     (('fp16', None), ('fp32', 'bf16_sr'))
     """
-    if not isinstance(fmt, Mapping) or UPDATE not in fmt:
+    if not isinstance(fmt, Mapping) or not fmt.keys() & {UPDATE, ROLLOUT}:
         return fmt, None
-    others = [key for key in fmt if key not in (FORMAT, UPDATE)]
+    others = [key for key in fmt if key not in (FORMAT, UPDATE, ROLLOUT)]
     if others:
+        kind = "an update" if UPDATE in fmt else "a rollout"
         raise ValueError(
-            f"A format with an update has {', '.join(map(shown, others))}, too. Use {{'format': ..., 'update': ...}}; "
-            f"the format may be a mapping."
+            f"A format with {kind} has {', '.join(map(shown, others))}, too. Use {{'format': ..., "
+            f"'{UPDATE if UPDATE in fmt else ROLLOUT}': ...}}; the format may be a mapping."
         )
-    return fmt.get(FORMAT, "fp32"), fmt[UPDATE]
+    return fmt.get(FORMAT, "fp32"), fmt.get(UPDATE)
 
 
 def with_updates(formats: Sequence[Any], updates: Sequence[Any] | None) -> list[Any]:
@@ -76,6 +78,9 @@ def _joined(entry: Any, given: Any) -> Any:
     own = entry if isinstance(entry, Mapping) and "name" in entry else None
     fmt = entry if own is None else own.get(FORMAT, {key: value for key, value in own.items() if key != "name"})
     joined = {FORMAT: fmt, UPDATE: update}
+    if isinstance(entry, Mapping) and ROLLOUT in entry:
+        fmt = split({key: value for key, value in entry.items() if key != "name"})[0]
+        joined = {FORMAT: fmt, UPDATE: update, ROLLOUT: entry[ROLLOUT]}
     if not name and own is None:
         return joined
     words = [own["name"] if own is not None else fmt if isinstance(fmt, str) else "", name or update_label(update)]

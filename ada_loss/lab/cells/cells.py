@@ -20,12 +20,13 @@ from ada_loss.lab.cells.cell_formats import (
     label,
     needs_no_scaling,
     policy_of,
+    rollout_of,
     usual_rounding,
 )
 from ada_loss.lab.cells.cell_updates import require_update, split, with_updates
 from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_own, own_training, task_of
 from ada_loss.lab.cells.names import require_different, short_name, unnamed
-from ada_loss.lab.tasks import find_task
+from ada_loss.lab.tasks import find_task, is_of_library
 from ada_loss.lab.terminal import say
 from ada_loss.lab.training.format_schedule import as_schedule
 from ada_loss.lab.training.methods import require_method, require_native_method
@@ -147,6 +148,7 @@ def plan(
     names = {label(fmt): name for fmt, (_, name) in zip(canonical, entries, strict=True) if name}
     require_different(names)
     for fmt in canonical:
+        _require_rollouts(fmt, task, train)
         for named in given:
             policy_of(fmt, named or "nearest_even")
         if train is None:
@@ -258,6 +260,20 @@ def _task_and_options(
     name = task_of(task)  # type: ignore[arg-type]  # which refuses None
     function = find_task(task) if isinstance(task, str) else task
     return name, _options({**getattr(function, "options", {}), **options})
+
+
+def _require_rollouts(fmt: Any, task: str | MakeTask | None, train: object) -> None:
+    """Raise ValueError for a format with a rollout that nothing draws; a task of one's own says it when it runs."""
+    if rollout_of(fmt) is None:  # which raises for a format that is none
+        return
+    if train is not None:
+        raise ValueError(
+            f"The format {shown(label(fmt))} has a rollout, and a training function draws its own. Leave it out, and "
+            f"quantise a second model in the function."
+        )
+    function = find_task(task) if isinstance(task, str) else task
+    if isinstance(task, str) and is_of_library(task) and not getattr(function, "plays", False):
+        raise ValueError(f"The format {shown(label(fmt))} has a rollout, and the task {task!r} draws none. Use 'rl'.")
 
 
 def _require_native(methods: Sequence[str | float], options: Mapping[str, Any], train: object) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import fpsim
 from ada_loss.files import mapping_in, strict_json, write_atomically
-from ada_loss.lab.cells.cell_formats import BASELINE, canonical_format, label
+from ada_loss.lab.cells.cell_formats import BASELINE, canonical_format, label, rollout_words
 from ada_loss.lab.cells.cell_updates import UPDATE, update_label
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, as_schedule
+from ada_loss.lab.training.rollouts import ROLLOUT
 from fpsim.checks import shown
 
 __all__ = ["file_name", "keep_names", "names_of", "read_names", "require_different", "short_name", "unnamed"]
@@ -39,12 +40,12 @@ def unnamed(entry: Any) -> tuple[Any, str]:
     name, rest = entry["name"], {key: value for key, value in entry.items() if key != "name"}
     if not _is_name(name):
         raise ValueError(f"Got the name {shown(name)} of a format. Use text of 1 to {LONGEST} letters, in one line.")
-    if not rest or ("format" in rest and not {*rest} <= {"format", UPDATE}):
+    if not rest or ("format" in rest and not {*rest} <= {"format", UPDATE, ROLLOUT}):
         raise ValueError(
             f"Got the name {shown(name)} with {', '.join(map(str, rest)) or 'nothing'}. "
             f"Use {{name: ..., format: ...}}, or a name with the fields of fpsim.Policy."
         )
-    fmt = rest if UPDATE in rest else rest.get("format", rest)
+    fmt = rest if {UPDATE, ROLLOUT} & {*rest} else rest.get("format", rest)
     is_baseline = name.lower() in (BASELINE, "float32")
     if is_baseline and canonical_format(fmt) != BASELINE:
         raise ValueError(f"Got the name {shown(name)} of another format. It is that of the baseline. Use another name.")
@@ -66,11 +67,16 @@ def short_name(fmt: Any) -> str:
     ('FP8 e5m2 gradients, a scale per row', 'e5m2 gradients')
     >>> short_name({"format": "fp32", "update": "bf16_sr"}), short_name({"format": "mxfp4", "update": "bf16_sr"})
     ('bf16_sr', 'MXFP4, bf16_sr')
+    >>> short_name({"format": "recipe:bf16", "rollout": {"format": "recipe:fp8_tile", "weights": "token"}})
+    'bf16, rollouts fp8_tile recipe, weights token'
     """
     if isinstance(fmt, str):
         return _of_word(fmt)
     if not isinstance(fmt, Mapping):
         return label(fmt)
+    if ROLLOUT in fmt:
+        own = {name: inner for name, inner in fmt.items() if name != ROLLOUT}
+        return f"{short_name(own if UPDATE in own else own.get('format'))}, {rollout_words(fmt[ROLLOUT], short_name)}"
     if UPDATE in fmt:
         words = update_label(fmt[UPDATE])
         return words if fmt.get("format") == BASELINE else f"{short_name(fmt.get('format'))}, {words}"

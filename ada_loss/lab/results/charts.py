@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ada_loss.lab.results.figures import COLOURS, DASHES, LETTERS_AN_INCH, colour, ink, plain
-from fpsim.insight.pictures import new_picture
+from fpsim.insight.pictures import new_axes, new_picture
 
 __all__ = ["heat_png", "plot_curves", "plot_differences", "plot_front", "plot_heat"]
 
@@ -30,8 +30,7 @@ def plot_differences(rows: Sequence[Mapping[str, Any]], title: str, tolerance: f
 
     rows: for each setting "name", "differences" and the "interval" of their mean, NaN for none.
     """
-    figure = new_picture(7.2, 1.0 + 0.3 * len(rows))
-    axes = figure.subplots()
+    figure, axes = new_axes(7.2, 1.0 + 0.3 * len(rows))
     axes.axvspan(-factor * tolerance, factor * tolerance, color=COLOURS[2], alpha=0.15, linewidth=0)
     axes.axvline(0, color=ink(), linewidth=0.8)
     for y, row in enumerate(rows):
@@ -44,7 +43,7 @@ def plot_differences(rows: Sequence[Mapping[str, Any]], title: str, tolerance: f
     axes.set_yticks(range(len(rows)), [plain(str(row["name"])) for row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel(plain(title), fontsize=9)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["left"].set_visible(False)
     return figure
 
 
@@ -64,8 +63,7 @@ def plot_front(
     title: of the metric, with its unit.
     factor: 100 for values shown in %.
     """
-    figure = new_picture(7.2, 4.0)
-    axes = figure.subplots()
+    figure, axes = new_axes(7.2, 4.0, grid="both")
     for chosen, style in (
         (rows, {"marker": "o", "markersize": 4, "linestyle": "", "color": COLOURS[4], "label": "tried"}),
         (front, {"marker": "o", "drawstyle": "steps-post", "color": COLOURS[0], "label": "front"}),
@@ -77,8 +75,6 @@ def plot_front(
     axes.set_xlabel("bits")
     axes.set_ylabel(plain(title))
     axes.set_title("what was tried, and what no other beats in both", fontsize=9)
-    axes.grid(linewidth=0.4, alpha=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False)
     return figure
 
@@ -91,8 +87,7 @@ def plot_curves(
     lines: name, steps, means, deviations (NaN where there is none) of each.
     title: the label of the axis.
     """
-    figure = new_picture(7.2, 3.8)
-    axes = figure.subplots()
+    figure, axes = new_axes(7.2, 3.8, grid="both")
     for i, (name, steps, mean, deviation) in enumerate(lines):
         spread = np.where(np.isfinite(deviation), deviation, 0.0)
         dashes = DASHES[i // (len(COLOURS) + 1) % len(DASHES)]
@@ -104,8 +99,6 @@ def plot_curves(
     axes.set_xlabel("step")
     axes.set_ylabel(plain(title))
     axes.set_title("mean over the seeds, and standard deviation", fontsize=9)
-    axes.grid(linewidth=0.4, alpha=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 

@@ -10,11 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
-import fpsim
 from fpsim.checks import pip_install
-from fpsim.insight.pictures import apart_from_pyplot, new_picture
+from fpsim.insight.pictures import apart_from_pyplot, new_axes, new_picture
 
 try:
     from matplotlib import rc_context, rcParams
@@ -38,12 +35,8 @@ __all__ = [
     "plain",
     "plot_depth",
     "plot_methods",
-    "plot_rescue",
     "plot_scales",
-    "plot_spacing",
     "plot_table",
-    "plot_underflow",
-    "plot_values",
 ]
 
 # Okabe and Ito 2008
@@ -53,7 +46,6 @@ DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))  # each line ca
 # where a training diverged, at the edge of a panel
 CROSS = {"marker": "x", "markersize": 7, "color": COLOURS[5], "linestyle": "", "label": "diverged", "clip_on": False}
 FAR = 5  # times the distance of the setting before, from which on settings are off the axis
-MOST_NUMBERED = 14  # pairs of bars, beyond which their numbers would touch
 MOST_DOTS = 200  # seeds of a place that are drawn
 PANELS_A_ROW = 4
 LETTERS_AN_INCH = 13  # of the labels of plot_table
@@ -93,86 +85,6 @@ def figure_bytes(figure: Figure, kind: str = "png") -> bytes:
     content = io.BytesIO()
     figure.savefig(content, format=kind, dpi=150)
     return content.getvalue()
-
-
-def _layers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The share of the gradients of activations that underflow, by module, in the order of the forward pass.
-
-    NaN for a module whose gradients were all zero before they were rounded.
-    """
-    nonzero: dict[str, int] = {}
-    underflow: dict[str, int] = {}
-    if not any(row["role"] == "activation" for row in rows):
-        rows = rows[::-1]  # of a native cell: gradients come from the output to the input
-    for row in rows:
-        if row["role"] == "activation":
-            nonzero.setdefault(row["site"].split(":")[0] or "(model)", 0)
-        if row["role"] == "error":
-            layer = row["site"].split(":")[0] or "(model)"
-            nonzero[layer] = nonzero.get(layer, 0) + row["nonzero"]
-            underflow[layer] = underflow.get(layer, 0) + row["underflow_count"]
-    return {layer: underflow[layer] / n if n else math.nan for layer, n in nonzero.items() if layer in underflow}
-
-
-def _elements(name: str) -> fpsim.FloatFormat | fpsim.FixedPoint | fpsim.Codebook:
-    fmt = fpsim.as_format(name)
-    return fmt.element if isinstance(fmt, fpsim.BlockFormat) else fmt
-
-
-def _values(name: str) -> tuple[float, ...]:
-    """The finite values of a format's elements, ascending."""
-    fmt = _elements(name)
-    return fmt.finite if isinstance(fmt, fpsim.Codebook) else fmt.values()
-
-
-def plot_values(formats: Sequence[str], largest: float = 8.0) -> Figure:
-    """Plot every value of small formats between -largest and largest, a line for each format."""
-    figure = new_picture(9, 0.55 * len(formats) + 0.9)
-    axes = figure.subplots()
-    for i, name in enumerate(formats):
-        values = [v for v in _values(name) if abs(v) <= largest]
-        axes.plot(values, [-i] * len(values), "|", markersize=16, color=colour(i))
-    axes.set_yticks([-i for i in range(len(formats))], formats)
-    axes.set_ylim(0.6 - len(formats), 0.6)
-    axes.set_xlabel("value")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(left=False)
-    return figure
-
-
-def plot_spacing(formats: Sequence[str]) -> Figure:
-    """Plot the relative spacing of the values of each format over its range."""
-    figure = new_picture(9, 3.6)
-    axes = figure.subplots()
-    for i, name in enumerate(formats):
-        fmt = _elements(name)
-        low = int(np.floor(np.log2(fmt.smallest)))
-        exponents = np.arange(low, int(np.floor(np.log2(fmt.largest))) + 1)
-        ulp = np.maximum(exponents, fmt.min_exponent) - fmt.mantissa_bits
-        axes.step(exponents, ulp - exponents, where="post", color=colour(i), label=name, linewidth=1.6)
-        axes.plot(exponents[[0, -1]], (ulp - exponents)[[0, -1]], "o", markersize=4, color=colour(i))
-    axes.set_xlabel("log2 of the magnitude")
-    axes.set_ylabel("log2 of spacing / magnitude")
-    axes.legend(ncols=2, fontsize=8)
-    axes.grid(linewidth=0.4, alpha=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def plot_underflow(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Plot activation gradients lost to underflow, by layer; mark layers that none reaches. rows: of a recording."""
-    shares = _layers(rows)
-    figure = new_picture(8, 3.2)
-    axes = figure.subplots()
-    reached = {layer: 0.0 if math.isnan(v) else 100 * v for layer, v in shares.items()}
-    bars = axes.bar([*map(plain, shares)], [*reached.values()], color=COLOURS[0])
-    axes.bar_label(bars, ["none" if math.isnan(v) else f"{100 * v:.3g}" for v in shares.values()], fontsize=8)
-    axes.tick_params(axis="x", rotation=35)
-    axes.set_ylabel("gradients lost in %")
-    is_cut_off = any(map(math.isnan, shares.values()))
-    axes.set_xlabel("layer, from input to output" + ("; none: no gradient reaches it" if is_cut_off else ""))
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
 
 
 def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
@@ -267,8 +179,7 @@ def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] 
     scales: {name: the scale of each step}.
     overflows: steps to mark.
     """
-    figure = new_picture(9, 4)
-    axes = figure.subplots()
+    figure, axes = new_axes(9, 4, grid="both")
     for i, (name, values) in enumerate(scales.items()):
         marks = {"marker": MARKERS[i % len(MARKERS)], "markersize": 4.5, "markevery": (0.04 + 0.011 * i, 0.15)}
         style = {"color": colour(i), "linestyle": DASHES[i % len(DASHES)], **marks}
@@ -281,30 +192,6 @@ def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] 
     axes.set_xlabel("step" + ("; dotted: a gradient overflowed" if overflows else ""))
     axes.set_ylabel("scale")
     axes.legend(ncols=1 + len(scales) // 20, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    axes.grid(linewidth=0.4, alpha=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def plot_rescue(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Plot the underflow of each activation's gradient at scale 1 and at its scale. rows: those of a `Recorder`."""
-    chosen = [row for row in rows if row["role"] == "error"]
-    sites = list(dict.fromkeys(row["site"] for row in chosen))[::-1]  # a backward pass starts at the output
-    figure = new_picture(9, 3.6)
-    axes = figure.subplots()
-    for i, (column, words) in enumerate((("underflow_unscaled", "without scaling"), ("underflow", "at its scale"))):
-        shares = [100 * statistics.mean(r[column] for r in chosen if r["site"] == site) for site in sites]
-        places = [x + 0.4 * i - 0.2 for x in range(len(sites))]
-        bars = axes.bar(
-            places, shares, 0.38, color=COLOURS[i], label=words, hatch="///" * i, edgecolor=rcParams["axes.facecolor"]
-        )
-        if len(sites) <= MOST_NUMBERED:  # a bar of 0.05 % is not seen, and its number is
-            axes.bar_label(bars, [f"{s:.0f}" if s >= 10 else f"{s:.2g}" for s in shares], fontsize=7, padding=1)
-    axes.set_xticks(range(len(sites)), [*map(plain, sites)], rotation=45, ha="right", fontsize=8)
-    axes.set_ylabel("gradients lost in %")
-    axes.set_xlabel("where, from input to output")
-    axes.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))  # above: each place may have a bar
-    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 

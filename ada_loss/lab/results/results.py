@@ -330,7 +330,11 @@ class StoredResults:
         return {cell["id"]: cell for cell in self.cells}
 
     def telemetry(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
-        """The arrays of a cell's file; see `ada_loss.lab.cells.telemetry`.
+        """The arrays of a cell's file: "losses" and "scales" of each step, "skipped", and what was recorded.
+
+        With `record_every`, "history.underflow" and its like have a row for each step of "history.steps" and a column
+        for each place in "sites.site" and "sites.role". Where each layer has a scale, "layers.log2_scale" has a row for
+        each of "layers.steps", and a column for each of "layers.site".
 
         cell: its id.
         Raises ValueError for a file that is missing or damaged.

@@ -15,7 +15,7 @@ from ada_loss.lab.training.run import underflow_share
 from ada_loss.layerwise import AdaLossScaled
 from ada_loss.rules import LAYER_RULES, layer_rule, loss_rule
 
-__all__ = ["GAINS", "METHODS", "depth_trial", "relu_network"]
+__all__ = ["GAINS", "METHODS", "depth_trial", "layer_errors", "relu_network"]
 
 GAINS = (3.0, 1.2, 0.8, 0.5, 0.2)
 # A number is a constant scale. A loss rule's name runs that rule for STEPS steps on the same batch, from its own first
@@ -94,6 +94,31 @@ def depth_trial(
                 if progress is not None:
                     progress(1)
     return rows
+
+
+def layer_errors(network: nn.Module, x: Tensor, gradient: Tensor, fmt: str, scale: float | None = None) -> list[float]:
+    """The error of each layer's weight gradient in one backward pass, its norm over the norm of float32's.
+
+    network, x: what is run; plain, in float32.
+    gradient: of what it gives, from which the backward pass begins.
+    fmt: of the gradients of activations; nothing else is rounded.
+    scale: of the loss; None for a scale of its own for each layer.
+
+    >>> x = torch.ones(4, 8)
+    >>> layer_errors(relu_network(2.0, depth=2, width=8), x, x, "fp16", 2.0**40)
+    [nan, nan]
+    """
+    exact, model = _gradients(network, x, gradient), fpsim.quantize(network, fpsim.Policy(error=fmt))
+    factor = 1.0 if scale is None else scale
+    with AdaLossScaled(model) if scale is None else nullcontext():
+        found = _gradients(model, x, gradient * factor)
+    return [float((a / factor - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+
+
+def _gradients(model: nn.Module, x: Tensor, gradient: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(x).backward(gradient)
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def _first_gradient(model: nn.Sequential) -> Tensor:

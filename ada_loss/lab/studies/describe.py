@@ -103,8 +103,11 @@ def _call(name: str, function: Any) -> Any:
 def _sites(task: Task, model: nn.Module) -> list[dict[str, Any]]:
     batch = task.train if is_pair(task.train) else next(iter(task.train))
     x, y = (t[:BATCH] for t in batch)
-    with torch.random.fork_rng(devices=[]), fpsim.record(model) as record:
-        task.loss(model(x), y).backward()
+    with torch.random.fork_rng(devices=[]):
+        if task.play is not None:  # the batch has what samples are drawn from, not what the loss takes
+            x, y = task.play(model, x, y)
+        with fpsim.record(model) as record:
+            task.loss(model(x), y).backward()
     return record.rows()
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
-import inspect
 import math
 import statistics
 import sys
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 import fpsim
 from ada_loss.lab.results.judgement import LEAST_SEEDS, Judgement, judge_sweep, smallest_step
@@ -23,13 +25,13 @@ from ada_loss.lab.studies.hardware import Preset, presets_in
 from ada_loss.lab.tasks import imported
 from ada_loss.scalers import GradScaler
 from fpsim import Operand, Policy
-from fpsim.checks import require_number, require_whole, shown
+from fpsim.checks import require_number, require_whole, required_arguments, shown
 
 __all__ = ["On", "OnRow", "function_at", "on", "runs"]
 
 LAST = 5  # the loss that a training ends with is the mean of its last fifth
 FLOAT32 = 32  # bits
-NOISE = 2.0**-20  # of the largest gradient of a module: float32 sums are not exacter
+NOISE = 0.01  # of a gradient: where float32 itself misses more, the error of a format says nothing of the format
 WIDTH = 110  # of a printed line
 WORST = 3  # sites that are named
 
@@ -51,6 +53,7 @@ class OnRow:
     weight_bits: of a number of a weight that is an operand of a product, the mean.
     moved, moved_float32: bytes that the products of a step read and write.
     missing: what the preset does not model.
+    choices: the share of rows whose `topk` or `argmax` is another than in float32: of tokens, that go to other experts.
     """
 
     preset: str
@@ -67,6 +70,7 @@ class OnRow:
     moved: float
     moved_float32: float
     missing: tuple[str, ...]
+    choices: float = 0.0
 
     def __str__(self) -> str:
         lines = [f"{self.preset}: {self.hardware}"]
@@ -77,6 +81,11 @@ class OnRow:
         for name, worst in (("results", self.results), ("gradients", self.gradients)):
             words += [f"{name} {', '.join(f'{site} {error:.2%}' for site, error in worst)}"] if worst else []
         lines.append(f"  error of one step: {'; '.join(words)}")
+        if self.choices:
+            lines.append(
+                f"  choices: {self.choices:.1%} of the rows of topk and argmax differ from float32's: these tokens go "
+                f"to other experts, whose results are the errors above"
+            )
         if self.breaks:
             lines.append(f"  breaks: {self.breaks}")
         if self.verdict:
@@ -179,18 +188,18 @@ class _Subject:
 
     def __init__(self, make: Callable[..., nn.Module], batch: Callable[..., Any], loss: Loss | None) -> None:
         self.make, self.batch, self.loss = make, batch, loss
-        self.takes_target = loss is not None and _arguments(loss) > 1
+        self.takes_target = loss is not None and required_arguments(loss) > 1
 
     def model(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        found = self.make(seed) if _arguments(self.make) else self.make()
+        found = self.make(seed) if required_arguments(self.make) else self.make()
         if not isinstance(found, nn.Module):
             raise TypeError(f"The function of the model gave {shown(found)}. Expected: a torch.nn.Module.")
         return found
 
     def data(self, step: int) -> Any:
         torch.manual_seed(step)
-        return self.batch(step) if _arguments(self.batch) else self.batch()
+        return self.batch(step) if required_arguments(self.batch) else self.batch()
 
     def total(self, model: nn.Module, given: Any) -> Tensor:
         """The loss of a batch."""
@@ -240,16 +249,6 @@ class _Subject:
         return statistics.fmean(losses[-max(1, steps // LAST) :])
 
 
-def _arguments(function: Callable[..., Any]) -> int:
-    """How many arguments without a default a function takes by place; 0 where it does not tell."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return 0
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
-
-
 # One step
 
 
@@ -270,7 +269,13 @@ def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float
     reason = fpsim.why(quantised, step_of(quantised), scaler=scaler)
     failure = "" if reason.cause is None else "\n".join(str(reason).splitlines()[:2])
     rows = fpsim.compare(model, step_of(model), None, policy)
-    breaks = next((row for role in ("activation", "error") if (row := rows.breaks(role)) is not None), None)
+    choices = _choices(subject, (model, quantised), given)
+    roles = ("activation", "error")
+    if choices:  # a result of other tokens differs by all of itself, or from zeros, and nothing of it is lost
+        is_inf = [row for row in rows if row["relative"] == math.inf and row["amax_a"] and row["role"] in roles]
+        breaks = min(is_inf, key=lambda row: roles.index(row["role"]), default=None)
+    else:
+        breaks = next((row for role in roles if (row := rows.breaks(role)) is not None), None)
     weight_bits, moved, moved_float32 = _traffic(subject, model, given, policy)
     return OnRow(
         preset=one.full_name,
@@ -278,7 +283,7 @@ def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float
         failure=failure,
         losses=rows.losses,
         results=_worst(rows, "activation"),
-        gradients=_worst(rows, "weight_grad"),
+        gradients=_worst(rows, "weight_grad", _noise(subject, model, given)),
         breaks="" if breaks is None else f"{breaks['site']} ({breaks['role']})",
         trained=tuple(trained),
         float32=tuple(float32),
@@ -287,26 +292,81 @@ def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float
         moved=moved,
         moved_float32=moved_float32,
         missing=one.missing,
+        choices=choices,
     )
 
 
-def _worst(rows: Sequence[Mapping[str, Any]], role: str) -> tuple[tuple[str, float], ...]:
+class _Choosing(TorchFunctionMode):
+    """Notes what `topk` and `argmax` choose, as the routers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.topk, Tensor.topk):
+            self.chosen.append(out[1].sort(-1).values)  # the same experts in another order are no other choice
+        elif func in (torch.argmax, Tensor.argmax):
+            self.chosen.append(out[..., None])
+        return out
+
+
+def _choices(subject: _Subject, models: tuple[nn.Module, nn.Module], given: Any) -> float:
+    """The share of rows that choose otherwise in the second model; 0.0 where nothing is chosen."""
+    runs = []
+    for model in models:
+        torch.manual_seed(0)  # of dropout
+        with torch.no_grad(), _Choosing() as choosing:
+            subject.total(model, given)
+        runs.append(choosing.chosen)
+    pairs = [(a, b) for a, b in zip(*runs, strict=False) if a.shape == b.shape]
+    rows = sum(a[..., 0].numel() for a, _ in pairs)
+    return sum(int((a != b).any(-1).sum()) for a, b in pairs) / rows if rows else 0.0
+
+
+def _worst(
+    rows: Sequence[Mapping[str, Any]], role: str, noise: Mapping[str, float] | None = None
+) -> tuple[tuple[str, float], ...]:
     """The sites of a role with the largest errors, the largest first.
 
-    Not those whose float32 is noise: the gradient of a bias before a normalisation is zero but for roundings, and far
-    below that of the same module's weight.
+    Not those that float32 itself misses: the gradient of a bias before a normalisation is zero but for roundings.
+    noise: of parameters, as `_noise` gives it.
     """
-    of_role = [row for row in rows if row["role"] == role and row["relative"] is not None]
-    largest: dict[str, float] = {}
-    for row in of_role:
-        module = row["site"].rpartition(".")[0]
-        largest[module] = max(largest.get(module, 0.0), row["amax_a"] or 0.0)
+    known = noise or {}
     found = [
         (row["site"], row["relative"])
-        for row in of_role
-        if role != "weight_grad" or (row["amax_a"] or 0.0) >= NOISE * largest[row["site"].rpartition(".")[0]]
+        for row in rows
+        if row["role"] == role and row["relative"] is not None and known.get(row["site"], 0.0) < NOISE
     ]
     return tuple(sorted(found, key=lambda pair: -pair[1])[:WORST])
+
+
+def _noise(subject: _Subject, model: nn.Module, given: Any) -> dict[str, float]:
+    """The share of each parameter's gradient that float32 misses, beside float64.
+
+    Empty for a model that runs in float32 alone, and for one that draws other random numbers in float64.
+    """
+    losses, gradients = [], []
+    for dtype in (torch.float32, torch.float64):
+        run = copy.deepcopy(model).to(dtype)
+        data = tree_map(lambda x, to=dtype: x.to(to) if isinstance(x, Tensor) and x.is_floating_point() else x, given)
+        torch.manual_seed(0)  # of dropout
+        try:
+            total = subject.total(run, data)
+            total.backward()
+        except (RuntimeError, TypeError):  # its forward makes tensors of float32
+            return {}
+        losses.append(float(total.detach()))
+        gradients.append({name: p.grad for name, p in run.named_parameters() if p.grad is not None})
+    if not math.isclose(*losses, rel_tol=1e-3):
+        return {}
+    narrow, wide = gradients
+    return {
+        name: float((narrow[name] - wide[name]).abs().max() / narrow[name].abs().max())
+        for name in {*narrow} & {*wide}
+        if narrow[name].any()
+    }
 
 
 def _traffic(subject: _Subject, model: nn.Module, given: Any, policy: Policy) -> tuple[float, float, float]:

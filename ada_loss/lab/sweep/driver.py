@@ -32,9 +32,8 @@ from ada_loss.lab.directions import keep_directions, stated
 from ada_loss.lab.environment import environment
 from ada_loss.lab.errors import SweepStopped
 from ada_loss.lab.results import Results
-from ada_loss.lab.results.notifier import Notifier
 from ada_loss.lab.results.results import since
-from ada_loss.lab.results.trackers import Tracker, make_trackers
+from ada_loss.lab.results.trackers import Notifier, Tracker, make_trackers
 from ada_loss.lab.sweep.engines import Engine, open_engine, refuse_in_a_starting_worker
 from ada_loss.lab.sweep.execution import Execution
 from ada_loss.lab.sweep.explained import explain

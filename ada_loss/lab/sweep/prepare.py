@@ -21,6 +21,7 @@ from ada_loss.lab.cells.missing import CELL_ID, Missing, read_snapshot
 from ada_loss.lab.cells.telemetry import is_whole, telemetry_content
 from ada_loss.lab.terminal import say
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Start, as_schedule
+from ada_loss.lab.training.rollouts import ROLLOUT
 
 __all__ = ["Branches", "prepare"]
 
@@ -183,6 +184,7 @@ class Branches:
                 fmt, update = split(cell.config["format"])
                 others = {name: value for name, value in cell.config.items() if name != "format"}
                 others |= {} if update is None else {UPDATE: update}
+                others |= {ROLLOUT: cell.config["format"][ROLLOUT]} if ROLLOUT in cell.config["format"] else {}
                 alike.setdefault(digest(others), []).append((cell.id, as_schedule(fmt)))
         shared = []
         for rest, schedules in alike.items():

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 import fpsim
-from ada_loss.lab.cells.cell_formats import policy_of
+from ada_loss.lab.cells.cell_formats import policy_of, rollout_of
 from ada_loss.lab.cells.cell_updates import update_of
 from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_local, is_own, path_of
 from ada_loss.lab.cells.telemetry import LiveFile, live_path, npz, telemetry
@@ -199,7 +199,7 @@ def training_of(config: Mapping[str, Any], make_task: MakeTask, device: str) -> 
         raise TypeError(f"The task gave {type(task).__name__}. It must give an ada_loss.lab.tasks.Task.")
     formats = policy_of(config["format"], config["rounding"])
     options = TrainOptions(scaling=config["scaling"], seed=config["seed"], device=device, **config["options"])
-    return Training(task, formats, None, options, update_of(config["format"]))
+    return Training(task, formats, None, options, update_of(config["format"]), rollout_of(config["format"]))
 
 
 def _run_own(job: Job, train: TrainFunction) -> tuple[Run, str | None]:

@@ -16,6 +16,7 @@ from ada_loss.lab.tasks.image_files import fashion, mnist5k, pictures
 from ada_loss.lab.tasks.images import cifar10, cifar100, patches
 from ada_loss.lab.tasks.own_data import is_of_own_data, on_data, parted, settled
 from ada_loss.lab.tasks.phonemes import phonemes
+from ada_loss.lab.tasks.rl import rl
 from ada_loss.lab.tasks.segmentation import segmentation
 from ada_loss.lab.tasks.task import Task, accuracy, trained_with
 from fpsim.checks import did_you_mean, shown
@@ -40,6 +41,7 @@ __all__ = [
     "patches",
     "phonemes",
     "pictures",
+    "rl",
     "segmentation",
     "trained_with",
 ]
@@ -47,7 +49,7 @@ __all__ = [
 TASKS: dict[str, Callable[[int], Task]] = {
     make_task.__name__: make_task
     for make_task in (
-        *(digits, deep_digits, mnist5k, fashion, patches, chars, phonemes, detection, segmentation),
+        *(digits, deep_digits, mnist5k, fashion, patches, chars, phonemes, detection, segmentation, rl),
         *(cifar10, cifar100, pictures),
     )
 }

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ada_loss.lab.tasks.task import Task, made_of, trained_with
 from fpsim.checks import shown
 
-__all__ = ["chars"]
+__all__ = ["chars", "drawn", "log_likelihood"]
 
 CONTEXT = 64
 LEAST = 10  # sequences of a text
@@ -63,6 +63,26 @@ def next_character(outputs: Tensor, targets: Tensor) -> Tensor:
 def bits_per_character(outputs: Tensor, targets: Tensor) -> float:
     """Mean cross entropy over all positions, in bits."""
     return next_character(outputs, targets).item() / math.log(2)
+
+
+def drawn(model: nn.Module, text: Tensor, length: int) -> Tensor:
+    """Texts, and characters that a model says next, drawn one by one from what it expects, up to a length.
+
+    (batch, time) -> (batch, length), int64.
+    """
+    with torch.no_grad():
+        while text.shape[1] < length:
+            last = torch.softmax(model(text)[:, -1].double(), dim=-1)
+            # drawn on the host, so that a seed gives the same text on any device
+            text = torch.cat([text, torch.multinomial(last.cpu(), 1).to(text.device)], dim=1)
+    return text
+
+
+def log_likelihood(model: nn.Module, text: Tensor) -> Tensor:
+    """The log-probability of each character but the first, in nats. (batch, time) -> (batch, time - 1), float64."""
+    with torch.no_grad():
+        given = torch.log_softmax(model(text[:, :-1]).double(), dim=-1)
+    return given.gather(-1, text[:, 1:, None])[..., 0]
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:

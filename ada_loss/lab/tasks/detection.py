@@ -87,7 +87,7 @@ def detection(seed: int = 0, path: str | os.PathLike[str] | None = None, size: i
     Args:
         seed: of the weights.
         path: the folder of PASCAL VOC, for SSD300 or SSD512 in the size of their paper. In a sweep:
-            "detection=VOCdevkit,size=512"; see `ada_loss.lab.tasks.voc`.
+            "detection=VOCdevkit,size=512".
         size: of SSD: 300 or 512.
 
     >>> task = detection()

@@ -17,14 +17,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ada_loss.files import write_atomically
+from ada_loss.lab.tasks.networks import network
 from ada_loss.lab.tasks.resnets import resnet
 from ada_loss.lab.tasks.task import Task, accuracy, settled_by, trained_with
-from fpsim.checks import pip_install
+from fpsim.checks import pip_install, shown
 
 __all__ = ["CIFAR", "Cifar", "cifar10", "cifar100", "patches"]
 
 PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "hubble_deep_field", "immunohistochemistry", "retina", "rocket")
 SIDE, STRIDE = 32, 12
+DEPTH = 20  # of the ResNet that nobody chose
 TRAINING_SHARE = 0.7  # of an image's width, from the left
 MOST_PLAIN = 8  # of 255: patches of a plain background look the same in every photograph
 TRAINED, TESTED = 200, 60  # patches of each photograph
@@ -36,28 +38,32 @@ def _task(
     test: tuple[Tensor, Tensor],
     classes: int,
     seed: int,
-    depth: int = 20,
-    version: int = 1,
+    depth: int | None = None,
+    version: int | None = None,
+    model: str | None = None,
 ) -> Task:
     """A task of uint8 images, (n, 3, 32, 32), each channel normalised by mean and deviation of the training images."""
+    if model is not None and (depth is not None or version is not None):
+        raise ValueError(f"model={shown(model)} was given with the depth or version of a ResNet. Give one of them.")
     x = train[0].float()
     mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = resnet(depth, classes, version)
+        chosen = resnet(depth or DEPTH, classes, version or 1) if model is None else network(model, classes)
     data = tuple(((images.float() - mean) / deviation, labels) for images, labels in (train, test))
-    return Task(name, model, data[0], data[1], F.cross_entropy, {"accuracy": accuracy})
+    return Task(name, chosen, data[0], data[1], F.cross_entropy, {"accuracy": accuracy})
 
 
-@settled_by(depth=int, version=int)
+@settled_by(depth=int, version=int, model=str)
 @trained_with(epochs=8, learning_rate=0.1, weight_decay=1e-4)
-def patches(seed: int = 0, depth: int = 20, version: int = 1) -> Task:
+def patches(seed: int = 0, depth: int | None = None, version: int | None = None, model: str | None = None) -> Task:
     """32x32 patches of the nine colour photographs in scikit-image and scikit-learn; the class is the photograph.
 
     Training patches come from the left 70 % of a photograph and test patches from the rest, so that none overlap: the
     network has to learn the subject, not the position. In float32 0.77 (seed 0), in a minute on a slow core.
 
-    depth, version: of the ResNet. In a sweep: "patches,depth=56,version=2".
+    depth, version: of the ResNet, 20 and 1. In a sweep: "patches,depth=56,version=2".
+    model: another network, "vgg16", "mobilenet", "wrn28_10", "fixup20"; see `networks`. "patches,model=vgg16".
 
     >>> task = patches()
     >>> task.train[0].shape, task.test[0].shape
@@ -87,7 +93,7 @@ def patches(seed: int = 0, depth: int = 20, version: int = 1) -> Task:
         images = torch.from_numpy(np.stack([image for images in chosen[part] for image in images])).permute(0, 3, 1, 2)
         labels = torch.arange(len(photographs)).repeat_interleave(len(chosen[part][0]))
         splits.append((images, labels))
-    return _task("patches", splits[0], splits[1], len(photographs), seed, depth, version)
+    return _task("patches", splits[0], splits[1], len(photographs), seed, depth, version, model)
 
 
 class Cifar:
@@ -173,23 +179,24 @@ CIFAR = {
 }
 
 
-def _cifar(classes: int, seed: int, depth: int, version: int) -> Task:
+def _cifar(classes: int, seed: int, depth: int | None, version: int | None, model: str | None) -> Task:
     train, test = CIFAR[classes].read(Path(os.environ.get("ADA_LOSS_DATA", "data")))
-    return _task(f"cifar{classes}", train, test, classes, seed, depth, version)
+    return _task(f"cifar{classes}", train, test, classes, seed, depth, version, model)
 
 
-@settled_by(depth=int, version=int)
+@settled_by(depth=int, version=int, model=str)
 @trained_with(epochs=30, batch_size=128, learning_rate=0.1, weight_decay=1e-4)
-def cifar10(seed: int = 0, depth: int = 20, version: int = 1) -> Task:
+def cifar10(seed: int = 0, depth: int | None = None, version: int | None = None, model: str | None = None) -> Task:
     """CIFAR-10's 60,000 images, without augmentation, in the folder ADA_LOSS_DATA ("data"); downloaded if need be.
 
     depth, version: of the ResNet: 20, 56, 110 and others; 2 for its second paper's. In a sweep: "cifar10,depth=56".
+    model: another network, as in `patches`. In a sweep: "cifar10,model=wrn28_10".
     """
-    return _cifar(10, seed, depth, version)
+    return _cifar(10, seed, depth, version, model)
 
 
-@settled_by(depth=int, version=int)
+@settled_by(depth=int, version=int, model=str)
 @trained_with(epochs=30, batch_size=128, learning_rate=0.1, weight_decay=1e-4)
-def cifar100(seed: int = 0, depth: int = 20, version: int = 1) -> Task:
+def cifar100(seed: int = 0, depth: int | None = None, version: int | None = None, model: str | None = None) -> Task:
     """CIFAR-100's 60,000 images with the hundred fine labels, likewise."""
-    return _cifar(100, seed, depth, version)
+    return _cifar(100, seed, depth, version, model)

@@ -48,7 +48,7 @@ def settled(make_task: Callable[..., Task], name: str, settings: Mapping[str, st
         except ValueError:
             raise ValueError(f"The task {shown(name)} has {word}={text}. Expected: a whole number.") from None
     bound: Any = partial(make_task, **values)
-    bound.options = getattr(make_task, "options", {})
+    bound.options, bound.plays = getattr(make_task, "options", {}), getattr(make_task, "plays", False)
     return bound  # type: ignore[no-any-return]
 
 

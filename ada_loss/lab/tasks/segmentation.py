@@ -88,8 +88,7 @@ def segmentation(seed: int = 0, path: str | os.PathLike[str] | None = None) -> T
 
     Args:
         seed: of the weights.
-        path: the folder of CamVid, for SegNet-Basic in the size of its paper. In a sweep: "segmentation=CamVid"; see
-            `ada_loss.lab.tasks.camvid`.
+        path: the folder of CamVid, for SegNet-Basic in the size of its paper. In a sweep: "segmentation=CamVid".
 
     >>> task = segmentation()
     >>> task.model(task.train[0][:2]).shape, task.train[1][:2].shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
@@ -32,8 +32,12 @@ class Task:
         metrics: {name: a function of outputs and targets that gives a float}; the first is the one that tables show.
             Those of an iterable's batches are put together first.
         goal: "minimize" or "maximize", of the first metric, or {metric: "minimize" or "maximize"}, where the names of
-            the metrics do not tell; see `ada_loss.lab.directions`.
+            the metrics do not tell: "accuracy" and "bleu" are to be large, "loss" and "mse" small.
         augment: changes the inputs of each training batch, and may draw torch's random numbers; None leaves them.
+        play: for a model that learns from what it draws: takes the forward of the engine that draws, and inputs and
+            targets of a training batch, and gives those of which the model learns. None learns from the batch.
+        curves: {name: a function of outputs and targets of a training batch that gives a float}, measured in each step;
+            the mean over the steps is a metric too.
 
     Raises:
         TypeError: for data that are neither.
@@ -48,6 +52,8 @@ class Task:
     metrics: dict[str, Callable[[Tensor, Tensor], float]]
     augment: Callable[[Tensor], Tensor] | None = None
     goal: str | Mapping[str, str] | None = None
+    play: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    curves: Mapping[str, Callable[[Tensor, Tensor], float]] = field(default_factory=dict)
 
     @property
     def goals(self) -> dict[str, str]:
@@ -57,11 +63,12 @@ class Task:
     def __post_init__(self) -> None:
         self._check_words()
         for metric in self.goals:
-            if metric not in self.metrics:
-                hint = did_you_mean(metric, self.metrics)
+            known = [*self.metrics, *self.curves]
+            if metric not in known:
+                hint = did_you_mean(metric, known)
                 raise ValueError(
                     f"The task {self.name!r} states a goal for {shown(metric)}, which is not one of its metrics.{hint} "
-                    f"Known: {', '.join(map(str, self.metrics))}."
+                    f"Known: {', '.join(map(str, known))}."
                 )
         for part, data in (("train", self.train), ("test", self.test)):
             if isinstance(data, Iterable) and not isinstance(data, NO_BATCHES):
@@ -95,12 +102,21 @@ class Task:
         require_callable("loss", self.loss, "torch.nn.functional.mse_loss")
         if self.augment is not None:
             require_callable("augment", self.augment, "lambda x: x + 0.1 * torch.randn_like(x)")
-        require_mapping("metrics", self.metrics, "{'accuracy': accuracy}")
-        for name, metric in self.metrics.items():
-            if not isinstance(name, str) or not callable(metric):
-                raise TypeError(
-                    f"metrics has {shown(name)}: {shown(metric)}. Expected: names of functions of outputs and targets."
-                )
+        if self.play is not None:
+            require_callable("play", self.play, "lambda forward, x, y: (x, forward(x).argmax(-1))")
+        for part in ("metrics", "curves"):
+            measures: Any = getattr(self, part)
+            require_mapping(part, measures, "{'accuracy': accuracy}")
+            for name, measure in measures.items():
+                if not isinstance(name, str) or not callable(measure):
+                    raise TypeError(
+                        f"{part} has {shown(name)}: {shown(measure)}. Expected: names of functions of outputs and "
+                        f"targets."
+                    )
+        if both := [name for name in self.curves if name in self.metrics]:
+            raise ValueError(
+                f"{shown(both[0])} is a metric and a curve of the task {self.name!r}. Give each its own name."
+            )
 
 
 def types_of_pair(data: Any) -> str:

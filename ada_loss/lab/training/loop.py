@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -33,6 +34,7 @@ from ada_loss.lab.training.generators import kept_generators
 from ada_loss.lab.training.methods import make_native_scaling, make_scaling
 from ada_loss.lab.training.native import canonical_native, in_float16, is_native, require_native, unquantized
 from ada_loss.lab.training.options import TrainOptions
+from ada_loss.lab.training.rollouts import Rollout, Sampler, as_rollout
 from ada_loss.lab.training.run import Run, Stopped
 from ada_loss.lab.training.stored_weights import RoundedWeights, every_of, stored
 from ada_loss.scalers import GradScaler
@@ -54,6 +56,7 @@ def train(
     rounding: str | None = None,
     *,
     update: Update | str | None = None,
+    rollout: Rollout | FormatLike | Mapping[str, Any] = None,
     checkpoint: Path | None = None,
     checkpoint_seconds: float = 30.0,
     progress: Callable[[int], object] | None = None,
@@ -67,6 +70,8 @@ def train(
         "fp16"} is real float16, under torch.autocast, without emulation.
     rounding: of every role; None leaves it to the policy, or to nearest-even.
     update: what the optimizer stores, a fpsim.Update or the name of one ("bf16_sr"); None for float32.
+    rollout: the format of the engine that draws what is learnt from, or {"format": ..., "weights": ...}, of a task that
+        plays, as `rl` does; None for the trainer's own, without importance weights.
     checkpoint, checkpoint_seconds, progress: see `Training.run`.
     Raises ValueError for invalid options, Stopped where the loss rule stops the training.
 
@@ -75,7 +80,8 @@ def train(
     >>> len(run.losses), run.metrics["accuracy"] > 0.5
     (22, True)
     """
-    training = Training(task, fmt, rounding, TrainOptions(**options), update)
+    own = None if rollout is None else as_rollout(rollout)
+    training = Training(task, fmt, rounding, TrainOptions(**options), update, own)
     return training.run(checkpoint, checkpoint_seconds, progress)
 
 
@@ -97,6 +103,7 @@ class TrainingState:
     history: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
     layer_scales: list[tuple[int, dict[str, int]]] = field(default_factory=list)
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -128,6 +135,7 @@ class TrainingState:
             history=self.history,
             layer_scales=self.layer_scales,
             evaluations=self.evaluations,
+            curves=self.curves,
         )
 
 
@@ -141,6 +149,7 @@ class Training:
         rounding: str | None,
         options: TrainOptions,
         update: Update | str | None = None,
+        rollout: Rollout | None = None,
     ) -> None:
         container = torch.float64 if options.accumulation == "float64" else torch.float32
         self.task, self.options, self.schedule = task, options, as_schedule(fmt, rounding)
@@ -162,6 +171,11 @@ class Training:
             self.scaler, self.adaptive = make_scaling(options.scaling, self.model)
         self.forward = in_float16(self.model, options.device) if self.is_native else self.model
         self.formats = FormatSwitch(self.model, self.schedule)
+        self.rollout, self.sampler = rollout, None
+        if task.play is not None or rollout is not None:
+            self.rollout = rollout or Rollout()
+            self.sampler = Sampler(task, self.schedule, self.rollout, options.device, container)
+            self.task = self.sampler.task
         self.optimizer = make_optimizer(options, self.model)
         self.batches = batches_of(task.train, options.batch_size, options.seed, options.device, container)
         self.test = batches_of(task.test, EVALUATED, 0, options.device, container)
@@ -280,14 +294,19 @@ class Training:
 
     def _step(self, x: Tensor, y: Tensor) -> None:
         options, state, done = self.options, self.state, self.state.steps
-        self.formats.enter(done, self.total)
+        self._enter(done)
         for group in self.optimizer.param_groups:  # by hand: torch's schedules warn where the first step is skipped
             group["lr"] = learning_rate_at(options, done, self.total)
+        if self.sampler is not None:
+            x, y = self.sampler.draw(self.model, x, y)
         self.before_step(x, y)
         state.scales.append(self.scaler.get_scale())
         self.optimizer.zero_grad()
-        loss = backward(self.task, self.forward, self.scaler, x, y, options.micro_batches)
+        measured: dict[str, float] = {}
+        loss = backward(self.task, self.forward, self.scaler, x, y, options.micro_batches, measured)
         state.losses.append(loss)
+        for name, value in measured.items():
+            state.curves.setdefault(name, []).append((done, value))
         if options.max_gradient_norm:
             self.scaler.unscale_(self.optimizer)
             self.scaler.clip_(self.optimizer, options.max_gradient_norm)
@@ -314,6 +333,7 @@ class Training:
     def _evaluate(self) -> dict[str, float]:
         self._add_seconds()
         metrics = evaluate(self.task, self.model, self.forward, self.test, self.options.seed, self.cuda_devices)
+        metrics |= {name: statistics.fmean(v for _, v in points) for name, points in self.state.curves.items()}
         self._since = time.perf_counter()
         return metrics
 
@@ -331,9 +351,15 @@ class Training:
             self.checkpoints.remove()
         return Stopped(str(error), self._result({}))
 
+    def _enter(self, step: int) -> None:
+        """Take the format of a step, the engine that draws too."""
+        self.formats.enter(step, self.total)
+        if self.sampler is not None:
+            self.sampler.enter(step, self.total)
+
     def _enter_last(self) -> None:
         """Take the format of the last step that is done."""
-        self.formats.enter(max(self.state.steps - 1, 0), self.total)
+        self._enter(max(self.state.steps - 1, 0))
 
     def _open_checkpoints(self, path: Path | None, seconds: float, shared: Mapping[Start, Path] | None) -> None:
         is_own, branches = shared is not None, shared or {}  # a sweep says what its cells share
@@ -344,10 +370,13 @@ class Training:
         present = {name: thing for name, thing in stateful.items() if thing is not None}
         if not self.is_native:
             present["delayed scaling"] = DelayedScaling(self.model, self._enter_last)  # behind "training", which counts
+        if self.sampler is not None and not self.sampler.is_native:
+            present["rollouts"] = DelayedScaling(self.sampler.model, self._enter_last)
         tensors = {**self.batches.tensors, **dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         identity = {**asdict(self.options), "versions": versions(), "tensors": _fingerprint(tensors)}
         identity["state"] = [f.name for f in fields(TrainingState)]
         identity["update"] = "" if self.update is None else str(self.update)
+        identity["rollout"] = "" if self.rollout is None else str(self.rollout)
 
         def opened(where: Path, formats: str) -> Checkpoints:
             words = {"format": formats, **identity}
@@ -394,20 +423,34 @@ def _rate(schedule: str, warmup: int, step: int, total: int) -> float:
     return (1 + math.cos(math.pi * share)) / 2 if schedule == "cosine" else 1 - share
 
 
-def backward(task: Task, forward: Forward, scaler: GradScaler, x: Tensor, y: Tensor, micro_batches: int) -> float:
+def backward(
+    task: Task,
+    forward: Forward,
+    scaler: GradScaler,
+    x: Tensor,
+    y: Tensor,
+    micro_batches: int,
+    measured: dict[str, float] | None = None,
+) -> float:
     """Add the scaled gradients of a batch to the parameters, part by part; gives the loss of the batch.
 
     forward: the model, or its forward pass in real float16.
     x, y: the inputs and the targets of the batch.
     micro_batches: the number of parts.
+    measured: gets the numbers of the task's curves.
     """
     total, parts = 0.0, min(micro_batches, len(x))
     for inputs, targets in zip(x.tensor_split(parts), y.tensor_split(parts)):
-        loss = task.loss(forward(inputs), targets)
+        outputs = forward(inputs)
+        loss = task.loss(outputs, targets)
         if micro_batches > 1:
             loss = loss * (len(inputs) / len(x))
         scaler.scale(loss).backward()
         total += loss.item()
+        if measured is not None:
+            share = len(inputs) / len(x)
+            for name, measure in task.curves.items():
+                measured[name] = measured.get(name, 0.0) + share * float(measure(outputs.detach(), targets))
     return total
 
 

@@ -25,7 +25,7 @@ class Run:
     history: (steps so far, rows up to there), at some 20 steps of a long training.
     layer_scales: (steps so far, {site: log2_scale of its gradient}) at the same steps, with adaptive scaling.
     evaluations: (steps so far, metrics), in the order of the steps.
-    curves: {name: (step, number)} of what a training function of the user's own logged.
+    curves: {name: (step, number)} of the task's curves, and of what a training function of the user's own logged.
     updates: {"step", "lost", "edq"} at recorded steps, counted from 0: what the optimizer's formats took from them.
     parameters: the rows of `fpsim.LostUpdates.table` at the end.
     """
@@ -64,17 +64,15 @@ class Run:
 
     def plot(self) -> Any:
         """A figure: the loss of every step; needs matplotlib."""
-        from fpsim.insight.pictures import new_picture
+        from fpsim.insight.pictures import new_axes
 
-        picture = new_picture(7.2, 3.2)
-        axes = picture.subplots()
+        picture, axes = new_axes(7.2, 3.2)
         axes.plot(range(len(self)), self.losses, linewidth=1.2)
         for step in self.skipped_steps:
             axes.axvline(step, color="0.5", linewidth=0.5, linestyle=":")
         axes.set_xlabel("step" + ("; dotted: skipped" if self.skipped_steps else ""))
         axes.set_ylabel("loss, lower is better")
         axes.set_title(", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items()), fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
         return picture
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from fpsim.border import require_memory, require_module
 from fpsim.checks import few, shown
 from fpsim.insight.engines.msprobe import is_msprobe, read_msprobe
 from fpsim.insight.engines.recorded import Entry, Steps, batched_steps, flat_steps, inputs_of, outputs_of
-from fpsim.insight.snapshots import DTYPES, LENGTH, read_tensor, write_tensors
+from fpsim.insight.snapshots import safetensors_package, write_tensors
 from fpsim.insight.stepping import called, is_function
 from fpsim.tensors.noise import keep_random_numbers
 from fpsim.torch_modes import keeps_grad_mode, without_torch_function
@@ -33,7 +32,18 @@ LOGPROBS = "logprobs"  # of each token given those before it, from engines that 
 # "<module>.in0", ".in.hidden_states", ".out0.1", "@2" for the third call. The longest name of a module wins: a module
 # may be called `out`.
 KEY = re.compile(r"(?:(?P<module>.+)\.)?(?P<path>(?:in|out)(?:\d+(?:\.\w+)*|(?:\.\w+)+))(?:@(?P<call>\d+))?")
-WORDS = {word: dtype for dtype, word in DTYPES.items()}
+WORDS = {  # of safetensors' headers
+    word: getattr(torch, name)
+    for word, name in (
+        pair.split("=")
+        for pair in (
+            "F64=float64 F32=float32 F16=float16 BF16=bfloat16 F8_E4M3=float8_e4m3fn F8_E4M3FNUZ=float8_e4m3fnuz "
+            "F8_E5M2=float8_e5m2 F8_E5M2FNUZ=float8_e5m2fnuz F8_E8M0=float8_e8m0fnu BOOL=bool U8=uint8 I8=int8 "
+            "I16=int16 U16=uint16 I32=int32 U32=uint32 I64=int64 U64=uint64"
+        ).split()
+    )
+}
+DTYPES = {*WORDS.values()}
 MOST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
@@ -256,7 +266,7 @@ class Dump:
         self.modules, self.left_out = [*words.get("modules", [])], dict(words.get("left_out", {}))
         for name, of in header.items():
             dtype, shape = WORDS[of["dtype"]], tuple(of["shape"])
-            self.entries[name] = Entry(shape, dtype, partial(_read, self.path, name, dtype, shape, of["data_offsets"]))
+            self.entries[name] = Entry(shape, dtype, partial(_read, self.path, name))
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.entries.get(name)
@@ -314,15 +324,16 @@ def opened(side: Any) -> Any:
     return Dump(side) if isinstance(side, str | os.PathLike) else side
 
 
-def _read(path: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...], ends: list[int]) -> Tensor:
+def _read(path: Path, name: str) -> Tensor:
     """A tensor of a safetensors file, alone: a dump may be larger than memory."""
-    with open(path, "rb") as file:
-        (length,) = LENGTH.unpack(file.read(LENGTH.size))
-        file.seek(LENGTH.size + length + ends[0])
-        data = file.read(ends[1] - ends[0])
-    if len(data) != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{path.name} ends within {shown(name)}. Expected: a whole file; write or copy it again.")
-    return read_tensor(data, dtype, shape)
+    package = safetensors_package()
+    try:
+        with package.safe_open(path, "pt") as file:
+            return file.get_tensor(name)
+    except package.SafetensorError as error:
+        raise ValueError(
+            f"{shown(name)} of {path.name} cannot be read ({error}). Expected: a whole file; write or copy it again."
+        ) from None
 
 
 def _header(path: Path) -> dict[str, Any]:

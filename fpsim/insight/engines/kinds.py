@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpsim.insight.engines.places import MARGIN, PRODUCTS_OF_TORCH, TINY, Place, floats_of, relative_of
+from fpsim.insight.engines.remedies import changed_policies
 from fpsim.insight.engines.sides import Pair, cloned
 from fpsim.models.installed import emulated_forward, emulated_forwards
 from fpsim.models.quantize import dequantize
-from fpsim.policies.policy import Policy
+from fpsim.policies.policy import Policy, describe_cached
 from fpsim.policies.products import PRODUCTS, Products
 from fpsim.torch_internals import map_leaves
 from fpsim.torch_modes import without_torch_function
 
-__all__ = ["KINDS", "kind_of"]
+__all__ = ["KINDS", "STATE", "kind_of", "policies_of"]
 
 # What gives numbers that are there already, in another shape.
 _VIEWS = frozenset(
@@ -98,7 +99,7 @@ def kind_of(pair: Pair, place: Place, valid: Tensor) -> tuple[str, str]:
     found = _of_tensors(pair, place, valid, a, b)
     if found is not None:
         return found
-    found = _of_policies(a, b)
+    found = _of_policies(pair, place, valid)
     if found is not None:
         return found
     kind, words = _of_code(pair, place, valid)
@@ -178,16 +179,30 @@ def policies_of(a: nn.Module, b: nn.Module) -> tuple[Policy, Policy] | None:
     return tuple(Policy() if x is None or x.policy is None else x.policy for x in (mine, other))  # type: ignore[return-value]
 
 
-def _of_policies(a: nn.Module, b: nn.Module) -> tuple[str, str] | None:
-    both = policies_of(a, b)
+def _of_policies(pair: Pair, place: Place, valid: Tensor) -> tuple[str, str] | None:
+    both = policies_of(*(pair.doors[side][place.name].module for side in "ab"))
     if both is None:
         return None
     parts = differences(*both)
+    others = [part for part in parts if part[0] is not STATE]
+    if others and others != parts and not _stores(pair, place, valid, both[0]):
+        parts = others
     if not parts:
         return None
     kinds = [kind for kind, _ in parts]
     first = min(kinds, key=(STATE, ORDER, FORMAT, ROUNDING).index)
     return first, "; ".join(words for _, words in parts)
+
+
+def _stores(pair: Pair, place: Place, valid: Tensor, of_a: Policy) -> bool:
+    """Whether a's cache changes what b's own code gives: every module of a model has its policy, and few store."""
+    wanted = emulated_forward(pair.doors["b"][place.name].module)
+    if wanted is None:
+        return False
+    with changed_policies(
+        pair.models["b"], lambda name, own: replace(own, cache=of_a.cache) if name == wanted.name else own
+    ):
+        return _again(pair, place, valid) != place.local
 
 
 def differences(a: Policy, b: Policy) -> list[tuple[str, str]]:
@@ -208,8 +223,9 @@ def differences(a: Policy, b: Policy) -> list[tuple[str, str]]:
         found.append((ORDER, f"accumulator: {p.accumulator or 'fp32'} in a, {q.accumulator or 'fp32'} in b"))
     if p.attention != q.attention:
         found += _of_attention(p, q)
-    if getattr(a, "cache", None) != getattr(b, "cache", None):
-        found.append((STATE, f"cache: {a.cache or 'as it is'} in a, {b.cache or 'as it is'} in b"))
+    if a.cached != b.cached:
+        mine, other = (describe_cached(p.cached) if p.cached else "as it is" for p in (a, b))
+        found.append((STATE, f"cache: {mine} in a, {other} in b"))
     if set(a.float32) != set(b.float32):
         found.append((ROUNDING, f"float32 operations: {', '.join(a.float32)} in a, {', '.join(b.float32)} in b"))
     return found

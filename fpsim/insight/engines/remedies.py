@@ -115,16 +115,21 @@ def _in_fp16(policy: Policy) -> Policy:
 def fields_of(a: Policy, b: Policy) -> list[tuple[str, Policy]]:
     """The parts in which b's policy of a module differs, each with b's policy with a's part put back."""
     found: list[tuple[str, Policy]] = []
-    for role in ("weight", "activation"):
-        if getattr(a, role) != getattr(b, role):
-            found.append((role, replace(b, **{role: getattr(a, role)})))
     p, q = a.products or Products(), b.products or Products()
+    # both round results of products, and a policy has one of them: where each side has its own, they go together
+    are_one = None not in (a.activation, q.output) or None not in (b.activation, p.output)
+    for role in ("weight", "activation"):
+        if getattr(a, role) != getattr(b, role) and not (are_one and role == "activation"):
+            found.append((role, replace(b, **{role: getattr(a, role)})))
+    if are_one:
+        results = replace(q, output=p.output)
+        found.append(("activation and output", replace(b, activation=a.activation, products=results)))
     for i, name in enumerate(("x", "w")):
         if p.fprop[i] != q.fprop[i]:
             pair = (p.fprop[0], q.fprop[1]) if i == 0 else (q.fprop[0], p.fprop[1])
             found.append((f"operand {name}", replace(b, products=replace(q, fprop=pair))))
     for name in ("output", "accumulator", "attention"):
-        if getattr(p, name) != getattr(q, name):
+        if getattr(p, name) != getattr(q, name) and not (are_one and name == "output"):
             found.append((name, replace(b, products=replace(q, **{name: getattr(p, name)}))))
     if a.cache != b.cache:
         found.append(("cache", replace(b, cache=a.cache)))

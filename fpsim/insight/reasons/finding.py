@@ -32,7 +32,7 @@ __all__ = ["Finding", "causes_first", "comes_to_nothing", "find", "reaches_a_los
 
 @dataclass
 class Finding:
-    """What was found: events, the cause first; and the remedies that worked."""
+    """Result of the checks: events, the cause first; and the remedies that worked."""
 
     events: list[Event] = field(default_factory=list)
     remedies: list[Remedy] = field(default_factory=list)
@@ -154,6 +154,8 @@ class _Checks:
         self.broken = {event.place.rpartition(".")[0] for event in self.buffers}
         self.harmless = [e for e in inputs if comes_to_nothing(e.readers, self.losses, is_emulated, self.broken)]
         self.inputs = [e for e in inputs if e not in self.harmless]
+        # From cause to effect: a bad input explains bad numbers, bad numbers explain lost gradients and updates. The
+        # first check with an event ends the search, since later ones would report its consequences.
         checks = (
             *(self._state, self._broken_numbers, self._lost_gradient, self._accumulated, self._updates),
             *(self._buffers, self._error, self._shared_reads, self._end),
@@ -176,10 +178,12 @@ class _Checks:
         return [*self.inputs, *sorted(at_begin, key=lambda event: event.role == "gradient")]
 
     def _broken_numbers(self) -> list[Event]:
-        """What the step itself made: inf and NaN; or what it cut off, where no number broke."""
+        """Events of the step itself: inf and NaN, or saturation without them."""
         seen, is_finite = self.seen, self.was.is_finite
         hard = [e for e in seen.events if e.stage != "state"]
         hard = causes_first(hard, self.losses, is_finite, self.reference.breaks_too)
+        # Minus infinities are masks as a rule. They count only in a step without a finite loss and without another
+        # cause.
         minus = [] if is_finite or any(e.stage == "forward" for e in hard) else seen.minus
         minus = [e for e in minus if reaches_a_loss(e.readers, self.losses, self.broken)]
         if minus:
@@ -234,6 +238,7 @@ class _Checks:
     def _shared_reads(self) -> list[Event]:
         """Find tensors whose many gradients are added up in too few bits."""
         often = read_often(self.seen.operations)
+        # In an emulated model autograd adds up gradients in float32 already.
         if self.trials.emulated or not self.was.is_finite or not any(often):
             return []
         ids = {name: id(p) for name, p in self.model.named_parameters()}

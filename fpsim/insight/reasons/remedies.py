@@ -122,6 +122,7 @@ def _lowered(attempts: Attempts, event: Event) -> tuple[int, Outcome] | None:
     if event.ends is not None and event.ends.largest < event.largest < math.inf:
         first = math.ceil(math.log2(event.largest / event.ends.largest))
     high, low, step = first - 1, first, 1
+    # Gallop to a scale that fits, then halve the interval: each try is a run of the step.
     while not attempts.is_finite(Change(loss_scale=2.0**-low)):
         high, low, step = low, low + step, 2 * step
         if low > MOST_EXPONENT:
@@ -237,6 +238,8 @@ def _fewest(attempts: Attempts, event: Event, candidates: Sequence[Operation]) -
     else:
         units = [o for o in candidates if o.name != "parameter"]
     units = units[: FEW if attempts.has_one else None]
+    # Search without looks inside, which take ten times as long. Only if the result fails a look, search again with one
+    # in each try.
     chosen = _searched(attempts, units)
     outcome = None if chosen is None else attempts.looks_well(_widened(attempts, chosen))
     if chosen is not None and outcome is None:  # such as a mask that leaks now
@@ -267,6 +270,7 @@ def _searched(attempts: Attempts, units: Sequence[Any]) -> list[Any] | None:
     done: dict[frozenset[int], Outcome | None] = {}
 
     def works(chosen: Sequence[int]) -> Outcome | None:
+        # The search asks for some sets twice, and each answer is a run of the step.
         key = frozenset(chosen)
         if key not in done:
             change = _widened(attempts, [units[i] for i in chosen])
@@ -292,6 +296,7 @@ def _halved(count: int, works: Callable[[Sequence[int]], Outcome | None]) -> lis
         middle = (low + high) // 2
         low, high = (low, middle) if works(range(middle)) is not None else (middle, high)
     chosen = [*range(high)]
+    # As in delta debugging: leave out halves, then smaller parts, until each one that is left is needed.
     size = len(chosen) // 2
     while size:  # until none can be left out
         parts = [chosen[i : i + size] for i in range(0, len(chosen), size)]

@@ -133,6 +133,7 @@ class Sums:
             return _Sum(total, total.abs(), total, int(x != 0), torch.zeros_like(total))
         tensor = next((g for g, r in zip(given, read, strict=True) if r is x), x)
         known = self._known.get(tensor)
+        # A tensor that was written to since no longer holds the sum that was tracked.
         if known is not None and known.held.shape == x.shape and torch.equal(known.held, x):
             return known  # type: ignore[no-any-return]
         total = x.detach().double()
@@ -195,6 +196,7 @@ class Sums:
                 return known.largest if magnitudes else known.total
             return x.detach().double().abs() if magnitudes else x.detach().double()
 
+        # Run it twice in float64: on the values, and on their magnitudes, which say how large the sum was on the way.
         with suppress(Exception):  # a spelling that torch.<name> does not have
             totals = []
             for magnitudes in (False, True):
@@ -239,6 +241,7 @@ def swamped(
     added: one by one, of which an eighth must be lost.
     """
     mine = result.detach().double()
+    # Masks and overflows are left out: one of them would hide all other errors.
     numbers = true.isfinite() & (true.abs() < min(MASK, ends.largest)) & mine.isfinite()
     error, exact = (mine - true)[numbers], true[numbers]
     half_ulps = wrong_by(error, scale.expand(true.shape)[numbers], slack.expand(true.shape)[numbers], ends)
@@ -258,6 +261,7 @@ def wrong_by(error: Tensor, scale: Tensor, slack: Tensor, ends: Ends) -> float:
     """Express an error in half ulps of the magnitudes `scale`, in the root of the mean square."""
     exponents = torch.frexp(scale.clamp(min=max(ends.smallest, 1e-300)))[1] - 1
     half_ulp = torch.ldexp(torch.full_like(scale, ends.epsilon / 2), exponents).clamp(min=ends.smallest / 2)
+    # Stochastic rounding is off by up to a whole ulp.
     if getattr(ends.holder, "rounding", "") == "stochastic":
         half_ulp = 2 * half_ulp
     allowed = float((half_ulp + slack).norm())

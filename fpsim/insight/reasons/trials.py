@@ -570,7 +570,7 @@ class Attempts:
         return f"of the gradients of parameters {100 * shares[0]:.3g} % were lost, and {100 * shares[1]:.3g} % are"
 
     def looks_well(self, change: Change) -> Outcome | None:
-        """True if the modified step works and shows no new inf, NaN, leak or saturation."""
+        """Return the outcome if the modified step works without a new inf, NaN, leak or saturation; else None."""
         is_compared = self.event.stage == "float32"
         seen = _Unbroken(self.trials.model, self._known, is_compared)
         outcome = self._run(change, seen)

@@ -147,6 +147,8 @@ class Updates:
         event = Event("optimizer", "overflow", name, "update", int(bad.sum()), p.numel(), fmt=ends.name, ends=ends)
         event.read = [(f"gradient of {name}", str(self.gradients.get(name)))]
         event.read += [(f"{name} {key}", str(glance(x))) for key, x in _states(optimizer, p)]
+        # From the certain cause to the likely one: a rate that is not finite, a divisor that is 0, and then a rate that
+        # is too large.
         rate, title = group.get("lr"), type(optimizer).__name__
         if isinstance(rate, float | int | Tensor) and not math.isfinite(float(rate)):
             event.kind, event.remedy = f"rate is {'NaN' if math.isnan(float(rate)) else 'infinite'}", ""

@@ -11,7 +11,6 @@ import torch
 
 import fpsim
 from ada_loss.files import write_atomically
-from ada_loss.lab.results import figures
 from ada_loss.lab.tasks import digits
 from ada_loss.lab.training.loop import train
 from ada_loss.lab.training.run import underflow_share
@@ -117,17 +116,3 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
 def test_a_file_that_is_written_leaves_nothing_open(tmp_path: Path) -> None:
     write_atomically(tmp_path / "table.csv", b"new")
     assert str(tmp_path) not in {str(path.resolve()) for path in Path("/proc/self/fd").iterdir()}
-
-
-def test_a_picture_of_underflow_shows_every_layer_and_says_where_nothing_arrives() -> None:
-    def rows(site: str, nonzero: int, underflow: int) -> list[dict[str, Any]]:
-        row = {"site": site, "nonzero": nonzero, "underflow_count": underflow}
-        return [{**row, "role": "activation"}, {**row, "role": "error"}]
-
-    figure = figures.plot_underflow([*rows("a:linear", 0, 0), *rows("b$:linear", 4, 4), *rows("c:linear", 1000, 123)])
-    (axes,) = figure.axes
-    assert [text.get_text() for text in axes.texts] == ["none", "100", "12.3"]
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["a", r"b\$", "c"]
-    assert [bar.get_height() for bar in axes.patches] == [0, 100, 12.3]
-    assert axes.get_xlabel() == "layer, from input to output; none: no gradient reaches it"
-    assert figures.figure_bytes(figure, "svg").startswith(b"<?xml")

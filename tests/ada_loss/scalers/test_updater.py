@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -384,15 +384,6 @@ def found_by_ranks(which: str, system: str, folder: Path) -> list[dict[str, Any]
     finally:
         for each in ranks:
             each.kill()
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As many as a rank has: with more, a BLAS adds up in another order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("one_thread")

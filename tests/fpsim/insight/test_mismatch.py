@@ -6,6 +6,7 @@ import copy
 import math
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from fpsim import Accumulator, Attention, Policy, Products, mismatch, quantize
 from fpsim.__main__ import main
 from fpsim.insight.engines.likelihoods import interval
+from fpsim.insight.engines.remedies import fields_of
 from fpsim.insight.engines.sides import Pair
 from fpsim.torch_modes import CALL_SLOT
 
@@ -318,6 +320,36 @@ def test_remedies_are_measured() -> None:
     assert {part for _, part, _ in found.parts} == {"operand x", "operand w"}
     assert found.weights.share >= 0
     assert 0 < found.weights.effective <= 1
+
+
+def test_roundings_of_the_same_results_are_put_back_together() -> None:
+    # a policy rounds results by its activations or by the output of its products: put back alone, each would be both
+    fused = Policy(products=Products(fprop=("bf16", "bf16"), output="bf16"))
+    assert dict(fields_of(Policy(**BF16), fused)) == {
+        "weight": replace(fused, weight="bf16"),
+        "activation and output": Policy(activation="bf16", products=Products(fprop=("bf16", "bf16"))),
+        "operand x": Policy(products=Products(fprop=(None, "bf16"), output="bf16")),
+        "operand w": Policy(products=Products(fprop=("bf16", None), output="bf16")),
+    }
+    back = dict(fields_of(fused, Policy(**BF16)))["activation and output"]
+    assert (back.activation, back.products) == (None, Products(output="bf16"))
+    found = mismatch(quantize(model(), Policy(**BF16)), quantize(model(), fused), IDS, attribution="back")
+    assert "activation and output" in {part for _, part, _ in found.parts}
+
+
+def test_a_cache_is_the_kind_of_modules_that_store_keys_and_values_alone() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
+    rollout = Policy(products=Products(fprop=("e4m3fn", "e4m3fn")), cache={"k": "e5m2", "v": "e5m2"})
+    found = mismatch(quantize(llama, Policy()), quantize(llama, rollout), IDS, attribution="back")
+    kinds = {row["module"]: row["kind"] for row in found}
+    assert {name for name, kind in kinds.items() if kind == "cache or state"} == {"model.layers.0.self_attn"}
+    assert kinds["lm_head"] == "format or scale of an operand"
+    (words,) = [row["detail"] for row in found if row["module"] == "model.layers.0.self_attn"]
+    assert "cache: as it is in a, k=e5m2 nearest_even, v=e5m2 nearest_even in b" in words
+    assert {module for module, part, _ in found.parts if part == "cache"} <= {"model.layers.0.self_attn"}
 
 
 def test_two_dtypes_of_a_real_model_and_names_that_are_mapped() -> None:

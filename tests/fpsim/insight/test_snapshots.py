@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +28,6 @@ def step(model: nn.Module, size: float = 1e-6) -> None:
 
 
 def test_a_file_holds_the_tensor_and_what_rounding_made_of_it(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors")
     model = net()
     with fpsim.snapshots(model, tmp_path / "a" / "b", sites="2:linear") as kept:
         step(model)
@@ -114,6 +116,22 @@ def test_what_is_no_snapshot_is_refused(spoilt: str, tmp_path: Path) -> None:
     kept.files[0].write_bytes(content)
     with pytest.raises(ValueError, match=r"is not a snapshot .*Expected: a file that fpsim\.snapshots has written"):
         fpsim.Snapshot.load(kept.files[0])
+
+
+def test_tensors_of_another_library_are_no_snapshot(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"before": torch.ones(2)}, tmp_path / "half")
+    safetensors.torch.save_file({"before": torch.ones(2), "after": torch.zeros(2)}, tmp_path / "without words")
+    for name in ("half", "without words", "missing"):
+        with pytest.raises(ValueError, match=r"is not a snapshot .*Expected: a file that fpsim"):
+            fpsim.Snapshot.load(tmp_path / name)
+
+
+def test_without_safetensors_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match=r"Snapshots need safetensors, which is not installed: pip install .*export"):
+        fpsim.snapshots(net(), tmp_path).__enter__()
+    with pytest.raises(ImportError, match="Snapshots need safetensors"):
+        fpsim.Snapshot.load(tmp_path / "any")
 
 
 def test_a_model_is_observed_by_one(tmp_path: Path) -> None:

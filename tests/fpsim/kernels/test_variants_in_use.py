@@ -202,7 +202,7 @@ def test_what_was_pickled_before_there_were_variants_is_variant_a() -> None:
         assert pickle.loads(pickle.dumps(older)) == value
 
 
-def test_a_recording_goes_on_with_its_variant_and_without_one_as_before() -> None:
+def test_a_recording_resumes_with_its_variant_and_refuses_a_state_without_one() -> None:
     policy = Policy(activation="e4m3fn", rounding="stochastic", random_bits=2, variant="C")
     model = fpsim.quantize(torch.nn.Sequential(torch.nn.ReLU()), policy)
     with fpsim.record(model) as recording:
@@ -213,9 +213,10 @@ def test_a_recording_goes_on_with_its_variant_and_without_one_as_before() -> Non
     assert [*again.tallies()] == [*recording.tallies()]
     assert [words for _, _, words in again.tallies()] == ["e4m3fn stochastic 2 random bits variant C"]
     for saved in state["sums"]:
-        del saved["variant"]  # as a state of before
-    again.load_state_dict(state)
-    assert [words for _, _, words in again.tallies()] == ["e4m3fn stochastic 2 random bits"]
+        del saved["variant"]
+    with pytest.raises(ValueError, match="which is not the state of a Recording"):
+        again.load_state_dict(state)
+    assert [words for _, _, words in again.tallies()] == ["e4m3fn stochastic 2 random bits variant C"]
 
 
 def test_products_take_it_and_another_rounding_leaves_it_behind() -> None:

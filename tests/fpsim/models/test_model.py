@@ -418,6 +418,7 @@ def test_roundings_may_differ_by_role() -> None:
         (lambda: quantize(lambda x: x, "fp16"), TypeError, r"function.*torch\.nn\.Module.*emulate"),
         (lambda: quantize(Net(), 16), TypeError, "A format is wanted"),
         (lambda: quantize(Net(), {"error": "e5m2"}), TypeError, r"is the mapping .* fpsim\.Policy\(\*\*mapping\)"),
+        (lambda: quantize(Net(), fpsim.Products.all("mxfp4")), TypeError, r"Use fpsim\.Policy\(products=\.\.\.\)"),
         (lambda: quantize(Net(), "fp9"), ValueError, "Unknown format 'fp9'"),
         (lambda: quantize(quantize(Net(), "fp16"), "fp16"), ValueError, r"quantised already. Call dequantize"),
         (lambda: summary(Net()), ValueError, r"Call fpsim\.quantize"),

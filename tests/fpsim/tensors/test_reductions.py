@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -262,15 +262,6 @@ def test_a_product_in_splits_is_the_sum_of_its_parts(order: str, ranks: int) -> 
         assert fpsim.as_accumulator(repr(split)) == split
     few = Accumulator("fp32", order="torch", splits=64, split_format="bf16", split_order="linear")
     assert torch.isfinite(matmul(a, b, few)).all()  # more ranks than terms
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As many as a rank has: with more, a BLAS adds up in another order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("one_thread")

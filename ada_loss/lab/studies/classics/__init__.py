@@ -5,20 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ada_loss.lab.studies.classics.papers import CLASSICS, Paper
+
 if TYPE_CHECKING:
     from ada_loss.lab.studies.classics.frame import Reproduction
 
-__all__ = ["CLASSICS", "reproduce_classic"]
-
-# The paper of each. The file of a classic has its name, with _ for -, and is imported on use: a list needs no torch.
-CLASSICS = {
-    "swamping": "Wang et al. 2018, arXiv 1812.08011: long sums in 16 bits stop growing, chunks repair it",
-    "bf16-updates": "Zamirai et al. 2020, arXiv 2010.06192: updates that bf16 weights lose, and two repairs",
-    "fixed-point": "Gupta et al. 2015, arXiv 1502.02551: stochastic rounding trains in 16-bit fixed point",
-    "underflow": "Micikevicius et al. 2017, arXiv 1710.03740: fp16 gradients underflow, a constant repairs it",
-    "depth-scales": "Zhao et al. 2020, IJCAI: in depth a scale for each layer does what no single one does",
-    "rollouts": "Qi et al. 2025, arXiv 2510.26788: two engines part in bf16, and far less in fp16",
-}
+__all__ = ["CLASSICS", "Paper", "reproduce_classic"]
 
 
 def reproduce_classic(name: str, **options: Any) -> Reproduction:

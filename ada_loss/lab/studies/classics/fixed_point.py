@@ -3,149 +3,78 @@
 from __future__ import annotations
 
 from statistics import mean
-from typing import Any
 
 import torch
-from torch import nn
 
 import fpsim
-from ada_loss.lab.results.figures import DASHES, colour
-from ada_loss.lab.studies.classics.frame import Classic, Rows, data_of, of, spread
-from ada_loss.lab.tasks import accuracy, mnist5k
-from fpsim.insight.pictures import new_picture
+from ada_loss.lab.studies.classics.frame import ByHand, Classic, Setting, perceptron
+from ada_loss.lab.studies.classics.telling import Picture, Row, Rows, Sentences, below, label, level, lines, panels
+from ada_loss.lab.tasks import mnist5k
 
-WORD = 16  # bits
-FRACTIONS = (8, 10, 12)
-JUDGED = (8, 10)  # those whose range holds what the training computes
-FLOAT = "float32"
+WORD, FRACTIONS = 16, (8, 10, 12)  # bits
+JUDGED, APART = (8, 10), 10  # those whose range holds what is computed; that with which gradients are rounded apart
 ALIKE = 4.0  # points, in which two shares of wrong answers count as alike
-CHANCE = 90.0  # % of wrong answers among ten digits
-# How everything else and how the gradients of activations are rounded.
-ROUNDINGS: dict[str, tuple[str, str]] = {
-    "to nearest": ("nearest_even", "nearest_even"),
-    "stochastic": ("stochastic", "stochastic"),
-    "gradients to nearest": ("stochastic", "nearest_even"),
-    "gradients stochastic": ("nearest_even", "stochastic"),
-}
-APART = 10  # the fraction with which the gradients are rounded apart
+NEAREST, RANDOM = "nearest_even", "stochastic"
+# How everything else and how the gradients of activations are rounded: alike, or one against the other.
+ALIKE_ROUNDED = {"to nearest": (NEAREST, NEAREST), "stochastic": (RANDOM, RANDOM)}
+ROUNDINGS = {**ALIKE_ROUNDED, "gradients to nearest": (RANDOM, NEAREST), "gradients stochastic": (NEAREST, RANDOM)}
 
 
-def settings(quick: bool) -> list[dict[str, Any]]:
+def settings(quick: bool) -> list[Setting]:
     epochs, fractions = (12, JUDGED[:1]) if quick else (40, FRACTIONS)
-    small = [
-        {"epochs": epochs, "fraction": fraction, "rounding": rounding}
-        for fraction in fractions
-        for rounding in list(ROUNDINGS)[: 4 if fraction == APART else 2]
-    ]
-    return [{"epochs": epochs, "fraction": 0, "rounding": FLOAT}, *small]
+    pairs = [(f, r) for f in fractions for r in list(ROUNDINGS)[: 4 if f == APART else 2]]
+    return [{"epochs": epochs, "fraction": f, "rounding": r} for f, r in [(0, "float32"), *pairs]]
 
 
-def perceptron() -> nn.Sequential:
-    """The paper's network: 784 - 200 - 200 - 10, ReLU."""
-    layers = [nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10)]
-    for layer in layers:
-        if isinstance(layer, nn.Linear):
-            nn.init.xavier_normal_(layer.weight)
-            nn.init.zeros_(layer.bias)
-    return nn.Sequential(*layers)
-
-
-def measure(setting: dict[str, Any], seed: int, device: str) -> Rows:
+def measure(setting: Setting, seed: int, device: str) -> list[Row]:
     """One training: SGD at 0.1, batches of 100; weights, activations, gradients and updates in the format."""
-    task, model = mnist5k(seed), perceptron().to(device)
-    (inputs, targets), test = data_of(task, device)
-    fmt, is_float = fpsim.FixedPoint(WORD, setting["fraction"]), setting["rounding"] == FLOAT
-    rest, error = ROUNDINGS.get(setting["rounding"], ("", ""))
-    if not is_float:
+    model, update, wrong = perceptron(784, 200, 200, 10).to(device), fpsim.Update(), list[float]()
+    if setting["rounding"] != "float32":
+        fmt, (rest, error) = fpsim.FixedPoint(WORD, setting["fraction"]), ROUNDINGS[setting["rounding"]]
         by_role = {role: error if role == "error" else rest for role in fpsim.ROLES}
         model = fpsim.quantize(model, fpsim.Policy(fmt, fmt, fmt, fmt, rounding=by_role, float32=("cross_entropy",)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if not is_float:
-        fpsim.quantize_optimizer(optimizer, fpsim.Update(weight=fmt, rounding=rest), model, seed=seed)
-    rows: Rows = []
-    for epoch in range(setting["epochs"]):
-        for batch in torch.randperm(len(inputs)).split(100):
-            optimizer.zero_grad()
-            task.loss(model(inputs[batch]), targets[batch]).backward()
-            optimizer.step()
-        with torch.no_grad():
-            rows.append({"epoch": epoch + 1, "wrong": 100 * (1 - accuracy(model(test[0]), test[1]))})
-    return rows
-
-
-def _ends(rows: Rows, fraction: int, rounding: str) -> list[float]:
-    last = max(row["epoch"] for row in rows)
-    return [row["wrong"] for row in of(rows, fraction=fraction, rounding=rounding, epoch=last)]
+        update = fpsim.Update(weight=fmt, rounding=rest)
+    fit, optimizer = ByHand(mnist5k(seed), device, model), torch.optim.SGD(model.parameters(), lr=0.1)
+    fpsim.quantize_optimizer(optimizer, update, model, seed=seed)
+    for _ in range(setting["epochs"]):
+        fit.steps(optimizer, torch.randperm(fit.size).split(100))
+        wrong.append(100 * (1 - fit.metric()))
+    return [{"epoch": i, "wrong": share} for i, share in enumerate(wrong, 1)]
 
 
 def holds(rows: Rows) -> bool:
     """To nearest half of the answers or more are wrong; stochastically less than 4 points more than in float32."""
-    (plain,) = _ends(rows, 0, FLOAT)
-    tried = [fraction for fraction in JUDGED if of(rows, fraction=fraction)]
-    return all(
-        _ends(rows, fraction, "to nearest")[0] > 50 and _ends(rows, fraction, "stochastic")[0] < plain + ALIKE
-        for fraction in tried
-    )
+    wrong = {(row["fraction"], row["rounding"]): row["wrong"] for row in rows.of(epoch=rows[-1]["epoch"])}
+    tried = [(wrong[k, "to nearest"], wrong[k, "stochastic"]) for k in JUDGED if (k, "stochastic") in wrong]
+    return all(nearest > 50 and random < wrong[0, "float32"] + ALIKE for nearest, random in tried)
 
 
-def _best(rows: Rows, fraction: int, rounding: str) -> float:
-    """The best epoch's share of wrong answers, mean over the seeds."""
-    tried = of(rows, fraction=fraction, rounding=rounding)
-    return mean(min(row["wrong"] for row in of(tried, seed=seed)) for seed in {row["seed"] for row in tried})
+def says(rows: Rows) -> Sentences:
+    ends = rows.of(epoch=rows[-1]["epoch"])
+    plain, start = ends.averages("fraction", "wrong")[0], ends.told("fraction", "wrong", ".1f")[0]
+    yield f"After {rows[-1]['epoch']} epochs float32 is wrong for {start} % of 1,000 digits."
+    for k in rows.distinct("fraction")[1:]:
+        words, tried = ends.told("rounding", "wrong", ".1f", fraction=k), rows.of(fraction=k, rounding="to nearest")
+        best = mean(min(tried.column("wrong", seed=seed)) for seed in rows.distinct("seed"))
+        yield f"""With {k} of 16 bits behind the point, to nearest {words["to nearest"]} % (at its best epoch {best:.1f}
+            %), stochastically {words["stochastic"]} %."""
+        if ends.averages("rounding", "wrong", fraction=k)["stochastic"] > plain + ALIKE:
+            yield f"""There stochastic rounding does not reach float32; no number beyond
+                {fpsim.FixedPoint(WORD, k).largest:.3g} is left."""
+    if alone := [*ends.told("rounding", "wrong", ".1f", fraction=APART).values()][2:]:
+        yield f"""With {APART} bits, if the gradients of activations alone are rounded to nearest, {alone[0]} % are
+            wrong; if they alone are rounded stochastically, {alone[1]} %."""
 
 
-def says(rows: Rows) -> str:
-    last, plain = max(row["epoch"] for row in rows), _ends(rows, 0, FLOAT)
-    words = [f"After {last} epochs float32 is wrong for {spread(plain, '.1f')} % of 1,000 digits."]
-    for fraction in sorted({row["fraction"] for row in rows} - {0}):
-        nearest, random = (_ends(rows, fraction, rounding) for rounding in ("to nearest", "stochastic"))
-        words.append(
-            f"With {fraction} of 16 bits behind the point, to nearest {spread(nearest, '.1f')} % (at its best epoch "
-            f"{_best(rows, fraction, 'to nearest'):.1f} %), stochastically {spread(random, '.1f')} %."
-        )
-        if mean(random) > mean(plain) + ALIKE:
-            largest = fpsim.FixedPoint(WORD, fraction).largest
-            words.append(f"There stochastic rounding does not reach float32; no number beyond {largest:.3g} is left.")
-    if of(rows, fraction=APART, rounding="gradients to nearest"):
-        alone, rest = (_ends(rows, APART, f"gradients {rounding}") for rounding in ("to nearest", "stochastic"))
-        words.append(
-            f"With {APART} bits, if the gradients of activations alone are rounded to nearest, "
-            f"{spread(alone, '.1f')} % are wrong; if they alone are rounded stochastically, {spread(rest, '.1f')} %."
-        )
-    return " ".join(words)
-
-
-def draw(rows: Rows) -> Any:
-    fractions = sorted({row["fraction"] for row in rows} - {0})
-    picture = new_picture(3.2 * len(fractions) + 0.8, 3.4)
-    for fraction, axes in zip(
-        fractions, picture.subplots(1, len(fractions), sharey=True, squeeze=False)[0], strict=True
-    ):
-        for i, rounding in enumerate((FLOAT, *ROUNDINGS)):
-            one = of(rows, fraction=0 if rounding == FLOAT else fraction, rounding=rounding)
-            epochs = sorted({row["epoch"] for row in one})
-            values = [mean(row["wrong"] for row in of(one, epoch=epoch)) for epoch in epochs]
-            if one:
-                axes.plot(epochs, values, color=colour(i), linestyle=DASHES[i], linewidth=1.3, label=rounding)
-        axes.axhline(CHANCE, color="0.5", linewidth=0.8, linestyle=":")
-        axes.set_title(f"{WORD - fraction} bits before, {fraction} behind the point", fontsize=9)
-        axes.set(xlabel="epoch", ylim=(0, 100))
-        axes.spines[["top", "right"]].set_visible(False)
-    picture.axes[0].set_ylabel("wrong answers in %")
-    most = max(picture.axes, key=lambda axes: len(axes.lines))
-    picture.legend(*most.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+def draw(rows: Rows) -> Picture:
+    fractions = rows.distinct("fraction")[1:]
+    picture, row = panels(len(fractions), 3.2 * len(fractions) + 0.8, 3.4, sharey=True)
+    for fraction, axes, y in zip(fractions, row, ("wrong answers in %", "", ""), strict=False):
+        lines(axes, Rows(rows.of(fraction=0) + rows.of(fraction=fraction)), "rounding", "epoch", "wrong")
+        level(axes, 90)  # by chance, of ten digits
+        label(axes, "epoch", y, f"{WORD - fraction} bits before, {fraction} behind the point", ylim=(0, 100))
+    below(picture, row)
     return picture
 
 
-CLASSIC = Classic(
-    claim="A network whose weights, activations, gradients and updates are 16-bit fixed point trains as in float32 if "
-    "rounding is stochastic, and hardly or not at all if it is to nearest.",
-    limits="The paper's full MNIST and CIFAR-10: these are 4,000 digits for the training and 1,000 for the test, so "
-    "that a point is ten digits. Sums within products are float32; the paper's are fixed point, wide enough not to "
-    "matter.",
-    settings=settings,
-    measure=measure,
-    holds=holds,
-    says=says,
-    draw=draw,
-)
+CLASSIC = Classic(settings, measure, holds, says, draw)

@@ -5,28 +5,31 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fpsim
 from ada_loss.files import csv_bytes, folder_at, mapping_in, write_atomically
 from ada_loss.lab.devices import device_problem, float32_in_full, require_device_name
 from ada_loss.lab.environment import versions
 from ada_loss.lab.results.figures import figure_bytes
+from ada_loss.lab.studies.classics.papers import Paper
+from ada_loss.lab.studies.classics.telling import Row, Rows
 from ada_loss.lab.tasks import Task
+from ada_loss.lab.training import Run, train
 from ada_loss.lab.training.generators import kept_generators, seed_generators
 from fpsim.checks import is_whole, shown
 
-__all__ = ["Classic", "Reproduction", "Rows", "data_of", "of", "reproduce", "spread"]
+__all__ = ["ByHand", "Classic", "Reproduction", "Setting", "perceptron", "reproduce", "trained"]
 
-Rows = list[dict[str, Any]]
+Setting = Row
 SEEDS, QUICK_SEEDS = 5, 2  # all of 5 seeds on one side: 1 in 32 by chance
 MOST_SEEDS = 1000
 
@@ -35,32 +38,36 @@ MOST_SEEDS = 1000
 class Classic:
     """A published effect, and how it is measured, judged, told and drawn.
 
-    claim: the paper's, in a sentence or two.
-    limits: what is not shown at this size.
     settings: whether it is the quick run -> the settings, each of names and words or numbers.
     measure: a setting, a seed and a device -> rows of numbers. The generators begin with the seed.
     holds: the rows of one seed -> whether they show the effect, in direction and size.
-    says: all rows -> what one sees, in numbers.
+    says: all rows -> the sentences of what one sees, in numbers; their lines end anywhere.
     draw: all rows -> a matplotlib figure.
     """
 
-    claim: str
-    limits: str
-    settings: Callable[[bool], Sequence[dict[str, Any]]]
-    measure: Callable[[dict[str, Any], int, str], Rows]
+    settings: Callable[[bool], Sequence[Setting]]
+    measure: Callable[[Setting, int, str], list[Row]]
     holds: Callable[[Rows], bool]
-    says: Callable[[Rows], str]
+    says: Callable[[Rows], Iterable[str]]
     draw: Callable[[Rows], Any]
 
     def verdict(self, rows: Rows) -> str:
         """In how many seeds the effect is there, in words: in all of them, in none, or one cannot tell."""
-        seeds = sorted({row["seed"] for row in rows})
-        count = sum(self.holds(of(rows, seed=seed)) for seed in seeds)
+        seeds = rows.distinct("seed")
+        count = sum(self.holds(rows.of(seed=seed)) for seed in seeds)
         if count == len(seeds):
             return f"The effect is there in all of {count} seeds."
         if count == 0:
             return f"The effect is not there in any of {len(seeds)} seeds."
         return f"One cannot tell whether the effect is there: it is in {count} of {len(seeds)} seeds."
+
+    def text(self, paper: Paper, rows: Rows) -> str:
+        """The paragraphs: the claim, what one sees, what is not shown."""
+        seen = " ".join(" ".join([self.verdict(rows), *self.says(rows)]).split())
+        return "\n\n".join(
+            (f"# {paper.title}", f"**Claim.** {paper.claim}", f"**What you see.** {seen}")
+            + (f"**What is not shown at this size.** {paper.limits}",)
+        )
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ class Reproduction:
 def reproduce(
     name: str,
     classic: Classic,
-    title: str,
+    paper: Paper,
     *,
     seeds: int | Sequence[int] | None = None,
     device: str = "cpu",
@@ -98,8 +105,9 @@ def reproduce(
     may share a folder. One of another release, or of another torch or device, is not used.
 
     Args:
-        name, title: of the classic.
+        name: of the classic.
         classic: what is measured.
+        paper: what is reproduced.
         seeds: how many, from 0, or which; None for 5, with `quick` 2.
         device: "cpu" or "cuda".
         out: the folder for NAME.png, NAME.csv, NAME.md and the measurements; NAME-quick of a quick run.
@@ -114,7 +122,7 @@ def reproduce(
     if problem := device_problem(device):
         raise ValueError(problem)
     asked = [{**setting, "seed": seed} for setting in classic.settings(quick) for seed in chosen]
-    rows: Rows = []
+    rows = Rows()
     seconds = 0.0
     for i, one in enumerate(asked, 1):
         found = _measured(classic, one, device, folder / name)
@@ -123,10 +131,7 @@ def reproduce(
         if progress is not None:
             words = ", ".join(f"{key} {value}" for key, value in one.items())
             progress(f"{i} of {len(asked)}: {words}: {found['seconds']:.1f} s of the processor")
-    text = "\n\n".join(
-        (f"# {title}", f"**Claim.** {classic.claim}", f"**What you see.** {classic.verdict(rows)} {classic.says(rows)}")
-        + (f"**What is not shown at this size.** {classic.limits}",)
-    )
+    text = classic.text(paper, rows)
     columns = [*dict.fromkeys(key for row in rows for key in row)]
     contents = {"png": figure_bytes(classic.draw(rows)), "csv": csv_bytes(rows, columns), "md": f"{text}\n".encode()}
     files = [folder / f"{name}{'-quick' * quick}.{kind}" for kind in contents]
@@ -149,7 +154,7 @@ def _seeds(seeds: object, quick: bool) -> list[int]:
     )
 
 
-def _measured(classic: Classic, asked: dict[str, Any], device: str, folder: Path) -> dict[str, Any]:
+def _measured(classic: Classic, asked: Setting, device: str, folder: Path) -> dict[str, Any]:
     """The rows of a setting and a seed, and the seconds that they took: from the folder, if they are there."""
     key = json.dumps({**asked, **_made_with(device)}, sort_keys=True)
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
@@ -183,28 +188,58 @@ def _alone(device: str) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def data_of(task: Task, device: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Inputs and targets for the training and for the test, on a device: of a task that has tensors."""
-    assert isinstance(task.train, tuple)
-    assert isinstance(task.test, tuple)
-    train, test = ((x.to(device), y.to(device)) for x, y in (task.train, task.test))
-    return train, test
+def trained(make_task: Callable[[int], Task], seed: int, device: str, fmt: Any = None, **options: Any) -> Run:
+    """The lab's training of a task, with the task's own options; those given here override them."""
+    shared = {**getattr(make_task, "options", {}), "seed": seed, "device": device}
+    return train(make_task(seed), fmt, **{**shared, **options})
 
 
-def of(rows: Rows, **wanted: Any) -> Rows:
-    """The rows that have these values.
+def perceptron(*sizes: int) -> nn.Sequential:
+    """Linear layers with ReLU between them, Glorot and Bengio's normal weights and zero biases.
 
-    >>> of([{"seed": 0, "loss": 2.0}, {"seed": 1, "loss": 3.0}], seed=1)
-    [{'seed': 1, 'loss': 3.0}]
+    >>> perceptron(784, 10)
+    Sequential(
+      (0): Flatten(start_dim=1, end_dim=-1)
+      (1): Linear(in_features=784, out_features=10, bias=True)
+    )
     """
-    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+    linear = [nn.Linear(*pair) for pair in pairwise(sizes)]
+    for layer in linear:
+        nn.init.xavier_normal_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    between = [part for layer in linear[1:] for part in (nn.ReLU(), layer)]
+    return nn.Sequential(nn.Flatten(), linear[0], *between)
 
 
-def spread(values: Sequence[float], form: str = ".3g") -> str:
-    """The mean and the standard deviation over seeds, in words.
+class ByHand:
+    """A task whose steps a classic takes itself, on a device, and not by the lab's training.
 
-    >>> spread([1.0, 2.0, 3.0]), spread([1.0])
-    ('2 ± 1', '1')
+    model: the task's, or another one.
+    size: how many examples there are for the training.
     """
-    deviation = f" ± {stdev(values):{form.removeprefix('+')}}" if len(values) > 1 else ""
-    return f"{mean(values):{form}}{deviation}"
+
+    def __init__(self, task: Task, device: str, model: nn.Module | None = None) -> None:
+        assert isinstance(task.train, tuple)
+        assert isinstance(task.test, tuple)
+        self._task, self.size = task, len(task.train[0])
+        self.model = (task.model if model is None else model).to(device)
+        self._train, self.test = ([x.to(device) for x in pair] for pair in (task.train, task.test))
+
+    def step(self, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
+        """Take a step with some examples, by their numbers. Returns the loss before it."""
+        inputs, targets = self._train
+        optimizer.zero_grad()
+        loss = self._task.loss(self.model(inputs[batch]), targets[batch])
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    def steps(self, optimizer: torch.optim.Optimizer, batches: Iterable[Tensor]) -> None:
+        """Take a step with each of some batches."""
+        for batch in batches:
+            self.step(optimizer, batch)
+
+    def metric(self) -> float:
+        """The task's first metric, of the examples for the test."""
+        with torch.no_grad():
+            return next(iter(self._task.metrics.values()))(self.model(self.test[0]), self.test[1])

@@ -5,142 +5,76 @@ from __future__ import annotations
 import math
 from functools import cache
 from statistics import mean
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import fpsim
-from ada_loss.lab.results.figures import colour
-from ada_loss.lab.studies.classics.frame import Classic, Rows, data_of, of, spread
-from ada_loss.lab.tasks.chars import CONTEXT, chars
-from fpsim.insight.pictures import new_picture
+from ada_loss.lab.studies.classics.frame import ByHand, Classic, Setting
+from ada_loss.lab.studies.classics.telling import Picture, Row, Rows, Sentences, dots, label, panels
+from ada_loss.lab.tasks.chars import chars, drawn, log_likelihood
 
-FORMATS = ("bf16", "fp16")
-PAIRS = {
-    "unfused / fused": ("unfused", "fused"),
-    "float32 / unfused": ("float32", "unfused"),
-    "float32 / fused": ("float32", "fused"),
-}  # trainer / rollout
-PROMPT = 8  # characters
-
-
-def policy(engine: str, fmt: str) -> fpsim.Policy:
-    """An engine: unfused code rounds each result, fused code only the operands of products."""
-    if engine == "unfused":
-        return fpsim.Policy(weight=fmt, activation=fmt)
-    return fpsim.Policy(products=fpsim.Products.all(fmt)) if engine == "fused" else fpsim.Policy()
+# Unfused code rounds each result, fused code only the operands of products.
+ENGINES = {
+    "float32": lambda _: fpsim.Policy(),
+    "unfused": lambda fmt: fpsim.Policy(weight=fmt, activation=fmt),
+    "fused": lambda fmt: fpsim.Policy(products=fpsim.Products.all(fmt)),
+}
+FORMATS, PAIRS = ("bf16", "fp16"), ("unfused / fused", "float32 / unfused", "float32 / fused")  # trainer / rollout
+PROMPT, CONTEXT = 8, 64  # characters
 
 
-def settings(quick: bool) -> list[dict[str, Any]]:
+def settings(quick: bool) -> list[Setting]:
     steps, rollouts = (60, 16) if quick else (300, 64)
     return [{"steps": steps, "rollouts": rollouts, "format": fmt, "pair": pair} for fmt in FORMATS for pair in PAIRS]
 
 
 @cache  # of a seed all settings have the same model; resumed, it is trained again
-def trained(steps: int, seed: int, device: str) -> nn.Module:
+def trained(steps: int, seed: int, device: str) -> ByHand:
     """The policy: the small GPT after some steps in float32."""
-    task = chars(seed)
-    model = task.model.to(device)
-    (inputs, targets), _ = data_of(task, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    draw = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        batch = torch.randint(len(inputs), (32,), generator=draw)
-        optimizer.zero_grad()
-        task.loss(model(inputs[batch]), targets[batch]).backward()
-        optimizer.step()
-    return model.eval()
+    fit, draw = ByHand(chars(seed), device), torch.Generator().manual_seed(seed)
+    batches = (torch.randint(fit.size, (32,), generator=draw) for _ in range(steps))
+    fit.steps(torch.optim.AdamW(fit.model.parameters(), lr=3e-3), batches)
+    fit.model.eval()
+    return fit
 
 
-def measure(setting: dict[str, Any], seed: int, device: str) -> Rows:
+def measure(setting: Setting, seed: int, device: str) -> list[Row]:
     """Characters that the rollout's engine draws, their log-probabilities under both, and the KL of the two."""
-    model = trained(setting["steps"], seed, device)
-    ours, theirs = (policy(engine, setting["format"]) for engine in PAIRS[setting["pair"]])
-    trainer, rollout = fpsim.quantize(model, ours), fpsim.quantize(model, theirs)
-    with torch.no_grad():
-        text = data_of(chars(seed), device)[1][0][: setting["rollouts"], :PROMPT]
-        while text.shape[1] <= CONTEXT:
-            last = torch.softmax(rollout(text)[:, -1].double(), dim=-1)
-            text = torch.cat([text, torch.multinomial(last.cpu(), 1).to(device)], dim=1)
-        ratio = _log_probabilities(trainer, text) - _log_probabilities(rollout, text)
-    whole = ratio.sum(dim=1)
-    return [
-        {
-            "difference": float(ratio.abs().mean()),
-            "largest": float(ratio.abs().max()),
-            "sequence": float(whole.abs().mean()),
-            "kl": fpsim.compare(model, theirs, ours, text[:, :-1]).kl,
-        }
-    ]
-
-
-def _log_probabilities(model: nn.Module, text: Tensor) -> Tensor:
-    """Of each character behind the prompt, (rollouts, characters) float64."""
-    given = torch.log_softmax(model(text[:, :-1]).double(), dim=-1)
-    return given.gather(-1, text[:, 1:, None])[:, PROMPT - 1 :, 0]
-
-
-def _ratio(rows: Rows, pair: str, name: str) -> list[float]:
-    """bf16's number over fp16's, for each seed."""
-    bf16, fp16 = ([row[name] for row in of(rows, pair=pair, format=fmt)] for fmt in FORMATS)
-    return [a / b for a, b in zip(bf16, fp16, strict=True)]
+    fit = trained(setting["steps"], seed, device)
+    policies = [ENGINES[engine](setting["format"]) for engine in setting["pair"].split(" / ")]
+    engines = [fpsim.quantize(fit.model, policy) for policy in policies]
+    text = drawn(engines[1], fit.test[0][: setting["rollouts"], :PROMPT], CONTEXT + 1)
+    ours, theirs = (log_likelihood(engine, text)[:, PROMPT - 1 :] for engine in engines)
+    ratio, kl = ours - theirs, fpsim.compare(fit.model, policies[1], policies[0], text[:, :-1]).kl
+    means = {"difference": ratio.abs().mean(), "largest": ratio.abs().max(), "sequence": ratio.sum(dim=1).abs().mean()}
+    return [{**{name: float(value) for name, value in means.items()}, "kl": kl}]
 
 
 def holds(rows: Rows) -> bool:
     """bf16's mean difference is 4 to 16 times fp16's, for each pair: three bits of the significand are 8."""
-    return all(4 < ratio < 16 for pair in PAIRS for ratio in _ratio(rows, pair, "difference"))
+    return all(4 < x < 16 for pair in PAIRS for x in rows.times("format", "difference", "fp16", pair=pair)["bf16"])
 
 
-def says(rows: Rows) -> str:
-    words = []
+def says(rows: Rows) -> Sentences:
+    yield "An unfused engine rounds each result, a fused one the operands of products alone; trainer / rollout:"
     for pair in PAIRS:
-        difference, kl = (
-            [spread([row[name] for row in of(rows, pair=pair, format=fmt)], ".2g") for fmt in FORMATS]
-            for name in ("difference", "kl")
-        )
-        words.append(
-            f"{pair}: |log p - log p'| of a character is {difference[0]} in bf16 and {difference[1]} in fp16, "
-            f"{mean(_ratio(rows, pair, 'difference')):.1f} times less; the KL "
-            f"divergence {kl[0]} and {kl[1]} nats, {mean(_ratio(rows, pair, 'kl')):.0f} times less."
-        )
-    far = {fmt: max(row["sequence"] for row in of(rows, pair="unfused / fused", format=fmt)) for fmt in FORMATS}
-    return (
-        f"An unfused engine rounds each result, a fused one the operands of products alone; trainer / rollout: "
-        f"{' '.join(words)} Three more bits are a factor of 8, and of 64 in the divergence. Over "
-        f"{CONTEXT + 1 - PROMPT} characters the importance ratio of unfused / fused is off by a factor of "
-        f"{math.exp(far['bf16']):.3f} in bf16 and {math.exp(far['fp16']):.4f} in fp16, in the mean of the worst seed."
-    )
+        gap, kl = (rows.told("format", name, ".2g", pair=pair) for name in ("difference", "kl"))
+        less = [mean(rows.times("format", name, "fp16", pair=pair)["bf16"]) for name in ("difference", "kl")]
+        yield f"""{pair}: |log p - log p'| of a character is {gap["bf16"]} in bf16 and {gap["fp16"]} in fp16,
+            {less[0]:.1f} times less; the KL divergence {kl["bf16"]} and {kl["fp16"]} nats, {less[1]:.0f} times less."""
+    far = [math.exp(max(rows.column("sequence", pair=PAIRS[0], format=fmt))) for fmt in FORMATS]
+    yield f"""Three more bits are a factor of 8, and of 64 in the divergence. Over {CONTEXT + 1 - PROMPT} characters the
+        importance ratio of {PAIRS[0]} is off by a factor of {far[0]:.3f} in bf16 and {far[1]:.4f} in fp16, in the mean
+        of the worst seed."""
 
 
-def draw(rows: Rows) -> Any:
-    picture = new_picture(8.4, 3.6)
-    for axes, (name, words) in zip(
-        picture.subplots(1, 2), (("difference", "mean |log p - log p'|"), ("kl", "KL divergence in nats")), strict=True
-    ):
-        for i, fmt in enumerate(FORMATS):
-            for j, pair in enumerate(PAIRS):
-                values = [row[name] for row in of(rows, pair=pair, format=fmt)]
-                places = [j + 0.25 * (i - 0.5)] * len(values)
-                axes.plot(places, values, "os"[i], color=colour(i), markersize=5, label=fmt if j == 0 else None)
-        axes.set_yscale("log")
-        axes.set_xticks(range(len(PAIRS)), [pair.replace(" / ", "\n/ ") for pair in PAIRS], fontsize=8)
-        axes.set(ylabel=words, xlim=(-0.5, len(PAIRS) - 0.5), xlabel="trainer / rollout; a dot for each seed")
-        axes.grid(axis="y", linewidth=0.4, alpha=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-    picture.axes[0].legend(fontsize=8, frameon=False)
+def draw(rows: Rows) -> Picture:
+    picture, row = panels(2, 8.4, 3.6)
+    shown = (("difference", "mean |log p - log p'|", "best"), ("kl", "KL divergence in nats", None))
+    for axes, (name, y, legend) in zip(row, shown, strict=True):
+        dots(axes, rows, "format", "pair", name)
+        label(axes, "trainer / rollout; a dot for each seed", y, legend=legend, yscale="log")
     return picture
 
 
-CLASSIC = Classic(
-    claim="The engine that draws rollouts and the one that trains compute one policy with different kernels, and in "
-    "bf16 their probabilities part enough to bias reinforcement learning. fp16, with three more bits, closes the gap.",
-    limits="Reinforcement learning, its collapse and its recovery. The policy is a GPT of 0.1 million weights with 64 "
-    "characters of context, so that the gaps are small; their ratio is what is compared. The engines differ in where "
-    "they round, not in the order of their sums.",
-    settings=settings,
-    measure=measure,
-    holds=holds,
-    says=says,
-    draw=draw,
-)
+CLASSIC = Classic(settings, measure, holds, says, draw)

@@ -20,8 +20,7 @@ from ada_loss.lab.cells.cells import plan
 from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.cells.telemetry import live_path
 from ada_loss.lab.results import Results
-from ada_loss.lab.results.notifier import Notifier
-from ada_loss.lab.results.trackers import About, MLflow, TensorBoard, make_trackers
+from ada_loss.lab.results.trackers import About, MLflow, Notifier, TensorBoard, make_trackers
 from ada_loss.lab.sweep.driver import sweep
 
 MOST_WAITED = 2000
@@ -258,7 +257,7 @@ def test_hyperparameters_of_tensorboard_have_the_final_metrics(tmp_path: Path) -
 @tiers.parametrize("tracker", READERS, keep={"tensorboard"})
 def test_trackers_see_a_training_while_it_runs(tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ada_loss.lab.cells.telemetry.EVERY", 0.0)
-    monkeypatch.setattr("ada_loss.lab.results.notifier.READ_EVERY", 0.01)
+    monkeypatch.setattr("ada_loss.lab.results.trackers.READ_EVERY", 0.01)
     seen: list[tuple[int, float]] = []
 
     def waits(job: Job) -> dict[str, float]:
@@ -296,7 +295,7 @@ def test_a_run_that_was_interrupted_or_failed_is_begun_again(
     tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ada_loss.lab.cells.telemetry.EVERY", 0.0)
-    monkeypatch.setattr("ada_loss.lab.results.notifier.READ_EVERY", 0.01)
+    monkeypatch.setattr("ada_loss.lab.results.trackers.READ_EVERY", 0.01)
     (tmp_path / "fail").touch()
     options = {
         "train": fails_while_a_file_is_there,

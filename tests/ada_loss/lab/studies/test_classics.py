@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from ada_loss.lab.studies.classics import CLASSICS, reproduce_classic
-from ada_loss.lab.studies.classics.frame import Classic, Rows, reproduce
-from ada_loss.lab.studies.classics.swamping import stall
+from ada_loss.lab.studies.classics import CLASSICS, Paper, reproduce_classic
+from ada_loss.lab.studies.classics.frame import Classic, reproduce
+from ada_loss.lab.studies.classics.swamping import STALL
+from ada_loss.lab.studies.classics.telling import Row, Rows
 from fpsim.insight.pictures import new_picture
 
 FRESH = (7301, 7302)  # of nothing that was looked at while thresholds were chosen
@@ -28,14 +29,14 @@ def classic(name: str) -> Classic:
     return module.CLASSIC
 
 
-def swamping(setting: dict[str, Any], is_there: bool) -> Rows:
+def swamping(setting: dict[str, Any], is_there: bool) -> list[Row]:
     value = min(setting["length"], 4096) if is_there and setting["sum"] == "term by term" else setting["length"]
     return [{"value": float(value), "exact": setting["length"], "error": value / setting["length"] - 1}]
 
 
-def bf16_updates(setting: dict[str, Any], is_there: bool) -> Rows:
+def bf16_updates(setting: dict[str, Any], is_there: bool) -> list[Row]:
     bits = 4.0 + 0.25 * (is_there and setting["update"] == "nearest")
-    rows: Rows = [{"what": what, "step": step, "value": 0.5} for what in ("loss", "lost") for step in (0, 10)]
+    rows: list[Row] = [{"what": what, "step": step, "value": 0.5} for what in ("loss", "lost") for step in (0, 10)]
     return [
         *rows,
         {"what": "bits", "step": 20, "value": bits},
@@ -44,12 +45,12 @@ def bf16_updates(setting: dict[str, Any], is_there: bool) -> Rows:
     ]
 
 
-def fixed_point(setting: dict[str, Any], is_there: bool) -> Rows:
+def fixed_point(setting: dict[str, Any], is_there: bool) -> list[Row]:
     wrong = 90.0 if is_there and setting["rounding"] == "to nearest" else 7.0
     return [{"epoch": 1, "wrong": 12.5}, {"epoch": 2, "wrong": wrong}]
 
 
-def underflow(setting: dict[str, Any], is_there: bool) -> Rows:
+def underflow(setting: dict[str, Any], is_there: bool) -> list[Row]:
     scale = setting["log2_scale"]
     is_lost, is_over = (is_there and scale != "float32" and bound * scale >= 20 for bound in (-1, 1))
     return [
@@ -61,20 +62,20 @@ def underflow(setting: dict[str, Any], is_there: bool) -> Rows:
     ]
 
 
-def depth_scales(setting: dict[str, Any], is_there: bool) -> Rows:
+def depth_scales(setting: dict[str, Any], is_there: bool) -> list[Row]:
     scale, fmt = setting["scale"], setting.get("format")
     if setting["what"] == "accuracy":
         return [{"value": 10.0 if scale == 0 else 94.0}]
     return [{"value": 1.0 if is_there and fmt != "e5m2" and scale != "per layer" else 0.125}]
 
 
-def rollouts(setting: dict[str, Any], is_there: bool) -> Rows:
+def rollouts(setting: dict[str, Any], is_there: bool) -> list[Row]:
     factor = 8 if is_there and setting["format"] == "bf16" else 1
     return [{"difference": 6e-4 * factor, "largest": 0.1, "sequence": 0.01 * factor, "kl": 3e-7 * factor**2}]
 
 
 # Of each classic: planted rows, and what its words say of them if the effect is there, and if it is not.
-PLANTED: dict[str, tuple[Callable[[dict[str, Any], bool], Rows], str, str]] = {
+PLANTED: dict[str, tuple[Callable[[dict[str, Any], bool], list[Row]], str, str]] = {
     "swamping": (swamping, "give 4,096, an error of -75.0", "give 16,384, an error of +0.0"),
     "bf16-updates": (bf16_updates, "nearest is +0.250 ± 0.000 bits", "nearest is +0.000 ± 0.000 bits"),
     "fixed-point": (fixed_point, "to nearest 90.0 ± 0.0 % (at its best epoch 12.5 %)", "to nearest 7.0 ± 0.0 %"),
@@ -91,12 +92,17 @@ PLANTED: dict[str, tuple[Callable[[dict[str, Any], bool], Rows], str, str]] = {
 def planted(name: str, truths: dict[int, bool]) -> Rows:
     """Rows of a quick run, each seed with the effect or without."""
     make = PLANTED[name][0]
-    return [
+    return Rows(
         {**setting, "seed": seed, **row}
         for setting in classic(name).settings(True)
         for seed, is_there in truths.items()
         for row in make(setting, is_there)
-    ]
+    )
+
+
+def seen(name: str, rows: Rows) -> str:
+    """What a classic says of rows, on one line."""
+    return " ".join(" ".join(classic(name).says(rows)).split())
 
 
 @pytest.mark.parametrize("name", CLASSICS)
@@ -107,9 +113,9 @@ def test_the_words_are_true_of_planted_rows(name: str) -> None:
     assert one.verdict(not_there) == "The effect is not there in any of 2 seeds."
     mixed = planted(name, {3: True, 4: False, 5: True})
     assert one.verdict(mixed) == "One cannot tell whether the effect is there: it is in 2 of 3 seeds."
-    assert present in one.says(there), one.says(there)
-    assert absent not in one.says(there)
-    assert absent in one.says(not_there), one.says(not_there)
+    assert present in seen(name, there)
+    assert absent not in seen(name, there)
+    assert absent in seen(name, not_there)
 
 
 # Near misses of the size, in the right direction: (classic, values to change, of which rows).
@@ -132,7 +138,7 @@ TOO_SMALL: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 def test_an_effect_that_is_too_small_is_none(name: str, which: dict[str, Any], change: dict[str, Any]) -> None:
     rows = planted(name, {3: True})
     assert classic(name).holds(rows)
-    changed = [{**row, **change} if which.items() <= row.items() else row for row in rows]
+    changed = Rows({**row, **change} if which.items() <= row.items() else row for row in rows)
     assert changed != rows
     assert not classic(name).holds(changed)
 
@@ -152,7 +158,7 @@ def test_the_sum_that_swamps_is_that_of_fractions() -> None:
     for x in (1 + 3**0.5 * (2 * torch.rand(6000, 1, generator=generator) - 1)).flatten().tolist():
         exact = total + Fraction(x)
         total = significand_of_ten_bits(exact) if exact > 0 else exact
-    assert row["value"] == float(total) == stall() == 4096
+    assert row["value"] == float(total) == STALL == 4096
 
 
 # What is shorter than in a quick run; the trainings of depth-scales are left to that.
@@ -162,7 +168,7 @@ SMALL: dict[str, dict[str, Any]] = {"swamping": {}, "depth-scales": {}, "rollout
 @pytest.mark.parametrize("name", SMALL)
 def test_the_effect_is_there_at_a_small_size(name: str) -> None:
     one = classic(name)
-    rows: Rows = []
+    rows = Rows()
     for setting in one.settings(True):
         if setting.get("what") == "accuracy":
             found = depth_scales(setting, True)
@@ -170,7 +176,7 @@ def test_the_effect_is_there_at_a_small_size(name: str) -> None:
             torch.manual_seed(FRESH[0])
             found = one.measure({**setting, **SMALL[name]}, FRESH[0], "cpu")
         rows += [{**setting, "seed": FRESH[0], **row} for row in found]
-    assert one.holds(rows), one.says(rows)
+    assert one.holds(rows), seen(name, rows)
 
 
 @pytest.mark.full
@@ -182,22 +188,23 @@ def test_a_quick_run_shows_the_effect_with_seeds_that_nobody_looked_at(name: str
     assert found.seconds < 120
 
 
+PAPER = Paper("title", "claimed", "limited")
+
+
 def counted(calls: list[tuple[int, int]], stop_at: int | None = None) -> Classic:
     """A classic whose measurements are counted, and of which one may be interrupted."""
 
-    def measure(setting: dict[str, Any], seed: int, device: str) -> Rows:
+    def measure(setting: dict[str, Any], seed: int, device: str) -> list[Row]:
         if len(calls) == stop_at:
             raise KeyboardInterrupt
         calls.append((setting["size"], seed))
         return [{"drawn": float(torch.rand(())), "size twice": 2 * setting["size"]}]
 
     return Classic(
-        claim="claimed",
-        limits="limited",
         settings=lambda quick: [{"size": size} for size in ((1,) if quick else (1, 2, 3))],
         measure=measure,
         holds=lambda rows: True,
-        says=lambda rows: f"{len(rows)} rows.",
+        says=lambda rows: [f"{len(rows)}\n    rows."],
         draw=lambda rows: new_picture(2, 2),
     )
 
@@ -205,14 +212,14 @@ def counted(calls: list[tuple[int, int]], stop_at: int | None = None) -> Classic
 def test_a_run_that_was_stopped_goes_on_and_gives_what_one_without_a_stop_gives(tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
     with pytest.raises(KeyboardInterrupt):
-        reproduce("one", counted(calls, 4), "title", seeds=2, out=tmp_path)
+        reproduce("one", counted(calls, 4), PAPER, seeds=2, out=tmp_path)
     assert len(calls) == 4
     assert not (tmp_path / "one.csv").exists()
     lines: list[str] = []
-    reproduce("one", counted(calls), "title", seeds=2, out=tmp_path, progress=lines.append)
+    reproduce("one", counted(calls), PAPER, seeds=2, out=tmp_path, progress=lines.append)
     assert calls == [(size, seed) for size in (1, 2, 3) for seed in (0, 1)]
     assert len(lines) == 6
-    elsewhere = reproduce("one", counted([]), "title", seeds=2, out=tmp_path / "other")
+    elsewhere = reproduce("one", counted([]), PAPER, seeds=2, out=tmp_path / "other")
     assert (tmp_path / "one.csv").read_bytes() == (tmp_path / "other/one.csv").read_bytes()
     assert (tmp_path / "one.md").read_text().startswith("# title\n\n**Claim.** claimed\n\n**What you see.** The effect")
     assert "6 rows." in elsewhere.text
@@ -224,14 +231,14 @@ def test_more_seeds_measure_what_is_new_and_what_is_damaged_or_of_another_versio
     tmp_path: Path,
 ) -> None:
     calls: list[tuple[int, int]] = []
-    reproduce("one", counted(calls), "title", seeds=1, out=tmp_path, quick=True)
-    reproduce("one", counted(calls), "title", seeds=[0, 9], out=tmp_path, quick=True)
+    reproduce("one", counted(calls), PAPER, seeds=1, out=tmp_path, quick=True)
+    reproduce("one", counted(calls), PAPER, seeds=[0, 9], out=tmp_path, quick=True)
     assert calls == [(1, 0), (1, 9)]
     first, second = (tmp_path / "one").iterdir()
     first.write_bytes(first.read_bytes()[:-7])
     kept = json.loads(second.read_text())
     second.write_text(json.dumps({**kept, "asked": kept["asked"].replace('"torch": "', '"torch": "0.')}))
-    reproduce("one", counted(calls), "title", seeds=[0, 9], out=tmp_path, quick=True)
+    reproduce("one", counted(calls), PAPER, seeds=[0, 9], out=tmp_path, quick=True)
     assert calls == [(1, 0), (1, 9), (1, 0), (1, 9)]
 
 
@@ -240,7 +247,7 @@ def test_nothing_of_the_process_is_changed(tmp_path: Path) -> None:
     expected = torch.rand(3)
     torch.manual_seed(5)
     threads = torch.get_num_threads()
-    reproduce("one", counted([]), "title", seeds=1, out=tmp_path)
+    reproduce("one", counted([]), PAPER, seeds=1, out=tmp_path)
     assert torch.equal(torch.rand(3), expected)
     assert torch.get_num_threads() == threads
 
@@ -248,18 +255,18 @@ def test_nothing_of_the_process_is_changed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seeds", [0, -1, 1001, True, 1.5, "2", [], [1, 1], [-1], [2**32], [0.5]])
 def test_seeds_that_cannot_be_are_refused(seeds: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="neither how many nor which"):
-        reproduce("one", counted([]), "title", seeds=seeds, out=tmp_path)
+        reproduce("one", counted([]), PAPER, seeds=seeds, out=tmp_path)
     assert not [*tmp_path.iterdir()]
 
 
 def test_devices_and_folders_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="device='gpu' is invalid"):
-        reproduce("one", counted([]), "title", device="gpu", out=tmp_path)
+        reproduce("one", counted([]), PAPER, device="gpu", out=tmp_path)
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="needs a GPU"):
-            reproduce("one", counted([]), "title", device="cuda", out=tmp_path)
+            reproduce("one", counted([]), PAPER, device="cuda", out=tmp_path)
     with pytest.raises(ValueError, match="is not a folder"):
-        reproduce("one", counted([]), "title", out="")
+        reproduce("one", counted([]), PAPER, out="")
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -274,7 +281,7 @@ def test_the_command_lists_reproduces_and_refuses(tmp_path: Path) -> None:
     assert [line.split()[0] for line in listed.stdout.splitlines()] == [*CLASSICS]
     done = command("swamping", "--quick", "--seeds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"# {CLASSICS['swamping']}")
+    assert done.stdout.startswith(f"# {CLASSICS['swamping'].title}")
     assert {path.name for path in tmp_path.glob("*.*")} == {f"swamping-quick.{kind}" for kind in ("png", "csv", "md")}
     wrong = command("swampin")
     assert wrong.returncode == 2
@@ -284,6 +291,6 @@ def test_the_command_lists_reproduces_and_refuses(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CLASSICS)
 def test_the_page_has_the_claim_and_the_limits_of_each(name: str) -> None:
     page = " ".join((Path(__file__).parents[4] / "docs" / "classics.md").read_text(encoding="utf-8").split())
-    assert f"## {name} {CLASSICS[name]}." in page
-    assert classic(name).claim in page
-    assert classic(name).limits in page
+    assert f"## {name} {CLASSICS[name].title}." in page
+    assert CLASSICS[name].claim in page
+    assert CLASSICS[name].limits in page

@@ -162,6 +162,21 @@ def test_a_gradient_that_is_noise_in_float32_is_not_named() -> None:
     assert max(error for _, error in row.gradients) < 0.1
 
 
+def test_no_gradient_counts_as_noise_where_float64_draws_other_numbers() -> None:
+    """Stochastic depth draws by `torch.rand`, which gives float64 others: nothing is known, and nothing is left out."""
+
+    class Net(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self[0](x)
+            return self[1](x * (torch.rand(len(x), 1, dtype=x.dtype) > 0.5) * 2)
+
+    def net(seed: int) -> nn.Module:
+        return Net(nn.Linear(32, 16), nn.Linear(16, 4))
+
+    (row,) = on("cerebras", net, pair, loss=nn.functional.cross_entropy, seeds=0).rows
+    assert len(row.gradients) == 3
+
+
 def test_bits_are_those_of_operands_and_results() -> None:
     tpu, fp4 = on(
         ["tpu", "b200_fp4"], lambda: nn.Linear(32, 16), lambda: torch.randn(8, 32), loss=torch.sum, seeds=0
@@ -197,6 +212,33 @@ def test_batches_and_losses_of_every_form_are_taken() -> None:
         on("tpu", lambda: 3, lambda: torch.ones(2, 32), seeds=0)  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match=r"seeds=2 decide nothing\. Expected: 3 or more, or 0"):
         on("tpu", mlp, pair, seeds=2)
+
+
+class Routed(nn.Module):
+    """A router that argmax reads, and two experts. Of ones the second score is 1 + 2^-10, and 1 - 2^-10 in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(2, 2, bias=False), nn.ModuleList(nn.Linear(2, 3) for _ in range(2))
+        with torch.no_grad():
+            self.router.weight.copy_(torch.tensor([[1.0, 0.0], [1 + 2.0**-9, -(2.0**-10)]]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.router(x).argmax(-1)
+        return torch.stack([expert(x) for expert in self.experts], 1)[torch.arange(len(x)), chosen]
+
+
+def test_tokens_that_go_to_other_experts_are_counted_and_do_not_count_as_lost() -> None:
+    def batch() -> torch.Tensor:
+        return torch.ones(8, 2)
+
+    (row,) = on("tpu", Routed, batch, loss=lambda output: output.square().mean(), seeds=0).rows
+    assert row.choices == 1.0
+    assert "choices: 100.0% of the rows" in " ".join(str(row).split())
+    assert row.breaks == ""
+    (plain,) = on("tpu", lambda: made(0), pair, loss=nn.functional.cross_entropy, seeds=0).rows
+    assert plain.choices == 0.0
+    assert "choices" not in str(plain)
 
 
 # Trainings

@@ -124,6 +124,10 @@ def test_a_sweep_says_which_cells_failed_and_why(tmp_path: Path, capsys: pytest.
             "Policy() has no argument 'weights'. Did you mean 'weight'? Expected",
         ),  # type: ignore[call-arg]
         (lambda: fpsim.quantize(digits().model, format="fp16"), "quantize() has no argument 'format'."),  # type: ignore[call-arg]
+        (
+            lambda: fpsim.quantize(digits().model, "fp16", overrides={"head": None}),  # type: ignore[call-arg]
+            "quantize() has no argument 'overrides'. It is an argument of Policy: quantize(model, fpsim.Policy(..., ov",
+        ),
         (lambda: train(digits(), epoch=3), "TrainOptions() has no argument 'epoch'. Did you mean 'epochs'?"),
         (
             lambda: ada_loss.sweep("digits", ["fp16"], epochs=3),  # type: ignore[call-arg]

@@ -7,9 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +23,9 @@ FORMATS = fpsim.Policy(error="e5m2", weight_grad="fp16")
 STEPS = 2
 
 
-def batches_of(task: Any, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each rank's own pictures, all of them in memory."""
+def batches_of(name: str, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each rank's own pictures, all of them in memory. A task of its own: a loader's second pass has another order."""
+    task = find_task(name)(0)
     if isinstance(task.train, tuple):
         x, y = task.train
     else:
@@ -48,7 +47,7 @@ def found_as_rank(rank: int, name: str) -> dict[str, list[str]]:
     model = fpsim.quantize(task.model, FORMATS)
     wrapped, optimizer = nn.parallel.DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.125)
     with AdaLossScaled(model):
-        for x, y in batches_of(task, rank):
+        for x, y in batches_of(name, rank):
             optimizer.zero_grad()
             task.loss(wrapped(x), y).backward()
             optimizer.step()
@@ -61,7 +60,7 @@ def found_in_one(name: str) -> dict[str, list[str]]:
     model = fpsim.quantize(task.model, FORMATS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     with AdaLossScaled(model):
-        for both in zip(batches_of(task, 0), batches_of(task, 1)):
+        for both in zip(batches_of(name, 0), batches_of(name, 1)):
             gradients = []
             for x, y in both:
                 optimizer.zero_grad()
@@ -71,15 +70,6 @@ def found_in_one(name: str) -> dict[str, list[str]]:
                 p.grad = a / 2 + b / 2  # DDP divides before it adds
             optimizer.step()
     return {"weights": [value.hex() for p in model.parameters() for value in p.flatten().tolist()]}
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As many as a rank has: with more, a BLAS adds up in another order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("one_thread")

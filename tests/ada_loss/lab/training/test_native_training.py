@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import ada_loss
 import fpsim
-from ada_loss.lab.results.figures import plot_underflow
 from ada_loss.lab.training import train
 from ada_loss.lab.training.methods import make_native_scaling
 from ada_loss.layerwise.native import NativeScaling
@@ -194,14 +193,6 @@ def test_a_scale_beyond_the_exponents_of_float32_is_tallied(log2: int, lost: int
     scaler.layers.observer(1, "x", "error", spec, gradient, torch.tensor([log2]), torch.zeros(5))
     (row,) = recording.rows()
     assert (row["amax"], row["nonzero"], row["underflow_count"]) == (2.0 ** (log2 - 140), 3, lost)
-
-
-def test_a_picture_of_what_is_lost_goes_from_the_input_to_the_output() -> None:
-    run = train(sweep_tasks.faint(0), NATIVE, **OPTIONS, record_every=1)
-    axes = plot_underflow(run.rows).axes[0]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "4", "6", "(model)"]
-    heights = [bar.get_height() for bar in axes.patches]
-    assert heights == sorted(heights, reverse=True)
 
 
 def test_the_scales_of_layers_are_those_of_the_script() -> None:

@@ -1,0 +1,70 @@
+"""The papers that are reproduced: what each claims, and what is not shown at this size."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["CLASSICS", "Paper"]
+
+
+class Paper(NamedTuple):
+    """What is published, and reproduced.
+
+    title: the paper, and the effect in a line.
+    claim: the paper's.
+    limits: what is not shown at this size.
+    """
+
+    title: str
+    claim: str
+    limits: str
+
+
+# The file of a classic has its name, with _ for -, and is imported on use: a list needs no torch.
+CLASSICS = {
+    "swamping": Paper(
+        "Wang et al. 2018, arXiv 1812.08011: long sums in 16 bits stop growing, chunks repair it",
+        "In 16 bits (1 sign, 6 exponent, 9 mantissa) a long sum swamps: once it is large enough, what is added is "
+        "rounded away. Adding up chunks of 64 first, or rounding stochastically, repairs it.",
+        "A training. Whether its sums swamp depends on how long they are and how their signs mix; here numbers of "
+        "mean 1 are added, as in the paper's own figure, and nothing is trained.",
+    ),
+    "bf16-updates": Paper(
+        "Zamirai et al. 2020, arXiv 2010.06192: updates that bf16 weights lose, and two repairs",
+        "What makes training with bfloat16 weights worse than float32 is that updates are rounded to nearest, which "
+        "turns small ones into nothing. Stochastic rounding of the update, or Kahan's sum, closes the gap.",
+        "Long trainings and large models: this is a GPT of 0.1 million weights in its first steps. Activations and "
+        "gradients stay float32, so that only the update is at work; the paper computes in bfloat16 as well.",
+    ),
+    "fixed-point": Paper(
+        "Gupta et al. 2015, arXiv 1502.02551: stochastic rounding trains in 16-bit fixed point",
+        "A network whose weights, activations, gradients and updates are 16-bit fixed point trains as in float32 if "
+        "rounding is stochastic, and hardly or not at all if it is to nearest.",
+        "The paper's full MNIST and CIFAR-10: these are 4,000 digits for the training and 1,000 for the test, so that "
+        "a point is ten digits. Sums within products are float32; the paper's are fixed point, wide enough not to "
+        "matter.",
+    ),
+    "underflow": Paper(
+        "Micikevicius et al. 2017, arXiv 1710.03740: fp16 gradients underflow, a constant repairs it",
+        "In fp16, small gradients become zero, and some networks do not train for that reason (Multibox SSD). A loss "
+        "scaled by a constant moves all gradients up, into the range that fp16 leaves unused, and repairs it.",
+        "SSD on 300 x 300 pictures, whose gradients are too small for fp16 by themselves. Scales below 1 stand for "
+        "that here: they make the gradients as small as a loss that is a mean over so many more numbers would.",
+    ),
+    "depth-scales": Paper(
+        "Zhao et al. 2020, IJCAI: in depth a scale for each layer does what no single one does",
+        "In a deep network gradients shrink from layer to layer, and no single scale of the loss fits all of them. A "
+        "scale for each layer, computed from statistics, does, and nobody has to look for it.",
+        "A training that needs more than one scale. The networks whose gradients span more than a format are not "
+        "trained, float32 itself would hardly train them; the one that is trained does with the best constant.",
+    ),
+    "rollouts": Paper(
+        "Qi et al. 2025, arXiv 2510.26788: two engines part in bf16, and far less in fp16",
+        "The engine that draws rollouts and the one that trains compute one policy with different kernels, and in "
+        "bf16 their probabilities part enough to bias reinforcement learning. fp16, with three more bits, closes the "
+        "gap.",
+        "Reinforcement learning, its collapse and its recovery: the task rl trains under such gaps. The policy is a "
+        "GPT of 0.1 million weights with 64 characters of context, so that the gaps are small; their ratio is what is "
+        "compared. The engines differ in where they round, not in the order of their sums.",
+    ),
+}

@@ -1,0 +1,89 @@
+"""A small GPT that learns sums from what it draws itself, after it was taught some of them."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ada_loss.lab.tasks.chars import SmallGPT
+from ada_loss.lab.tasks.policy_gradient import CURVES, expected_reward, play, policy_gradient
+from ada_loss.lab.tasks.task import Task, trained_with
+
+__all__ = ["rl"]
+
+PLUS, EQUALS, SYMBOLS = 10, 11, 12
+DIGITS = 2  # of each number
+TRAIN, TEST = 512, 512
+GROUP = 8  # samples of a prompt
+TAUGHT, BATCH, RATE = 300, 128, 3e-3  # the supervised training before: steps, sums of a step, learning rate
+
+
+def sums(count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Prompts, "12+34=", and answers, the digits of the sum from the last to the first, as one adds by hand."""
+    parts = torch.randint(10, (count, 2, DIGITS), generator=draw)
+    total = (parts * 10 ** torch.arange(DIGITS - 1, -1, -1)).sum((1, 2))
+    signs = [torch.full((count, 1), sign) for sign in (PLUS, EQUALS)]
+    answers = torch.stack([total // 10**place % 10 for place in range(DIGITS + 1)], dim=1)
+    return torch.cat([parts[:, 0], signs[0], parts[:, 1], signs[1]], dim=1), answers
+
+
+def is_right(tokens: Tensor, answers: Tensor) -> Tensor:
+    """The reward: 1 where all of an answer is right, else 0; (samples,)."""
+    return (tokens == answers).all(dim=1).double()
+
+
+@lru_cache(maxsize=64)  # all settings of a seed begin with the same model
+def taught(seed: int, steps: int) -> nn.Module:
+    """The policy before: the model after a supervised training in float32, by sums of a random stream of its own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums have one order
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            learner = SmallGPT(SYMBOLS)
+            draw = torch.Generator().manual_seed(seed + 2)  # 0 and 1 are the seeds of the data
+            optimizer = torch.optim.AdamW(learner.parameters(), lr=RATE)
+            for _ in range(steps):
+                prompts, answers = sums(BATCH, draw)
+                outputs = learner(torch.cat([prompts, answers[:, :-1]], dim=1))[:, -answers.shape[1] :]
+                optimizer.zero_grad()
+                F.cross_entropy(outputs.flatten(0, 1), answers.flatten()).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        torch.set_num_threads(threads)
+    return learner
+
+
+@trained_with(optimizer="adamw", learning_rate=6e-4, schedule="constant", warmup=5, epochs=1, batch_size=16)
+def rl(seed: int = 0) -> Task:
+    """Sums of two numbers of two digits, by policy gradient; the reward is 1 if all digits of an answer are right.
+
+    The policy is taught by 300 supervised steps first, so that it earns something. Then it draws eight answers to each
+    prompt of a batch, in the format of its rollouts, and learns from them. It is judged by the reward that it is
+    expected to have on 512 sums that are drawn apart from those of its steps, in the trainer's format. There are 10,000
+    sums in all: it is optimization that is seen, not generalization.
+
+    Args:
+        seed: of the weights, and of the sums that teach.
+    """
+    train, (prompts, answers) = (
+        sums(count, torch.Generator().manual_seed(own)) for own, count in enumerate((TRAIN, TEST))
+    )
+    return Task(
+        name="rl",
+        model=taught(seed, TAUGHT),
+        train=train,
+        test=(torch.cat([prompts, answers[:, :-1]], dim=1), answers),
+        loss=policy_gradient,
+        metrics={"reward": expected_reward},
+        goal={name: "maximize" if "reward" in name else "minimize" for name in ("reward", *CURVES)},
+        play=partial(play, reward=is_right, group=GROUP),
+        curves=CURVES,
+    )
+
+
+rl.plays = True  # type: ignore[attr-defined]  # a format of a sweep may have a rollout

@@ -1,0 +1,114 @@
+"""Rollouts: what a policy that learns from its own samples is drawn by, in a format of its own, and their weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ada_loss.lab.tasks.policy_gradient import WEIGHTS
+from ada_loss.lab.tasks.task import Task
+from ada_loss.lab.training.format_schedule import FormatSchedule, FormatSwitch, as_schedule, quantized
+from ada_loss.lab.training.native import in_float16, is_native, unquantized
+from fpsim.checks import did_you_mean, shown
+
+__all__ = ["ROLLOUT", "WEIGHTS_KEY", "Rollout", "Sampler", "as_rollout"]
+
+ROLLOUT = "rollout"  # the key beside "format" of a mapping that stands where a format may stand
+FORMAT, WEIGHTS_KEY = "format", "weights"
+EXPECTED = "Expected: a format, or {'format': 'recipe:fp8_tile', 'weights': 'token'}"
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """How rollouts are drawn and weighted.
+
+    fmt: of the engine that draws them, as `fpsim.quantize` takes it, or a schedule; None is the trainer's.
+    weights: the importance weights in the trainer's loss: "none", "token" or "truncated"; see `policy_gradient`.
+    """
+
+    fmt: Any = None
+    weights: str = "none"
+
+
+def as_rollout(given: Any) -> Rollout:
+    """A rollout from what a user writes: a format, or a mapping of "format", "weights" or both.
+
+    The format is not checked here. Raises ValueError for unknown weights and for a mapping with other names beside.
+
+    >>> as_rollout("e4m3fn").weights, as_rollout({"weights": "token"}).fmt is None
+    ('none', True)
+    >>> as_rollout({"format": "fp16", "weights": "tokens"})
+    Traceback (most recent call last):
+    ValueError: Unknown weights 'tokens' of rollouts. Did you mean 'token'? Known: none, token, truncated.
+    """
+    if isinstance(given, Rollout):
+        given = {FORMAT: given.fmt, WEIGHTS_KEY: given.weights}
+    if not isinstance(given, Mapping) or not {FORMAT, WEIGHTS_KEY} & {*given}:
+        return Rollout(given)
+    if others := [name for name in given if name not in (FORMAT, WEIGHTS_KEY)]:
+        raise ValueError(
+            f"A rollout has {', '.join(map(shown, others))} in addition to its format or weights. {EXPECTED}; the "
+            f"format may be a mapping."
+        )
+    weights = given.get(WEIGHTS_KEY, Rollout.weights)
+    if weights not in WEIGHTS:
+        hint = did_you_mean(weights, WEIGHTS)
+        raise ValueError(f"Unknown weights {shown(weights)} of rollouts.{hint} Known: {', '.join(WEIGHTS)}.")
+    return Rollout(given.get(FORMAT), weights)
+
+
+class Sampler:
+    """The engine that draws: a copy of the model in its own format, which takes the trainer's weights before it draws.
+
+    A copy, because the trainer's model is recorded, has hooks and remembers scales of its own.
+
+    task: which has a `play`.
+    schedule: the trainer's formats, for rollouts without a format of their own.
+    """
+
+    def __init__(
+        self, task: Task, schedule: FormatSchedule, rollout: Rollout, device: str, container: torch.dtype
+    ) -> None:
+        if task.play is None:
+            raise ValueError(
+                f"The task {task.name!r} draws no samples, and a rollout was given: {shown(rollout)}. Use the task "
+                f"'rl' or a Task with play=, or leave the rollout out."
+            )
+        self.task, self._play = weighted(task, rollout.weights), task.play
+        own = schedule if rollout.fmt is None else as_schedule(rollout.fmt)
+        self.is_native = is_native(own.stages[0].fmt)
+        copy: nn.Module = unquantized(task.model) if self.is_native else quantized(task.model, own)
+        self.model = copy.to(device, container).eval()
+        self._forward = in_float16(self.model, device) if self.is_native else self.model
+        self._switch = FormatSwitch(self.model, own)
+
+    def enter(self, step: int, total: int) -> None:
+        """Take the format of a step, where there are several."""
+        self._switch.enter(step, total)
+
+    def draw(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """A batch of which the trainer learns, drawn with the weights that its model has now."""
+        with torch.no_grad():
+            ours, theirs = ([*m.parameters(), *m.buffers()] for m in (self.model, model))
+            for mine, other in zip(ours, theirs, strict=True):
+                mine.copy_(other)
+            return self._play(self._forward, x, y)
+
+
+def weighted(task: Task, weights: str) -> Task:
+    """The task whose loss has these importance weights."""
+    if weights == Rollout.weights:
+        return task
+    if WEIGHTS_KEY not in inspect.signature(task.loss).parameters:
+        raise ValueError(
+            f"The loss of the task {task.name!r} takes no weights, and {weights!r} were given. Expected: a loss of "
+            f"outputs, targets and weights=, as ada_loss.lab.tasks.policy_gradient.policy_gradient is one."
+        )
+    loss: Any = task.loss  # which takes weights, as its signature says
+    return replace(task, loss=partial(loss, weights=weights))
