@@ -2,8 +2,8 @@
 
 The cache classes are those of transformers, if the process has imported it; this module never imports it. A module that
 would store keys and values and is given no cache, as in training, is given one of its own for the call, so that they
-are rounded at the same place, after the rotary embedding and before attention. Whatever else a model does with its cache is
-left to it.
+are rounded at the same place, after the rotary embedding and before attention. Everything else that a model does with
+its cache is left alone.
 """
 
 from __future__ import annotations
