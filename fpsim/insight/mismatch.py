@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -23,13 +24,17 @@ from fpsim.insight.engines.likelihoods import (
     Decision,
     Figures,
     Likelihoods,
+    NotNumbersError,
     Replayed,
+    change_of,
     compared,
     compared_choices,
+    has_known_parts,
     interval,
     joined,
     likelihoods,
     read_batch,
+    require_vocabulary,
 )
 from fpsim.insight.engines.places import Kept, Local, Measured, Permuted, Place, Split
 from fpsim.insight.engines.recorded import require_dump_names
@@ -92,8 +97,16 @@ class Mismatch(Rows):
 
     @property
     def is_beyond(self) -> bool:
-        """Whether anything is named: more than another order of sums."""
-        return bool(self)
+        """Whether there is more than another order of sums: a module is named, or what one side has alone makes it."""
+        return bool(self) or self._is_elsewhere
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether the figures are beyond the floor by what is not compared: modules that one side has alone."""
+        if self.notes or self.figures is None or self.floor is None:
+            return False  # of an engine behind a dump, the floor is not known
+        is_more = self.figures.mean_dlogp > BEYOND * self.floor.mean_dlogp
+        return is_more and bool(self.alone["a"] or self.alone["b"] or self.unlike)
 
     def __str__(self) -> str:
         lines = [f"a: {self.words[0]}", f"b: {self.words[1]}"]
@@ -123,7 +136,7 @@ class Mismatch(Rows):
         for side, names in self.alone.items():
             if names:
                 more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-                lines.append(f"In {side} alone, and so not compared: {', '.join(names[:NAMED])}{more}.")
+                lines.append(f"In {side} alone, and so not compared: {', '.join(map(_spoken, names[:NAMED]))}{more}.")
         lines += [f"{_spoken(name)} is not compared: {why}." for name, why in [*self.unlike.items()][:NAMED]]
         if len(self.unlike) > NAMED:
             lines.append(f"... nor are {len(self.unlike) - NAMED} more: `unlike` has them.")
@@ -139,6 +152,11 @@ class Mismatch(Rows):
         return "within twice the floor" if is_cured else f"{tried.mean_dlogp:.3g}, {tried.kl:.3g}"
 
     def _places(self) -> list[str]:
+        if self._is_elsewhere and not self:
+            return [
+                "It is beyond the floor, and each module that both have gives the same on the same inputs: what "
+                "differs is in modules that are not compared."
+            ]
         if not self:
             return ["Nothing is beyond the floor, and no module is named."]
         lines = []
@@ -358,7 +376,7 @@ class _Runs:
         parts = []
         for i, batch in enumerate(self.batches):
             ids, valid = self.read[i]
-            if not (isinstance(batch, (Tensor, Mapping))):
+            if not has_known_parts(batch, ids):
                 return None
             rows = []
             for r in range(len(ids)):
@@ -391,7 +409,7 @@ def _found(
             f"({', '.join(pair.alone['a'][:3])} ...). Expected: names={{beginning in b: beginning in a}}."
         )
     result = Mismatch((_described(a), _described(b)), eps)
-    result.alone = {side: [n for n in of if n] for side, of in pair.alone.items()}
+    result.alone = pair.alone
     runs = _Runs(pair, batches, readers, eps, progress)
     measured, floors, decisions = _compare_outputs(runs, result)
     pair.is_mixed = True
@@ -431,7 +449,7 @@ def _described(model: nn.Module) -> str:
 def _compare_outputs(runs: _Runs, result: Mismatch) -> tuple[Measured, Measured, tuple[list[Decision], list[Decision]]]:
     """Both engines, and a with sums in another order. Modules of the first batch alone: two sets of activations."""
     pair, made = runs.pair, ([], [])  # type: ignore[var-annotated]
-    parts, floors = [], []
+    parts, floors, changes = [], [], []
     for i in range(len(runs.batches)):
         valid = runs.read[i][1]
         kept = Kept()
@@ -442,14 +460,14 @@ def _compare_outputs(runs: _Runs, result: Mismatch) -> tuple[Measured, Measured,
         runs.of_a.append(runs.likelihoods(i, "a", "a", kept, noting(0) if i == 0 else None))
         measured, floor = Measured(kept, valid, keeps=i == 0), Measured(kept, valid)
         of_b = runs.likelihoods(i, "b", "b", measured, noting(1) if i == 0 else None)
+        require_vocabulary(runs.of_a[i], of_b)
+        changes.append(change_of(runs.of_a[i], of_b))
         parts.append(compared(runs.of_a[i], of_b, runs.eps))
         if i == 0:
             runs.kept = {"a": kept, "b": measured}
             first, of_floor = measured, floor
-            change = (runs.of_a[0].chosen - of_b.chosen)[runs.of_a[0].valid]
-            result.weights = truncated(change)
         floors.append(compared(runs.of_a[i], runs.likelihoods(i, "a", "a", floor, Permuted), runs.eps))
-    result.figures = joined(parts)
+    result.figures, result.weights = joined(parts), truncated(torch.cat(changes))
     candidates = [joined(floors), runs.figures("a", Split)]
     # a scale of a whole tensor is another one for a part of the batch, and no order of sums
     alone = None if _has_scales_of_tensors(runs.pair.models["a"]) else runs.one_by_one("a")
@@ -524,14 +542,13 @@ def _halve(runs: _Runs, result: Mismatch, total: Figures) -> None:
 def _parts(runs: _Runs, result: Mismatch, total: Figures) -> None:
     """What of a policy explains which share, in the places that explain most."""
     for row in result[:TOP]:
-        doors = [runs.pair.doors[side][row["module"]] for side in "ab"]
-        both = policies_of(doors[0].module, doors[1].module)
+        both = policies_of(runs.pair, row["module"])
         if both is None:
             continue
         parts = [part for part in fields_of(*both) if part[0] != "cache" or row["kind"] == STATE]
         if len(parts) < 2:
             continue
-        wanted = emulated_forward(doors[1].module)
+        wanted = emulated_forward(runs.pair.doors["b"][row["module"]].module)
         for words, policy in parts:
             if wanted is None:
                 break
@@ -540,7 +557,9 @@ def _parts(runs: _Runs, result: Mismatch, total: Figures) -> None:
                 return policy if name == wanted else own
 
             with changed_policies(runs.pair.models["b"], change) as is_other:
-                if is_other:
+                if not is_other:
+                    continue
+                with suppress(NotNumbersError):  # a part of two engines may compute no numbers
                     kl = runs.figures("b").kl
                     result.parts.append((row["module"], words, 1 - kl / total.kl if total.kl else 0.0))
 
@@ -570,7 +589,12 @@ def _remedies(runs: _Runs, result: Mismatch, measured: Measured) -> None:
     halving = [name for name, _ in result.halving]
     for words, change in remedies_for(pair.models["a"], head, routers, halving, lambda n: names.get(n, n)):
         with changed_policies(model, change) as is_other:
-            if is_other:
+            if not is_other:
+                continue
+            try:
                 figures = runs.figures("b")
+            except NotNumbersError:  # as where activations are beyond fp16
+                result.tried.append(Tried(f"{words}, whose logits are NaN", math.inf, math.inf))
+            else:
                 result.tried.append(Tried(words, figures.mean_dlogp, figures.kl))
     result.tried.sort(key=lambda t: t.kl)

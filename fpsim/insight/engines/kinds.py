@@ -90,6 +90,9 @@ KINDS = (FORMULA, ROUNDING, FORMAT, ORDER, STATE, WEIGHTS)
 EXACT = {torch.float64: 1e-9, torch.float32: 2.0**-16}
 FEW_BITS = 0.005  # an error that takes more than one rounding to 8 bits of significand
 COARSE = 2.0**-6  # an error from which on something has few bits
+NATIVE = {  # what a module does that is not emulated, by the dtype of its parameters
+    dtype: Policy(weight=word, activation=word) for dtype, word in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
+}
 ALIKE = 0.6  # the correlation from which on a difference follows its input smoothly, as a formula's does
 
 
@@ -105,7 +108,7 @@ def kind_of(pair: Pair, place: Place, valid: Tensor) -> tuple[str, str]:
     kind, words = _of_code(pair, place, valid)
     apart = first_step_apart(pair, place, valid)
     words += f"; {apart}" if apart else ""
-    both = policies_of(a, b)
+    both = policies_of(pair, place.name)
     if kind is ROUNDING and both is not None and any(both[0].products.fprop if both[0].products else ()):
         return FORMAT, f"the same formats, whose scales see other numbers in other calls: {place.local:.2g}"
     return kind, words
@@ -171,16 +174,25 @@ def _again(pair: Pair, place: Place, valid: Tensor) -> float:
     return relative_of(results[0], results[1], valid)
 
 
-def policies_of(a: nn.Module, b: nn.Module) -> tuple[Policy, Policy] | None:
-    """The policies of a module on both sides; None where neither is emulated."""
-    mine, other = emulated_forward(a), emulated_forward(b)
-    if mine is None and other is None:
+def policies_of(pair: Pair, name: str) -> tuple[Policy, Policy] | None:
+    """The policies of a module on both sides; None where neither is emulated.
+
+    A side in native bfloat16 or float16 beside an emulated one has the policy of that dtype.
+    """
+    modules = [pair.doors[side][name].module for side in "ab"]
+    found = [emulated_forward(module) for module in modules]
+    if found == [None, None]:
         return None
-    return tuple(Policy() if x is None or x.policy is None else x.policy for x in (mine, other))  # type: ignore[return-value]
+    policies = []
+    for side, module, emulated in zip("ab", modules, found, strict=True):
+        dtype = next((p.dtype for p in module.parameters(recurse=False)), pair.dtypes[side])
+        native = NATIVE.get(dtype, Policy()) if emulated is None else Policy()
+        policies.append(native if emulated is None or emulated.policy is None else emulated.policy)
+    return policies[0], policies[1]
 
 
 def _of_policies(pair: Pair, place: Place, valid: Tensor) -> tuple[str, str] | None:
-    both = policies_of(*(pair.doors[side][place.name].module for side in "ab"))
+    both = policies_of(pair, place.name)
     if both is None:
         return None
     parts = differences(*both)

@@ -18,15 +18,24 @@ __all__ = [
     "Decision",
     "Figures",
     "Likelihoods",
+    "NotNumbersError",
     "Replayed",
+    "change_of",
     "compared",
     "compared_choices",
+    "has_known_parts",
     "interval",
     "likelihoods",
     "read_batch",
+    "require_vocabulary",
 ]
 
 BOOTSTRAPS = 1000
+MOST_EXPONENT = 709.0  # above it, exp is beyond float64
+
+
+class NotNumbersError(ValueError):
+    """Logits are NaN."""
 
 
 class Likelihoods(NamedTuple):
@@ -57,6 +66,7 @@ class Figures(NamedTuple):
     perplexities: of a and of b.
     flips: the share of places whose likeliest token differs.
     by_sequence: the sum of the KL of each sequence, and its places: (batch, 2).
+    by_position: the mean |log p - log q| at each position; NaN where all is padding. at_position: its places.
     """
 
     mean_dlogp: float
@@ -69,6 +79,7 @@ class Figures(NamedTuple):
     flips: float
     by_sequence: np.ndarray[Any, Any]
     by_position: np.ndarray[Any, Any]
+    at_position: np.ndarray[Any, Any]
 
 
 def read_batch(batch: Any, tokens: Any, mask: Any) -> tuple[Tensor, Tensor]:
@@ -101,6 +112,22 @@ def read_batch(batch: Any, tokens: Any, mask: Any) -> tuple[Tensor, Tensor]:
     return ids, valid
 
 
+def has_known_parts(batch: Any, ids: Tensor) -> bool:
+    """Whether a batch says which of its numbers belong to which sequence.
+
+    A cache of keys and values does not, nor does one axis that is as long as the batch and as a sequence, as positions.
+    """
+    if not isinstance(batch, Mapping):
+        return isinstance(batch, Tensor)
+    is_square = len(ids) == ids.shape[1]
+    return all(
+        not (is_square and x.dim() == 1 and len(x) == len(ids))
+        if isinstance(x, Tensor)
+        else x is None or isinstance(x, bool | int | float | str)
+        for x in batch.values()
+    )
+
+
 def likelihoods(
     output: Any, ids: Tensor, valid: Tensor, logits: Callable[[Any], Tensor] | None, side: str
 ) -> Likelihoods:
@@ -117,7 +144,7 @@ def likelihoods(
     both = valid[:, :-1] & valid[:, 1:]
     wide = found[:, :-1].double()
     if bool(wide[both].isnan().any()):
-        raise ValueError(
+        raise NotNumbersError(
             f"The logits of {side} have NaN at places that are no padding. Expected: numbers. fpsim.why(model, step) "
             f"or fpsim.diagnose says where a model becomes NaN."
         )
@@ -126,17 +153,31 @@ def likelihoods(
     return Likelihoods(chosen, logs[both], both, wide[both].argmax(-1))
 
 
+def require_vocabulary(a: Likelihoods, b: Likelihoods) -> None:
+    """Raise ValueError for two engines that tell of vocabularies of different sizes."""
+    sizes = [x.all.shape[-1] for x in (a, b)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"a has logits of {sizes[0]} tokens, and b of {sizes[1]}. Expected: one vocabulary. If one of them is "
+            f"padded, cut it off: logits=lambda output: output.logits[..., :{min(sizes)}]."
+        )
+
+
+def change_of(a: Likelihoods, b: Likelihoods) -> Tensor:
+    """log p - log q of the chosen tokens, at the places of a's `valid`."""
+    return torch.where(a.chosen == b.chosen, 0.0, a.chosen - b.chosen)[a.valid]  # -inf in both is no difference
+
+
 def compared(a: Likelihoods, b: Likelihoods, eps: float) -> Figures:
     """The figures of b beside a."""
     valid = a.valid
-    change = torch.where(a.chosen == b.chosen, 0.0, a.chosen - b.chosen)[valid]  # -inf in both is no difference
+    change = change_of(a, b)
     ratio = change.exp()
     p = a.all.exp()
     kl = torch.where(p > 0, p * (a.all - b.all), 0.0).sum(-1)
     places = torch.zeros(valid.shape, dtype=torch.float64)
     places[valid] = kl
     counts = valid.double()
-    seen = counts.sum(0).clamp(min=1)
     distance = torch.zeros_like(places)
     distance[valid] = change.abs()
     n = max(int(valid.sum()), 1)
@@ -147,11 +188,16 @@ def compared(a: Likelihoods, b: Likelihoods, eps: float) -> Figures:
         k3=float((ratio - 1 - change).sum()) / n,
         kl=float(kl.sum()) / n,
         outside=float(((ratio - 1).abs() > eps).double().sum()) / n,
-        perplexities=tuple(math.exp(-float(x.chosen[valid].sum()) / n) for x in (a, b)),  # type: ignore[arg-type]
+        perplexities=tuple(_exp(-float(x.chosen[valid].sum()) / n) for x in (a, b)),  # type: ignore[arg-type]
         flips=float((a.top != b.top).double().sum()) / n,
         by_sequence=torch.stack([places.sum(1), counts.sum(1)], 1).numpy(),
-        by_position=(distance.sum(0) / seen).numpy(),
+        by_position=(distance.sum(0) / counts.sum(0)).numpy(),
+        at_position=counts.sum(0).numpy(),
     )
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < MOST_EXPONENT else math.inf
 
 
 def joined(parts: list[Figures]) -> Figures:
@@ -164,7 +210,10 @@ def joined(parts: list[Figures]) -> Figures:
         return float(np.average([of(part) for part in parts], weights=weights))
 
     length = max(len(part.by_position) for part in parts)
-    padded = [np.pad(part.by_position, (0, length - len(part.by_position)), constant_values=np.nan) for part in parts]
+    sums, counts = np.zeros(length), np.zeros(length)
+    for part in parts:
+        sums[: len(part.by_position)] += np.where(part.at_position > 0, part.by_position * part.at_position, 0.0)
+        counts[: len(part.at_position)] += part.at_position
     return Figures(
         mean_dlogp=mean(lambda f: f.mean_dlogp),
         largest_dlogp=max(part.largest_dlogp for part in parts),
@@ -172,10 +221,11 @@ def joined(parts: list[Figures]) -> Figures:
         k3=mean(lambda f: f.k3),
         kl=mean(lambda f: f.kl),
         outside=mean(lambda f: f.outside),
-        perplexities=tuple(math.exp(mean(lambda f, i=i: math.log(f.perplexities[i]))) for i in (0, 1)),  # type: ignore[arg-type,misc]
+        perplexities=tuple(_exp(mean(lambda f, i=i: math.log(f.perplexities[i]))) for i in (0, 1)),  # type: ignore[arg-type,misc]
         flips=mean(lambda f: f.flips),
         by_sequence=np.concatenate([part.by_sequence for part in parts]),
-        by_position=np.nanmean(np.stack(padded), 0),
+        by_position=np.divide(sums, counts, out=np.full(length, np.nan), where=counts > 0),
+        at_position=counts,
     )
 
 

@@ -59,6 +59,7 @@ class Pair:
 
     names: of the modules that both have, in the order of the first one's.
     alone: names of modules that one side has alone, by side.
+    dtypes: of most of each side's numbers.
     """
 
     def __init__(self, a: nn.Module, b: nn.Module, names: Mapping[str, str], seed: int, undo: Undo) -> None:
@@ -67,6 +68,11 @@ class Pair:
         for side, model in self.models.items():
             for name, module in model.named_modules():
                 known = renamed(name, names) if side == "b" else name
+                if known in self.doors[side]:
+                    raise ValueError(
+                        f"names maps two modules of b to {known or 'the model itself'!r}, the second of them {name!r}. "
+                        f"Expected: another name for each."
+                    )
                 self.doors[side][known] = Door(self, side, known, module)
         self.names = [name for name in self.doors["a"] if name in self.doors["b"]]
         self.alone = {side: [n for n in self.doors[side] if n not in self.doors[other]] for side, other in ("ab", "ba")}
@@ -79,7 +85,7 @@ class Pair:
         self._visitor: Visitor | None = None
         self._modes: list[Callable[[], Any]] = []
         self._autocast = autocast_here()
-        self._dtypes = {side: _dtype_of(model) for side, model in self.models.items()}
+        self.dtypes = {side: _dtype_of(model) for side, model in self.models.items()}
         self._buffers = [(b, b.detach().clone()) for model in self.models.values() for b in model.buffers()]
         undo.by(self._restore)
         for side in SIDES:
@@ -118,7 +124,7 @@ class Pair:
             undo.by(partial(setattr, self, "_resume", None))
             self._resume = resume
             with self._choosing(chosen, visitor), self._inside(mode):
-                out = self._apart(lambda: called(root, batch))
+                out = self._apart(lambda: called(root, _as_given(batch)))
             self.has_drawn |= not all(map(torch.equal, state, _random_state()))
             return out
 
@@ -161,7 +167,7 @@ class Pair:
 
         What is in the dtype of one model is cast to that of the other; a mask stays a finite one.
         """
-        from_dtype, to_dtype = self._dtypes[before], self._dtypes[after]
+        from_dtype, to_dtype = self.dtypes[before], self.dtypes[after]
 
         def move(x: Any) -> Any:
             if not isinstance(x, Tensor):
@@ -259,6 +265,13 @@ class Resume:
         if self._is_over or name in self._around or (name, call) not in self._kept:
             return False, None
         return True, cloned(self._kept[name, call])
+
+
+def _as_given(batch: Any) -> Any:
+    """A batch whose objects with a state, as a cache of keys and values, are copies: a run writes into them."""
+    if isinstance(batch, Mapping):
+        return {name: x if isinstance(x, Tensor) else cloned(x) for name, x in batch.items()}
+    return tuple(x if isinstance(x, Tensor) else cloned(x) for x in batch) if isinstance(batch, tuple | list) else batch
 
 
 def _random_state() -> list[Tensor]:

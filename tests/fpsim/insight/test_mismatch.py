@@ -565,3 +565,134 @@ def test_the_command_refuses_what_is_not_there(
     with pytest.raises(SystemExit):
         main(["mismatch", *words, "--batch", "pair.py:batch"])
     assert message in capsys.readouterr().err
+
+
+class WithPositions(nn.Module):
+    """Adds the embedding of positions, which come in one axis for all sequences; it stores what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(16, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, input_ids: Tensor, positions: Tensor | None = None, past: Any = None) -> Tensor:
+        x = self.embed(input_ids) + (0 if positions is None else self.places(positions))
+        if past is not None:
+            past.seen.append(x.mean(1, keepdim=True))
+            x = x + sum(past.seen)
+        return self.head(x)
+
+
+def test_as_many_positions_as_sequences_are_not_taken_apart_with_these() -> None:
+    torch.manual_seed(0)
+    a = WithPositions()
+    b = quantize(a, "bf16")
+    ids = torch.randint(0, WORDS, (8, 9))
+    floors = [
+        mismatch(a, b, {"input_ids": x, "positions": torch.arange(x.shape[1])}, attribution="none").floor
+        for x in (ids, ids[:, :8])
+    ]
+    assert floors[1].mean_dlogp < 10 * floors[0].mean_dlogp < 1e-4
+
+
+def test_a_cache_in_the_batch_is_the_same_in_each_run_and_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    a = WithPositions()
+    b = quantize(a, "bf16")
+    ids, past = torch.randint(0, WORDS, (4, 5)), types.SimpleNamespace(seen=[torch.ones(4, 1, WIDTH)])
+    found = mismatch(a, b, {"input_ids": ids, "past": past}, attribution="none").figures
+    assert len(past.seen) == 1
+    with torch.no_grad():
+        p, q = (
+            m(ids, past=types.SimpleNamespace(seen=[torch.ones(4, 1, WIDTH)])).double().log_softmax(-1)[:, :-1]
+            for m in (a, b)
+        )
+    assert found.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-9)
+
+
+def test_figures_of_several_batches_are_those_of_all_their_tokens() -> None:
+    a, b = model(), model(1)
+    masks = torch.ones(2, *IDS.shape, dtype=torch.long)
+    masks[0, :, :3] = 0  # padding on the left in all of the first batch
+    masks[1, 0, 4:] = 0
+    batches = [{"ids": ids, "kept": mask} for ids, mask in zip((IDS, IDS.flip(0)), masks)]
+    found = mismatch(
+        Named(a), Named(b), iter(batches), tokens=lambda x: x["ids"], mask=lambda x: x["kept"], attribution="none"
+    )
+    sums, counts, changes = torch.zeros(IDS.shape[1] - 1), torch.zeros(IDS.shape[1] - 1), []
+    with torch.no_grad():
+        for batch in batches:
+            after = batch["ids"][:, 1:, None]
+            p, q = (m(batch["ids"]).double().log_softmax(-1)[:, :-1].gather(-1, after).squeeze(-1) for m in (a, b))
+            valid = (batch["kept"][:, 1:] * batch["kept"][:, :-1]).bool()
+            sums, counts = sums + ((p - q).abs() * valid).sum(0), counts + valid.sum(0)
+            changes.append((p - q)[valid])
+    assert found.figures.by_position.tolist() == pytest.approx((sums / counts).tolist(), rel=1e-9)
+    assert found.figures.at_position.tolist() == counts.tolist()
+    weights = torch.cat(changes).exp().clamp(max=2.0)
+    assert found.weights.effective == pytest.approx(float(weights.sum() ** 2 / (weights**2).sum() / len(weights)))
+    alone = mismatch(Named(a), Named(b), batches[0], tokens=lambda x: x["ids"], mask=lambda x: x["kept"])
+    assert [math.isnan(x) for x in alone.figures.by_position] == [True] * 3 + [False] * (IDS.shape[1] - 4)
+
+
+class Named(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: Tensor, kept: Tensor) -> Tensor:
+        return self.inner(ids)
+
+
+class Adapted(nn.Module):
+    """A model, which is another one's too, and an adapter of its logits."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.adapter = base, nn.Linear(WORDS, WORDS, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.adapter(self.base(ids))
+
+
+def test_what_one_side_has_alone_is_beyond_the_floor_too() -> None:
+    base = model()
+    found = mismatch(Adapted(base), base, IDS, names={"": "base"})
+    assert not found
+    assert found.is_beyond
+    assert "modules that are not compared" in str(found)
+    assert "In a alone, and so not compared: the model itself, adapter." in str(found)
+
+
+@pytest.mark.parametrize(("dtype", "word"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_a_native_model_beside_its_emulation_has_no_other_policy(dtype: torch.dtype, word: str) -> None:
+    a = model()
+    for side in (copy.deepcopy(a).to(dtype), quantize(a, word)):
+        assert side(IDS).dtype in (dtype, torch.float32)
+    pair = [copy.deepcopy(a).to(dtype), quantize(a, word)]
+    assert all("float32 in" not in row["detail"] for row in mismatch(*pair, IDS))
+    pair[1].head.weight.data[3] *= 2  # type: ignore[union-attr,operator]
+    found = mismatch(*pair, IDS)
+    assert "weights" in {row["kind"] for row in found}
+    assert all("float32 in" not in row["detail"] for row in found)
+
+
+def test_vocabularies_of_different_sizes_and_one_name_for_two_modules_are_refused() -> None:
+    torch.manual_seed(0)
+    a, b = WithPositions(), WithPositions()
+    b.head = nn.Linear(WIDTH, WORDS + 8)
+    with pytest.raises(ValueError, match=rf"a has logits of {WORDS} tokens, and b of {WORDS + 8}"):
+        mismatch(a, b, IDS)
+    with pytest.raises(ValueError, match="maps two modules of b to 'embed'"):
+        mismatch(a, copy.deepcopy(a), IDS, names={"places": "embed"})
+
+
+def test_a_perplexity_beyond_float64_is_infinite() -> None:
+    a = model()
+    a.head = nn.Linear(WIDTH, WORDS)
+    a.head.weight.data *= 1e6  # type: ignore[union-attr,operator]
+    found = mismatch(a, quantize(a, "bf16"), IDS, attribution="none")
+    assert found.figures.perplexities == (math.inf, math.inf)
+    assert {tried.what: tried.kl for tried in found.tried}[
+        "fp16 in the place of bf16, whose logits are NaN"
+    ] == math.inf
