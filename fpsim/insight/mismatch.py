@@ -469,8 +469,8 @@ def _compare_outputs(runs: _Runs, result: Mismatch) -> tuple[Measured, Measured,
         floors.append(compared(runs.of_a[i], runs.likelihoods(i, "a", "a", floor, Permuted), runs.eps))
     result.figures, result.weights = joined(parts), truncated(torch.cat(changes))
     candidates = [joined(floors), runs.figures("a", Split)]
-    # a scale of a whole tensor is another one for a part of the batch, and no order of sums
-    alone = None if _has_scales_of_tensors(runs.pair.models["a"]) else runs.one_by_one("a")
+    # a scale of a whole tensor, or random numbers, are others for a part of the batch, and no order of sums
+    alone = None if pair.has_drawn or _has_scales_of_tensors(pair.models["a"]) else runs.one_by_one("a")
     candidates += [] if alone is None else [alone]
     result.floor = max(candidates, key=lambda f: f.mean_dlogp)
     result.unlike = first.unlike

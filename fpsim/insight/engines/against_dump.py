@@ -140,6 +140,11 @@ def _tell_sides(result: Any, asked: Asked, of_dump: list[str], of_model: list[st
 def _same_tokens(model: nn.Module, dump: Dump, asked: Asked) -> tuple[Steps, Any]:
     """The tokens of the dump, and what the model is called with. Raises ValueError where the tokens are others."""
     steps, batch = dump.steps(), asked.batch
+    if steps is not None and not bool((steps.mask[:, :-1] & steps.mask[:, 1:]).any()):
+        raise ValueError(
+            f"{dump.path.name} has tokens of shape {tuple(steps.tokens.shape)}, and none behind another that is no "
+            f"padding: nothing is predicted. Expected: a run of at least two tokens, and {MASK!r} True at what is none."
+        )
     if batch is None:
         if steps is None:
             raise ValueError(
@@ -253,7 +258,13 @@ class _Runs:
                 f"{LOGPROBS!r} of {recorded.dump.path.name} has shape {tuple(logs.shape)}, and its tokens "
                 f"{tuple(self.steps.tokens.shape)}. Expected: for each token its log-probability given those before."
             )
-        self.both, self.words = self.both & logs[:, 1:].isfinite(), LOGPROBS
+        known = self.both & logs[:, 1:].isfinite()
+        if not bool(known.any()):
+            raise ValueError(
+                f"{LOGPROBS!r} of {recorded.dump.path.name} has no finite number at a token that is no padding. "
+                f"Expected: log-probabilities of the chosen tokens, NaN where they are not known."
+            )
+        self.both, self.words = known, LOGPROBS
         other = self.own._replace(chosen=logs[:, 1:])
         found = self.beside(self.own, other)
         sums = found.by_sequence.copy()

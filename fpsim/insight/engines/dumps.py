@@ -184,6 +184,10 @@ def _run(model: nn.Module, batch: Any, recorder: _Recorder, undo: Undo) -> None:
         batch() if is_function(batch) else called(model, batch)
 
 
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _dtype_of(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
@@ -303,7 +307,13 @@ class Dump:
             return found
         tokens = self[TOKENS]
         tokens = tokens[None] if tokens.dim() == 1 else tokens
-        mask = (self[MASK] if MASK in self.entries else torch.ones_like(tokens)).bool().reshape(tokens.shape)
+        mask = (self[MASK] if MASK in self.entries else torch.ones_like(tokens)).bool()
+        if tokens.dim() != 2 or tokens.is_floating_point() or mask.numel() != tokens.numel():
+            raise ValueError(
+                f"{TOKENS!r} of {self.path.name} has shape {tuple(tokens.shape)} and dtype {_word(tokens.dtype)}, and "
+                f"{MASK!r} shape {tuple(mask.shape)}. Expected: integers (batch, time), and a mask of the same shape."
+            )
+        mask = mask.reshape(tokens.shape)
         if found is None or found.tokens.shape != tokens.shape:
             found = batched_steps([tokens], mask)
         return Steps(tokens, mask, found.steps, found.positions)

@@ -195,7 +195,9 @@ def is_of_rows(x: Tensor, tokens: tuple[int, ...]) -> bool:
 def placed(name: str, calls: Sequence[tuple[Step, Tensor]], steps: Steps) -> Value:
     """Tensors of one path of a module, with the step of each, put where their tokens are."""
     raw = calls[0][1] if len(calls) == 1 else None
-    parts = [part for step, x in calls if (part := _rows(step, x, steps)) is not None]
+    # torch cannot write into a part of a tensor of powers of two
+    wide = ((step, x.float() if x.dtype is torch.float8_e8m0fnu else x) for step, x in calls)
+    parts = [part for step, x in wide if (part := _rows(step, x, steps)) is not None]
     if len(parts) < len(calls) or any(x.shape[1:] != parts[0][1].shape[1:] for _, x in parts):
         return Value(name, None, None, raw)
     n = steps.tokens.numel()

@@ -287,8 +287,17 @@ def _longer(tensors: dict[str, Tensor]) -> None:
     del tensors["out.logits"], tensors["lm_head.out0"]
 
 
+def _all_unknown(tensors: dict[str, Tensor]) -> None:
+    tensors["logprobs"] = torch.full((3, 5), torch.nan)
+    del tensors["out.logits"], tensors["lm_head.out0"]
+
+
 WRONG: list[tuple[Callable[[dict[str, Tensor]], object], dict[str, Any], str]] = [
     (_nan, {}, r"model.norm.out0 of other.safetensors has NaN .* Expected: numbers. .*first module"),
+    (_all_unknown, {}, r"'logprobs' of other.safetensors has no finite number .* Expected: log-probabilities"),
+    (lambda t: t.update(mask=torch.zeros_like(t["mask"])), {}, r"none behind another .* Expected: a run of at least"),
+    (lambda t: t.update(mask=torch.ones(3, 4)), {}, r"and 'mask' shape \(3, 4\). Expected: integers \(batch, time\)"),
+    (lambda t: t.update(tokens=t["tokens"].float()), {}, r"'tokens' of .* dtype float32.* Expected: integers"),
     (_longer, {}, r"'logprobs' of other.safetensors has shape \(2, 2\).*Expected: for each token"),
     (lambda tensors: None, {"version": 9}, "version 9 .* knows up to 1. Read it with"),
     (lambda t: [t.pop(n) for n in [*t] if "." in n], {}, "no tensor that is named as of a module.*Expected: names"),
@@ -300,6 +309,13 @@ WRONG: list[tuple[Callable[[dict[str, Tensor]], object], dict[str, Any], str]] =
 def test_a_broken_dump_is_an_error(change: Any, words: dict[str, Any], error: str, file: Path) -> None:
     with pytest.raises(ValueError, match=error):
         mismatch(made(), rewritten(file, change, words))
+
+
+def test_scales_that_are_powers_of_two_are_read(file: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["model.norm.in1"] = torch.full((3, 5, 1), 2.0).to(torch.float8_e8m0fnu)
+
+    assert mismatch(made(), rewritten(file, change)).unlike == {}
 
 
 def test_an_unknown_dtype_is_an_error(tmp_path: Path) -> None:

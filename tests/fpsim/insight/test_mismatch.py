@@ -664,6 +664,26 @@ def test_what_one_side_has_alone_is_beyond_the_floor_too() -> None:
     assert "In a alone, and so not compared: the model itself, adapter." in str(found)
 
 
+class Noisy(nn.Module):
+    """A model whose code draws random numbers in eval mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.dropout(self.inner(ids), 0.1, training=True)
+
+
+def test_random_numbers_are_no_order_of_sums() -> None:
+    a = Noisy()
+    b = copy.deepcopy(a)
+    b.inner.blocks[0].attend.out.weight.data *= 1.01  # type: ignore[index,union-attr]
+    found = mismatch(a, b, IDS)
+    assert [row["module"] for row in found] == ["inner.blocks.0.attend.out"]
+    assert found.floor.mean_dlogp < 1e-5
+
+
 @pytest.mark.parametrize(("dtype", "word"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
 def test_a_native_model_beside_its_emulation_has_no_other_policy(dtype: torch.dtype, word: str) -> None:
     a = model()
