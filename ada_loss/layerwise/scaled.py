@@ -40,12 +40,12 @@ class AdaLossScaled:
     policy names a rounding: to nearest, most of their elements become zero at any scale. Blocks that share scales, and
     gradients in wider formats, keep the policy's rounding.
 
-    Differences from the original: any format, any operation and any model (the original is for fp16 and for a
-    list of layers); factors at gates; scales without bounds (`approx_range` with `bound="worst_case"` has the
-    original's on sums of products); bounds, where they are given, on every rule that predicts and on casts (the
-    original bounds "approx_range" alone); `branches="exact"`; lowering a scale until the gradient fits, also between
-    updates; the second moment of a gradient that enters the format where the original takes its standard deviation
-    (`stats="grad"` is the original's); and the rules that measure.
+    Differences from the original: any format, any operation and any model (the original is for fp16 and for a list of
+    layers); factors at gates; scales without bounds (`approx_range` with `bound="worst_case"` has the original's on
+    sums of products); optional bounds on every rule that predicts and on casts (the original bounds "approx_range"
+    only); `branches="exact"`; lowering a scale until the gradient fits, also between updates; the second moment of a
+    gradient that enters the format where the original takes its standard deviation (`stats="grad"` is the original's);
+    and the rules that measure.
 
     Args:
         model: from `fpsim.quantize`, with any format and policy. Formats with float32's exponents have nothing to
@@ -54,16 +54,16 @@ class AdaLossScaled:
             TypeError (of an operator, RuntimeError).
         transforms: the modules whose products are scaled, `[AdaLossTransformLinear(), ...]`. None for every product,
             and for the cast of float32 gradients at the model's outputs.
-        init_scale: the scale of gradients that enter the model, a power of two. A rule that measures takes another than
-            1 with `transforms` only, for the modules that they leave out.
+        init_scale: the scale of gradients that enter the model, a power of two. With a rule that measures, a value
+            other than 1 needs `transforms`, and is for the modules that they leave out.
         rule: how a scale is chosen: a `LayerRule`, or a name: "approx_range", "abs_range", "element_wise_range" and
             "fixed" predict a product's result; "exact", "current", "amax_history" and "mse" measure each tensor where
             it is rounded.
-        update_every: scales are chosen in every n-th step, a step being a backward pass, and held in between, each site
-            its own. Where a gradient is zero or not finite the last scale stays, or the next step chooses the first. A
+        update_every: each site chooses its scale in every n-th step (backward pass) and holds it in between. If a
+            gradient is zero or not finite, the last scale stays; if there is none yet, the next step chooses it. A
             gradient that overflows between updates, more than 16 times as large as in the step before, may have been
-            rounded once already when its scale is lowered. A rule that measures does so in every step, and takes 1
-            only.
+            rounded once already when its scale is lowered. A rule that measures does so in every step: the value must
+            be 1.
         scale_upper_bound: the largest factor of one product or cast, None for no bound (the original: 16). For rules
             that predict.
         accum_upper_bound: the largest scale that factors may add up to, or that a rule measures, None for no bound (the

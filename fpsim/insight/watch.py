@@ -1,4 +1,4 @@
-"""watch(model): what formats would do to the tensors of a model that trains without them, and changes nothing."""
+"""watch(model): measure the effect of formats on the tensors of a model that trains without them, changing nothing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def watch(
     results of its operations (role "activation"), their gradients ("error"), the parameters ("weight"), their gradients
     ("weight_grad"); with an optimizer also its tensors ("state") and the change of the parameters in a step ("update").
     Gradients are taken as they travel, times the scale of a GradScaler. Recomputation in a checkpoint and operations
-    outside of the model are not seen. Of DistributedDataParallel watch the module inside. If several threads run the
+    outside of the model are not seen. For DistributedDataParallel, watch the wrapped module. If several threads run the
     model, only the first one to call it is watched; copies of the model are not. The watch ends when the result is
     lost, too. Watch a model after `model.compile()`; calls of torch's own containers under `torch.compile` are not
     seen.
@@ -83,7 +83,7 @@ def watch(
         model: not quantised; a quantised one is recorded by `fpsim.record`.
         step: a function without arguments, or a batch where the output has a `.loss` or with `loss`. The formats may
             come in its place.
-        loss: from the model's output to a scalar, for a batch.
+        loss: a function from the model's output to a scalar, for a batch.
         formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last
             axis.
         every: the calls 1, 1 + every, and so on are watched.

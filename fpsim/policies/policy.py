@@ -1,4 +1,4 @@
-"""Which tensors get which format: the roles, and the modules that differ."""
+"""Policies: the format of the tensors of each role, and overrides by module."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _HOMES_OF_OPERATIONS = (torch, torch.Tensor, torch.nn.functional, torch.linalg, 
 
 
 class RoleSpecs(NamedTuple):
-    """What happens to the tensors of each role at one place of a model; None leaves them in float32."""
+    """Roundings of the tensors of each role, at one place of a model; None leaves them in float32."""
 
     weight: RoundingSpec | None = None
     activation: RoundingSpec | None = None

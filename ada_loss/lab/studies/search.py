@@ -1,4 +1,4 @@
-"""The search for the smallest formats that keep a metric: bits by role, modules in float32, by sweeps in a folder."""
+"""Search for the smallest formats that keep a metric, by sweeps in a folder: bits by role, and modules in float32."""
 
 from __future__ import annotations
 
@@ -37,23 +37,24 @@ HOPELESS = 5.0  # tolerances below float32 at which one seed is enough to reject
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found. Its `str` is the front as a Markdown table, and the answer in words.
+    """Result of a search. Its `str` is the Pareto front as a Markdown table, and the answer in words.
 
     formats: those of the smallest policy found, by role.
     bits: of one number, added over the roles; with `modules`, the mean over them, 32 for each role in float32.
     accuracy: the mean of the metric over the seeds, of that policy; the name stands for any metric.
     baseline: that of float32.
     rows: what was tried, in order: a format for each role, "bits", "accuracy" (the mean of the metric), "deviation",
-        "seeds", "complete" (all seeds were trained) and "kept"; with `modules` also "float32", those left in it.
+        "seeds", "complete" (all seeds were trained) and "kept"; with `modules` also "float32", the modules left in
+        float32.
     results: all cells.
     metric: the name of the metric.
-    wide: the modules that stay in float32, of those that may.
+    wide: the modules of the search that stay in float32.
     sign: 1 where a larger metric is better, -1 where a smaller is.
     deviation: of the metric over the seeds, of that policy; NaN for one seed.
     tolerance: of the search.
-    outcome: what the verdict on all that was tried says of that policy, at the tolerance: "match", "undecided", "few"
-        and so on, as in `results.verdicts(tolerance=)`.
-    statement: that in words.
+    outcome: the verdict on that policy among all that were tried, at the tolerance: "match", "undecided", "few" and so
+        on, as in `results.verdicts(tolerance=)`.
+    statement: the outcome in words.
     """
 
     formats: dict[str, str]
