@@ -31,6 +31,7 @@ from fpsim.policies.attention import Attention
 from fpsim.policies.operand import Operand
 from fpsim.policies.policy import ROLES, FormatLike, Policy
 from fpsim.policies.products import Products
+from fpsim.policies.profiles import profile, profiles
 from fpsim.policies.recipes import RECIPE_PREFIX, as_policy, recipe, recipes
 from fpsim.policies.update import UPDATES, Update
 from fpsim.tensors.accumulators import Accumulator, as_accumulator
@@ -103,6 +104,8 @@ __all__ = [
     "matmul",
     "mismatch",
     "noise_of_torch",
+    "profile",
+    "profiles",
     "quantize",
     "quantize_optimizer",
     "recipe",

@@ -260,6 +260,7 @@ CALLS = [
     Call("manual_seed", _constructor(fpsim.manual_seed, seed=1)),
     Call("warm_up", _constructor(fpsim.warm_up, device="cpu", formats=["fp16"], roundings=["nearest_even"], variants=["A"])),
     Call("recipe", _constructor(fpsim.recipe, name="nvfp4")),
+    Call("profile", lambda: (fpsim.profile, {"names": ("hf_bf16", "fp8_w8a8"), "model": model()})),
     Call("as_policy", _constructor(fpsim.as_policy, fmt="fp16", rounding="stochastic", overflow="saturate", model=None)),
     Call("Accumulator", _constructor(fpsim.Accumulator, format="fp32")),
     Call(

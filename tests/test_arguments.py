@@ -37,6 +37,7 @@ WORDS = {
     **dict.fromkeys("rows columns metric".split(), ("column", "number of the metric")),
     "init_scale": ("scale",),
     "modules": ("pattern",),
+    "names": ("profile", "name"),
     "name": ("curve", "layer rule", "recipe"),
     "train": ("task",),
     "x": ("axis",),

@@ -59,11 +59,12 @@ FLOORS = (
     ),
     (
         "fpsim.policies",
-        "__init__ delayed operand",
+        "__init__ cpu_kernels delayed operand",
         "attention",
         "products",
         "policy",
         "recipes update",
+        "profiles",
     ),
     (
         "fpsim.emulation",

@@ -19,7 +19,17 @@ from fpsim.policies.products import Products
 from fpsim.tensors.hadamard import Hadamard
 from fpsim.tensors.ops import round_to
 
-__all__ = ["RECIPE_PREFIX", "RecipeRow", "as_policy", "is_layer", "recipe", "recipes"]
+__all__ = [
+    "RECIPE_PREFIX",
+    "RecipeRow",
+    "as_policy",
+    "is_gate",
+    "is_layer",
+    "is_norm",
+    "layers_in",
+    "recipe",
+    "recipes",
+]
 
 MOST_USED = ("fp8_current", "fp8_delayed")  # named first where a name is cut short
 RECIPE_PREFIX = "recipe:"  # before a recipe's name where a format may stand
@@ -207,8 +217,8 @@ def _in_high_precision(model: nn.Module, entry: _Recipe) -> Iterator[str]:
     body, head = layers[:-1], layers[-1:]
     kept = {*body[len(body) - -(-entry.keeps_last * len(body) // 100) :], *head}
     if entry.keeps_gates:
-        kept |= {name for name, _ in named if _is_gate(model, name)}
-    return (n for n, module in named if n in kept or isinstance(module, _EMBEDDINGS) or _is_norm(module))
+        kept |= {name for name, _ in named if is_gate(model, name)}
+    return (n for n, module in named if n in kept or isinstance(module, _EMBEDDINGS) or is_norm(module))
 
 
 def layers_in(model: nn.Module) -> list[str]:
@@ -224,7 +234,7 @@ def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(n, module) for n, module in model.named_modules() if n and "parametrizations" not in n.split(".")]
 
 
-def _is_gate(model: nn.Module, name: str) -> bool:
+def is_gate(model: nn.Module, name: str) -> bool:
     """Whether this module chooses among experts: by its name, beside one that is called so."""
     around, _, own = name.rpartition(".")
     return own in ("gate", "router") and hasattr(model.get_submodule(around), "experts")
@@ -238,7 +248,7 @@ def is_layer(module: nn.Module) -> bool:
     return is_leaf and not isinstance(module, _EMBEDDINGS) and _has_matrix(module)
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
     """Whether this normalises: its class says so, and it has neither a matrix nor a module inside."""
     is_leaf = next(module.children(), None) is None
     return "norm" in type(module).__name__.lower() and is_leaf and not _has_matrix(module)
@@ -355,8 +365,8 @@ _RECIPES = {
         keeps_last=0,
     ),
     "mxfp4_sr": _Recipe(
-        "bf16 forward; mxfp4 for both gradients, rounded stochastically at 3/4 of their size, after a Hadamard transform "
-        "of 64 with fresh signs",
+        "bf16 forward; mxfp4 for both gradients, rounded stochastically at 3/4 of their size, after a Hadamard "
+        "transform of 64 with fresh signs",
         "Tseng et al. 2025 (arXiv 2502.20586; amazon-science/mxfp4-llm)",
         _mxfp4_sr(),
         keeps_last=0,

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 import fpsim
 from ada_loss.lab.results.judgement import LEAST_SEEDS, Judgement, judge_sweep, smallest_step
@@ -249,6 +248,15 @@ class _Subject:
         return statistics.fmean(losses[-max(1, steps // LAST) :])
 
 
+def _in_dtype(given: Any, dtype: torch.dtype) -> Any:
+    """A batch with its floating tensors in a dtype."""
+    if isinstance(given, Mapping):
+        return {name: _in_dtype(x, dtype) for name, x in given.items()}
+    if isinstance(given, tuple | list):
+        return [_in_dtype(x, dtype) for x in given]
+    return given.to(dtype) if isinstance(given, Tensor) and given.is_floating_point() else given
+
+
 # One step
 
 
@@ -350,7 +358,7 @@ def _noise(subject: _Subject, model: nn.Module, given: Any) -> dict[str, float]:
     losses, gradients = [], []
     for dtype in (torch.float32, torch.float64):
         run = copy.deepcopy(model).to(dtype)
-        data = tree_map(lambda x, to=dtype: x.to(to) if isinstance(x, Tensor) and x.is_floating_point() else x, given)
+        data = _in_dtype(given, dtype)
         torch.manual_seed(0)  # of dropout
         try:
             total = subject.total(run, data)

@@ -104,14 +104,14 @@ def sweep(
             seed to a `Task`.
         formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`, of which "products" is
             a mapping too: of "x", "w" and "dy" to the formats of operands, or of the fields of `fpsim.Products`.
-            {"schedule": {0: "fp16", 0.8: "bf16"}} is several in turn, from a fraction of all steps, or a step, on.
-            {"native": "fp16"} trains in real float16, under torch.autocast. {"name": "mine", "format": "mxfp4"} has a
-            name of your own.
+            {"schedule": {0: "fp16", 0.8: "bf16"}} is a schedule: each format starts at a fraction of all steps, or at a
+            step. {"native": "fp16"} trains in real float16, under torch.autocast. {"name": "mine", "format": "mxfp4"}
+            has a name of your own.
         scaling: how gradients are scaled: "none", a number for a constant, a loss rule's name ("torch", "nnabla"),
             "adaptive" or a layer rule's name ("exact", "current").
         train: a training function of your own instead of a task. It is called with a `Job`, which has the format, the
             scaling method, the seed, the device and task_options, trains, and returns its metrics, {name: number}.
-        roundings: names, one for all roles each; "stochastic_gradients" rounds gradients alone stochastically. None is
+        roundings: names, each for all roles; "stochastic_gradients" rounds gradients alone stochastically. None is
             nearest-even; but where adaptive or current scaling fits gradients to a format of at most 6 bits, it is
             "stochastic_gradients".
         seeds: how many, or which.
@@ -135,23 +135,23 @@ def sweep(
         retry_failed: whether cells that failed run again.
         keep_states: whether the states at which formats change are kept in the folder, so that cells that are added
             later begin from them; each is as large as a checkpoint.
-        keep_old: whether a folder is gone on with whose cells have the numbers of another version of this library; see
+        keep_old: whether to continue a folder whose cells have the numbers of another version of this library; see
             `fpsim.BITS`.
         out: the folder that keeps everything.
-        track: who else is told of the cells, while they train: "tensorboard", "mlflow" and "wandb", which write to the
+        track: where else cells are logged, while they train: "tensorboard", "mlflow" and "wandb", which write to the
             folder, or trackers.
         minimize, maximize: the metrics of which a smaller, or a larger, value is better, where their names do not tell;
-            kept in `out`. They go before `Task.goal`.
-        why: whether the cells that diverged, and one of each setting that falls short of float32, are trained again up
-            to the step that fails, by the workers, where `fpsim.why` says why: the column "reason" of rows, and the
-            verdict.
+            kept in `out`. They take precedence over `Task.goal`.
+        why: whether the workers retrain the cells that diverged, and one of each setting that falls short of float32,
+            up to the failing step, and diagnose it with `fpsim.why`. The reason stands in the column "reason" of rows,
+            and in the verdict.
         show_progress: whether a progress bar is shown.
 
     Raises:
         ValueError: for invalid arguments, and for a folder with numbers of another version of this library, before any
             work.
         TypeError: for arguments of another type, before any work.
-        RuntimeError: where it cannot go on, with what to do.
+        RuntimeError: where the sweep cannot go on; the message says what to do.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)

@@ -125,4 +125,8 @@ def fields_of(a: Policy, b: Policy) -> list[tuple[str, Policy]]:
             found.append((name, replace(b, products=replace(q, **{name: getattr(p, name)}))))
     if a.cache != b.cache:
         found.append(("cache", replace(b, cache=a.cache)))
+    if a.fused != b.fused:
+        found.append(("one rounding", replace(b, fused=a.fused)))
+    if a.kernels != b.kernels:
+        found.append(("kernels", replace(b, kernels=a.kernels)))
     return found
