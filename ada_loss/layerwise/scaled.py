@@ -40,12 +40,12 @@ class AdaLossScaled:
     policy names a rounding: to nearest, most of their elements become zero at any scale. Blocks that share scales, and
     gradients in wider formats, keep the policy's rounding.
 
-    Differences from the original: any format, any operation and any model (the original is for fp16 and for a
-    list of layers); factors at gates; scales without bounds (`approx_range` with `bound="worst_case"` has the
-    original's on sums of products); bounds, where they are given, on every rule that predicts and on casts (the
-    original bounds "approx_range" alone); `branches="exact"`; lowering a scale until the gradient fits, also between
-    updates; the second moment of a gradient that enters the format where the original takes its standard deviation
-    (`stats="grad"` is the original's); and the rules that measure.
+    Differences from the original: any format, any operation and any model (the original is for fp16 and for a list of
+    layers); factors at gates; scales without bounds (`approx_range` with `bound="worst_case"` has the original's on
+    sums of products); optional bounds on every rule that predicts and on casts (the original bounds "approx_range"
+    only); `branches="exact"`; lowering a scale until the gradient fits, also between updates; the second moment of a
+    gradient that enters the format where the original takes its standard deviation (`stats="grad"` is the original's);
+    and the rules that measure.
 
     Args:
         model: from `fpsim.quantize`, with any format and policy. Formats with float32's exponents have nothing to

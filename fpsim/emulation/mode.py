@@ -1,4 +1,4 @@
-"""The mode that intercepts every torch call of a model and rounds what goes in and what comes out."""
+"""The mode that intercepts every torch call of a model and rounds its operands and its result."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def watch(
         model: not quantised; a quantised one is recorded by `fpsim.record`.
         step: a function without arguments, or a batch where the output has a `.loss` or with `loss`. Formats may be
             given in its place.
-        loss: from the model's output to a scalar, for a batch.
+        loss: a function from the model's output to a scalar, for a batch.
         formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last
             axis.
         every: the calls 1, 1 + every, and so on are watched.

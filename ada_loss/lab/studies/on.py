@@ -39,20 +39,20 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class OnRow:
-    """What a model does on one hardware.
+    """Behaviour of a model on one kind of hardware.
 
     preset, hardware: its full name, and in words.
     failure: the first lines of `fpsim.why` on one step; "" where it finds nothing.
-    losses: of one step, in float32 and here.
+    losses: the loss of one step, in float32 and with the preset.
     results, gradients: the results of operations, and the gradients of parameters, with the largest relative errors.
-    breaks: where a result or a gradient becomes inf, or nothing is left of it; "" where none does.
+    breaks: the place where a result or a gradient becomes inf or vanishes entirely; "" if there is none.
     trained: the loss that each seed ends with; inf for one that diverged.
     float32: the same in float32.
     verdict: in words; "" where nothing was trained.
-    weight_bits: of a number of a weight that is an operand of a product, the mean.
-    moved, moved_float32: bytes that the products of a step read and write.
+    weight_bits: the mean bits per element of weights that are operands of products.
+    moved, moved_float32: bytes that the products of a step read and write, with the preset and in float32.
     missing: what the preset does not model.
-    choices: the share of rows whose `topk` or `argmax` is another than in float32: of tokens, that go to other experts.
+    choices: the share of rows whose `topk` or `argmax` differs from float32: tokens that are routed to other experts.
     """
 
     preset: str
