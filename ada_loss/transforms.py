@@ -1,4 +1,4 @@
-"""The targets of scaling: the modules that transforms choose, and the operations that are products."""
+"""Targets of scaling: modules that transforms select, and operations that are products."""
 
 from __future__ import annotations
 

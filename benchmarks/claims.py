@@ -427,15 +427,16 @@ HEAD = """# Claims: which sentences of these pages were checked, and what came o
 
     python benchmarks/claims.py --out runs/claims --write
 
-What README says of its sweep, and each quantitative sentence of the pages named here, is a row of
-`benchmarks/claim_rows.py`: the page and the words, what is trained or computed, and a band for the mean. The seeds are
+Each statement of README about its sweep, and each quantitative sentence of the pages named here, is a row of
+`benchmarks/claim_rows.py`: the page and the words, the training or computation, and a band for the mean. The seeds are
 two disjoint lists, 1000 to 1009 and 2000 to 2009, of which a row takes the first five or all ten. Seeds and bands were
 written down before anything was run with them. A row holds where the mean over each list lies in its band; "reported"
-has no band. The command runs what its folder does not have yet, so that it can be interrupted. It is run in full before
-a release. The tests check each time that every sentence stands in its page, and run a few rows in small.
+has no band. The command runs only what its folder lacks, so that it can be interrupted and resumed. It is run in full
+before a release. The tests check each time that every sentence stands in its page, and run a few rows at a reduced
+size.
 
 Differences are from float32 with the same seed. Columns have the mean with its 95 % interval, and how many seeds are
-done; claims.json has the number of each seed. "to run" says how many numbers are missing yet.
+done; claims.json has the number of each seed. "to run" says how many numbers are still missing.
 
 **What did not hold.** The rows `deep_digits.abs_range` and `deep_digits.exact` were "lose accuracy in e4m3fn", with a
 band of -30 to -0.5 points. Both failed with both lists, as the numbers below show. The sentence of scaling.md says the

@@ -139,7 +139,7 @@ class Difference(NamedTuple):
             return "the native kernel rounds inside"
         if self.emulated > ONE_ROUNDING:
             return "the emulation rounds inside" if self.native <= ONE_ROUNDING else "both round inside"
-        return "one rounding each, of other last bits of float32"
+        return "one rounding each, of float32 results that differ in the last bits"
 
 
 class Operations(TorchFunctionMode):

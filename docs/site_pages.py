@@ -98,6 +98,12 @@ def recipes() -> str:
     return table(["recipe", "what it quantises", "source"], ((f"`{n}`", *rest) for n, *rest in fpsim.recipes()))
 
 
+def profiles() -> str:
+    """The profiles of engines by name."""
+    rows = ((f"`{row.name}`", row.description, row.source) for row in fpsim.profiles())
+    return table(["profile", "where it rounds", "what computes so"], rows)
+
+
 def updates() -> str:
     """The ways to store weights and states by name."""
     return table(["update", "what it stores"], ((f"`{name}`", f"`{update}`") for name, update in fpsim.UPDATES.items()))
@@ -195,7 +201,7 @@ def requirements() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
-        float_formats, block_formats, scale_rules, code_books, recipes, updates, loss_rules, layer_rules,
+        float_formats, block_formats, scale_rules, code_books, recipes, profiles, updates, loss_rules, layer_rules,
         reference_fpsim, reference_ada_loss, command_line, requirements, sweep_keys, task_options, options_of_tasks,
     )
 }  # fmt: skip

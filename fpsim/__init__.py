@@ -16,6 +16,7 @@ from fpsim.formats.fixed_point import FixedPoint
 from fpsim.formats.floats import CATALOGUE, FloatFormat
 from fpsim.insight.compare import Comparison, compare
 from fpsim.insight.diagnose import Diagnosis, diagnose
+from fpsim.insight.engines.dumps import Dump, dump
 from fpsim.insight.lost_updates import LostUpdates, lost_updates
 from fpsim.insight.mismatch import Mismatch, mismatch
 from fpsim.insight.recording import Recording, record
@@ -32,6 +33,7 @@ from fpsim.policies.attention import Attention
 from fpsim.policies.operand import Operand
 from fpsim.policies.policy import ROLES, FormatLike, Policy
 from fpsim.policies.products import Products
+from fpsim.policies.profiles import profile, profiles
 from fpsim.policies.recipes import RECIPE_PREFIX, as_policy, recipe, recipes
 from fpsim.policies.update import UPDATES, Update
 from fpsim.tensors.accumulators import Accumulator, as_accumulator
@@ -63,6 +65,7 @@ __all__ = [
     "Comparison",
     "Delayed",
     "Diagnosis",
+    "Dump",
     "FixedPoint",
     "FloatFormat",
     "FormatLike",
@@ -92,6 +95,7 @@ __all__ = [
     "decode",
     "dequantize",
     "diagnose",
+    "dump",
     "emulate",
     "encode",
     "export",
@@ -104,6 +108,8 @@ __all__ = [
     "matmul",
     "mismatch",
     "noise_of_torch",
+    "profile",
+    "profiles",
     "quantize",
     "quantize_optimizer",
     "recipe",

@@ -1,5 +1,5 @@
 """The command line: `python -m fpsim verify --device cpu|cuda [--quick|--full]`, `python -m fpsim why script.py`, and
-`python -m fpsim mismatch FILE:make_a FILE:make_b --batch FILE:batch`, `python -m fpsim warm`.
+`python -m fpsim mismatch FILE:make_a FILE:make_b --batch FILE:batch` (or a dump of an engine), `python -m fpsim warm`.
 """
 
 from __future__ import annotations
@@ -54,9 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     command = commands.add_parser("mismatch", help="say why two engines disagree on the same tokens")
     for side, what in (("a", "trains"), ("b", "samples")):
-        command.add_argument(side, metavar=f"FILE:make_{side}", help=f"a function that returns the model that {what}")
+        words = f"a function that returns the model that {what}, or the file of a dump of its engine"
+        command.add_argument(side, metavar=f"FILE:make_{side}", help=words)
     command.add_argument(
-        "--batch", required=True, metavar="FILE:batch", help="what the models are called with, or a function for it"
+        "--batch",
+        metavar="FILE:batch",
+        help="what the models are called with, or a function for it; a dump brings its tokens",
     )
     command.add_argument("--attribution", choices=("both", "back", "none"), default="both")
     command = commands.add_parser(
@@ -75,19 +78,32 @@ def _mismatch(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> in
     """Print the distance between two engines, and its causes."""
     loaded: dict[str, dict[str, Any]] = {}
     made = []
-    for word in (chosen.a, chosen.b, chosen.batch):
+    is_dump = [Path(word).suffix in (".safetensors", ".json") or Path(word).is_dir() for word in (chosen.a, chosen.b)]
+    if chosen.batch is None and not any(is_dump):
+        parser.error("--batch was not given. Expected: --batch FILE:batch, or a dump, which brings its tokens.")
+    for word, is_path in zip((chosen.a, chosen.b, chosen.batch), (*is_dump, chosen.batch is None), strict=True):
+        if is_path:
+            made.append(word)
+            continue
         file, _, name = word.rpartition(":")
         if not name.isidentifier() or not Path(file).is_file():
-            parser.error(f"Got {word!r}. Expected FILE:NAME, a Python file and a name at its top level.")
+            parser.error(f"Got {word!r}. Expected FILE:NAME, a Python file and a name at its top level, or a dump.")
         if file not in loaded:
             loaded[file] = _run_script(file, "fpsim_mismatch")
         if name not in loaded[file]:
             parser.error(f"{file} does not define `{name}`. Expected it at its top level.")
         value = loaded[file][name]
         made.append(value() if callable(value) and not isinstance(value, torch.nn.Module) else value)
-    passes, most = count(1), 20 + 2 * sum(1 for model in made[:1] for _ in getattr(model, "modules", tuple)())
+    models = [side for side in made[:2] if isinstance(side, torch.nn.Module)]
+    # of two models by their docs; with a dump some 40 changes of the model are tried too
+    passes, most = count(1), (60 if any(is_dump) else 20) + 2 * sum(1 for model in models[:1] for _ in model.modules())
     progress = (lambda: _show_progress(next(passes), most, "passes, at most")) if sys.stderr.isatty() else None
-    found = mismatch(*made, attribution=chosen.attribution, progress=progress)
+    try:
+        found = mismatch(*made, attribution=chosen.attribution, progress=progress)
+    except (FileNotFoundError, ValueError) as error:
+        if not any(is_dump):
+            raise  # of the user's own code, whose traceback says where
+        parser.error(str(error))
     if progress is not None:
         print(file=sys.stderr)
     print(found)

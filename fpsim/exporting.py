@@ -39,21 +39,22 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, weights_only: bo
     """Write the weights of a quantised model as a packed checkpoint, which compressed-tensors' loader reads.
 
     The folder gets `model.safetensors` and `config.json`, with the model's own configuration where it is one of
-    transformers, and a `quantization_config`; it is there whole or not at all. Packed are the weights of `nn.Linear` in
-    NVFP4, MXFP4, MXFP6 (e2m3), MXFP8 (e4m3) and FP8 (e4m3fn as it is; per tensor, row, tile, or number of elements):
-    codes and scales are those of `encode`. Everything else is stored in its own dtype, as the module uses it.
+    transformers, and a `quantization_config`; it is written completely or not at all. The packed weights are those of
+    `nn.Linear` in NVFP4, MXFP4, MXFP6 (e2m3), MXFP8 (e4m3) and FP8 (e4m3fn as it is; per tensor, row, tile, or number
+    of elements): codes and scales are those of `encode`. Everything else is stored in its own dtype, as the module uses
+    it.
 
-    The formats of the backward pass do not matter to a checkpoint. Those of the forward pass other than the weights'
-    have no place in one, and are refused, or left out by `weights_only=True`.
+    The formats of the backward pass do not matter to a checkpoint. Formats of the forward pass other than the weights'
+    cannot be stored in one: they are refused, or left out by `weights_only=True`.
 
     Args:
         model: from `quantize`.
-        folder: a path where nothing is, or an empty folder.
+        folder: a path that does not exist yet, or an empty folder.
         weights_only: leave out the policy's formats of activations, results and sums.
 
     Returns:
-        A row for each packed weight: its format, its bytes and those of float32; `differs`, how many of its numbers the
-        loader's arithmetic gives otherwise than the emulation; and by how much at most, relatively. In a model of
+        A row for each packed weight: its format, its bytes and those of float32; `differs`, how many of its numbers
+        differ between the loader's arithmetic and the emulation; and the largest relative difference. In a model of
         float32 NVFP4 alone differs, as the loader rounds its numbers to bfloat16.
 
     Raises:

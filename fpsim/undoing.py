@@ -14,10 +14,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Undo:
-    """Actions that put something back, the last one first.
+    """Stack of actions that restore state, run last in, first out.
 
     Python handles a signal between any two calls, in a `finally` and at the first line of an `__exit__` too. So an
-    action is registered before the change that it undoes, and may run twice; and `undone` asks twice.
+    action is registered before the change that it undoes, and may run twice; and `undone` runs the stack twice.
     """
 
     def __init__(self) -> None:

@@ -56,6 +56,10 @@ def batch() -> torch.Tensor:
     return torch.ones(2, 2)
 
 
+def _dumped() -> fpsim.Dump:
+    return fpsim.dump(language_model(), ids(), Path(Folder.path) / "b.safetensors")
+
+
 def sgd(of: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(of.parameters(), lr=0.1)
 
@@ -260,6 +264,7 @@ CALLS = [
     Call("manual_seed", _constructor(fpsim.manual_seed, seed=1)),
     Call("warm_up", _constructor(fpsim.warm_up, device="cpu", formats=["fp16"], roundings=["nearest_even"], variants=["A"])),
     Call("recipe", _constructor(fpsim.recipe, name="nvfp4")),
+    Call("profile", lambda: (fpsim.profile, {"names": ("hf_bf16", "fp8_w8a8"), "model": model()})),
     Call("as_policy", _constructor(fpsim.as_policy, fmt="fp16", rounding="stochastic", overflow="saturate", model=None)),
     Call("Accumulator", _constructor(fpsim.Accumulator, format="fp32")),
     Call(
@@ -340,6 +345,8 @@ CALLS = [
     Call("why", _why),
     Call("last_layers", lambda: (fpsim.last_layers, {"model": model(), "step": batch(), "loss": lambda out: out.sum()})),
     Call("mismatch", lambda: (fpsim.mismatch, {"a": language_model(), "b": language_model(), "batch": ids(), "attribution": "none"})),
+    Call("dump", lambda: (fpsim.dump, {"model": language_model(), "batch": ids(), "file": Folder.path / "a.safetensors"})),
+    Call("Dump", lambda: (fpsim.Dump, {"path": str(_dumped().path)})),
     Call("sensitivity", lambda: (fpsim.sensitivity, {"model": model(), "loss": lambda m: m(batch()).sum(), "policy": "fp16"})),
     Call("Sensitivity", lambda: (fpsim.Sensitivity, {"policy": _policy()})),
     Call("Sensitivity.policy", _method(_sensitivity, "policy", k=1)),

@@ -32,13 +32,13 @@ def use_scaler(loop: Any, scaler: GradScaler) -> None:
 
     Args:
         loop: an Accelerator before `prepare`, or a Trainer before `train`.
-        scaler: with any rule, and in float16 with or without `layers`, given the model before `prepare`.
+        scaler: has any rule. In float16 it may have `layers`, made from the model before `prepare`.
 
     Raises:
         TypeError: for another object.
         ValueError: for an Accelerator that has prepared its optimizers, for DeepSpeed and Megatron, for bfloat16 with
-            `layers`, for float16 where the loop does not cast to it; and later, as the model is prepared, for one that
-            is quantised in float16, and for one that is not in bfloat16.
+            `layers`, for float16 where the loop does not cast to it; and later, when the model is prepared, for a
+            quantised model in float16, and for one that is not quantised in bfloat16.
     """
     accelerator = getattr(loop, "accelerator", loop)
     if not isinstance(accelerator, Accelerator):

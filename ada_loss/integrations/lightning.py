@@ -29,15 +29,15 @@ class ScaledPrecision(Precision):  # type: ignore[misc]
     Pass it as `lightning.Trainer(plugins=[...])`.
 
     Args:
-        scaler: a `GradScaler`, or that of a job. With `layers`, those of the LightningModule.
+        scaler: a `GradScaler`, or that of a job. If it has `layers`, they are those of the LightningModule.
         precision: "32-true" casts nothing: quantise the networks inside of the LightningModule. "16-mixed" is training
             in real float16 on a GPU, under torch.autocast, of networks that are not quantised. "bf16-mixed" is
             torch.autocast in bfloat16, of quantised networks: their format is emulated inside of bfloat16 tensors,
             which hold formats of up to 8 bits.
 
     Raises:
-        ValueError: for another precision, for "bf16-mixed" with `layers` or without a quantised network, for a loss
-            that "16-mixed" finds on a CPU, and for LBFGS.
+        ValueError: for another precision, for "bf16-mixed" with `layers` or without a quantised network, for
+            "16-mixed" with a loss on a CPU, and for LBFGS.
     """
 
     def __init__(self, scaler: GradScaler, precision: str = "32-true") -> None:

@@ -55,9 +55,8 @@ def by_name(metric: str) -> str | None:
     last = words[-1] if words[-1] in LARGER else words[-1].rstrip("0123456789")
     if last in LARGER:
         return MAXIMIZE
-    return (
-        MINIMIZE if last in SMALLER and not is_score else None
-    )  # "d2_log_loss_score" is large where the loss is small
+    # a "d2_log_loss_score" is large where the loss is small
+    return MINIMIZE if last in SMALLER and not is_score else None
 
 
 def goals_of(goal: object, first: str | None = None) -> dict[str, str]:

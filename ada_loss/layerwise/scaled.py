@@ -40,41 +40,41 @@ class AdaLossScaled:
     policy names a rounding: to nearest, most of their elements become zero at any scale. Blocks that share scales, and
     gradients in wider formats, keep the policy's rounding.
 
-    Differences from the original: any format, any operation and any model (the original is for fp16 and for a
-    list of layers); factors at gates; scales without bounds (`approx_range` with `bound="worst_case"` has the
-    original's on sums of products); bounds, where they are given, on every rule that predicts and on casts (the
-    original bounds "approx_range" alone); `branches="exact"`; lowering a scale until the gradient fits, also between
-    updates; the second moment of a gradient that enters the format where the original takes its standard deviation
-    (`stats="grad"` is the original's); and the rules that measure.
+    Differences from the original: any format, any operation and any model (the original is for fp16 and for a list of
+    layers); factors at gates; scales without bounds (`approx_range` with `bound="worst_case"` has the original's on
+    sums of products); optional bounds on every rule that predicts and on casts (the original bounds "approx_range"
+    only); `branches="exact"`; lowering a scale until the gradient fits, also between updates; the second moment of a
+    gradient that enters the format where the original takes its standard deviation (`stats="grad"` is the original's);
+    and the rules that measure.
 
     Args:
         model: from `fpsim.quantize`, with any format and policy. Formats with float32's exponents have nothing to
             scale. Its tensors may be bfloat16 (torch.autocast, a checkpoint's dtype), where a product's gradient is
-            rounded by bfloat16 first; in float16 gradients were lost before they could be scaled, which raises
-            TypeError (of an operator, RuntimeError).
+            rounded to bfloat16 first. A float16 gradient has lost numbers before it could be scaled, and raises
+            TypeError (RuntimeError in an operator).
         transforms: the modules whose products are scaled, `[AdaLossTransformLinear(), ...]`. None for every product,
             and for the cast of float32 gradients at the model's outputs.
-        init_scale: the scale of gradients that enter the model, a power of two. A rule that measures takes another than
-            1 with `transforms` only, for the modules that they leave out.
+        init_scale: the scale of gradients that enter the model, a power of two. With a rule that measures, another
+            value than 1 needs `transforms`, and is for the modules that they leave out.
         rule: how a scale is chosen: a `LayerRule`, or a name: "approx_range", "abs_range", "element_wise_range" and
             "fixed" predict a product's result; "exact", "current", "amax_history" and "mse" measure each tensor where
             it is rounded.
         update_every: scales are chosen in every n-th step, a step being a backward pass, and held in between, each site
-            its own. Where a gradient is zero or not finite the last scale stays, or the next step chooses the first. A
-            gradient that overflows between updates, more than 16 times as large as in the step before, may have been
-            rounded once already when its scale is lowered. A rule that measures does so in every step, and takes 1
-            only.
+            its own. If a gradient is zero or not finite, the last scale stays; if there is none yet, the next step
+            chooses it. A gradient that overflows between updates, more than 16 times as large as in the step before,
+            may have been rounded once already when its scale is lowered. A rule that measures does so in every step:
+            only 1 is allowed.
         scale_upper_bound: the largest factor of one product or cast, None for no bound (the original: 16). For rules
             that predict.
-        accum_upper_bound: the largest scale that factors may add up to, or that a rule measures, None for no bound (the
-            original: 1024). Bounds are rounded down to powers of two.
+        accum_upper_bound: the largest scale that the product of factors, or a rule that measures, may reach, None for
+            no bound (the original: 1024). Bounds are rounded down to powers of two.
         branches: where the gradients of several consumers are added, "exact" rounds their sum once, at the largest of
             their scales, which is lowered until the sum fits. "original" rounds each at its own scale, and the sum at
             the scale that the original chooses; between updates it reuses factors, not scales. For rules that predict.
-        u_min: the lower limit of gradients: "smallest", the format's smallest magnitude; "flush", the half of
-            it, where rounding flushes; "normal", the smallest normal number, which suits 8-bit formats; or a
-            number that every format of a gradient holds (the original: 6e-8). "exact", which counts powers of two,
-            takes the next one from that number up.
+        u_min: the lower limit of gradients: "smallest", the format's smallest magnitude; "flush", the half of it, where
+            rounding flushes; "normal", the smallest normal number, which suits 8-bit formats; or a number that every
+            format of a gradient holds (the original: 6e-8). "exact", which counts powers of two, rounds that number up
+            to one.
         u_max: the upper limit of gradients: None, the largest magnitude of each format, or a number that every
             format holds (the original: 60000, then 65504). Scales are lowered until no gradient exceeds it.
         power_of_two: True only. The original has an option for other factors. Here a gradient is rounded at its scale

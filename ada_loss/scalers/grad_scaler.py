@@ -1,4 +1,4 @@
-"""GradScaler: any loss-scale rule behind the verbs of `torch.amp.GradScaler`."""
+"""GradScaler: any loss-scale rule behind the interface of `torch.amp.GradScaler`."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class GradScaler:
     """Scale a loss, unscale gradients, step if they are finite, and let a rule choose the next scale.
 
     Drop-in for `torch.amp.GradScaler`. A step with a gradient that is not finite changes no parameter, unless
-    the rule skips nothing (`static`). Nothing is copied to the host before `step` has to choose or `update` to adjust,
-    and nothing at all if a fused optimizer skips by itself and the rule is torch's.
+    the rule skips nothing (`static`). Nothing is copied to the host until `step` decides whether to skip, or `update`
+    adjusts the scale; with torch's rule and a fused optimizer, which skips by itself, nothing is copied at all.
 
     Args:
         rule: a `LossRule`, the name of a system ("torch", "nnabla", ...), or a number for a constant scale. A device
-            means torch's rule. The rule "off" does not scale. None is torch's, or with `layers` a constant 1 that skips
-            steps with gradients that are not finite.
+            selects torch's rule. The rule "off" does not scale. None is torch's, or with `layers` a constant 1 that
+            skips steps with gradients that are not finite.
         max_gradient_norm: `step` clips the unscaled gradients of its optimizer to this global norm.
         enabled: False disables scaling, like the rule "off".
         layers: a model in real float16 training (torch.autocast, half weights), whose gradients then have a scale for
             each layer, besides that of the rule; or `ada_loss.layerwise.native.NativeScaling(model, ...)`, which has
-            the settings. A step that is skipped lowers the scales where numbers left the range. `state_dict()` holds
-            theirs under "layers".
+            the settings. A step that is skipped lowers the scales where numbers left the range. `state_dict()`
+            stores them under "layers".
         device: accepted as in torch, and not used: the scale is put on the device of each loss.
         params: parameters of the rule, if it is given by name.
 

@@ -1,4 +1,4 @@
-"""The verbs of a GradScaler: `Scaling` for an enabled scaler, `PassThrough` for one that is off."""
+"""Implementations of the methods of a GradScaler: `Scaling` if it is enabled, `PassThrough` if it is off."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TORCH_STATE = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_
 
 
 class Scaler(Protocol):
-    """The calling GradScaler. A verb calls other verbs through it, because a subclass may override them."""
+    """The calling GradScaler. Methods call one another through it, because a subclass may override them."""
 
     max_gradient_norm: float | None
 

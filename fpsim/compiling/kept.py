@@ -31,7 +31,7 @@ _BINARY = getattr(os, "O_BINARY", 0)  # on Windows alone
 
 
 class UntrustedError(Exception):
-    """Machine code that another user may have written. The message says why, and what to type."""
+    """Raised for machine code that another user may have written. The message gives the reason and a remedy."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A line on stderr where machine code is made for longer than a second, so that a first call does not look hung."""
+"""Print one line to stderr if compilation takes longer than a second, so that a first call does not look hung."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _is_one_of_many() -> bool:
 
 
 def silence() -> None:
-    """Write no line in this process, because it shows in another way what it compiles."""
+    """Suppress the line in this process, which shows the progress of compilation in another way."""
     global _is_said
     _is_said = True
 

@@ -1,8 +1,9 @@
 """Caches of keys and values: round keys and values where transformers stores them, in `Cache.update`.
 
-The classes are those of transformers, if the process has imported it: nothing here does. A module that would store keys
-and values and is given no cache, as in training, is given one of its own for the call, so that they are rounded at the
-same place, after the rotary code and before attention. Whatever else a model does with its cache is left to it.
+The cache classes are those of transformers, if the process has imported it; this module never imports it. A module that
+would store keys and values and is given no cache, as in training, is given one of its own for the call, so that they
+are rounded at the same place, after the rotary embedding and before attention. Everything else that a model does with
+its cache is left alone.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ LIBRARY = "transformers.cache_utils"
 class CacheUse(NamedTuple):
     """Use of a cache by a module.
 
-    name, position: of the parameter.
+    name, position: of the parameter that takes the cache.
     stores: whether its own code calls `update`; others hand the cache on.
-    of_encoder: whether that code looks for a cache of two, of its own keys and of those of an encoder.
+    of_encoder: whether that code expects an `EncoderDecoderCache`, one cache for its own keys and one for an encoder's.
     """
 
     name: str

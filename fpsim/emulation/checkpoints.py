@@ -1,4 +1,4 @@
-"""Recomputation and saved tensors in a backward pass: with the format, scope and noise of the first time."""
+"""Recomputation and saved tensors in a backward pass: with the format, scope and noise of the forward pass."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def _settle(outputs: Any) -> None:
 
 @cache
 def watch_checkpoints(position_of: Callable[[Any], Any]) -> None:
-    """From here on, checkpoints that run inside of an emulation are run again inside of it.
+    """Make checkpoints that run inside of an emulation recompute inside of it, from now on.
 
-    position_of: where the forward pass of an emulation is.
+    position_of: returns the position of the forward pass of an emulation.
     """
 
     def wrap(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:

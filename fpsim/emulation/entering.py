@@ -354,6 +354,11 @@ def _emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None, undo: Un
             "emulate() knows no modules, and the policy has cache=, which is that of the attention of a model. Use "
             "quantize(model, policy)."
         )
+    if policy.fused:
+        raise ValueError(
+            "emulate() knows no modules, and the policy has fused=True, which rounds what leaves one. Use "
+            "quantize(model, policy)."
+        )
     if rounding is not None:
         policy = policy.with_rounding(rounding)
     take_off_leftovers()

@@ -1,4 +1,4 @@
-"""The mode that intercepts every torch call of a model and rounds what goes in and what comes out."""
+"""The mode that intercepts every torch call of a model and rounds its operands and its result."""
 
 from __future__ import annotations
 
@@ -103,6 +103,7 @@ class Emulation(Roundings, TorchFunctionMode):
         self.names: set[torch.dtype] = set()  # those that were given as the dtype of something
         self.autocast_depth = autocast_depth()
         self.step: Step | None = None  # of an optimizer, which runs inside
+        self.is_in_kernel = False  # of the policy, whose operations are torch's own
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -119,7 +120,9 @@ class Emulation(Roundings, TorchFunctionMode):
             if out is not NotImplemented:
                 return out
         call, scope = call_of(func), self.scope
-        action = call.action
+        action, kernels = call.action, scope.plans.kernels
+        if call.name in kernels and (out := scope.by_kernel(self, call, args, kwargs)) is not NotImplemented:
+            return out
         if call.is_special:
             if action is Action.DTYPE:
                 return result_type(self, func, args, kwargs)

@@ -6,6 +6,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -153,19 +154,22 @@ class Plans(dict[Any, Any]):
 
     backward: for code of the model's own in the backward pass, of activations (False) and of errors (True): their
         specs, their mark, and the plans. A backward pass makes its scopes anew, and these would be made with them.
+    kernels: the policy's functions in the place of operations, by their names. Here, as each call makes a scope.
+    border: the place at which a fused module rounds, as it ends; None for any other module.
     """
 
-    __slots__ = ("backward",)
+    __slots__ = ("backward", "border", "kernels")
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: Mapping[str, Callable[..., Any]] | None = None, border: Scope | None = None) -> None:
         super().__init__()
         self.backward: dict[bool, tuple[RoleSpecs, str | None, Plans]] = {}
+        self.kernels, self.border = kernels or {}, border
 
     def __deepcopy__(self, memo: Any) -> Plans:
-        return Plans()
+        return Plans(self.kernels, copy.deepcopy(self.border, memo))
 
     def __reduce__(self) -> Any:
-        return Plans, ()
+        return Plans, (self.kernels, self.border)
 
 
 class Scope:
@@ -225,6 +229,18 @@ class Scope:
         self.errors: Any = None
         self.is_in_step = False
         self.made: Any = None
+
+    def by_kernel(self, emulation: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the policy's function for an operation, emulated; NotImplemented leaves the operation as it is."""
+        if emulation.is_in_kernel:
+            return NotImplemented
+        emulation.is_in_kernel = True
+        emulation.scope = self.plans.border or self  # inside of a fused module nothing rounds
+        try:
+            with emulation:
+                return self.plans.kernels[call.name](*args, **kwargs)
+        finally:
+            emulation.scope, emulation.is_in_kernel = self, False
 
     def again(self, weights: Weights, wide: dict[str, None], is_float64: bool) -> Scope:
         """The same place in another call, with no operation counted yet."""
@@ -295,9 +311,14 @@ def _formats_in_backward(scope: Scope, is_of_errors: bool) -> tuple[RoleSpecs, s
 
 def make_scope(name: str, policy: Policy, listeners: Listeners) -> Scope:
     """The scope of a module under its policy."""
-    specs = policy.specs()
+    specs, border = policy.specs(), None
+    if policy.fused:
+        border = make_scope(name, replace(policy, fused=False), listeners)
+        specs = specs._replace(activation=None, error=None)
     specs = NO_SPECS if specs == NO_SPECS else specs
-    return Scope(name, specs, policy.float32, listeners, products=policy.products, cache=policy.cached)
+    scope = Scope(name, specs, policy.float32, listeners, products=policy.products, cache=policy.cached)
+    scope.plans = Plans(policy.kernels, border)
+    return scope
 
 
 class _Active(threading.local):

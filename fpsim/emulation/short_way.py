@@ -90,6 +90,8 @@ def _way_of(scope: Scope, call: Call) -> Callable[..., Any] | None:
         return None  # which tensors come from q k^T is noted on the long way
     if type(call) is not Call or call.in_place or action not in (Action.PASS, Action.MOVE, Action.COMPUTE):
         return None
+    if call.name in scope.plans.kernels:
+        return None
     is_left = call.name in scope.float32 or (scope.specs is NO_SPECS and not is_product)
     if action is Action.PASS or (is_left and (scope.products is None or action is Action.COMPUTE)):
         return None if call.takes_dtype or call.inplace_at is not None or call.name == "grad" else _left

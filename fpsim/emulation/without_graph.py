@@ -103,7 +103,7 @@ def way_of(scope: Scope, call: Call, is_computed: bool, rounds: Rounds, scales: 
     specs = scope.specs
     if specs is NO_SPECS or specs.activation is None or specs.activation.rounding == "stochastic":
         return None
-    if type(call) is not Call or call.in_place or call.name in scope.float32:
+    if type(call) is not Call or call.in_place or call.name in scope.float32 or call.name in scope.plans.kernels:
         return None
     if scope.products is not None and scope.products.points is not None:
         return None  # which tensors come from q k^T is noted on the long way

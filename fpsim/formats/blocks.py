@@ -63,8 +63,8 @@ NONFINITE = {
 class Delayed:
     """The scale rule of delayed scaling: a tensor's scale follows from the amaxes of earlier steps.
 
-    scale = (largest / amax') / 2**margin, amax' of the last `history` steps; this step's amax is not among them. An
-    amax' that is zero or not finite keeps the scale of before (NVIDIA TransformerEngine, DelayedScaling).
+    scale = (largest / amax') / 2**margin, where amax' comes from the last `history` steps, without the current one. If
+    amax' is zero or not finite, the previous scale stays (NVIDIA TransformerEngine, DelayedScaling).
 
     Args:
         history: how many steps are remembered.

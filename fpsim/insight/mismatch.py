@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from fpsim.border import require_memory, require_module, require_seed
 from fpsim.checks import is_finite_number, require_callable, require_word, shown
 from fpsim.formats.blocks import BlockFormat
+from fpsim.insight.engines.against_dump import Asked, compare_with_dump
+from fpsim.insight.engines.dumps import Dump, opened
 from fpsim.insight.engines.kinds import STATE, kind_of, policies_of
 from fpsim.insight.engines.likelihoods import (
     Choices,
@@ -29,7 +32,8 @@ from fpsim.insight.engines.likelihoods import (
     read_batch,
 )
 from fpsim.insight.engines.places import Kept, Local, Measured, Permuted, Place, Split
-from fpsim.insight.engines.remedies import Truncated, changed_policies, fields_of, remedies_for, truncated
+from fpsim.insight.engines.recorded import require_dump_names
+from fpsim.insight.engines.remedies import Tried, Truncated, changed_policies, fields_of, remedies_for, truncated
 from fpsim.insight.engines.sides import Pair, Resume, require_names
 from fpsim.insight.rows import Rows, number, text_table
 from fpsim.models.installed import emulated_forward, emulated_forwards
@@ -44,18 +48,10 @@ __all__ = ["Mismatch", "mismatch"]
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 ATTRIBUTIONS = ("both", "back", "none")
 COLUMNS = ("module", "kind", "local", "floor", "put_back", "added")
-SHOWN, TOP, MOST_BACK = 12, 5, 8
+SHOWN, NAMED, TOP, MOST_BACK = 12, 3, 5, 8
 HALF = 0.5
 BELOW = 0.1  # of the floor's mean |dlogp|, up to which no module is named
 BEYOND = 4.0  # times the floor's figure, from which on a difference is more than another order of sums
-
-
-class Tried(NamedTuple):
-    """A change of b, and the mean |dlogp| and KL with it."""
-
-    what: str
-    mean_dlogp: float
-    kl: float
 
 
 class Mismatch(Rows):
@@ -72,6 +68,7 @@ class Mismatch(Rows):
     weights: truncated importance weights.
     alone: modules that one side has alone, by side, and `unlike`, those whose outputs have other shapes.
     passes: how often a model ran; resumed: how many of these began at the first module that they change.
+    notes: what was compared with a dump, and what it cannot tell.
     """
 
     def __init__(self, words: tuple[str, str], eps: float) -> None:
@@ -82,6 +79,7 @@ class Mismatch(Rows):
         self.first: tuple[str, float, float] | None = None
         self.last: tuple[str, float, float] | None = None
         self.halving: list[tuple[str, float]] = []
+        self.is_halved = False
         self.parts: list[tuple[str, str, float]] = []
         self.decisions: list[dict[str, Any]] = []
         self.replayed: float | None = None
@@ -90,6 +88,7 @@ class Mismatch(Rows):
         self.alone: dict[str, list[str]] = {"a": [], "b": []}
         self.unlike: dict[str, str] = {}
         self.passes = self.resumed = 0
+        self.notes: list[str] = []
 
     @property
     def is_beyond(self) -> bool:
@@ -97,24 +96,24 @@ class Mismatch(Rows):
         return bool(self)
 
     def __str__(self) -> str:
-        f, floor = self.figures, self.floor
-        assert f is not None
-        assert floor is not None
-        places = int(f.by_sequence[:, 1].sum())
-        lines = [
-            f"a: {self.words[0]}",
-            f"b: {self.words[1]}",
-            f"{places} tokens of {len(f.by_sequence)} sequences: mean |dlogp| {f.mean_dlogp:.3g} (largest "
-            f"{f.largest_dlogp:.3g}), k1 {f.k1:.3g}, k3 {f.k3:.3g}, KL {f.kl:.3g} nats, {f.outside:.1%} of ratios "
-            f"outside of 1 ± {self.eps:g}, perplexity {f.perplexities[0]:.5g} and {f.perplexities[1]:.5g}, likeliest "
-            f"token other in {f.flips:.1%}",
-            f"Floor, sums in another order alone: mean |dlogp| {floor.mean_dlogp:.3g}, KL {floor.kl:.3g} nats.",
-        ]
+        lines = [f"a: {self.words[0]}", f"b: {self.words[1]}"]
+        if (f := self.figures) is not None:
+            places = int(f.by_sequence[:, 1].sum())
+            lines.append(
+                f"{places} tokens of {len(f.by_sequence)} sequences: mean |dlogp| {f.mean_dlogp:.3g} (largest "
+                f"{f.largest_dlogp:.3g}), k1 {f.k1:.3g}, k3 {f.k3:.3g}, KL {f.kl:.3g} nats, {f.outside:.1%} of ratios "
+                f"outside of 1 ± {self.eps:g}, perplexity {f.perplexities[0]:.5g} and {f.perplexities[1]:.5g}, "
+                f"likeliest token other in {f.flips:.1%}"
+            )
+        if (floor := self.floor) is not None:
+            lines.append(
+                f"Floor, sums in another order alone: mean |dlogp| {floor.mean_dlogp:.3g}, KL {floor.kl:.3g} nats."
+            )
         lines += self._places()
         lines += self._decided()
         if self.tried:
-            lines.append("Tried in b (mean |dlogp|, KL):")
-            lines += [f"  {t.what}: {t.mean_dlogp:.3g}, {t.kl:.3g}" for t in self.tried]
+            lines.append(f"Tried in {'the model' if self.notes else 'b'} (mean |dlogp|, KL):")
+            lines += [f"  {t.what}: {self._left(t)}" for t in self.tried]
         if self.weights is not None and self.is_beyond:
             w = self.weights
             lines.append(
@@ -123,39 +122,47 @@ class Mismatch(Rows):
             )
         for side, names in self.alone.items():
             if names:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                lines.append(f"In {side} alone, and so not compared: {', '.join(names[:3])}{more}.")
-        lines += [f"{name} is not compared: {why}." for name, why in self.unlike.items()]
+                more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+                lines.append(f"In {side} alone, and so not compared: {', '.join(names[:NAMED])}{more}.")
+        lines += [f"{_spoken(name)} is not compared: {why}." for name, why in [*self.unlike.items()][:NAMED]]
+        if len(self.unlike) > NAMED:
+            lines.append(f"... nor are {len(self.unlike) - NAMED} more: `unlike` has them.")
+        lines += self.notes
         begun = f", of which {self.resumed} begin behind what was known already" if self.resumed else ""
         lines.append(f"{self.passes} passes{begun}.")
         return "\n".join(lines)
 
     __repr__ = __str__
 
+    def _left(self, tried: Tried) -> str:
+        is_cured = self.floor is not None and 0 < tried.mean_dlogp <= 2 * self.floor.mean_dlogp
+        return "within twice the floor" if is_cured else f"{tried.mean_dlogp:.3g}, {tried.kl:.3g}"
+
     def _places(self) -> list[str]:
-        f = self.figures
-        assert f is not None
         if not self:
             return ["Nothing is beyond the floor, and no module is named."]
         lines = []
-        top = self[0]
-        lines.append(f"Most: {_spoken(top['module'])} ({top['class']}): {top['kind']}: {top['detail']}.")
+        columns = [name for name in COLUMNS if name in self[0]]  # statistics have neither kinds nor shares
+        if "kind" in columns:
+            top = self[0]
+            lines.append(f"Most: {_spoken(top['module'])} ({top['class']}): {top['kind']}: {top['detail']}.")
         if self.first is not None and self.last is not None:
             lines.append(
                 f"Outputs are beyond the floor first at {_spoken(self.first[0])} ({number(self.first[1])}, floor "
                 f"{number(self.first[2])}), and end at {_spoken(self.last[0])} with {number(self.last[1])}."
             )
-        lines.append("Modules whose own code differs, and the share of KL that each explains (95 % over sequences):")
-        cells = [[_cell(row, name) for name in COLUMNS] for row in self[:SHOWN]]
-        lines.append(text_table(COLUMNS, cells))
+        if "kind" in columns:
+            lines.append(
+                "Modules whose own code differs, and the share of KL that each explains (95 % over sequences):"
+            )
+        lines.append(text_table(columns, [[_cell(row, name) for name in columns] for row in self[:SHOWN]]))
         if len(self) > SHOWN:
             lines.append(f"... and {len(self) - SHOWN} more; all others give the same on the same inputs.")
         for module, part, share in self.parts:
             lines.append(f"  of {_spoken(module)}, {part} put back explains {share:.0%}")
         if self.halving:
             steps = ", ".join(f"{_spoken(name)} (KL {kl:.3g})" for name, kl in self.halving)
-            is_half = self.halving[-1][1] <= HALF * f.kl
-            lines.append(f"Put back greedily, half of the KL is {'gone' if is_half else 'not gone'} with {steps}.")
+            lines.append(f"Put back greedily, half of the KL is {'' if self.is_halved else 'not '}gone with {steps}.")
         return lines
 
     def _decided(self) -> list[str]:
@@ -167,7 +174,8 @@ class Mismatch(Rows):
                     f"margin of {number(row['margin_of_flips'])} (all: {number(row['margin'])})"
                 )
         if self.replayed is not None and lines:
-            lines.append(f"With a's decisions replayed in b: KL {self.replayed:.3g} nats.")
+            where = "the dump's decisions replayed in the model" if self.notes else "a's decisions replayed in b"
+            lines.append(f"With {where}: KL {self.replayed:.3g} nats.")
         return lines
 
 
@@ -189,14 +197,14 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
 
 @keeps_grad_mode
 def mismatch(
-    a: nn.Module,
-    b: nn.Module,
-    batch: Any,
+    a: nn.Module | Dump | str | os.PathLike[str],
+    b: nn.Module | Dump | str | os.PathLike[str],
+    batch: Any = None,
     *,
     logits: Callable[[Any], Tensor] | None = None,
     tokens: Callable[[Any], Tensor] | None = None,
     mask: Callable[[Any], Tensor] | None = None,
-    names: Mapping[str, str] | None = None,
+    names: Mapping[str, str | Sequence[str]] | None = None,
     eps: float = 0.2,
     attribution: str = "both",
     seed: int = 0,
@@ -215,13 +223,16 @@ def mismatch(
     that neither's formats, autocast or modes reach the other.
 
     Args:
-        a, b: modules, quantised or not.
+        a, b: modules, quantised or not; or one of them a dump of an engine (`dump`, a hook, msprobe), by its path or
+            opened (`Dump`). Then each module runs on the inputs that the engine's had.
         batch: what the models are called with: ids (batch, time), a tuple, or a mapping such as transformers'; or an
-            iterable of such, as a DataLoader (a list is the arguments of one call).
+            iterable of such, as a DataLoader (a list is the arguments of one call). With a dump, None takes its tokens.
         logits: from an output to (batch, time, vocabulary); None takes `output.logits` or the output itself.
         tokens, mask: from a batch to ids and to what is no padding, (batch, time); None takes `input_ids` and
             `attention_mask`. Padding counts nowhere.
-        names: modules of b that have other names in a, or their beginnings: {"transformer.h": "model.layers"}.
+        names: modules of b that have other names in a, or their beginnings: {"transformer.h": "model.layers"}. With a
+            dump, its names and the model's, also endings, and several for what the engine has fused:
+            {"*.qkv_proj": ("*.q_proj", "*.k_proj", "*.v_proj")}.
         eps: ratios p / q outside of 1 - eps to 1 + eps are counted.
         attribution: "both", "back" (half of the passes) or "none".
         seed: of stochastic rounding and of the intervals.
@@ -250,10 +261,11 @@ def mismatch(
     >>> found[0]["module"], found[0]["kind"]
     ('head', 'format or scale of an operand')
     """
-    require_module(a, "a, the trainer,")
-    require_module(b, "b, the rollout,")
-    require_memory(a)
-    require_memory(b)
+    sides: tuple[Any, Any] = opened(a), opened(b)
+    for side, name in zip(sides, ("a, the trainer,", "b, the rollout,")):
+        if not isinstance(side, Dump):
+            require_module(side, name, " Or the path of a dump.")
+            require_memory(side)
     require_seed(seed)
     require_word("attribution", attribution, ATTRIBUTIONS)
     if not is_finite_number(eps) or not eps > 0:
@@ -261,14 +273,32 @@ def mismatch(
     for name, function in (("logits", logits), ("tokens", tokens), ("mask", mask), ("progress", progress)):
         if function is not None:
             require_callable(name, function, "lambda output: output.logits")
-    a, b = (getattr(model, "_orig_mod", model) for model in (a, b))  # of torch.compile, whose programs have no doors
-    a, b = (model.module if isinstance(model, WRAPPERS) else model for model in (a, b))
-    if a is b:
+    models = (getattr(model, "_orig_mod", model) for model in sides)  # of torch.compile, whose programs have no doors
+    one, other = (model.module if isinstance(model, WRAPPERS) else model for model in models)
+    if one is other:
         raise ValueError("a and b are one module. Expected: two, as b = copy.deepcopy(a).")
     readers = logits, tokens, mask
-    return undone(
-        partial(_found, a, b, _batches(batch), readers, require_names(names), eps, attribution, seed, progress)
-    )
+    if isinstance(one, Dump) or isinstance(other, Dump):
+        return _with_dump(one, other, batch, readers, names, eps, attribution, seed, progress)
+    if batch is None:
+        raise TypeError("batch is None. Expected: what both models are called with; a dump alone brings its tokens.")
+    mapping = require_names(names)
+    return undone(partial(_found, one, other, _batches(batch), readers, mapping, eps, attribution, seed, progress))
+
+
+def _with_dump(
+    a: Any, b: Any, batch: Any, readers: Any, names: Any, eps: float, attribution: str, seed: int, progress: Any
+) -> Mismatch:
+    """One model beside a dump."""
+    if isinstance(a, Dump) and isinstance(b, Dump):
+        raise ValueError("a and b are both dumps. Expected: one of them a model, whose code runs on the dump's inputs.")
+    is_a = isinstance(a, Dump)
+    model, side = (b, a) if is_a else (a, b)
+    words = f"the dump {side.path.name}, {side}", _described(model)
+    result = Mismatch(words if is_a else words[::-1], eps)
+    asked = Asked(batch, readers, require_dump_names(names), attribution, seed, progress, is_a)
+    compare_with_dump(model, side, asked, result)
+    return result
 
 
 def _batches(batch: Any) -> list[Any]:
@@ -486,7 +516,8 @@ def _halve(runs: _Runs, result: Mismatch, total: Figures) -> None:
         back.append(row["module"])
         kl = row["kl_without"] if len(back) == 1 else runs.figures_with("b", back).kl
         result.halving.append((row["module"], kl))
-        if kl <= HALF * total.kl:
+        result.is_halved = kl <= HALF * total.kl
+        if result.is_halved:
             return
 
 

@@ -28,7 +28,7 @@ from fpsim.tensors.cuts import Cut
 from fpsim.tensors.spec import Spec, holds_numbers
 from fpsim.undoing import Block, Undo
 
-__all__ = ["Snapshot", "Snapshots", "snapshots"]
+__all__ = ["Snapshot", "Snapshots", "safetensors_package", "snapshots", "write_tensors"]
 
 NAMED = 12  # sites that a warning names
 
@@ -58,7 +58,7 @@ class Snapshot(NamedTuple):
         """
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"path is {shown(path)}. Expected: the path of a file that fpsim.snapshots has written.")
-        safetensors = _safetensors()
+        safetensors = safetensors_package()
         try:
             with safetensors.safe_open(path, "pt") as file:
                 words, before, after = file.metadata() or {}, file.get_tensor("before"), file.get_tensor("after")
@@ -121,7 +121,7 @@ class Snapshots:
         call = self._seen[site, role]
         words = {"site": site, "role": role, "format": repr(spec.fmt), "rounding": spec.rounding, "call": str(call)}
         path = self.folder / f"{quote(site, safe=' ')}.{role}.{call:06d}.safetensors"
-        _write(path, words, {"before": before, "after": after})
+        write_tensors(path, words, {"before": before, "after": after})
         self.files.append(path)
 
     def warn_if_empty(self) -> None:
@@ -187,7 +187,7 @@ def _snapshots(model: nn.Module, folder: Any, sites: Any, roles: Any, every: int
     if not isinstance(folder, str | os.PathLike) or not str(folder).strip():
         raise TypeError(f"folder is {shown(folder)}. Expected: the path of a folder, such as 'runs/snapshots'.")
     require_whole("every", every, 1)
-    _safetensors()
+    safetensors_package()
     chosen = _words("sites", sites, "['layer1.*']"), _words("roles", roles, "['error', 'weight_grad']")
     take_off_leftovers()
     registered = listeners(model)
@@ -223,20 +223,22 @@ def _words(name: str, given: Any, example: str) -> tuple[str, ...]:
 # The files
 
 
-def _safetensors() -> Any:
+def safetensors_package() -> Any:
     """The package that reads and writes them, which is no requirement of this library."""
     try:
         import safetensors.torch
     except ImportError:
-        raise ImportError(f"Snapshots need safetensors, which is not installed: {pip_install('export')}.") from None
+        raise ImportError(
+            f"Snapshots and dumps need safetensors, which is not installed: {pip_install('export')}."
+        ) from None
     return safetensors
 
 
-def _write(path: Path, words: dict[str, str], tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(path: Path, words: dict[str, str], tensors: Mapping[str, Tensor]) -> None:
     """Write the tensors beside the target and rename the file, so that a reader finds a whole one or none."""
     # copies: safetensors refuses tensors that share memory, and where nothing is rounded both are one
     own = {name: x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for name, x in tensors.items()}
-    content = _safetensors().torch.save(own, words)
+    content = safetensors_package().torch.save(own, words)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:

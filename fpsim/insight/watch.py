@@ -1,4 +1,4 @@
-"""watch(model): what formats would do to the tensors of a model that trains without them, and changes nothing."""
+"""watch(model): measures what formats would do to the tensors of a training that goes on unchanged."""
 
 from __future__ import annotations
 
@@ -70,20 +70,20 @@ def watch(
     No bit of the run changes. Each `every`-th call of the model in training, from the first one on, is watched: the
     results of its operations (role "activation"), their gradients ("error"), the parameters ("weight"), their gradients
     ("weight_grad"); with an optimizer also its tensors ("state") and the change of the parameters in a step ("update").
-    Gradients are taken as they travel, times the scale of a GradScaler. Recomputation in a checkpoint and operations
-    outside of the model are not seen. Of DistributedDataParallel watch the module inside. If several threads run the
-    model, only the first one to call it is watched; copies of the model are not. The watch ends when the result is
-    lost, too. Watch a model after `model.compile()`; calls of torch's own containers under `torch.compile` are not
-    seen.
+    Gradients are measured as they are in the backward pass, times the scale of a GradScaler. Recomputation in a
+    checkpoint and operations outside of the model are not seen. With DistributedDataParallel, watch the wrapped module.
+    If several threads run the model, only the first one to call it is watched; copies of the model are not. The watch
+    also ends when its result is garbage-collected. Watch a model after `model.compile()`; calls of torch's own
+    containers under `torch.compile` are not seen.
 
     Two forms: `with watch(model, formats) as watching:` around a training, and `watch(model, step)`, which runs the
     step once, restores the state from before, and ends.
 
     Args:
         model: not quantised; a quantised one is recorded by `fpsim.record`.
-        step: a function without arguments, or a batch where the output has a `.loss` or with `loss`. The formats may
-            come in its place.
-        loss: from the model's output to a scalar, for a batch.
+        step: a function without arguments, or a batch where the output has a `.loss` or with `loss`. Formats may be
+            given in its place.
+        loss: a function from the model's output to a scalar, for a batch.
         formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last
             axis.
         every: the calls 1, 1 + every, and so on are watched.

@@ -1,4 +1,4 @@
-"""why(model, step): what makes a step fail, in one command, with a remedy that was tried on it."""
+"""why(model, step): find the cause of a failing step in one command, with a remedy that was tried on it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Blocks on a card: kernels in which a team of threads shares each block of the format.
 
-Neighbouring threads take neighbours in memory: of one block where a block lies along the memory, else of different
-blocks. So whole sectors are read and written, and a long row is not the work of one thread.
+Neighbouring threads access neighbouring addresses: within one block if the block is contiguous in memory, otherwise
+across blocks. So accesses coalesce into whole sectors, and a long row is shared by many threads.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ NO_SCALE = (1 << 63) - 1  # instead of the smallest one
 
 
 def grid_of(axes: Sequence[int], threads: int) -> tuple[int, int]:
-    """Return how many blocks of `threads` a launch has, and how many threads a team, a power of two. axes: of
-    BlockAxes.
+    """Return the number of CUDA blocks of `threads` threads in a launch, and the threads per team, a power of two.
+
+    axes: those of BlockAxes.
     """
     outer, rows, middle, columns, inner, r, c = axes
     blocks, size = outer * -(-rows // r) * middle * -(-columns // c) * inner, min(r, rows) * min(c, columns)

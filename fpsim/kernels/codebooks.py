@@ -1,18 +1,19 @@
-"""Code books: the rounding of one bit pattern by a table, how a table is made, and the Plan of any format.
+"""Code books: rounding of one bit pattern by table lookup, construction of the tables, and the Plan of any format.
 
 The Numbers of a code book have other meanings than those of other formats, see BookNumbers:
 
     shift, base: the bucket of a magnitude `a` is `(a >> shift) - base`, within 0 to buckets - 1
     low, high: the halves of the table's address, of 32 bits each
-    buckets: in a book that is searched, the size of its list, a power of two
-    used: as elsewhere values: the number of possible results
+    buckets: in a searched book, the size of its list, a power of two
+    used: as elsewhere
+    values: the number of possible results
 
-A table has two halves, for numbers without and with a sign bit; in the second everything is reflected, so that only
+A table has two halves, for numbers without and with a sign bit; the second is mirrored, so that only
 magnitudes are compared. A half has, in words of the container:
 
-    limits (buckets): in a bucket lies at most one magnitude at which the result changes, this one, or a NaN's pattern.
-        In a list that is searched the results begin at these magnitudes, ascending, filled up with a NaN's.
-    starts (buckets, not in a list that is searched): the number of the result below the limit
+    limits (buckets): the magnitude at which the result changes within a bucket, at most one; without one, a NaN's
+        pattern. In a searched book, the magnitudes at which results begin, ascending, padded with a NaN's pattern.
+    starts (buckets, not in a searched book): the index of the result below the limit
     results (values): the values' patterns with their signs
     spacings (4 * values, in stochastic rounding): see `make_goes_up`
 """

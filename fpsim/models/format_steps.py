@@ -8,8 +8,8 @@ the CPU is not reproduced: `a.add(b, alpha=c)` rounds once, but in the last `num
 as well.
 
 For other optimizers the optimizer's own code runs, emulated as a model would be. `arithmetic="format"` rounds each
-Python number to the format first; "torch" only those that are added or are exponents, as torch's kernels on the CPU
-do, and on a card exponents only.
+Python number to the format first; "torch" rounds only addends and exponents, as torch's CPU kernels do, and on a card
+only exponents.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ Wanted = Callable[[], Tensor]  # the update of a step, as a tensor of its own
 
 
 class Arithmetic:
-    """Numbers of one format. An operation computes in float32 and is rounded once.
+    """Arithmetic in one format: each operation computes in float32 and is rounded once.
 
-    as_torch: coefficients as torch's kernels on the CPU have them, or on a card if `is_on_card`.
+    as_torch: round coefficients as torch's CPU kernels do, or as its CUDA kernels do if `is_on_card`.
     """
 
     def __init__(self, spec: RoundingSpec, as_torch: bool, is_on_card: bool) -> None:

@@ -148,7 +148,7 @@ class EmulatedForward:
 
     @property
     def specs(self) -> RoleSpecs:
-        return self.scope.specs
+        return (self.scope.plans.border or self.scope).specs
 
     @property
     def products(self) -> Products | None:
@@ -234,7 +234,11 @@ class EmulatedForward:
             stored = Stored(self.cache_use, self.name or type(module).__name__)
             if scope.cache is not None:
                 args, kwargs = stored.enter(args, kwargs)
-        has_names = self.listeners.has_names and scope.dtype is not None and is_outermost and dtype is not scope.dtype
+        border = scope.plans.border
+        if border is not None and (around is None or around.plans.border is None):
+            forward = functools.partial(_run_fused, border.again(weights, self.wide, is_float64), forward)
+        name = scope.dtype if border is None else border.dtype
+        has_names = self.listeners.has_names and name is not None and is_outermost and dtype is not name
         out = run_entered(
             scope, functools.partial(_run_whole, forward) if is_outermost else forward, args, kwargs, has_names
         )
@@ -306,6 +310,26 @@ def _run_whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if type(out) is Tensor and is_made_here(out) and not sends_sums_by_moving(out):
             return out
         return _in_format(active.emulation, out, (*args, *kwargs.values()))
+
+
+def _run_fused(border: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that is one kernel, whose results are rounded as they leave it."""
+    out = forward(*args, **kwargs)
+    if type(out) in _DRIVERS:
+        raise NotImplementedError(
+            f"{border.name or 'The model'} has fused=True and a forward that yields or awaits, which ends in no one "
+            f"place. Expected: a forward that returns its results; or fused=False."
+        )
+    emulation: Any = active.emulation
+    inside = emulation.scope
+    try:
+        emulation.scope = border
+        with without_torch_function():
+            return map_leaves(
+                lambda x: emulation.operand(x, Rounds.ALL) if isinstance(x, Tensor) and is_roundable(x) else x, out
+            )
+    finally:
+        emulation.scope = inside
 
 
 def _in_format(emulation: Any, out: Any, given: tuple[Any, ...]) -> Any:

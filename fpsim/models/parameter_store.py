@@ -39,9 +39,9 @@ COPIES = (MASTER, SECOND, COMPENSATION)
 class ParameterStore:
     """The tensors that an optimizer stores for one parameter.
 
-    parameter: as the optimizer has it; float32.
-    name: as the model or the optimizer names it.
-    index: in the optimizer; with the seed and the step it is the key of the random bits.
+    parameter: the parameter of the optimizer; float32.
+    name: its name in the model or the optimizer.
+    index: its index in the optimizer; together with the seed and the step, the key of the random bits.
     update: the formats, without overrides.
     kept: tensors beside the weight, by their names in COPIES.
     """

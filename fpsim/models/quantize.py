@@ -71,10 +71,10 @@ def quantize(
     The model's own autograd Functions compute in the format in both passes, and so do hooks of modules, and hooks
     that a forward registers on tensors. Those of parameters see float32.
 
-    Boolean, complex, sparse and float8 tensors are not rounded, and integers only beside numbers of the format. Code
-    that a checkpoint runs again outside of any module, and methods of the model other than the forwards of its modules,
-    are not emulated. Neither is what `torch.fx.symbolic_trace` makes, which reads the class of the model, nor the
-    copies of a `torch.fx.GraphModule`, which write their forward again.
+    Boolean, complex, sparse and float8 tensors are not rounded, and integers only in operations with tensors of the
+    format. Not emulated are recomputation by a checkpoint outside of any module, methods of the model other than the
+    forwards of its modules, the output of `torch.fx.symbolic_trace`, which reads the class of the model, and copies of
+    a `torch.fx.GraphModule`, which regenerate their forward.
 
     A weight that is computed, by `torch.nn.utils.parametrize` or by a hook of `torch.nn.utils` (weight_norm,
     spectral_norm, prune), has the role of a weight; its computation runs in float32, even if the policy has formats for
@@ -86,11 +86,11 @@ def quantize(
     Args:
         model: any module; a copy of it is changed.
         fmt: a format for every role, by name or as FloatFormat, or a Policy that names formats by role and module. A
-            format whose numbers share scales ("mxfp8_e4m3") is that of all operands of matrix products; all else stays
+            format whose numbers share scales ("mxfp8_e4m3") is used for all operands of matrix products; all else stays
             float32. "recipe:" before the name of a recipe stands for `fpsim.recipe(name, model)`.
         rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, for a format
         without roles.
-        overflow: what becomes of numbers beyond the largest value in every role, "inf", "nan" or "saturate", if not the
+        overflow: the result for numbers beyond the largest value in every role, "inf", "nan" or "saturate", if not the
             format's own (`round_to`) or the policy's.
         inplace: change `model` itself and return it.
 

@@ -1,9 +1,9 @@
-"""Which tensors get which format: the roles, and the modules that differ."""
+"""Policies: the format of each role of tensors, and overrides for modules."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import wraps
@@ -46,7 +46,7 @@ _HOMES_OF_OPERATIONS = (torch, torch.Tensor, torch.nn.functional, torch.linalg, 
 
 
 class RoleSpecs(NamedTuple):
-    """What happens to the tensors of each role at one place of a model; None leaves them in float32."""
+    """Rounding of the tensors of each role at one place of a model; None leaves them in float32."""
 
     weight: RoundingSpec | None = None
     activation: RoundingSpec | None = None
@@ -113,10 +113,18 @@ class Policy:
             the last axis, of one token and head. Without a cache, as in training, keys and values are rounded at the
             same place. The gradient passes. Of overrides, the one holds of the module whose forward calls `update`. A
             call of the model that stores nothing is an error then.
+        fused: whether a module is one kernel: what its code computes, and the modules inside that are fused too, is
+            float32, of rounded weights and of inputs as they come, and what leaves it is rounded once. `products` and
+            `kernels` hold inside too.
+        kernels: {name of an operation: function}, for operations that an engine computes in other steps than torch's
+            single rounding: the function is called with the arguments of the call, and what it computes is emulated,
+            operation by operation, as if the model's code said it; `x.float()` and `x.to(dtype)` choose where it
+            rounds. Operations in it are torch's own. With NotImplemented it leaves the call as it is. Names are those
+            of `float32`: an operation in place, "add_", has its own.
 
     Raises:
         ValueError: for unknown roles, names and invalid roundings.
-        TypeError: for what is not a pattern.
+        TypeError: for what is not a pattern, a truth value or a function.
 
     >>> p = Policy(weight="e4m3fn", activation="e4m3fn", error="e5m2", overrides={"head": None})
     >>> print(p.specs())
@@ -126,6 +134,9 @@ class Policy:
     >>> print(Policy("bf16", "bf16", cache={"k": "e4m3fn", "v": "int4 per row fp32"}))
     weight=bf16 nearest_even, activation=bf16 nearest_even, error=float32, weight_grad=float32, \
 cache: k=e4m3fn nearest_even, v=int4 per row fp32 nearest_even
+    >>> cube = lambda x, n: x * x * x if n == 3 else NotImplemented
+    >>> print(Policy(activation="bf16", kernels={"pow": cube}, fused=True))
+    weight=float32, activation=bf16 nearest_even, error=float32, weight_grad=float32, rounded once, kernels: pow
     """
 
     weight: RoleFormat | None = None
@@ -140,9 +151,14 @@ cache: k=e4m3fn nearest_even, v=int4 per row fp32 nearest_even
     products: Products | None = None
     variant: str | Mapping[str, str] = "A"
     cache: Mapping[str, OperandLike] | OperandLike = None
+    fused: bool = False
+    kernels: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "float32", _operation_names(self.float32))
+        object.__setattr__(self, "float32", _operation_names("float32", self.float32))
+        object.__setattr__(self, "kernels", _kernels(self.kernels))
+        if not isinstance(self.fused, bool):
+            raise TypeError(f"fused={shown(self.fused)}. Expected: True, for modules that round once, or False.")
         for name in ("rounding", "overflow", "random_bits", "variant"):
             value = getattr(self, name)
             unknown = [role for role in value if role not in ROLES] if isinstance(value, Mapping) else []
@@ -269,14 +285,17 @@ cache: k=e4m3fn nearest_even, v=int4 per row fp32 nearest_even
         return replace(self, rounding=rounding, products=products, overrides=overrides)
 
     def __str__(self) -> str:
-        words = [describe(self.specs(), self.products, self.cached)]
+        words = [self._described()]
         for pattern, inner in self.overrides.items():
             name = pattern if isinstance(pattern, str) else pattern.__name__
-            resolved = self._resolve(inner)
-            words.append(f"{name}: {describe(resolved.specs(), resolved.products, resolved.cached)}")
+            words.append(f"{name}: {self._resolve(inner)._described()}")
         if self.float32:
             words.append(f"float32: {', '.join(self.float32)}")
         return "; ".join(words)
+
+    def _described(self) -> str:
+        words = [describe(self.specs(), self.products, self.cached), *(["rounded once"] if self.fused else [])]
+        return ", ".join([*words, *([f"kernels: {' '.join(self.kernels)}"] if self.kernels else [])])
 
     def for_modules(self, model: nn.Module) -> dict[str, Policy]:
         """The policy of every module of `model` by name, overrides resolved.
@@ -297,15 +316,15 @@ cache: k=e4m3fn nearest_even, v=int4 per row fp32 nearest_even
         return result
 
 
-def _operation_names(names: object) -> tuple[str, ...]:
-    """The names of `Policy(float32=...)`, each an operation of torch."""
+def _operation_names(field: str, names: object) -> tuple[str, ...]:
+    """The names of `Policy(float32=...)` or of `kernels`, each an operation of torch."""
     if isinstance(names, str):
-        raise TypeError(f"float32 is the string {shown(names)}. Write a tuple of names: ({shown(names)},).")
+        raise TypeError(f"{field} is the string {shown(names)}. Write a tuple of names: ({shown(names)},).")
     try:
         listed: tuple[Any, ...] = tuple(names)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(
-            f"float32 is {shown(names)}. Expected: a tuple of names, such as ('softmax',); () for none."
+            f"{field} is {shown(names)}. Expected: a tuple of names, such as ('softmax',); () for none."
         ) from None
     homes = (*_HOMES_OF_OPERATIONS, *operation_homes())
     for name in listed:
@@ -313,10 +332,26 @@ def _operation_names(names: object) -> tuple[str, ...]:
         known = isinstance(name, str) and name.isascii() and name.isidentifier()
         if not known or not any(hasattr(home, n) for home in homes for n in (name, f"__{name}__")):
             raise ValueError(
-                f"float32 names {shown(name)}, which is not an operation of torch. Expected: names in torch, "
+                f"{field} names {shown(name)}, which is not an operation of torch. Expected: names in torch, "
                 f"torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft, torch.ops: 'softmax'."
             )
     return listed
+
+
+def _kernels(value: object) -> dict[str, Callable[..., Any]]:
+    """`Policy(kernels=...)`: functions by the names of operations."""
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"kernels is {shown(value)}. Expected: a mapping from names of operations to functions, such as "
+            f"{{'pow': f}}; {{}} for none."
+        )
+    for name, function in value.items():
+        if not callable(function) or isinstance(function, type):
+            raise TypeError(
+                f"kernels has {shown(name)}: {shown(function)}. Expected: a function that is called with the arguments "
+                f"of the operation, and returns what it gives, or NotImplemented."
+            )
+    return dict(zip(_operation_names("kernels", value), value.values(), strict=True))
 
 
 FormatLike = RoleFormat | Policy | None

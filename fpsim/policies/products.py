@@ -1,9 +1,10 @@
-"""Products: in which format each operand of a layer's three matrix products enters it.
+"""Products: the formats in which the operands of a layer's three matrix products are quantised.
 
 `y = x w^T` is the forward product, `dx = dy w` gives the data gradient, `dw = dy^T x` the weight gradient. Each has two
 operands, and each operand is quantised along the axis that its product sums over, from the tensor as it was before any
-quantisation: the copy of w for dx is not the transpose of the copy for y. Unless its source says otherwise: where one
-copy is kept, and in quantisation-aware training, the backward pass reuses the forward operands.
+quantisation: the copy of w for dx is not the transpose of the copy for y. An operand's `source` changes that: with
+"fprop", as where a single copy is stored or in quantisation-aware training, the backward pass reuses the forward
+operands.
 """
 
 from __future__ import annotations
@@ -47,17 +48,18 @@ class Products:
         dgrad: (dy, w), those of dx = dy w.
         wgrad: (dy, x), those of dw = dy^T x.
         output: the format of y, where the policy has none for activations; a format of single numbers. Its gradient
-            passes.
+            passes straight through.
         accumulator: the accumulator of all three products: an `Accumulator` or its name, such as "fp16" or
-            "hopper_fp8"; None leaves them to torch, in float32. The bias is added there too. Where they differ, three
-            in the order of the products (all in float32 then, of a float64 model too): a layer whose terms lie on four
-            ranks in fprop has `(Accumulator("fp32", order="torch", splits=4, split_format="bf16"), None, None)`. Where
-            it aligns groups, it knows the operands' formats from here, and its own are those of operands left as they
-            come. Operands with scales, shared or of a gradient, count with the exponents of their leading bits.
-        backward: what w is in dgrad, and x in wgrad, instead of operands for them, with dy as it is given there:
-            "original" takes those of `dgrad` and `wgrad`; "dequantized" the operands that the forward product used, as
-            in quantisation-aware training; "float32" the tensor as it comes. With `Products.all`, dy comes as it is
-            too: the backward pass is in float32, as by TransformerEngine's `backward_override`.
+            "hopper_fp8"; None leaves them to torch, in float32. The bias is added there too. A tuple of three gives
+            each product its own, in their order (all are in float32 then, even in a float64 model): a layer whose terms
+            lie on four ranks in fprop has `(Accumulator("fp32", order="torch", splits=4, split_format="bf16"), None,
+            None)`. An accumulator that aligns groups takes the operands' formats from here; its own apply to operands
+            left as they come. Operands with scales, shared or of a gradient, count with the exponents of their leading
+            bits.
+        backward: the source of w in dgrad and of x in wgrad; dy is as given there. "original" takes the operands of
+            `dgrad` and `wgrad`; the others replace them: "dequantized" by the operands that the forward product used,
+            as in quantisation-aware training, "float32" by the tensor as it comes. With `Products.all`, dy comes as it
+            is too: the backward pass is in float32, as with TransformerEngine's `backward_override`.
         attention: whether products of two activations are quantised too. Without it they are left alone: attention's
             two products, inside of `scaled_dot_product_attention` or written as `q @ k`, and any other matmul, bmm or
             einsum none of whose operands is a parameter or a view of one. `linear`, `bilinear` and convolutions always

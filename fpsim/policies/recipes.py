@@ -19,7 +19,17 @@ from fpsim.policies.products import Products
 from fpsim.tensors.hadamard import Hadamard
 from fpsim.tensors.ops import round_to
 
-__all__ = ["RECIPE_PREFIX", "RecipeRow", "as_policy", "is_layer", "recipe", "recipes"]
+__all__ = [
+    "RECIPE_PREFIX",
+    "RecipeRow",
+    "as_policy",
+    "is_gate",
+    "is_layer",
+    "is_norm",
+    "layers_in",
+    "recipe",
+    "recipes",
+]
 
 MOST_USED = ("fp8_current", "fp8_delayed")  # named first where a name is cut short
 RECIPE_PREFIX = "recipe:"  # before a recipe's name where a format may stand
@@ -207,8 +217,8 @@ def _in_high_precision(model: nn.Module, entry: _Recipe) -> Iterator[str]:
     body, head = layers[:-1], layers[-1:]
     kept = {*body[len(body) - -(-entry.keeps_last * len(body) // 100) :], *head}
     if entry.keeps_gates:
-        kept |= {name for name, _ in named if _is_gate(model, name)}
-    return (n for n, module in named if n in kept or isinstance(module, _EMBEDDINGS) or _is_norm(module))
+        kept |= {name for name, _ in named if is_gate(model, name)}
+    return (n for n, module in named if n in kept or isinstance(module, _EMBEDDINGS) or is_norm(module))
 
 
 def layers_in(model: nn.Module) -> list[str]:
@@ -224,7 +234,7 @@ def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(n, module) for n, module in model.named_modules() if n and "parametrizations" not in n.split(".")]
 
 
-def _is_gate(model: nn.Module, name: str) -> bool:
+def is_gate(model: nn.Module, name: str) -> bool:
     """Whether this module chooses among experts: by its name, beside one that is called so."""
     around, _, own = name.rpartition(".")
     return own in ("gate", "router") and hasattr(model.get_submodule(around), "experts")
@@ -238,7 +248,7 @@ def is_layer(module: nn.Module) -> bool:
     return is_leaf and not isinstance(module, _EMBEDDINGS) and _has_matrix(module)
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
     """Whether this normalises: its class says so, and it has neither a matrix nor a module inside."""
     is_leaf = next(module.children(), None) is None
     return "norm" in type(module).__name__.lower() and is_leaf and not _has_matrix(module)
@@ -335,26 +345,28 @@ _RECIPES = {
         _hybrid("fp32"),
     ),
     "fp8_row": _Recipe(
-        "e4m3fn everywhere; a power of two for each row along which a product sums, rounded up: nothing saturates",
+        "e4m3fn everywhere; a power-of-two scale for each row along which a product sums, rounded up: nothing "
+        "saturates",
         "torchao, Float8LinearConfig.from_recipe_name('rowwise')",  # round_scales_to_power_of_2=True, torchao 0.18
         _everywhere("e4m3fn per row ceil"),
     ),
     "fp8_tile": _Recipe(
-        "e4m3fn everywhere; a power of two for 1 x 128 of activations and gradients, for 128 x 128 of weights",
+        "e4m3fn everywhere; a power-of-two scale for each 1 x 128 of activations and gradients, and each 128 x 128 of "
+        "weights",
         "DeepSeek-V3 (arXiv 2412.19437, 3.3); NVIDIA TransformerEngine, Float8BlockScaling",
         _fp8_tile(),
         keeps_last=0,
         keeps_gates=True,  # 3.3.1: embedding, output head, MoE gating, normalisation and attention operators
     ),
     "mxfp8": _Recipe(
-        "mxfp8_e4m3 everywhere: a power of two for 32, rounded up so that nothing saturates",
+        "mxfp8_e4m3 everywhere: a power-of-two scale for each 32, rounded up so that nothing saturates",
         "arXiv 2506.08027; NVIDIA TransformerEngine, MXFP8BlockScaling",
         _everywhere("e4m3fn per 32 ceil saturate"),
         keeps_last=0,
     ),
     "mxfp4_sr": _Recipe(
-        "bf16 forward; mxfp4 for both gradients, stochastic at 3/4 of its size, after a Hadamard transform of 64 with "
-        "fresh signs",
+        "bf16 forward; mxfp4 for both gradients, rounded stochastically at 3/4 of their size, after a Hadamard "
+        "transform of 64 with fresh signs",
         "Tseng et al. 2025 (arXiv 2502.20586; amazon-science/mxfp4-llm)",
         _mxfp4_sr(),
         keeps_last=0,
@@ -367,25 +379,25 @@ _RECIPES = {
         keeps_last=15,
     ),
     "qat_mxfp4": _Recipe(
-        "weights in mxfp4 in the forward product, and in the backward pass what that used; all else bf16",
+        "weights in mxfp4 in the forward product, reused as quantised in the backward pass; everything else bf16",
         "quantisation-aware training of experts as in DeepSeek-V4 (verl#7895) and Kimi K3 (torchtitan#4269)",
         _aware(None, "mxfp4"),
     ),
     "qat_nvfp4": _Recipe(
-        "activations and weights in nvfp4 in the forward product, and in the backward pass what that used; all else "
-        "bf16",
+        "activations and weights in nvfp4 in the forward product, reused as quantised in the backward pass; everything "
+        "else bf16",
         "torchao, QATConfig with NVFP4FakeQuantizeConfig for both",
         _aware("nvfp4", "nvfp4"),
     ),
     "qat_int4": _Recipe(
-        "weights in int4 (-7 to 7), a float32 scale for 32, in the forward product, and in the backward pass what that "
-        "used; all else bf16",
+        "weights in int4 (-7 to 7), a float32 scale for each 32, in the forward product, reused as quantised in the "
+        "backward pass; everything else bf16",
         "INT4 fake quantisation of Megatron's grouped linear layers (radixark/Megatron-LM#9), as for Kimi K2",
         _aware(None, "int4 per 32 fp32 absmax"),
     ),
     "bitnet_b158": _Recipe(
         "weights -1, 0 or 1 times their mean magnitude, activations in 8 bits with a scale for each row, in the "
-        "forward product, and in the backward pass what that used; all else bf16",
+        "forward product, reused as quantised in the backward pass; everything else bf16",
         "BitNet b1.58 (arXiv 2402.17764), the code of its training tips; without its normalisation",
         _bitnet(),
         keeps_last=0,
@@ -396,7 +408,7 @@ _RECIPES = {
         _BF16,
     ),
     "fp16": _Recipe(
-        "every result, gradient of an activation and weight in use in fp16, which wants a loss scale; master weights "
+        "every result, gradient of an activation and weight in use in fp16, which needs a loss scale; master weights "
         "and their gradients float32",
         "Micikevicius et al. 2018 (arXiv 1710.03740)",
         Policy(weight="fp16", activation="fp16", error="fp16"),

@@ -33,7 +33,7 @@ NARROW = 32  # columns: a narrower product of more rows than columns is computed
 
 
 class Summation:
-    """An accumulator as its kernels take it: constants that are compiled in, and the Numbers of three Plans."""
+    """Arguments of an accumulator's kernels: compile-time constants, and the Numbers of three Plans."""
 
     def __init__(self, accumulator: Accumulator) -> None:
         f, outer = as_float_format(accumulator.format), as_float_format(accumulator.outer or accumulator.format)

@@ -109,10 +109,10 @@ def round_to(
         axis: in block formats, the axis along which elements share a scale, the last one by default; (across, axis)
             names the axis of a tile's rows too. In a product, blocks run along the contraction axis. `x` is a float32
             then; if scales are powers of two, as in the MX formats, a bfloat16 or float64 too.
-        variant: with random_bits, how the distance to the lower neighbour is rounded to r bits, which are the
-            probability to go up: "A" cuts it off, so that results are too close to zero by 2^-(r+1) of the spacing on
-            average; "B" rounds it to nearest, ties away, "C" to nearest even, both without that bias; "C_ties_to_odd",
-            "C_to_odd" as their names say. A, B and C are IEEE P3109's.
+        variant: with random_bits, how the distance to the lower neighbour is rounded to r bits, which give the
+            probability of rounding up: "A" truncates it, so that results are too close to zero by 2^-(r+1) of the
+            spacing on average; "B" rounds it to nearest, ties away, "C" to nearest even, both without that bias;
+            "C_ties_to_odd", "C_to_odd" as their names say. A, B and C are IEEE P3109's.
 
     Returns:
         The same shape, dtype and device.

@@ -79,10 +79,11 @@ CHUNK = 2**16  # elements of an update counted at once on a CPU, so that interme
 class ErrorShares(NamedTuple):
     """Shares of a rounding's noise, the sum of squared errors: three shares whose sum is 1.
 
-    The error of a number x that becomes r is `r - x = b x + (r - (1 + b) x)`, b the bias of the scale. The sum of
-    squares of the first part, and of the second over numbers that become zero and over the others, is the noise: the
-    first is orthogonal to the second. (The three names are those of arXiv 2605.20402, which measures the first against
-    a scale that is not a power of two. Here the numbers themselves determine it, for formats without scales too.)
+    The error of a number x that becomes r is `r - x = b x + (r - (1 + b) x)`, b the bias of the scale. The noise is the
+    sum of squares of three parts: the first, the second over numbers that become zero, and the second over the others.
+    These add up, as the first is orthogonal to the second. (The three names are those of arXiv 2605.20402, which
+    measures the first against a scale that is not a power of two. Here the numbers themselves determine it, for formats
+    without scales too.)
 
     Args:
         scale: all numbers came out too small or too large, as when the largest of each block saturates.

@@ -85,7 +85,7 @@ DAMAGED = "its row of the ledger was changed by something else than a sweep; run
 
 
 class OtherBits(ValueError):
-    """Raised if a ledger's results have the numbers of other versions of the library than the driver's: `bits`."""
+    """Raised if results of a ledger come from versions of the library whose numbers differ; `bits` lists these."""
 
     def __init__(self, bits: Iterable[int]) -> None:
         self.bits = sorted(bits)

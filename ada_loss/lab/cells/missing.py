@@ -1,6 +1,6 @@
-"""Detect losses of a sweep's folder: planned cells without a row, telemetry without a result, sessions.
+"""Detect missing data in a sweep's folder: planned cells without a row, telemetry without a result, lost sessions.
 
-A driver locks the folder; while one runs, less counts as lost.
+A driver locks the folder; while it runs, less counts as missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ except ImportError:  # there is none on Windows
 
 
 def lock_path(out: Path) -> Path:
-    """The file that a folder's driver locks. The system releases it whenever the process dies."""
+    """Return the path of the lock file of a folder's driver. The system releases the lock when the process dies."""
     return out / "ledger.lock"
 
 

@@ -38,7 +38,7 @@ class Comparison:
     level: of the test, and 1 minus the confidence of `interval`.
     diverged, diverged_too: how many of the seeds of a diverged, and of those of b.
     note: on the metric, "lower is better".
-    statement: of the sweep's verdict, where b is float32: of one test among all settings, at the tolerance.
+    statement: the sweep's verdict on a, if b is float32: of one test among all settings, at the tolerance.
     step: in which the metric is counted: a deviation is taken to be at least half of it, as in the verdict.
 
     >>> c = Comparison("e5m2", "fp32", "accuracy", {0: -0.02, 1: -0.01, 2: -0.03})

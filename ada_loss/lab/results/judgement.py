@@ -1,6 +1,6 @@
 """Statistics of differences from float32: collapses, and one test for each other setting, with a bound for all.
 
-A seed has collapsed if the other seeds of its setting exclude that it is one of them. The differences of every other
+A seed has collapsed if the other seeds of its setting rule out that it is one of them. The differences of every other
 setting are tested against minus the tolerance, two-sided: the setting is worse by at most the tolerance, or by more, or
 undecided. Holm's procedure (1979) bounds the chance of a wrong statement. With five settings or more and
 few seeds, variances that are alike are moderated by each other (Smyth 2004, doi:10.2202/1544-6115.1027).

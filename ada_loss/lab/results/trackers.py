@@ -1,7 +1,4 @@
-"""Trackers: they are told of cells, while these train. TensorBoard, MLflow and Weights & Biases are optional extras.
-
-A `Notifier` tells the trackers of a sweep of each cell once.
-"""
+"""Trackers (TensorBoard, MLflow, Weights & Biases), and the `Notifier` that tells them of each cell of a sweep once."""
 
 from __future__ import annotations
 
@@ -38,16 +35,8 @@ from ada_loss.lab.directions import MINIMIZE, Directions, read_directions
 from fpsim.checks import did_you_mean, pip_install, shown
 
 __all__ = [
-    "TRACKERS",
-    "About",
-    "MLflow",
-    "Notifier",
-    "TensorBoard",
-    "Tracker",
-    "TrackerOfRuns",
-    "WandB",
-    "make_trackers",
-]
+    "TRACKERS", "About", "MLflow", "Notifier", "TensorBoard", "Tracker", "TrackerOfRuns", "WandB", "make_trackers",
+]  # fmt: skip
 
 AT_ONCE = 1000  # numbers that MLflow takes in a call
 LONGEST_TAG = 64  # letters, of Weights & Biases

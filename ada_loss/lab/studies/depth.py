@@ -28,7 +28,7 @@ STEPS = 60
 
 
 def relu_network(gain: float, depth: int = 24, width: int = 128, seed: int = 0) -> nn.Sequential:
-    """Linear layers without bias and ReLUs, with normal weights.
+    """A network of ReLUs and linear layers without bias, with normally distributed weights.
 
     gain: the variance of the weights times the width; at 2, gradients keep their size.
     depth: the number of linear layers.

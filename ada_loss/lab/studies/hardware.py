@@ -148,7 +148,7 @@ def _cerebras(model: nn.Module | None, settled: bool) -> Policy:
 
 
 ATTENTION = "the rounding points inside of attention kernels: its two products are in the recipe's wide format"
-WIDE_SUMS = "the order and the cut-off of sums of products, which are torch's in float32"
+WIDE_SUMS = "the order and the truncation of sums of products, which are torch's in float32"
 
 PRESETS: dict[str, Preset] = {
     one.name: one
@@ -164,7 +164,7 @@ PRESETS: dict[str, Preset] = {
                     "NVIDIA TransformerEngine, Float8CurrentScaling(fp8_format=HYBRID)",
                 ),
                 Line(
-                    "sums of the forward product in the tensor core: 32 products aligned, 13 fraction bits, cut off",
+                    "sums of the forward product in the tensor core: 32 products aligned, 13 fraction bits, truncated",
                     "arXiv 2412.19437, 3.5.2; arXiv 2511.10909 (MMA-Sim)",
                 ),
                 Line(
@@ -181,10 +181,10 @@ PRESETS: dict[str, Preset] = {
             _b200,
             (
                 Line(
-                    "operands e4m3fn, a power of two for 32, rounded up; embeddings, norms and the head bf16",
+                    "operands e4m3fn, a power-of-two scale for 32, rounded up; embeddings, norms and the head bf16",
                     "NVIDIA TransformerEngine, MXFP8BlockScaling; arXiv 2506.08027",
                 ),
-                Line("sums: 32 products aligned, 25 fraction bits, cut off to float32", "arXiv 2511.10909 (MMA-Sim)"),
+                Line("sums: 32 products aligned, 25 fraction bits, truncated to float32", "arXiv 2511.10909 (MMA-Sim)"),
             ),
             ("sums of products that stay in bf16", ATTENTION),
         ),
@@ -252,7 +252,7 @@ PRESETS: dict[str, Preset] = {
             ),
             (
                 "subnormals of float32, which are kept here",
-                "a number from half the least normal one on, which is that number here and zero there",
+                "a number between half the least normal one and that one: rounded up to it here, flushed to zero there",
                 WIDE_SUMS,
             ),
         ),

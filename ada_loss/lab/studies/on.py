@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 import fpsim
 from ada_loss.lab.results.judgement import LEAST_SEEDS, Judgement, judge_sweep, smallest_step
@@ -40,20 +39,20 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class OnRow:
-    """What a model does on one hardware.
+    """Behaviour of a model on one kind of hardware.
 
     preset, hardware: its full name, and in words.
     failure: the first lines of `fpsim.why` on one step; "" where it finds nothing.
-    losses: of one step, in float32 and here.
+    losses: the loss of one step, in float32 and with the preset.
     results, gradients: the results of operations, and the gradients of parameters, with the largest relative errors.
-    breaks: where a result or a gradient becomes inf, or nothing is left of it; "" where none does.
+    breaks: the place where a result or a gradient becomes inf or vanishes entirely; "" if there is none.
     trained: the loss that each seed ends with; inf for one that diverged.
     float32: the same in float32.
     verdict: in words; "" where nothing was trained.
-    weight_bits: of a number of a weight that is an operand of a product, the mean.
-    moved, moved_float32: bytes that the products of a step read and write.
+    weight_bits: the mean bits per element of weights that are operands of products.
+    moved, moved_float32: bytes that the products of a step read and write, with the preset and in float32.
     missing: what the preset does not model.
-    choices: the share of rows whose `topk` or `argmax` is another than in float32: of tokens, that go to other experts.
+    choices: the share of rows whose `topk` or `argmax` differs from float32: tokens that are routed to other experts.
     """
 
     preset: str
@@ -249,6 +248,15 @@ class _Subject:
         return statistics.fmean(losses[-max(1, steps // LAST) :])
 
 
+def _in_dtype(given: Any, dtype: torch.dtype) -> Any:
+    """A batch with its floating tensors in a dtype."""
+    if isinstance(given, Mapping):
+        return {name: _in_dtype(x, dtype) for name, x in given.items()}
+    if isinstance(given, tuple | list):
+        return [_in_dtype(x, dtype) for x in given]
+    return given.to(dtype) if isinstance(given, Tensor) and given.is_floating_point() else given
+
+
 # One step
 
 
@@ -350,7 +358,7 @@ def _noise(subject: _Subject, model: nn.Module, given: Any) -> dict[str, float]:
     losses, gradients = [], []
     for dtype in (torch.float32, torch.float64):
         run = copy.deepcopy(model).to(dtype)
-        data = tree_map(lambda x, to=dtype: x.to(to) if isinstance(x, Tensor) and x.is_floating_point() else x, given)
+        data = _in_dtype(given, dtype)
         torch.manual_seed(0)  # of dropout
         try:
             total = subject.total(run, data)

@@ -1,4 +1,4 @@
-"""The search for the smallest formats that keep a metric: bits by role, modules in float32, by sweeps in a folder."""
+"""Search for the smallest formats that keep a metric: bits by role and modules in float32, with sweeps in a folder."""
 
 from __future__ import annotations
 
@@ -37,23 +37,24 @@ HOPELESS = 5.0  # tolerances below float32 at which one seed is enough to reject
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found. Its `str` is the front as a Markdown table, and the answer in words.
+    """Result of a search. Its `str` is the Pareto front as a Markdown table, and the answer in words.
 
     formats: those of the smallest policy found, by role.
-    bits: of one number, added over the roles; with `modules`, the mean over them, 32 for each role in float32.
-    accuracy: the mean of the metric over the seeds, of that policy; the name stands for any metric.
-    baseline: that of float32.
-    rows: what was tried, in order: a format for each role, "bits", "accuracy" (the mean of the metric), "deviation",
-        "seeds", "complete" (all seeds were trained) and "kept"; with `modules` also "float32", those left in it.
+    bits: bits per number, summed over the roles; with `modules`, the mean over them, 32 for each role in float32.
+    accuracy: the mean of the metric over the seeds, for that policy, whatever the metric is.
+    baseline: the mean of the metric in float32.
+    rows: the settings that were tried, in order: a format for each role, "bits", "accuracy" (the mean of the metric),
+        "deviation", "seeds", "complete" (all seeds were trained) and "kept"; with `modules` also "float32", the modules
+        left in it.
     results: all cells.
     metric: the name of the metric.
-    wide: the modules that stay in float32, of those that may.
+    wide: the modules that stay in float32, among the candidates.
     sign: 1 where a larger metric is better, -1 where a smaller is.
-    deviation: of the metric over the seeds, of that policy; NaN for one seed.
-    tolerance: of the search.
-    outcome: what the verdict on all that was tried says of that policy, at the tolerance: "match", "undecided", "few"
+    deviation: the standard deviation of the metric over the seeds, for that policy; NaN for one seed.
+    tolerance: the tolerance of the search.
+    outcome: the outcome for that policy in the verdict on all settings, at the tolerance: "match", "undecided", "few"
         and so on, as in `results.verdicts(tolerance=)`.
-    statement: that in words.
+    statement: the outcome in words.
     """
 
     formats: dict[str, str]

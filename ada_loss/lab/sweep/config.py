@@ -33,7 +33,7 @@ REQUIRED = (("task", "train"), ("formats",))  # one of each
 
 
 def text_of(name: str | Path) -> str:
-    """The text of a sweep's file, or of one that comes with the library: what one edits to have another.
+    """Return the text of a sweep's file, or of one that comes with the library, to edit for a sweep of your own.
 
     >>> text_of("digits").splitlines()[2]
     'task: digits'

@@ -102,56 +102,56 @@ def sweep(
     Args:
         task: what is trained: the name of a task (`ada-loss tasks` lists them), "module:function", or a function from a
             seed to a `Task`.
-        formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`, of which "products" is
-            a mapping too: of "x", "w" and "dy" to the formats of operands, or of the fields of `fpsim.Products`.
-            {"schedule": {0: "fp16", 0.8: "bf16"}} is several in turn, from a fraction of all steps, or a step, on.
-            {"native": "fp16"} trains in real float16, under torch.autocast. {"name": "mine", "format": "mxfp4"} has a
-            name of your own.
+        formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`. The field "products" is
+            itself a mapping: from "x", "w" and "dy" to the formats of operands, or with the fields of `fpsim.Products`.
+            {"schedule": {0: "fp16", 0.8: "bf16"}} switches formats during the training, each at a fraction of all steps
+            or at a step number. {"native": "fp16"} trains in real float16, under torch.autocast. {"name": "mine",
+            "format": "mxfp4"} gives a format a name of your own.
         scaling: how gradients are scaled: "none", a number for a constant, a loss rule's name ("torch", "nnabla"),
             "adaptive" or a layer rule's name ("exact", "current").
-        train: a training function of your own instead of a task. It is called with a `Job`, which has the format, the
-            scaling method, the seed, the device and task_options, trains, and returns its metrics, {name: number}.
-        roundings: names, one for all roles each; "stochastic_gradients" rounds gradients alone stochastically. None is
-            nearest-even; but where adaptive or current scaling fits gradients to a format of at most 6 bits, it is
-            "stochastic_gradients".
-        seeds: how many, or which.
+        train: a training function of your own instead of a task. It takes a `Job`, which has the format, the scaling
+            method, the seed, the device and task_options, trains, and returns its metrics as {name: number}.
+        roundings: names of rounding rules, each for all roles; "stochastic_gradients" rounds only the gradients
+            stochastically. None is nearest-even, or "stochastic_gradients" where adaptive or current scaling fits
+            gradients to a format of at most 6 bits.
+        seeds: the number of seeds, or the seeds.
         task_options: the options of the training: "optimizer", "learning_rate", "steps" and others, which the page
-            "What a sweep may say" lists.
+            "Configuring a sweep" lists.
         updates: what the optimizer stores: names of `fpsim.UPDATES`, or mappings with the fields of `fpsim.Update`;
-            "float32" is an optimizer as it is.
-        also: more cells for the same folder: mappings of the arguments above, each with what differs. One with another
-            task has that task's options.
-        baseline: whether float32, with which the report compares, is trained with each seed too.
-        workers: the number of processes of this machine, and of cells at once in an executor of unknown size.
+            "float32" leaves the optimizer as it is.
+        also: further grids of cells for the same folder: mappings of those arguments above that differ. A grid with
+            another task has that task's options.
+        baseline: whether the float32 baseline of the report is trained with each seed too.
+        workers: the number of processes on this machine; for an executor of unknown size, the cells in flight.
         engine: what computes the cells: "here", this process; "local", processes of this machine; "tcp://HOST:PORT" or
             "tls://HOST:PORT", the workers of a Dask scheduler; an executor of concurrent.futures. None is "here" for
             one worker without a time limit, else "local".
         device: where a cell computes, "cpu", "cuda" or one GPU such as "cuda:1".
         time_limit: the seconds that one cell may take; None for no limit.
-        memory_limit: of one local worker, beyond which it is replaced: "auto" divides the machine's memory among them,
-            a number of bytes such as "4 GiB", 0 for no limit.
-        resources: what a cell needs of a Dask worker, such as {"GPU": 1}; each local worker has it.
+        memory_limit: the memory beyond which a local worker is replaced: "auto" divides the machine's memory among the
+            workers; otherwise a number of bytes such as "4 GiB", or 0 for no limit.
+        resources: the Dask resources that a cell requires of its worker, such as {"GPU": 1}; local workers have them.
         engine_timeout: the seconds to wait for a scheduler, and for its first worker.
         retry_failed: whether cells that failed run again.
-        keep_states: whether the states at which formats change are kept in the folder, so that cells that are added
-            later begin from them; each is as large as a checkpoint.
-        keep_old: whether a folder is gone on with whose cells have the numbers of another version of this library; see
-            `fpsim.BITS`.
+        keep_states: whether the folder keeps the training states at which formats change, so that cells added later
+            start from them; each is as large as a checkpoint.
+        keep_old: whether to continue a folder whose results another version of this library computed with other bits;
+            see `fpsim.BITS`.
         out: the folder that keeps everything.
-        track: who else is told of the cells, while they train: "tensorboard", "mlflow" and "wandb", which write to the
-            folder, or trackers.
-        minimize, maximize: the metrics of which a smaller, or a larger, value is better, where their names do not tell;
-            kept in `out`. They go before `Task.goal`.
-        why: whether the cells that diverged, and one of each setting that falls short of float32, are trained again up
-            to the step that fails, by the workers, where `fpsim.why` says why: the column "reason" of rows, and the
-            verdict.
+        track: the trackers that log the cells while they train: "tensorboard", "mlflow" and "wandb", which write to the
+            folder, or tracker objects.
+        minimize, maximize: the metrics for which smaller, or larger, is better, where their names do not tell; stored
+            in `out`. They override `Task.goal`.
+        why: whether to explain failures: the workers train each cell that diverged, and one of each setting that falls
+            short of float32, again up to the failing step, and call `fpsim.why` there. The reason is in the column
+            "reason" of rows, and in the verdict.
         show_progress: whether a progress bar is shown.
 
     Raises:
         ValueError: for invalid arguments, and for a folder with numbers of another version of this library, before any
             work.
         TypeError: for arguments of another type, before any work.
-        RuntimeError: where it cannot go on, with what to do.
+        RuntimeError: if it cannot continue; the message says what to do.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)

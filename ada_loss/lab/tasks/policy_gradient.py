@@ -1,7 +1,7 @@
-"""Learning from what a policy has drawn: samples, the loss with importance weights, and how far two engines part.
+"""Policy gradients: sampling, the loss with importance weights, and the divergence of two engines.
 
-One engine draws, another computes the gradient. Both compute the same weights, rounded at their own places, so that the
-probabilities of what was drawn differ, and the gradient is that of another policy than the one which drew.
+One engine samples (the rollout), another computes the gradient. Both have the same weights, but round at different
+places, so the probabilities of the samples differ, and the gradient is off-policy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WIDTHS = (0.01, 0.2)  # of the ratio, beyond which a token counts: of a gap that
 
 
 class Targets(NamedTuple):
-    """What is known of drawn tokens, each (samples, tokens).
+    """Targets for sampled tokens, each of shape (samples, tokens).
 
     tokens: the tokens.
     advantages: of the whole sample: its reward less the mean of its group.

@@ -1,4 +1,4 @@
-"""A small GPT that learns sums from what it draws itself, after it was taught some of them."""
+"""A small GPT that learns addition from its own samples by policy gradient, after supervised steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TAUGHT, BATCH, RATE = 300, 128, 3e-3  # the supervised training before: steps, s
 
 
 def sums(count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Prompts, "12+34=", and answers, the digits of the sum from the last to the first, as one adds by hand."""
+    """Return prompts such as "12+34=", and answers: the digits of the sum, last one first, as in column addition."""
     parts = torch.randint(10, (count, 2, DIGITS), generator=draw)
     total = (parts * 10 ** torch.arange(DIGITS - 1, -1, -1)).sum((1, 2))
     signs = [torch.full((count, 1), sign) for sign in (PLUS, EQUALS)]

@@ -32,15 +32,15 @@ class TrainOptions:
     epochs: passes over the training data.
     steps: the number of steps; 0 leaves it to `epochs`.
     batch_size: samples of a step.
-    micro_batches: parts of a batch whose gradients are added up.
-    learning_rate: its largest value.
-    schedule: of the learning rate after the warmup: to zero along a "cosine" or a line ("linear"), or "constant".
-    warmup: steps in which the learning rate rises linearly to its largest value.
-    momentum: of "sgd".
+    micro_batches: parts of a batch over which gradients are accumulated.
+    learning_rate: the peak learning rate.
+    schedule: the learning rate after the warmup: "cosine" or "linear" decay to zero, or "constant".
+    warmup: steps in which the learning rate rises linearly to its peak.
+    momentum: the momentum of "sgd".
     weight_decay: as torch's optimizers define it.
-    max_gradient_norm: the norm of all gradients together beyond which they are clipped; 0 for no limit.
+    max_gradient_norm: the global norm to which gradients are clipped; 0 for no limit.
     master_weights: "float32", or "none", where parameters are rounded to their format after each step.
-    accumulation: the type in which an operation adds up before it rounds, "float32" or "float64".
+    accumulation: the dtype in which an operation accumulates before it rounds, "float32" or "float64".
     seed: of the order of the batches and of the noise of stochastic rounding.
     record_every: tally each n-th call of every site; 0 records nothing.
     evaluate_every: compute the test metrics after each n-th epoch too; 0 only at the end.

@@ -1,4 +1,4 @@
-"""Rollouts: what a policy that learns from its own samples is drawn by, in a format of its own, and their weights."""
+"""Rollouts of reinforcement learning: sampling from the policy in a format of its own, and importance weights."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ EXPECTED = "Expected: a format, or {'format': 'recipe:fp8_tile', 'weights': 'tok
 
 @dataclass(frozen=True)
 class Rollout:
-    """How rollouts are drawn and weighted.
+    """Format and importance weights of rollouts.
 
-    fmt: of the engine that draws them, as `fpsim.quantize` takes it, or a schedule; None is the trainer's.
+    fmt: the format of the engine that draws them, as `fpsim.quantize` takes it, or a schedule; None is the trainer's.
     weights: the importance weights in the trainer's loss: "none", "token" or "truncated"; see `policy_gradient`.
     """
 

@@ -26,7 +26,7 @@ class Run:
     layer_scales: (steps so far, {site: log2_scale of its gradient}) at the same steps, with adaptive scaling.
     evaluations: (steps so far, metrics), in the order of the steps.
     curves: {name: (step, number)} of the task's curves, and of what a training function of the user's own logged.
-    updates: {"step", "lost", "edq"} at recorded steps, counted from 0: what the optimizer's formats took from them.
+    updates: {"step", "lost", "edq"} at recorded steps, counted from 0, as of `fpsim.LostUpdates.steps`.
     parameters: the rows of `fpsim.LostUpdates.table` at the end.
     """
 

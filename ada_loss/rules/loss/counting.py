@@ -1,6 +1,6 @@
 """Rules that count good steps in a row: a full count grows the scale, every overflow shrinks it.
 
-With hysteresis, some overflows leave it as it is.
+With hysteresis, some overflows leave the scale unchanged.
 """
 
 from __future__ import annotations

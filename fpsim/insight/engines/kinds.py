@@ -228,6 +228,10 @@ def differences(a: Policy, b: Policy) -> list[tuple[str, str]]:
         found.append((STATE, f"cache: {mine} in a, {other} in b"))
     if set(a.float32) != set(b.float32):
         found.append((ROUNDING, f"float32 operations: {', '.join(a.float32)} in a, {', '.join(b.float32)} in b"))
+    if a.fused != b.fused:
+        found.append((ROUNDING, f"the module rounds once in {'a' if a.fused else 'b'} alone"))
+    for name in sorted(n for n in {**a.kernels, **b.kernels} if a.kernels.get(n) is not b.kernels.get(n)):
+        found.append((ROUNDING, f"{name} has another kernel"))
     return found
 
 

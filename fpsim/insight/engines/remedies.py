@@ -14,9 +14,17 @@ from fpsim.models.installed import emulated_forwards
 from fpsim.policies.policy import ROLES, Policy
 from fpsim.policies.products import Products
 
-__all__ = ["Truncated", "changed_policies", "fields_of", "remedies_for", "truncated"]
+__all__ = ["Tried", "Truncated", "changed_policies", "fields_of", "remedies_for", "truncated"]
 
 Change = Callable[[str, Policy], Policy]
+
+
+class Tried(NamedTuple):
+    """A change of an engine, and the mean |dlogp| and KL with it."""
+
+    what: str
+    mean_dlogp: float
+    kl: float
 
 
 class Truncated(NamedTuple):
@@ -125,4 +133,8 @@ def fields_of(a: Policy, b: Policy) -> list[tuple[str, Policy]]:
             found.append((name, replace(b, products=replace(q, **{name: getattr(p, name)}))))
     if a.cache != b.cache:
         found.append(("cache", replace(b, cache=a.cache)))
+    if a.fused != b.fused:
+        found.append(("one rounding", replace(b, fused=a.fused)))
+    if a.kernels != b.kernels:
+        found.append(("kernels", replace(b, kernels=a.kernels)))
     return found

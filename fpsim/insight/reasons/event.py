@@ -18,15 +18,15 @@ class Event:
     kind: in words, such as "overflow" or "division by zero".
     place: a site, or the name of a parameter, buffer or input.
     role: "activation", "error", "weight", "weight_grad", "input", "parameter", "buffer", "gradient", "state", "update".
-    count, of: how many numbers of how many.
-    why: sentences with the numbers to check.
-    operation: where it happened; None for inputs, and for operations of an optimizer.
-    origin: the operation from which on float32 would help; `operation` unless something earlier is to blame.
-    constant: what `origin` lost, if it is that.
+    count, of: the number of elements that fail, and the number of all elements.
+    why: an explanation in sentences, with the numbers to check.
+    operation: the operation that failed; None for inputs, and for operations of an optimizer.
+    origin: the first operation that float32 would help; `operation` unless an earlier one is the cause.
+    constant: the constant that `origin` lost, such as an eps, if that is the cause.
     read: the operands there, as pairs of a name and a range.
-    readers: of what came in, the operations that read it.
-    stretch: of a gradient that is lost little by little, the operations from where that begins.
-    largest: of a rounding, before it; of gradients that are lost, in the reference.
+    readers: the operations that read a failed input.
+    stretch: the operations along which a gradient is lost gradually, from the first one on.
+    largest: the largest magnitude before a rounding; for lost gradients, that in the reference.
     """
 
     stage: str

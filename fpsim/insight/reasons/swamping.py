@@ -1,4 +1,4 @@
-"""Sums that lose their terms: each is added up again in float64, from the operands that it had."""
+"""Find sums that lose terms (swamping): each sum is recomputed in float64 from its operands."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ SAME = frozenset("detach clone contiguous alias view reshape unsqueeze squeeze f
 class Swamped(NamedTuple):
     """A sum that is wrong.
 
-    half_ulps: by how many. error: relative. mine, true: its value, and the exact one. terms: how many are added.
-    ends: of the format that it is added up in.
+    half_ulps: its error in half ulps. error: its relative error. mine, true: its value, and the exact one.
+    terms: the number of terms. ends: the range of the format in which it accumulates.
     """
 
     half_ulps: float

@@ -128,9 +128,9 @@ def test_tensors_of_another_library_are_no_snapshot(tmp_path: Path) -> None:
 
 def test_without_safetensors_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ImportError, match=r"Snapshots need safetensors, which is not installed: pip install .*export"):
+    with pytest.raises(ImportError, match=r"Snapshots and dumps need safetensors, which .*: pip install .*export"):
         fpsim.snapshots(net(), tmp_path).__enter__()
-    with pytest.raises(ImportError, match="Snapshots need safetensors"):
+    with pytest.raises(ImportError, match="Snapshots and dumps need safetensors"):
         fpsim.Snapshot.load(tmp_path / "any")
 
 

@@ -56,10 +56,10 @@ def says(rows: Rows) -> Sentences:
         if lost:  # to scale by powers of two is to shift
             repair += f"""; a loss 2^{-lost[-1]} times smaller does not, and a constant from 2^{fits[0] - lost[-1]} to
                 2^{fits[-1] - lost[-1]} repairs it"""
-        yield f"""{repair}. Without a scale {zero[0]:.1f} % of the gradients become zero, and it is {ends[0]} %: so
-            small a network {"does not need" if 0 in fits else "needs"} one. Gradients {2**-low:,} times smaller
-            underflow: {zero[low]:.0f} % of them, and {ends[low]} %. At 2^{high} {skipped[high]:.0f} % of the steps
-            overflow, and it is {ends[high]} %."""
+        yield f"""{repair}. Without a scale {zero[0]:.1f} % of the gradients become zero, and the metric is {ends[0]} %:
+            so small a network {"does not need" if 0 in fits else "needs"} one. With gradients {2**-low:,} times smaller
+            {zero[low]:.0f} % of them underflow, and the metric is {ends[low]} %. At 2^{high} {skipped[high]:.0f} % of
+            the steps overflow, and the metric is {ends[high]} %."""
 
 
 def draw(rows: Rows) -> Picture:

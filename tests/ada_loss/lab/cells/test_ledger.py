@@ -173,7 +173,7 @@ def test_a_cell_has_the_id_that_it_had_before_the_lab_was_put_into_folders() -> 
     policy = {"error": "e5m2", "weight_grad": "fp16", "overflow": "nan"}
     options = {"steps": 2, "learning_rate": 1, "record_every": 1}
     methods: list[str | float] = ["none", 8, "exact normal"]
-    cells = plan("digits", ["fp32", "half", policy], methods, ["stochastic"], seeds=[0, 7], options=options)
+    cells = plan("digits", ["fp32", "half", policy], methods, roundings=["stochastic"], seeds=[0, 7], options=options)
     assert [cell.id for cell in cells] == (
         "60bb476dcea0d1c0 8178acece8a7114b de528696a8ae8a1e 90faa9274b38e10e 4284e9e724dafd0a e56cf354834719d8 "
         "0e9748169472001c 18b05acfb68db297 9ee5b8280b5cf26b d35290138baabe70 2252d1d5a9f6dfcc 768caa4cbd072df3 "

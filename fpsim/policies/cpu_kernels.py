@@ -1,0 +1,107 @@
+"""The bfloat16 kernels of torch on the CPU that round more than once, as functions for `Policy(kernels=...)`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["CPU_KERNELS", "fast_exp", "flash_attention", "power"]
+
+KEYS_IN_BLOCK = 512  # cpu_flash_attention<..., kv_split_size>, whichever the number of queries
+LANES = {"AVX512": 16, "AVX2": 8}  # float32 in a vector; the last ones of a row, which fill none, have std::exp
+LEAST_LOG = -87.33654  # of float32's least normal number, below which the result is 0
+# Coefficients of Malossi et al. 2015 for 2**f - 1 - f, as in `Vectorized<float>::fexp_u20`, of f**0 to f**3
+EXP2 = (0.00010703434948458272, 0.30354260500649682, -0.22433836478672356, -0.079204240219773236)
+
+
+def fast_exp(x: Tensor) -> Tensor:
+    """exp(x) of float32 numbers up to 0, off by up to 1e-4 of it: the exponent and a cubic, put together as bits.
+
+    torch's `fexp_u20`, which its attention on the CPU uses for results of 16 bits. The gradient is exp(x).
+
+    >>> fast_exp(torch.tensor([0.0, -1.0]))
+    tensor([0.9999, 0.3679])
+    """
+    scaled = x.detach() * math.log2(math.e)
+    part = scaled - scaled.floor()
+    c0, c1, c2, c3 = EXP2
+    bits = (scaled - (((part * c3 + c2) * part + c1) * part + c0) + 127) * 2.0**23
+    fast = bits.clamp(min=0).to(torch.int32).view(torch.float32).masked_fill(x < LEAST_LOG, 0.0)
+    exact = torch.exp(x)
+    # Exact: numbers this near have a difference of float32, so that the sum is `fast`, and the gradient that of exp.
+    return exact + (fast - exact).detach()
+
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """`scaled_dot_product_attention` as torch's `cpu_flash_attention` computes it for bfloat16.
+
+    Scores, their sums and the result are float32; exponentials are rounded to the dtype before their product with the
+    values, and added up before. They come from `fast_exp` but for the last of a row, which fill no vector.
+
+    Returns NotImplemented where torch takes its other kernel, which rounds once: with dropout, or heads of other sizes.
+    """
+    if dropout_p or query.dim() != 4 or not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+        return NotImplemented
+    if not (query.numel() and key.numel()) or (attn_mask is not None and attn_mask.requires_grad):
+        return NotImplemented
+    dtype, of_all = query.dtype, query.shape[-3] // key.shape[-3] if enable_gqa else 1
+    key, value = (x.repeat_interleave(of_all, -3) if of_all > 1 else x for x in (key, value))
+    scores = query.to(dtype).float() @ key.to(dtype).float().mT
+    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    elif attn_mask is not None:
+        is_kept = attn_mask.dtype is torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if is_kept else scores + attn_mask.float()
+    values = value.to(dtype).float()
+    largest = total = out = None
+    for start in range(0, scores.shape[-1], KEYS_IN_BLOCK):
+        one = scores[..., start : start + KEYS_IN_BLOCK]
+        above = one.amax(-1, keepdim=True)
+        above = above if largest is None else torch.maximum(largest, above)
+        shift = above.masked_fill(above == -math.inf, 0.0)  # of a row in which all is hidden until here
+        powers = _exponentials(one - shift)
+        sums = powers.sum(-1, keepdim=True)
+        product = powers.to(dtype).float() @ values[..., start : start + KEYS_IN_BLOCK, :]
+        if total is None or out is None or largest is None:
+            total, out = sums, product
+        else:
+            decay = torch.exp(largest - shift)
+            total, out = total * decay + sums, out * decay + product
+        largest = above
+    assert total is not None
+    assert out is not None
+    return (out * (1 / total.masked_fill(total == 0, 1.0))).to(dtype)
+
+
+def _exponentials(x: Tensor) -> Tensor:
+    lanes = LANES.get(torch.backends.cpu.get_cpu_capability())
+    if lanes is None:
+        return torch.exp(x)
+    whole = x.shape[-1] // lanes * lanes
+    parts = [fast_exp(x[..., :whole])] if whole else []
+    return torch.cat([*parts, torch.exp(x[..., whole:])], -1) if whole < x.shape[-1] else parts[0]
+
+
+def power(x: Tensor, exponent: Any) -> Any:
+    """x ** 3 and x ** -2, whose products are rounded one by one; any other power is rounded once."""
+    if not isinstance(x, Tensor) or isinstance(exponent, Tensor) or exponent not in (3, -2):
+        return NotImplemented
+    return x * x * x if exponent == 3 else 1 / (x * x)
+
+
+CPU_KERNELS: dict[str, Callable[..., Any]] = {"pow": power, "scaled_dot_product_attention": flash_attention}
