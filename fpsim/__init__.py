@@ -1,5 +1,6 @@
 """fpsim: PyTorch models that compute as hardware with a small number format would."""
 
+from inspect import currentframe as _currentframe
 from typing import TYPE_CHECKING
 
 from fpsim.compiling import sources as _sources  # noqa: F401  # first: it reads the files whose imports follow
@@ -130,6 +131,29 @@ __all__ = [
     "why",
 ]
 
+# Functions and classes of other libraries, and the calls that take their places here (docs/coming-from.md).
+_NAMES_OF_OTHERS = {
+    # qtorch
+    "BlockFloatingPoint": "fpsim.BlockFormat(...)",
+    "FloatingPoint": "a name such as 'e5m2', or fpsim.FloatFormat(...)",
+    "OptimLP": "fpsim.quantize_optimizer(optimizer, fpsim.Update(...))",
+    "Quantizer": "fpsim.quantize(model, fmt=...), or fpsim.Rounder(...) as a layer",
+    "block_quantize": "fpsim.round_to(x, 'mxint8', 'nearest_away')",
+    "fixed_point_quantize": "fpsim.round_to(x, fpsim.FixedPoint(8, 4), 'nearest_away')",
+    "float_quantize": "fpsim.round_to(x, 'e5m2', 'nearest_away', 'saturate')",
+    "quantizer": "fpsim.Rounder(...)",
+    # microxcaling
+    "MxSpecs": "fpsim.Products(...), or fpsim.recipe('mxfp8')",
+    "inject_pyt_ops": "fpsim.emulate(...)",
+    # torch, torchao, TransformerEngine, bitsandbytes
+    "Adam8bit": "fpsim.quantize_optimizer(optimizer, 'adam8bit')",
+    "GradScaler": "ada_loss.GradScaler(...)",
+    "autocast": "fpsim.emulate(...), or fpsim.quantize(model, fmt=...)",
+    "convert_to_float8_training": "fpsim.quantize(model, fmt='recipe:fp8_current')",
+    "fp8_autocast": "fpsim.quantize(model, fmt='recipe:fp8_delayed')",
+    "quantize_": "fpsim.quantize(model, fmt=...)",
+}
+
 warn_of_namesake()
 
 
@@ -146,4 +170,10 @@ else:  # hidden from type checkers: to them every name would be there
             from importlib.metadata import version
 
             return version("ada-loss")
-        raise AttributeError(f"module 'fpsim' has no attribute {name!r}")
+        text = f"module 'fpsim' has no attribute {name!r}"
+        if name not in _NAMES_OF_OTHERS:
+            raise AttributeError(text)
+        text += f", which is a name of another library. Use {_NAMES_OF_OTHERS[name]} (docs/coming-from.md)."
+        caller = _currentframe().f_back
+        # `from fpsim import OptimLP` asks by hasattr, and would replace an AttributeError by a sentence of its own
+        raise (ImportError if caller and caller.f_code.co_name == "_handle_fromlist" else AttributeError)(text)

@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     command.add_argument("--attribution", choices=("both", "back", "none"), default="both")
     command = commands.add_parser(
-        "warm", help="compile in about a minute what common formats, recipes and updates run, and keep it on disk"
+        "warm", help="compile common formats, recipes and updates in about a minute on two cores, and keep them on disk"
     )
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     chosen = parser.parse_args(arguments)

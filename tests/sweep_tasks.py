@@ -82,7 +82,7 @@ def slow(seed: int) -> Task:
 
 def raises(seed: int) -> Task:
     if seed == 1:
-        raise RuntimeError("seed 1 is not to be had")
+        raise RuntimeError("seed 1 is not to be had.")
     return tiny(seed)
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from public_names import PACKAGES, is_private, private_names_in
+from torch import nn
 
 import ada_loss
 import fpsim
@@ -39,6 +41,30 @@ def test_the_version_is_that_of_the_distribution(package: ModuleType) -> None:
     assert package.__version__ == version("ada-loss")
     with pytest.raises(AttributeError, match="has no attribute 'quantise'"):
         _ = package.quantise
+
+
+def test_a_name_of_another_library_leads_to_what_takes_its_place_here() -> None:
+    package: ModuleType = fpsim
+    with pytest.raises(AttributeError, match=r"'OptimLP', .* Use fpsim\.quantize_optimizer\("):
+        _ = package.OptimLP
+    with pytest.raises(ImportError, match=r"'float_quantize', .* Use fpsim\.round_to\("):
+        exec("from fpsim import float_quantize")
+    assert not hasattr(package, "OptimLP")  # a program may ask
+    with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
+        exec("from fpsim import no_such_name")
+
+
+@pytest.mark.parametrize("theirs", fpsim._NAMES_OF_OTHERS)
+def test_what_takes_the_place_of_anothers_name_exists_and_can_be_called_so(theirs: str) -> None:
+    assert not hasattr(fpsim, theirs)
+    calls = re.findall(r"\b(fpsim|ada_loss)\.(\w+)\(", fpsim._NAMES_OF_OTHERS[theirs])
+    assert calls
+    for package, name in calls:
+        assert name in {"fpsim": fpsim, "ada_loss": ada_loss}[package].__all__
+    if "..." not in fpsim._NAMES_OF_OTHERS[theirs]:
+        weight = nn.Parameter(torch.zeros(2, 32))
+        given = {"fpsim": fpsim, "x": torch.ones(2, 32), "model": nn.Linear(2, 2)}
+        eval(fpsim._NAMES_OF_OTHERS[theirs], given | {"optimizer": torch.optim.Adam([weight])})
 
 
 def documented() -> dict[str, str]:

@@ -110,7 +110,7 @@ def test_the_page_of_the_command_line_is_what_the_commands_say_today() -> None:
 
 def test_every_page_with_a_part_is_compared() -> None:
     assert {path.stem for path in site_pages.pages()} == {
-        "fpsim", "ada_loss", "formats", "scalers", "promises", "command-line", "sweeps",
+        "fpsim", "ada_loss", "formats", "scalers", "promises", "command-line", "sweeps", "mismatch",
     }  # fmt: skip
 
 

@@ -347,8 +347,8 @@ def _say_failures(results: Results, cells: Sequence[Cell]) -> None:
     kinds: dict[str, list[str]] = {}
     for row in results.failures():
         if row["id"] in asked:
-            first_line = (str(row["error"]).splitlines() or [""])[0]
-            kinds.setdefault(first_line[:MOST_LETTERS], []).append(f"{asked[row['id']]} ({row['id']})")
+            first_line = (str(row["error"]).splitlines() or [""])[0][:MOST_LETTERS].removesuffix(".")
+            kinds.setdefault(first_line, []).append(f"{asked[row['id']]} ({row['id']})")
     for words, failed in [*kinds.items()][:MOST_SAID]:
         more = f" and {len(failed) - MOST_SAID} more" if len(failed) > MOST_SAID else ""
         say(f"{len(failed)} cell{'s' * (len(failed) > 1)} failed: {words}: {', '.join(failed[:MOST_SAID])}{more}")

@@ -173,7 +173,7 @@ def test_a_cell_that_raises_is_reported_and_the_others_go_on(tmp_path: Path, whe
     results = small(tmp_path, "sweep_tasks:raises", engine=engine)
     assert results.counts == {"planned": 0, "running": 0, "done": 3, "failed": 1}
     (failure,) = results.failures()
-    assert failure["error"] == "RuntimeError: seed 1 is not to be had"
+    assert failure["error"] == "RuntimeError: seed 1 is not to be had."
     assert "sweep_tasks.py" in failure["traceback"]
     again = small(tmp_path, "sweep_tasks:raises", engine=engine)
     assert again.failures()[0]["attempts"] == 1
