@@ -196,6 +196,8 @@ def _path(file: Any) -> Path:
     if not isinstance(file, str | os.PathLike) or not os.fspath(file):
         raise TypeError(f"file is {shown(file)}. Expected: a path, such as 'rollout.safetensors'.")
     path = Path(file)
+    if "\0" in os.fsdecode(file):  # is_dir answers False, and the error would come after the run
+        raise ValueError(f"file={shown(file)} has a null byte. Expected: a path for a new file.")
     try:
         is_taken = path.is_dir()
     except (OSError, ValueError) as error:
