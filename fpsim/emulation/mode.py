@@ -120,9 +120,11 @@ class Emulation(Roundings, TorchFunctionMode):
             if out is not NotImplemented:
                 return out
         call, scope = call_of(func), self.scope
-        action, kernels = call.action, scope.plans.kernels
-        if call.name in kernels and (out := scope.by_kernel(self, call, args, kwargs)) is not NotImplemented:
-            return out
+        action = call.action
+        if scope.has_kernels and call.name in scope.plans.kernels:
+            out = scope.by_kernel(self, call, args, kwargs)
+            if out is not NotImplemented:
+                return out
         if call.is_special:
             if action is Action.DTYPE:
                 return result_type(self, func, args, kwargs)

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -33,8 +33,6 @@ __all__ = [
     "in_backward",
     "make_scope",
 ]
-
-AnyScope = TypeVar("AnyScope", bound="Scope")
 
 NO_SPECS = RoleSpecs()
 BACKWARD = "backward"  # the operation of an error that code of the model's own computes
@@ -194,12 +192,13 @@ class Scope:
     errors: in the backward pass of a model's own code, knows which tensors depend on the incoming gradient; else None.
     is_in_step: whether gradients are kept although they are off, as within the forward of an autograd Function.
     made: there, takes the operation of each result, and its operands, if a scaling wants to know; else None.
+    has_kernels: whether `plans` has kernels of the policy: a compiler that traces the mode cannot guard a look at them.
     """
 
     __slots__ = (
-        "activation", "cache", "counts", "dtype", "errors", "float32", "is_float32", "is_float64", "is_in_step",
-        "listeners", "made", "name", "plans", "products", "rounds_nothing", "specs", "weight", "weights", "wide",
-        "write",
+        "activation", "cache", "counts", "dtype", "errors", "float32", "has_kernels", "is_float32", "is_float64",
+        "is_in_step", "listeners", "made", "name", "plans", "products", "rounds_nothing", "specs", "weight", "weights",
+        "wide", "write",
     )  # fmt: skip
 
     def __init__(
@@ -229,6 +228,7 @@ class Scope:
         self.errors: Any = None
         self.is_in_step = False
         self.made: Any = None
+        self.has_kernels = False
 
     def by_kernel(self, emulation: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the policy's function for an operation, emulated; NotImplemented leaves the operation as it is."""
@@ -242,17 +242,15 @@ class Scope:
         finally:
             emulation.scope, emulation.is_in_kernel = self, False
 
-    def again(self, weights: Weights, wide: dict[str, None], is_float64: bool) -> Scope:
-        """The same place in another call, with no operation counted yet."""
-        return self._again(object.__new__(Scope), weights, wide, is_float64)
-
-    def _again(self, scope: AnyScope, weights: Weights, wide: dict[str, None], is_float64: bool) -> AnyScope:
+    def again(self, weights: Weights, wide: dict[str, None], is_float64: bool, kind: type[Scope] | None = None) -> Any:
+        """The same place in another call, with no operation counted yet. kind: of the new scope; None for a `Scope`."""
+        scope = object.__new__(kind or Scope)
         scope.name, scope.specs, scope.float32, scope.listeners = self.name, self.specs, self.float32, self.listeners
         scope.products, scope.dtype, scope.plans, scope.cache = self.products, self.dtype, self.plans, self.cache
         scope.activation, scope.weight, scope.rounds_nothing = self.activation, self.weight, self.rounds_nothing
         scope.is_float32, scope.is_float64 = self.rounds_nothing and not is_float64, is_float64
         scope.weights, scope.wide, scope.counts, scope.write = weights, wide, {}, self.write
-        scope.errors, scope.made, scope.is_in_step = None, None, False
+        scope.errors, scope.made, scope.is_in_step, scope.has_kernels = None, None, False, self.has_kernels
         return scope
 
     def stands_in(self, x: Tensor) -> bool:
@@ -290,7 +288,8 @@ class BackwardScope(Scope):
 
 def in_backward(scope: Scope, label: str, errors: Any, is_of_errors: bool) -> BackwardScope:
     """`scope` in a backward pass. label: what the code is called. errors, is_of_errors: as of the scope's class."""
-    made = scope._again(object.__new__(BackwardScope), scope.weights, {}, scope.is_float64)
+    made: BackwardScope = scope.again(scope.weights, {}, scope.is_float64, BackwardScope)
+    made.has_kernels = False
     made.label, made.errors, made.is_in_step, made.is_float32 = label, errors, True, scope.is_float32
     known = scope.plans.backward.get(is_of_errors)
     if known is None:
@@ -317,7 +316,7 @@ def make_scope(name: str, policy: Policy, listeners: Listeners) -> Scope:
         specs = specs._replace(activation=None, error=None)
     specs = NO_SPECS if specs == NO_SPECS else specs
     scope = Scope(name, specs, policy.float32, listeners, products=policy.products, cache=policy.cached)
-    scope.plans = Plans(policy.kernels, border)
+    scope.plans, scope.has_kernels = Plans(policy.kernels, border), bool(policy.kernels)
     return scope
 
 
