@@ -104,7 +104,8 @@ def named_dtype(
     if call.name == "view" and name is not None and isinstance(args[0], Tensor):
         _require_no_bits(emulation, args[0], dtype)
     if dtype is not name and dtype not in emulation.names:
-        is_wide = name is not None and dtype in WIDE_DTYPES
+        is_container = dtype is torch.float64 and emulation.scope.is_float64  # `x.dtype`, which says no name there
+        is_wide = name is not None and dtype in WIDE_DTYPES and not is_container
         return args, kwargs, Asked.WIDE if is_wide else Asked.NOTHING
     args = tuple(_container_for(x, dtype) for x in args)
     kwargs = {key: _container_for(x, dtype) for key, x in kwargs.items()}

@@ -66,3 +66,32 @@ def test_the_patterns_ask_for_both(fmt: str) -> None:
     asked = Counter(natively(source, fmt)[2][0].dtype for source in PATTERNS.values())
     assert asked[torch.float32] + asked[torch.float64] >= 79
     assert asked[NATIVE[fmt]] >= 26
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_float64_model_casts_back_to_the_format_as_one_of_float32_does(norm: bool) -> None:
+    """There `x.dtype` is float64, which is the container; float64 in words is no cast to the format."""
+
+    class Block(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not norm:
+                return torch.softmax(x, -1, dtype=torch.float32).to(x.dtype)
+            y = x.to(torch.float32)
+            return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    class Wide(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(x, -1, dtype=torch.float32).to(torch.float64)
+
+    def result(block: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), block).to(dtype)
+        with torch.no_grad():
+            model[0].weight.copy_(torch.eye(4))
+        return fpsim.quantize(model, "bf16")(torch.tensor([[0.1, 1.0, -2.0, 0.7]], dtype=dtype)).detach()
+
+    found = result(Block(), torch.float64)
+    assert found.dtype is torch.float64
+    assert torch.equal(found, result(Block(), torch.float32).double())
+    assert torch.equal(found, found.bfloat16().double())
+    wide = result(Wide(), torch.float64)
+    assert not torch.equal(wide, wide.bfloat16().double())
