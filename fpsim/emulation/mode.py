@@ -121,10 +121,8 @@ class Emulation(Roundings, TorchFunctionMode):
                 return out
         call, scope = call_of(func), self.scope
         action = call.action
-        if scope.has_kernels and call.name in scope.plans.kernels:
-            out = scope.by_kernel(self, call, args, kwargs)
-            if out is not NotImplemented:
-                return out
+        if scope.has_kernels and (out := scope.by_kernel(self, call, args, kwargs)) is not NotImplemented:
+            return out
         if call.is_special:
             if action is Action.DTYPE:
                 return result_type(self, func, args, kwargs)

@@ -232,7 +232,7 @@ class Scope:
 
     def by_kernel(self, emulation: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the policy's function for an operation, emulated; NotImplemented leaves the operation as it is."""
-        if emulation.is_in_kernel:
+        if emulation.is_in_kernel or call.name not in self.plans.kernels:
             return NotImplemented
         emulation.is_in_kernel = True
         emulation.scope = self.plans.border or self  # inside of a fused module nothing rounds
