@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from types import MethodWrapperType
 from typing import Any
 
 import torch
@@ -108,14 +107,10 @@ class Emulation(Roundings, TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if is_dynamo_compiling():
-            if func == DTYPE_OF:
-                return dtype_of(self, inspect.currentframe(), args[0])
-            kwargs = kwargs or {}
-        else:
-            if type(func) is MethodWrapperType and func == DTYPE_OF:  # for most calls the type alone says no
-                return dtype_of(self, own_frame(), args[0])  # no variable: a frame in itself is a cycle
-            kwargs = kwargs or {}
+        if func == DTYPE_OF:  # no variable: a frame in itself is a cycle
+            return dtype_of(self, inspect.currentframe() if is_dynamo_compiling() else own_frame(), args[0])
+        kwargs = kwargs or {}
+        if not is_dynamo_compiling():
             out = by_short_way(self, func, args, kwargs)
             if out is not NotImplemented:
                 return out
