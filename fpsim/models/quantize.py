@@ -89,7 +89,7 @@ def quantize(
             format whose numbers share scales ("mxfp8_e4m3") is used for all operands of matrix products; all else stays
             float32. "recipe:" before the name of a recipe stands for `fpsim.recipe(name, model)`.
         rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, for a format
-        without roles.
+            without roles.
         overflow: the result for numbers beyond the largest value in every role, "inf", "nan" or "saturate", if not the
             format's own (`round_to`) or the policy's.
         inplace: change `model` itself and return it.

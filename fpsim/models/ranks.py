@@ -52,7 +52,7 @@ class Ranks:
 
     Raises:
         TypeError: if `model` is no module, a bucket holds no parameter of it, or one twice, or if `synchronised` names
-        a module that is not a batch norm with running statistics.
+            a module that is not a batch norm with running statistics.
         ValueError: for an unknown format or order, or a pattern that matches nothing.
 
     >>> model = nn.Linear(2, 1, bias=False)
