@@ -12,7 +12,7 @@ from multiprocessing import get_context
 import torch
 from torch import nn
 
-from fpsim.compiling.notice import silence
+from fpsim.compiling.kept import silence
 from fpsim.formats.blocks import BLOCKS
 from fpsim.formats.codebook import CODEBOOKS
 from fpsim.formats.floats import CATALOGUE

@@ -31,7 +31,7 @@ FLOORS = (
     ),
     (
         "fpsim.compiling",
-        "__init__ callees notice sources",
+        "__init__ callees sources",
         "deferred",
         "compile kept",
         "card native",
