@@ -12,11 +12,11 @@ from fpsim.emulation.scope import Observer, Scope
 from fpsim.tensors.autograd import round_differentiably
 from fpsim.tensors.expressions import round_traced
 from fpsim.tensors.launch import round_memory_, rounded, to_float64
-from fpsim.tensors.spec import RoundingSpec, container_width
+from fpsim.tensors.spec import RoundingSpec, Spec, container_width
 from fpsim.torch_internals import has_no_holes, is_held_by_autograd_alone, is_legacy_batched, is_traced
 from fpsim.torch_modes import is_plain
 
-__all__ = ["BackwardRounding", "ScaledBackwardRounding"]
+__all__ = ["BackwardRounding", "ScaledBackwardRounding", "show_at_scale"]
 
 
 class BackwardRounding:
@@ -105,12 +105,8 @@ class BackwardRounding:
         return result
 
     def _show(self, observer: Observer | None, before: Tensor, after: Tensor, log2_scale: Tensor | None) -> None:
-        if observer is None:
-            return
-        # As the format sees it: times the scale. Exact, because float64 has exponents to spare.
-        if log2_scale is not None:
-            before, after = to_float64(before, log2_scale), to_float64(after, log2_scale)
-        observer(self.site, self.role, before, after, self.spec)
+        if observer is not None:
+            show_at_scale(observer, self.site, self.role, before, after, self.spec, log2_scale)
 
 
 class ScaledBackwardRounding(BackwardRounding):
@@ -156,3 +152,13 @@ class ScaledBackwardRounding(BackwardRounding):
 
     def _scale_of(self, gradient: Tensor) -> Tensor | None:
         return self.scale(gradient, False)
+
+
+def show_at_scale(
+    observer: Observer, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, log2_scale: Tensor | None
+) -> None:
+    """Show an observer numbers as the format sees them: times the scale."""
+    # Exact, because float64 has exponents to spare.
+    if log2_scale is not None:
+        before, after = to_float64(before, log2_scale), to_float64(after, log2_scale)
+    observer(site, role, before, after, spec)
