@@ -53,7 +53,7 @@ def _driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError:
-        # Raises the error that says what to install, where numba-cuda is missing too.
+        # Raises the error with the remedy, if numba-cuda is missing too.
         cuda_module()
         raise
     _require(driver.cuInit(0))

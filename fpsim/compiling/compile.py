@@ -267,7 +267,7 @@ _R = TypeVar("_R")
 
 @cache
 def cuda_module() -> Any:
-    """Import numba-cuda. Raises RuntimeError, which says what to install, if it is missing."""
+    """Import numba-cuda. Raises RuntimeError with the remedy if it is missing."""
     try:
         # Imported first: it replaces Numba's own target, which is deprecated.
         import numba_cuda

@@ -94,7 +94,7 @@ def njit(function: Callable[..., Any] | None = None, *, keeps_types: bool = Fals
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
-    """Defer `numba.extending.intrinsic`. The function imports what it needs of Numba and llvmlite itself."""
+    """Defer `numba.extending.intrinsic`. The function has its own imports of Numba and llvmlite."""
     return Intrinsic(function)
 
 

@@ -64,7 +64,7 @@ def write_whole(file: Path, payload: bytes) -> None:
 
 
 def read_whole(file: Path) -> bytes | None:
-    """Return the bytes that `write_whole` wrote under this name; None if there are none, or a bit of them has changed.
+    """Return the bytes that `write_whole` wrote under this name; None without them, or if a bit of them has changed.
 
     Raises UntrustedError if another user may have written the file, and if it is not a regular file.
     """
@@ -128,7 +128,7 @@ def folder_of_code() -> Path:
 
 
 def read_kept(name: str) -> bytes | None:
-    """Return the code cached under this name; None if there is none that is whole and trusted."""
+    """Return the code cached under this name, if it is whole and trusted; else None."""
     try:
         return read_whole(folder_of_code() / name)
     except OSError:
@@ -202,7 +202,7 @@ def _try_to_lock(descriptor: int) -> None:
 
 
 def kept_code(name: str, make: Callable[[], bytes]) -> bytes:
-    """Return the code cached under this name; make and cache it if there is none."""
+    """Return the code cached under this name, or make and cache it."""
     code = read_kept(name)
     if code is None:
         with one_process_for(name):

@@ -1,7 +1,7 @@
 """Digest of the sources of compiled code, read before the first of them is imported.
 
 A running process keeps the functions that it has imported. An update may have changed the files since then, so a digest
-of the files as they are now would be a wrong name for what this process compiles.
+of the files as they are now would be a wrong name for the code that this process compiles.
 """
 
 from __future__ import annotations

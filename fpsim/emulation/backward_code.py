@@ -143,7 +143,7 @@ class BackwardCode(Emulation):
     def __init__(self, code: OwnCode, adds_depth: bool) -> None:
         self.activations = in_backward(code.scope, code.label, self, False)
         self.errors = in_backward(code.scope, code.label, self, True)
-        # One counter, so that two calls of an operation get two names, whatever they compute.
+        # One counter, so that two calls of an operation get two names, also where one computes an error.
         self.errors.counts = self.activations.counts
         Emulation.__init__(self, self.activations, code.aliases, code.has_names)
         self.names |= code.names

@@ -100,7 +100,7 @@ class Row:
     adds: whether it adds numbers, so that infinities of opposite signs are NaN.
     multiplies: whether it multiplies numbers and adds none, so that zero times infinity is NaN, in gradients too.
     scales: whether it multiplies or divides all of a tensor by one number, if it is given one.
-    is_measure: whether its results are no counts, even if they are whole numbers.
+    is_measure: whether its results are measures, not counts, even if they are whole numbers.
     underflows: whether its results become 0 where its arguments are far from 0 or small.
     keeps_mask: whether constants far below zero stay there, so that a mask stays one.
     passes: whether it replaces infinities and NaN, so that they end here: False if it does.

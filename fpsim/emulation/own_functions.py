@@ -182,7 +182,7 @@ def _result(
     """Return a result of a Function, rounded if it was not yet, and with its gradient rounded where it arrives.
 
     made_of: returns the operation in the forward that made a result, and its operands: a scaling predicts from these
-        what a product sends on.
+        the gradient that a product sends on.
     """
     if isinstance(x, Tensor) and is_traced(x):
         _know_as_argument(x, given, emulation.scope)

@@ -371,7 +371,7 @@ class Roundings:
             rounded = self._straight_through(out, spec, error, keep_infinity=keep_infinity, of_tangent=of_tangent)
             if is_target:
                 return out.copy_(rounded)
-            # Results of an emulated call, also the tensors behind them: views of these are no views from outside.
+            # Results of an emulated call, also the tensors behind them: views of these do not come from outside.
             for x in (rounded, *layers_behind(rounded)) if has_transform() else ():
                 unmark(x)
             return rounded
