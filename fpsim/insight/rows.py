@@ -15,6 +15,7 @@ class Rows(list[dict[str, Any]]):
 
     def to_frame(self) -> Any:
         """A pandas.DataFrame. Raises ImportError without pandas."""
+        # Imported on use: pandas belongs to the extra `lab`, and rows print without it.
         try:
             import pandas as pd
         except ImportError:
