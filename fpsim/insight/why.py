@@ -52,12 +52,12 @@ class Why(Rows):
         self._calls, self._unfed = finding.calls, finding.unfed
 
     def policy(self) -> Policy:
-        """The policy of the first remedy that is one. Raises ValueError where none is."""
+        """Return the policy of the first remedy that is one. Raises ValueError if there is no such remedy."""
         for remedy in self._remedies:
             if remedy.policy is not None:
                 return remedy.policy
         raise ValueError(
-            "No remedy that was tried here is a policy. A policy comes of a quantised model for which float32 in some "
+            "No remedy that was tried here is a policy. Expected: a quantised model for which float32 in some "
             "operations is enough; see `tried`."
         )
 
@@ -72,6 +72,7 @@ class Why(Rows):
         if self.loss is not None:
             words = f"loss {self.loss:.6g}"
             words += f", {self.float32:.6g} in float32" if self.float32 is not None else ""
+            # A finite loss would say that all is well in float32, though a gradient or a buffer is not finite there.
             is_hidden = self.float32 is not None and math.isfinite(self.float32) and self._float32_bad
             lines.append(words + (f"; not finite there: {self._float32_bad[0]}" if is_hidden else ""))
         others = [f"{row['kind']} at {row['place']}" for row in self[1:4]]
@@ -83,6 +84,7 @@ class Why(Rows):
 
     def _headline(self, event: Event) -> str:
         at = event.operation
+        # "Inf" and "-Inf" are no spellings of these numbers; `capitalize` would make "Nan" of the third.
         words = event.kind if event.kind.startswith(("inf ", "-inf ")) else event.kind[0].upper() + event.kind[1:]
         line = f"{words} at {event.place}, {event.role}"
         if event.kind.endswith("came in"):
@@ -127,9 +129,10 @@ class Why(Rows):
         return picture
 
     def _repr_png_(self) -> bytes | None:
+        # Without matplotlib a notebook shows the words.
         try:
             return self.plot()._repr_png_()  # type: ignore[no-any-return]
-        except ImportError:  # the words are shown without matplotlib
+        except ImportError:
             return None
 
 
@@ -144,10 +147,14 @@ def _cut(sites: list[str]) -> str:
 
 
 def _advice(event: Event, float32: float | None, float32_bad: list[str], unfed: list[str]) -> str:
-    if event.kind != "division by zero" or event.remedy != "clamp":
-        said = _said(event, float32, float32_bad)
-    else:
+    """Advise where no remedy worked.
+
+    unfed: the parameters that had no gradient under the change that made the step finite.
+    """
+    if event.kind == "division by zero" and event.remedy == "clamp":
         said = "Skip batches of which nothing is counted, or divide by max(count, 1)."
+    else:
+        said = _said(event, float32, float32_bad)
     if not unfed:
         return f"{said} (not tried)" if said else "no remedy that was tried is enough."
     names = ", ".join(unfed[:3]) + (f" and {len(unfed) - 3} more" if len(unfed) > 3 else "")
@@ -155,6 +162,7 @@ def _advice(event: Event, float32: float | None, float32_bad: list[str], unfed: 
 
 
 def _said(event: Event, float32: float | None, float32_bad: list[str]) -> str:
+    """Return advice by the kind of an event, and a word on whether a format is to blame; "" if none is known."""
     is_bad = float32 is not None and (bool(float32_bad) or not math.isfinite(float32))
     blame = "No format is to blame: float32 gives NaN or inf too. " if is_bad else ""
     if is_bad and event.fmt in ("float16", "bfloat16"):
@@ -181,7 +189,7 @@ def _said(event: Event, float32: float | None, float32_bad: list[str]) -> str:
     if event.remedy == "correction":
         return f"{blame}Use correction=0, or skip batches of one."
     if event.kind == "zero times infinity":
-        return f"{blame}Use masked_fill or where in the place of a product with a mask."
+        return f"{blame}Use masked_fill or where instead of a product with a mask."
     if event.kind.startswith("rate is"):
         return "Look at what sets lr, such as a schedule of 0 steps."
     if event.stage == "buffers":
@@ -209,14 +217,14 @@ def why(
     afterwards; at last the step against float32.
 
     The step is run several times, and must be the same each time: `why` runs it twice first. The model, the optimizer,
-    the scaler and random numbers are put back afterwards. A float32, half, bfloat16, autocast or quantised model will
-    do.
+    the scaler and random numbers are restored afterwards. The model may be float32, half, bfloat16, under autocast or
+    quantised.
 
     Args:
         model: whose step it is.
-        step: runs forward and backward, and the optimizer's step where it belongs to it. Called without arguments. Or a
+        step: runs forward and backward, and the optimizer's step if it includes that. Called without arguments. Or a
             batch, where the model's output has a `.loss` or with `loss`.
-        optimizer: whose step follows, where `step` does not take it; its states are looked at.
+        optimizer: whose step follows, if `step` does not take it; its states are looked at.
         scaler: the GradScaler that `step` uses.
         batches: how many batches there are; `step(i)` is then called for each i below it.
         loss: from the model's output to a scalar, for a batch.

@@ -459,7 +459,7 @@ def test_an_operation_after_a_backward_pass_ends_where_its_own_dtype_does() -> N
     [
         ("NaN", "skip", "Skip batches without a target, or divide by max(count, 1)."),
         ("NaN", "correction", "Use correction=0, or skip batches of one."),
-        ("zero times infinity", "", "Use masked_fill or where in the place of a product with a mask."),
+        ("zero times infinity", "", "Use masked_fill or where instead of a product with a mask."),
         ("rate is NaN", "", "Look at what sets lr, such as a schedule of 0 steps."),
         ("NaN", "", "no remedy that was tried is enough."),
     ],
