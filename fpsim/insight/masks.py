@@ -46,7 +46,7 @@ def masked_in(
     if name == "mul" and any(c <= _FAR for c in number_in(arguments)) and operands:
         x = operands[0]
         return _shaped(x != 0, result) if bool(((x == 0) | (x == 1)).all()) else None
-    # What is subtracted changes sign, and is no mask: the second operand of `sub`, and the first one of `rsub`.
+    # A subtracted constant changes sign and masks nothing: the second operand of `sub`, and the first one of `rsub`.
     if kind is Kind.ADDITION and not spelling.is_swapped:
         added = 1 if name == "sub" else len(operands)
         for source, x in zip(operation.sources, operands[:added], strict=False):

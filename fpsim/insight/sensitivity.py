@@ -1,4 +1,4 @@
-"""sensitivity(model, loss, policy): rank the modules by what the small formats cost them.
+"""sensitivity(model, loss, policy): rank the modules by the cost of small formats.
 
 `last_layers` names those whose product the loss reads through no other product.
 """

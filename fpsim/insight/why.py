@@ -52,7 +52,7 @@ class Why(Rows):
         self._calls, self._unfed = finding.calls, finding.unfed
 
     def policy(self) -> Policy:
-        """Return the policy of the first remedy that is one. Raises ValueError if there is no such remedy."""
+        """Return the policy of the first remedy that is one. Raises ValueError without such a remedy."""
         for remedy in self._remedies:
             if remedy.policy is not None:
                 return remedy.policy
@@ -84,7 +84,7 @@ class Why(Rows):
 
     def _headline(self, event: Event) -> str:
         at = event.operation
-        # "Inf" and "-Inf" are no spellings of these numbers; `capitalize` would make "Nan" of the third.
+        # "inf" and "-inf" keep their spelling; `capitalize` would also turn "NaN" into "Nan".
         words = event.kind if event.kind.startswith(("inf ", "-inf ")) else event.kind[0].upper() + event.kind[1:]
         line = f"{words} at {event.place}, {event.role}"
         if event.kind.endswith("came in"):

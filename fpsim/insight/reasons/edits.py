@@ -52,7 +52,7 @@ def _with(
         return args, kwargs
     given = args[key] if isinstance(key, int) else kwargs[key]
     # The target of a call in place is changed in place: the step may read it rather than the tensor that is returned.
-    # `change` gets a copy, because autograd saves what it reads.
+    # `change` gets a copy, because autograd may save its operand.
     if key in (0, "input") and kind.writes_to_first(args, kwargs):
         for x in tensors_in(given):
             x.copy_(change(x.clone()))

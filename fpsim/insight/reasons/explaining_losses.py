@@ -164,7 +164,7 @@ def of_target(event: Event, look: Look) -> bool:
     if not bool(shut.any()):
         return False
     if is_index:
-        # An ignored index, such as -100, is no position to gather from.
+        # gather refuses an ignored index such as -100.
         asked = shut.gather(classes, targets.where(counted, 0).unsqueeze(classes)).squeeze(classes) & counted
     else:
         asked = (shut & (targets != 0)).any(classes)
