@@ -103,7 +103,7 @@ class Comparison(Rows):
     __repr__ = __str__
 
     def plot(self) -> Any:
-        """A figure: the relative error along the run, forward and backward; needs matplotlib."""
+        """Plot the relative error along the run, forward and backward; needs matplotlib."""
         from fpsim.insight.pictures import plot_errors
 
         return plot_errors(self)
@@ -230,8 +230,8 @@ def compare(
         losses.append(loss_b)
     if loss_a is not None and not math.isfinite(loss_a) and not any(map(math.isfinite, losses)):  # type: ignore[arg-type]
         raise ValueError(
-            f"The loss of {type(model).__name__} is {loss_a} in a and {losses[0]} in b, and neither can be blamed for "
-            f"the other. Use a model and data with a finite loss in a; fpsim.why(model, step) says where it breaks."
+            f"The loss of {type(model).__name__} is {loss_a} in a and {losses[0]} in b, which cannot be "
+            f"compared. Use a model and data with a finite loss in a; fpsim.why(model, step) says where it breaks."
         )
     result.extend(errors.rows())
     if loss_a is not None:

@@ -86,7 +86,7 @@ class Diagnosis(Rows):
     __repr__ = __str__
 
     def plot(self) -> Any:
-        """A figure: the amax of all results and gradients, and where they are not finite; needs matplotlib."""
+        """Plot the amax of all results and gradients, and where they are not finite; needs matplotlib."""
         from fpsim.insight.pictures import plot_ranges
 
         return plot_ranges(self.run, self.cause)

@@ -22,7 +22,7 @@ __all__ = ["LostUpdates", "lost_updates", "unrecorded"]
 
 
 def lost_updates(quantized: QuantizedOptimizer, every: int = 1) -> LostUpdates:
-    """Record what rounding takes from the updates of an optimizer, until the end of the block or `detach()`.
+    """Record the updates of an optimizer that rounding loses, until the end of the block or `detach()`.
 
     An update is lost where the optimizer computed one that is not zero, and the stored weight, with its compensation or
     its master copy, stayed the same. On a card each recorded step waits for it. Stochastic rounding loses single
@@ -53,7 +53,7 @@ def lost_updates(quantized: QuantizedOptimizer, every: int = 1) -> LostUpdates:
 
 
 def unrecorded(optimizers: Iterable[OptimizerStore]) -> list[OptimizerStore]:
-    """The quantised optimizers whose lost updates are not recorded yet."""
+    """Return the quantised optimizers whose lost updates are not recorded yet."""
     return [q for q in optimizers if not any(isinstance(observer, LostUpdates) for observer in q.observers)]
 
 
@@ -66,7 +66,7 @@ class _Sums(UpdateCounts):
         self.signs = self.first.new_zeros(self.first.shape, dtype=torch.int8)
 
     def row(self, store: ParameterStore) -> dict[str, Any]:
-        """The row of a table."""
+        """Return the row of a table."""
         return {
             "parameter": store.name,
             "elements": self.first.numel(),
@@ -104,7 +104,7 @@ class LostUpdates:
     __exit__ = Exit()
 
     def leave(self) -> None:
-        """The end of its block."""
+        """Detach at the end of the block."""
         self.detach()
 
     def is_of(self, quantized: OptimizerStore) -> bool:
@@ -255,7 +255,7 @@ class LostUpdates:
         return f"{self.table()}\nnever moved: {', '.join(still) or '(none)'}"
 
     def plot(self) -> Any:
-        """A figure: the share of lost updates against the step, one line for each parameter; needs matplotlib."""
+        """Plot the share of lost updates against the step, one line for each parameter; needs matplotlib."""
         from fpsim.insight.pictures import plot_lost
 
         return plot_lost(self.rows())
@@ -286,7 +286,7 @@ def _at_first(store: ParameterStore, sums: _Sums) -> float | None:
 
 
 def _decay_lost(store: ParameterStore, before: Tensor, group: Mapping[str, Any]) -> float | None:
-    """The share of weights other than zero that decay alone leaves as they are."""
+    """Return the share of the weights other than zero that decay alone leaves as they are."""
     decay = float(group.get("lr", 0.0)) * float(group.get("weight_decay", 0.0))
     # Copies that are kept, such as a master or a compensation, add up decays that are too small for the weight.
     if not decay or store.weight is None or store.kept:

@@ -111,7 +111,7 @@ def number_in(arguments: tuple[Any, ...]) -> list[float]:
 
 
 def leak(operation: Operation, operands: list[Tensor], result: Tensor, ends: Ends) -> Event | None:
-    """The event of a softmax that gives weight to positions that a constant masks."""
+    """Return the event of a softmax that gives weight to positions that a constant masks."""
     weights = leaking(operation, result)
     if weights is None:
         return None

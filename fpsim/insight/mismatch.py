@@ -302,7 +302,7 @@ def mismatch(
     if isinstance(one, Dump) or isinstance(other, Dump):
         return _with_dump(one, other, batch, readers, names, eps, attribution, seed, progress)
     if batch is None:
-        raise TypeError("batch is None. Expected: what both models are called with; a dump alone brings its tokens.")
+        raise TypeError("batch is None. Expected: the arguments of both models; only a dump has tokens of its own.")
     mapping = require_names(names)
     return undone(partial(_found, one, other, _batches(batch), readers, mapping, eps, attribution, seed, progress))
 

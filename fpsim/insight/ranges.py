@@ -121,7 +121,7 @@ def are_passed_on(result: Tensor, operands: list[Tensor]) -> bool:
 
 
 def first_index(where: Tensor) -> str:
-    """The index of the first true element, "3, 7"; "" for a scalar, or without one."""
+    """Return the index of the first true element, "3, 7"; "" for a scalar, or without one."""
     places = where.nonzero()
     return ", ".join(str(int(i)) for i in places[0]) if len(places) else ""
 

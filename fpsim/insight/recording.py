@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fpsim.checks import require_mapping, require_whole, require_word, shown
 from fpsim.emulation.entering import take_off_leftovers
-from fpsim.emulation.scope import Listeners
+from fpsim.emulation.scope import Listeners, Observer
 from fpsim.insight.lost_updates import LostUpdates, unrecorded
 from fpsim.insight.rows import Rows
 from fpsim.kernels.statistics import TALLY_COUNTS
@@ -23,7 +23,7 @@ from fpsim.tensors.spec import Spec, any_spec, holds_numbers
 from fpsim.tensors.tally import Accumulator, Tally, row_of
 from fpsim.undoing import Block, Undo
 
-__all__ = ["Recording", "is_of_role", "record"]
+__all__ = ["Recording", "is_of_role", "observe", "record"]
 
 WHOLES = {  # the denominator of each count's share
     "underflow": "nonzero",
@@ -114,7 +114,7 @@ class Recording:
         return (self._seen[site, role] - 1) % self._every == 0
 
     def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
-        """The observer: called by the emulation for each tensor that it wants, before and after it is rounded."""
+        """Tally a tensor before and after it is rounded; called by the emulation for each one that is wanted."""
         # A model on device meta has nothing to count.
         if not holds_numbers(before):
             return
@@ -203,7 +203,7 @@ class Recording:
         return self.rows().to_frame()
 
     def plot(self, role: str = "error", value: str = "underflow") -> Any:
-        """A figure: a value of the rows by site, from input to output; needs matplotlib.
+        """Plot a value of the rows by site, from input to output; needs matplotlib.
 
         role, value: of the rows.
         Raises ValueError where no row has the role or the value.
@@ -232,7 +232,7 @@ class Recording:
 
 
 def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> AbstractContextManager[Recording]:
-    """Tally what rounding does at every site of a quantised model, while the block runs it forward and backward.
+    """Tally the effects of rounding at every site of a quantised model, while the block runs it forward and backward.
 
     A site is a module's name and the operation in it ("layer1.conv1:conv2d"); a role is "weight", "activation", "error"
     or "weight_grad", or an operand of a product: "fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x",
@@ -262,16 +262,8 @@ def _record(model: nn.Module, every: int, into: Recording | None, undo: Undo) ->
     require_whole("every", every, 1)
     if into is not None and not isinstance(into, Recording):
         raise TypeError(f"into is {shown(into)}. Expected: a fpsim.Recording that goes on, or None for a new one.")
-    take_off_leftovers()
     recording = Recording(every) if into is None else into
-    registered = listeners(model)
-    busy = [listener for listener in registered if listener.observer is not None]
-    if busy:
-        raise ValueError("This model is being recorded already. Leave the other `with fpsim.record(...)` block first.")
-    # Registered before the change, so that an interrupt between the two leaves no observer behind.
-    undo.by(partial(_leave, registered, recording))
-    for listener in registered:
-        listener.observer = recording
+    observe(model, recording, undo)
     for quantized in unrecorded(quantized_optimizers(model)):
         # A recording that goes on keeps the counts of its earlier block.
         known = next((lost for lost in recording.updates if lost.is_of(quantized)), None)
@@ -283,8 +275,26 @@ def _record(model: nn.Module, every: int, into: Recording | None, undo: Undo) ->
     return recording
 
 
-def _leave(registered: list[Listeners], recording: Recording) -> None:
+def observe(model: nn.Module, observer: Observer, undo: Undo) -> None:
+    """Show the roundings of a quantised model to an observer, until it is undone.
+
+    Raises ValueError for a model that is not quantised, and for one that has an observer.
+    """
+    take_off_leftovers()
+    registered = listeners(model)
+    if any(listener.observer is not None for listener in registered):
+        raise ValueError(
+            "This model is being recorded already. Leave the other `with fpsim.record(...)` or "
+            "`with fpsim.snapshots(...)` block first."
+        )
+    # Registered before the change, so that an interrupt between the two leaves no observer behind.
+    undo.by(partial(_leave, registered, observer))
+    for listener in registered:
+        listener.observer = observer
+
+
+def _leave(registered: list[Listeners], observer: Observer) -> None:
     # This may run twice, and another block may have begun since: its observer stays.
     for listener in registered:
-        if listener.observer is recording:
+        if listener.observer is observer:
             listener.observer = None

@@ -69,7 +69,7 @@ class Sensitivity(Rows):
         wide = self._instead.get(tuple(names), names)
         if wide is None:
             raise ValueError(
-                f"k={k} modules in float32 leave no finite loss, of those that were tried; all in the formats do "
+                f"With k={k} modules in float32, no choice that was tried leaves a finite loss; all in the formats do "
                 f"({self.quantised:.6g}). Use another k."
             )
         return self._leaving(wide)
@@ -98,7 +98,7 @@ class Sensitivity(Rows):
     __repr__ = __str__
 
     def plot(self) -> Any:
-        """A figure: the cost of each module, alone and beside all others; needs matplotlib."""
+        """Plot the cost of each module, alone and beside all others; needs matplotlib."""
         from fpsim.insight.pictures import plot_costs
 
         return plot_costs(self, _excess(self.quantised, self.float32))

@@ -19,11 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.checks import pip_install, require_iterable, require_whole, shown
-from fpsim.emulation.entering import take_off_leftovers
-from fpsim.emulation.scope import Listeners
 from fpsim.formats.blocks import Format, as_format
-from fpsim.insight.recording import is_of_role
-from fpsim.models.quantize import listeners
+from fpsim.insight.recording import is_of_role, observe
 from fpsim.tensors.cuts import Cut
 from fpsim.tensors.spec import Spec, holds_numbers
 from fpsim.undoing import Block, Undo
@@ -71,7 +68,7 @@ class Snapshot(NamedTuple):
             ) from None
 
     def plot(self) -> Any:
-        """A histogram of the magnitudes by powers of two, and which of them rounding made zero; needs matplotlib."""
+        """Plot the number of magnitudes by power of two, and of those that rounding made zero; needs matplotlib."""
         from fpsim.insight.pictures import plot_magnitudes
 
         before = self.before.double().abs()
@@ -117,7 +114,7 @@ class Snapshots:
         return is_of_roles and any(fnmatchcase(site, pattern) for pattern in self._sites)
 
     def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
-        """The observer: called by the emulation for each tensor that it wants, before and after it is rounded."""
+        """Write a tensor before and after it is rounded; called by the emulation for each one that is wanted."""
         if not holds_numbers(before):
             return
         call = self._seen[site, role]
@@ -192,26 +189,10 @@ def _snapshots(model: nn.Module, folder: Any, sites: Any, roles: Any, every: int
     require_whole("every", every, 1)
     safetensors_package()
     chosen = _words("sites", sites, "['layer1.*']"), _words("roles", roles, "['error', 'weight_grad']")
-    take_off_leftovers()
-    registered = listeners(model)
-    if any(listener.observer is not None for listener in registered):
-        raise ValueError(
-            "This model is being recorded already. Leave the other `with fpsim.record(...)` or "
-            "`with fpsim.snapshots(...)` block first."
-        )
     kept = Snapshots(Path(folder), *chosen, every)
     undo.by(kept.warn_if_empty)
-    undo.by(partial(_leave, registered, kept))
-    for listener in registered:
-        listener.observer = kept
+    observe(model, kept, undo)
     return kept
-
-
-def _leave(registered: list[Listeners], kept: Snapshots) -> None:
-    # This may run twice, and another block may have begun since: its observer stays.
-    for listener in registered:
-        if listener.observer is kept:
-            listener.observer = None
 
 
 def _words(name: str, given: Any, example: str) -> tuple[str, ...]:

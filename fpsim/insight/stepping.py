@@ -78,7 +78,7 @@ def as_step(
         total = loss_of(called(model, step), loss)
         if total is None:
             raise TypeError(
-                f"Got a batch, and what {type(model).__name__} gives for it has no `loss`. "
+                f"Got a batch, and the output of {type(model).__name__} for it has no `loss`. "
                 f"Expected loss=lambda output: ..., or a step: {example}."
             )
         # Not of a frozen model, and not under no_grad, where torch refuses a backward pass.
@@ -199,11 +199,11 @@ def _plain_again(model: nn.Module) -> None:
 
 
 class Kept:
-    """Keeps the state of a model, its optimizers and a scaler, and restores it.
+    """The kept state of a model, its optimizers and a scaler; `restore` puts it back.
 
     Of the model: parameters, buffers, gradients, the history of delayed scales, and which modules train. Of a quantised
     optimizer: its copies of weights too.
-    optimizers: those that are known.
+    optimizers: those whose states are kept.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> None:
@@ -248,7 +248,7 @@ class Kept:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put all back as it was."""
+        """Restore all that was kept."""
         for module, training in self._modules:
             module.training = training
         # A forward may assign a new tensor to a buffer instead of writing into it.

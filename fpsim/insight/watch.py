@@ -324,8 +324,8 @@ class Watch:
         """
         if self._trace.is_replaced:
             warnings.warn(
-                "model.compile() was called after fpsim.watch(model), whose calls are not seen since. Watch the model "
-                "after it.",
+                "model.compile() was called after fpsim.watch(model), which has seen no call since. Watch the model "
+                "after compiling it.",
                 stacklevel=2,
             )
         if not self.steps and self._all_versions() != self._versions:
@@ -406,7 +406,7 @@ class Watch:
         return self._steps.updates
 
     def plot(self, role: str = "error", value: str = "underflow", fmt: str | Format | None = None) -> Any:
-        """A figure: a value of the rows by site and step; needs matplotlib.
+        """Plot a value of the rows by site and step; needs matplotlib.
 
         role, value: of the rows. fmt: one of the formats; None takes the first.
         """

@@ -115,7 +115,7 @@ class Why(Rows):
         return line + "."
 
     def plot(self) -> Any:
-        """A figure: the amax of all results and gradients, with the cause labelled; needs matplotlib."""
+        """Plot the amax of all results and gradients, with the cause labelled; needs matplotlib."""
         from fpsim.insight.pictures import plot_ranges
 
         event, cause = self._event, None
@@ -152,7 +152,7 @@ def _advice(event: Event, float32: float | None, float32_bad: list[str], unfed: 
     unfed: the parameters that had no gradient under the change that made the step finite.
     """
     if event.kind == "division by zero" and event.remedy == "clamp":
-        said = "Skip batches of which nothing is counted, or divide by max(count, 1)."
+        said = "Skip batches in which nothing is counted, or divide by max(count, 1)."
     else:
         said = _said(event, float32, float32_bad)
     if not unfed:
@@ -175,7 +175,7 @@ def _said(event: Event, float32: float | None, float32_bad: list[str]) -> str:
         load = "load an earlier checkpoint; why() on the step before it tells which update wrote it."
         if event.fmt and not event.kind.startswith("NaN") and event.role in ("parameter", "buffer"):
             cast, largest = {"float16": "half"}.get(event.fmt, event.fmt), torch.finfo(getattr(torch, event.fmt)).max
-            made = f"{blame}A cast such as .{cast}() makes inf of what is beyond {largest:.6g}: keep it in float32."
+            made = f"{blame}A cast such as .{cast}() turns numbers beyond {largest:.6g} into inf: keep them in float32."
             return f"{made} If an update made it, {load}" if event.remedy == "update" else made
         return f"{blame}{load.capitalize()}"
     if event.kind == "integers lost":
@@ -185,7 +185,7 @@ def _said(event: Event, float32: float | None, float32_bad: list[str]) -> str:
     if event.remedy == "skip":
         return f"{blame}Skip batches without a target, or divide by max(count, 1)."
     if event.remedy == "target":
-        return f"{blame}Let no mask forbid a target, and smooth no labels over what is masked."
+        return f"{blame}Do not mask targets, and do not smooth labels over masked classes."
     if event.remedy == "correction":
         return f"{blame}Use correction=0, or skip batches of one."
     if event.kind == "zero times infinity":

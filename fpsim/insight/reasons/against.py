@@ -63,7 +63,7 @@ class Keeping(Timeline):
         super().forward(operation, operands, result)
         if self.is_update(result):
             return
-        key = operation.site, operation.call, self.batch or 0
+        key = _key(operation)
         self.by_key[key] = operation
         self.order.append(key)
         if self._keeps:
@@ -398,7 +398,7 @@ def _gone_event(operation: Operation, mine: Tensor, true: Tensor, error: float, 
             f"Nothing of it is left: relative error {error:.3g} against float32, {entering:.3g} entering; float32 has "
             f"{true_range}."
         )
-    event.read = [(p.site, str(p.notes["result"])) for p in operation.parents if "result" in p.notes]
+    event.reads_of(operation)
     return event
 
 
@@ -421,7 +421,7 @@ def _grown_event(operation: Operation, mine: Tensor, true: Tensor, error: float,
             f"Numbers up to {operand_amax:.4g} cancel to {result_amax:.3g}, and {event.fmt} has an ulp of "
             f"{_ulp(operand_amax, coarsest):.3g} there."
         )
-    event.read = [(p.site, str(p.notes["result"])) for p in read]
+    event.reads_of(operation)
     return event
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import Call
 from fpsim.emulation.operations import Kind, Row, canonical, row_of, spelling_of
-from fpsim.emulation.tracing import Operation
+from fpsim.emulation.tracing import Edit, Operation
 from fpsim.insight.ranges import Ends
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.explaining_losses import classes_of
@@ -64,6 +64,14 @@ def _with(
     return (*args[:key], changed, *args[key + 1 :]), kwargs
 
 
+def _tried(
+    attempts: Attempts, edit: Edit, what: str, name: str, value: float | None, sites: list[str]
+) -> Remedy | None:
+    """Run the step under an edit, and return the remedy if it works."""
+    outcome = attempts.works(Change(edit=edit))
+    return None if outcome is None else Remedy(what, name, value, sites, outcome.loss)
+
+
 def _border(row: Row) -> tuple[float, float] | None:
     """Return the borders of an operation's domain; None where all positive numbers are inside."""
     domain = row.domain
@@ -94,9 +102,9 @@ def lost_eps(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
                     kwargs = {**kwargs, "eps": eps}
             return func(*args, **kwargs)
 
-        outcome = attempts.works(Change(edit=edit))
-        if outcome is not None:
-            return Remedy(f"eps {eps:g} at {origin.site}", "eps", eps, [origin.site], outcome.loss)
+        remedy = _tried(attempts, edit, f"eps {eps:g} at {origin.site}", "eps", eps, [origin.site])
+        if remedy is not None:
+            return remedy
     return None
 
 
@@ -118,12 +126,9 @@ def clamped_count(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | 
             args, kwargs = _with(kind, divides, at_least_1, args, kwargs)
         return func(*args, **kwargs)
 
-    outcome = attempts.works(Change(edit=edit))
-    if outcome is None:
-        return None
     sites = [*dict.fromkeys(o.site for o in (operation, *others))]
     words = "the divisor clamped to at least 1" + (f" at {', '.join(sites[:4])}" if others else "")
-    return Remedy(words, "clamp", 1.0, sites, outcome.loss)
+    return _tried(attempts, edit, words, "clamp", 1.0, sites)
 
 
 def _is_by_zero(operation: Operation) -> bool:
@@ -148,10 +153,8 @@ def infinite_fill(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | 
         # A row that is masked as a whole would become NaN.
         return (x.masked_fill(masked & ~masked.all(-1, keepdim=True), -torch.inf), *args[1:]), kwargs
 
-    outcome = attempts.works(Change(edit=_at(operation, change)))
-    if outcome is None:
-        return None
-    return Remedy("-inf instead of the mask's constant", "fill", -math.inf, [source.site], outcome.loss)
+    words = "-inf instead of the mask's constant"
+    return _tried(attempts, _at(operation, change), words, "fill", -math.inf, [source.site])
 
 
 def unmasked(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
@@ -177,10 +180,7 @@ def unmasked(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
         empty = (x == -torch.inf).all(classes_of(kind.name, x, args, kwargs), keepdim=True)
         return (x.masked_fill(empty, 0.0), *args[1:]), kwargs
 
-    outcome = attempts.works(Change(edit=_at(operation, change)))
-    if outcome is None:
-        return None
-    return Remedy("0 in rows that are masked wholly", "mask", 0.0, [operation.site], outcome.loss)
+    return _tried(attempts, _at(operation, change), "0 in rows that are masked wholly", "mask", 0.0, [operation.site])
 
 
 def steep(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
@@ -204,14 +204,15 @@ def steep(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
             at = row.divides if row.divides is not None else 0 if row.domain is None else row.domain.at
             return _with(kind, at, moved, args, kwargs)
 
-        outcome = attempts.works(Change(edit=_at(operation, change)))
-        if outcome is not None:
-            words = f"{eps:g} added to what it reads"
-            if turns:
-                words = f"{eps:g} times 1, 2, 3, ... added to the diagonal of what it reads"
-            elif border is not None:
-                words = f"its input moved {eps:g} inside its domain"
-            return Remedy(f"{operation.site} with {words}", "slope", eps, [operation.site], outcome.loss)
+        words = f"{eps:g} added to what it reads"
+        if turns:
+            words = f"{eps:g} times 1, 2, 3, ... added to the diagonal of what it reads"
+        elif border is not None:
+            words = f"its input moved {eps:g} inside its domain"
+        words = f"{operation.site} with {words}"
+        remedy = _tried(attempts, _at(operation, change), words, "slope", eps, [operation.site])
+        if remedy is not None:
+            return remedy
     return None
 
 
@@ -248,12 +249,9 @@ def finite_floor(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | N
             args = tuple(a.clamp(min=floor) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
         return func(*args, **kwargs)
 
-    outcome = attempts.works(Change(edit=edit))
-    if outcome is None:
-        return None
     sites = [*dict.fromkeys(o.site for o in same)]
     shown = ", ".join(sites[:2]) + (f" and {len(sites) - 2} more" if len(sites) > 2 else "")
-    return Remedy(f"{floor:g} instead of -inf that {shown} read", "fill", floor, sites, outcome.loss)
+    return _tried(attempts, edit, f"{floor:g} instead of -inf that {shown} read", "fill", floor, sites)
 
 
 def zero_infinity(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
@@ -265,10 +263,7 @@ def zero_infinity(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | 
         # It is the seventh argument of ctc_loss, and may have been given by position.
         return args[:6], {**kwargs, "zero_infinity": True}
 
-    outcome = attempts.works(Change(edit=_at(operation, change)))
-    if outcome is None:
-        return None
-    return Remedy("zero_infinity=True", "infinity", None, [operation.site], outcome.loss)
+    return _tried(attempts, _at(operation, change), "zero_infinity=True", "infinity", None, [operation.site])
 
 
 def in_domain(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
@@ -294,10 +289,11 @@ def in_domain(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None
 
             return _with(kind, at, inside, args, kwargs)
 
-        outcome = attempts.works(Change(edit=_at(operation, change)))
-        if outcome is not None:
-            words = f"clamp(min={eps:g})" if border is None else f"its input clamped {eps:g} inside its domain"
-            return Remedy(f"{operation.site} with {words}", "clamp", eps, [operation.site], outcome.loss)
+        words = f"clamp(min={eps:g})" if border is None else f"its input clamped {eps:g} inside its domain"
+        words = f"{operation.site} with {words}"
+        remedy = _tried(attempts, _at(operation, change), words, "clamp", eps, [operation.site])
+        if remedy is not None:
+            return remedy
     return None
 
 
@@ -329,8 +325,8 @@ def other_divisor(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | 
 
             return _with(kind, at, other, args, kwargs)
 
-        outcome = attempts.works(Change(edit=_at(operation, change)))
-        if outcome is not None:
-            what = f"{operation.site} with {eps:g} instead of a divisor of 0"
-            return Remedy(what, "divisor", eps, [operation.site], outcome.loss)
+        what = f"{operation.site} with {eps:g} instead of a divisor of 0"
+        remedy = _tried(attempts, _at(operation, change), what, "divisor", eps, [operation.site])
+        if remedy is not None:
+            return remedy
     return None

@@ -52,6 +52,10 @@ class Event:
         """Describe numbers beyond the largest of a format, of which the first has this index."""
         return f"{self.count} of {self.of} are beyond {largest:.6g}, the end of {end} (first at {first or '0'})"
 
+    def reads_of(self, operation: Operation) -> None:
+        """Set `read` to the operands of an operation."""
+        self.read = [(p.site, str(p.notes["result"])) for p in operation.parents if "result" in p.notes]
+
     def row(self) -> dict[str, Any]:
         call = self.operation.call if self.operation is not None else 0
         return {

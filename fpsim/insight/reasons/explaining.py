@@ -207,7 +207,7 @@ def _of_lost_eps(event: Event, look: Look) -> bool:
         return False
     event.kind, event.constant, event.remedy = "division by zero", eps, "eps"
     event.why.append(
-        f"{event.count} of {event.of} are 0 / 0, for its eps {eps:g} is 0 in {event.ends.name} (least number "
+        f"{event.count} of {event.of} are 0 / 0, because its eps {eps:g} is 0 in {event.ends.name} (least number "
         f"{event.ends.smallest:.3g})."
     )
     return True
@@ -254,7 +254,7 @@ def _of_domain(event: Event, look: Look) -> bool:
         if exponent is not None and bool(torch.as_tensor(exponent).double().frac().any()):
             event.kind = "root of a negative number"
             which = (
-                "some exponents are no whole numbers"
+                "some exponents are not whole numbers"
                 if isinstance(exponent, Tensor)
                 else f"the exponent is {exponent:g}"
             )
@@ -289,7 +289,7 @@ def explain_gradient(operation: Operation, at: Operation, role: str, gradient: T
             what = f"{zeros} of the {read.count} numbers that it read are 0" if at_zero else f"it read {read}"
             arrived = child.notes.get("gradient")
             came = f"; the incoming gradient was {arrived}" if arrived is not None else ""
-            event.why.append(f"{what}, where the slope of {child.name} has no end{came}.")
+            event.why.append(f"{what}, where the slope of {child.name} is infinite{came}.")
             event.why.append(f"{event.count} of {event.of} gradients of {at.site} are not finite.")
             event.read = [(at.site, str(read))]
             event.read += [(f"gradient of {child.site}", str(arrived))] if arrived is not None else []
@@ -325,7 +325,7 @@ def _of_infinite_slope(event: Event, readers: list[Operation], operation: Operat
         if row.kind is Kind.LOG_SUM and result is not None and result.minus:
             event.kind, event.remedy = "infinity minus infinity", "floor"
             event.why.append(
-                f"{result.minus} of {result.count} results of {child.name} are -inf, for all that it adds is "
+                f"{result.minus} of {result.count} results of {child.name} are -inf, because all that it adds is "
                 f"exp(-inf): its slope there is exp(-inf + inf)."
             )
         else:
@@ -338,11 +338,16 @@ def _of_infinite_slope(event: Event, readers: list[Operation], operation: Operat
                 f"{child.name} multiplies its gradient by {infinite[0].site}, which holds "
                 f"{infinite[0].notes['result']}."
             )
-        event.place, event.operation, event.origin = child.site, child, child
-        event.why.append(f"{event.count} of {event.of} gradients of {operation.site} are not finite.")
-        event.read = [(s.site, str(s.notes["result"])) for s in child.parents if "result" in s.notes]
+        _blame(event, child, operation)
         return True
     return False
+
+
+def _blame(event: Event, reader: Operation, at: Operation) -> None:
+    """Name the reader of a result as the place at which its gradient broke. at: the operation of the result."""
+    event.place, event.operation, event.origin = reader.site, reader, reader
+    event.why.append(f"{event.count} of {event.of} gradients of {at.site} are not finite.")
+    event.reads_of(reader)
 
 
 def _of_zero_divisors(event: Event, readers: list[Operation], at: Operation) -> bool:
@@ -351,10 +356,8 @@ def _of_zero_divisors(event: Event, readers: list[Operation], at: Operation) -> 
     if child is None:
         return False
     event.kind, event.remedy = "division by zero", "clamp"
-    event.place, event.operation, event.origin = child.site, child, child
     event.why.append(f"The slope of {child.name} is 1 / 0 where its divisor is 0 ({child.notes['zero divisors']}).")
-    event.why.append(f"{event.count} of {event.of} gradients of {at.site} are not finite.")
-    event.read = [(s.site, str(s.notes["result"])) for s in child.parents if "result" in s.notes]
+    _blame(event, child, at)
     return True
 
 
@@ -364,13 +367,11 @@ def _of_decomposition(event: Event, readers: list[Operation], at: Operation) -> 
     if child is None:
         return False
     event.kind, event.remedy = "infinite slope", "slope"
-    event.place, event.operation, event.origin = child.site, child, child
     values = "singular values" if "svd" in child.name else "eigenvalues"
     event.why.append(
         f"The vectors of {child.name} have no slope where two {values} are equal: it divides by their difference."
     )
-    event.why.append(f"{event.count} of {event.of} gradients of {at.site} are not finite.")
-    event.read = [(s.site, str(s.notes["result"])) for s in child.parents if "result" in s.notes]
+    _blame(event, child, at)
     return True
 
 
@@ -405,7 +406,7 @@ def _of_unknown_slope(event: Event, readers: list[Operation], operation: Operati
             f"{operation.notes['result']} and a gradient of {child.notes['gradient']}."
         )
     else:
-        who = "what reads it" if known else "a function that is not seen, such as an autograd function of one's own,"
+        who = "what reads it" if known else "a function that is not seen, such as a custom autograd function,"
         event.why.append(f"{event.count} of {event.of} gradients that {who} gives are not finite; no number is large.")
         event.remedy = "unseen"
     event.read = [(operation.site, str(operation.notes["result"]))]

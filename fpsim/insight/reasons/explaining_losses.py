@@ -57,12 +57,12 @@ class Look:
 
     @property
     def read(self) -> Iterator[tuple[Operation | None, Tensor]]:
-        """Each operand, with the operation that computed it."""
+        """Operands, each with the operation that computed it."""
         return zip(self.operation.sources, self.operands, strict=False)
 
 
 def classes_of(name: str, x: Tensor, arguments: tuple[Any, ...], options: Any) -> int:
-    """The dimension that a softmax or a cross entropy sums over."""
+    """Return the dimension that a softmax or a cross entropy sums over."""
     if row_of(name).kind is Kind.CROSS_ENTROPY:
         return 1 if x.dim() > 1 else 0
     dim = options.get("dim", arguments[1] if len(arguments) > 1 else None)

@@ -134,7 +134,7 @@ class _Checks:
                 self.gradients.setdefault(name, glance(p.grad))
 
     def _leave_out_unread(self) -> list[Event]:
-        """Take parameters and buffers that no operation reads from `before`: they harm no step."""
+        """Move parameters and buffers that no operation reads out of `before`, and return their events."""
         before = [event for event in self.before if event.role != "gradient" or event.place in self.held]
         operations = self.seen.operations
         read = {s.site for o in operations for s in o.sources if s is not None}
@@ -152,7 +152,7 @@ class _Checks:
     # The checks
 
     def _first_events(self) -> list[Event]:
-        """The events of the first check that has any, the cause first."""
+        """Return the events of the first check that has any, the cause first."""
         inputs, is_emulated = [e for e in self.seen.events if e.role == "input"], self.trials.emulated
         self.broken = {event.place.rpartition(".")[0] for event in self.buffers}
         self.harmless = [e for e in inputs if comes_to_nothing(e.readers, self.losses, is_emulated, self.broken)]
@@ -166,7 +166,7 @@ class _Checks:
         return next((events for check in checks if (events := check())), [])
 
     def _state(self) -> list[Event]:
-        """Events of the inputs: inputs, then parameters, buffers and states, then gradients that are in the way."""
+        """Return events of inputs, then of parameters, buffers and states, then of gradients that were not cleared."""
         is_bad = {name for name, gradient in self.gradients.items() if gradient.kinds}
         # A gradient from before counts only if it is still not finite when the optimizer reads it.
         at_begin = [e for e in self.before if e.role != "gradient" or e.place in is_bad]
@@ -182,7 +182,7 @@ class _Checks:
         return [*self.inputs, *sorted(at_begin, key=lambda event: event.role == "gradient")]
 
     def _broken_numbers(self) -> list[Event]:
-        """Events of the step itself: inf and NaN, or saturation without them."""
+        """Return events of the step itself: inf and NaN, or saturation without them."""
         seen, is_finite = self.seen, self.was.is_finite
         hard = [e for e in seen.events if e.stage != "state"]
         hard = causes_first(hard, self.losses, is_finite, self.reference.breaks_too)
@@ -524,7 +524,10 @@ def _dies(event: Event, losses: list[Operation]) -> bool:
 
 
 def _ends_early(bad: list[Operation], first: list[Operation], losses: list[Operation]) -> bool:
-    """As `_dies`. bad: the first results that are not finite. first: the first operations whose gradients may be so."""
+    """True if infinities and NaN reach no loss, and their gradients no parameter.
+
+    bad: the first results that are not finite. first: the first operations whose gradients may not be.
+    """
     reached = _reached(bad)
     if any(operation in losses for operation in reached):
         return False

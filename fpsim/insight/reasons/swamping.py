@@ -336,7 +336,7 @@ def _event(at: Operation, role: str, wrong: Swamped) -> Event:
     count = at.notes["result"].count
     event = Event("float32", "swamping", at.site, role, count, count, [str(wrong)], at, at, remedy="sum")
     event.fmt, event.ends = wrong.ends.name, wrong.ends
-    event.read = [(p.site, str(p.notes["result"])) for p in at.parents if "result" in p.notes]
+    event.reads_of(at)
     return event
 
 
@@ -374,11 +374,11 @@ def integers_event(
     event.fmt, event.ends, event.remedy = ends.name, ends, "sum"
     event.stretch = [*way.values()]
     event.why.append(
-        f"{event.count} of {event.of} integers that are read from it are others than in float32 (first at "
+        f"{event.count} of {event.of} integers that are read from it differ from float32's (first at "
         f"{first_index(lost) or '0'}): {int(mine[lost][0])} for {int(true[lost][0])}. {ends.name} holds all integers "
         f"up to {holds:g}."
     )
-    event.read = [(p.site, str(p.notes["result"])) for p in at.parents if "result" in p.notes]
+    event.reads_of(at)
     return event
 
 

@@ -327,7 +327,7 @@ class Remedy:
 
 
 class Reference:
-    """The same step in float32, run when it is asked for; in float64 where that is not finite, or the step itself.
+    """The same step in float32, run on demand; in float64 if that is not finite, or if the step is in float32.
 
     is_wanted: whether the step computes in fewer bits than float32.
     """
@@ -564,7 +564,7 @@ class Attempts:
         for run in (self.was, outcome):
             left = {n: int(g.count_nonzero()) for n, g in run.gradients.items() if n in of}
             shares.append(1 - sum(min(left.get(n, 0), of[n]) for n in of) / max(sum(of.values()), 1))
-        return f"of the gradients of parameters {100 * shares[0]:.3g} % were lost, and {100 * shares[1]:.3g} % are"
+        return f"{100 * shares[0]:.3g} % of the gradients of parameters were lost, and {100 * shares[1]:.3g} % are now"
 
     def looks_well(self, change: Change) -> Outcome | None:
         """Return the outcome if the modified step works without a new inf, NaN, leak or saturation; else None."""

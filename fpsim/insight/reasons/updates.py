@@ -101,7 +101,7 @@ class Updates:
         self.rows[-1]["is drawn"] = storage is not None and storage.spec.rounding == "stochastic"
 
     def _add(self, name: str, first: Tensor, change: Tensor, now: Tensor, fmt: str, epsilon: float) -> None:
-        """Add a row: how many of the updates that a step in more bits makes were made."""
+        """Add a row: the updates that a step in more bits makes, and those that were made."""
         wanted, lost = wanted_and_lost(first, now, change)
         row = {"parameter": name, "wanted": wanted, "moved": wanted - lost, "dtype": fmt, "epsilon": epsilon}
         magnitudes = first[first != 0].abs().double()

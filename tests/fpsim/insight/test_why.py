@@ -290,7 +290,7 @@ def test_a_shared_module_is_named_with_its_call_and_its_caller() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((nn.Linear(1, 1), torch.ones(1)), "Got a batch, and what Linear gives for it has no `loss`"),
+        ((nn.Linear(1, 1), torch.ones(1)), "Got a batch, and the output of Linear for it has no `loss`"),
         ((nn.Linear(1, 1), 3), "Got 3, of type int, as the step"),
         ((lambda: None, lambda: None), "Got function as the model"),
         ((nn.Linear(1, 1), lambda: None, 3), "Got int as the optimizer"),
