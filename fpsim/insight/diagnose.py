@@ -379,11 +379,16 @@ class Seen(Timeline):
         name = self.names.get(id(x))
         site = source.site if source is not None else name or f"(from outside), read by {operation.site}"
         role = "parameter" if is_parameter else "input" if name is None else "buffer"
-        counts = {"NaN": numbers.nan, "inf": numbers.plus, "-inf": numbers.minus}
         for kind in sorted(kinds, reverse=True):
-            event = {"site": site, "call": 0, "role": role, "kind": kind}
-            end = {"count": counts[kind], "of": numbers.count, "amax": numbers.amax, "largest": numbers.largest}
-            self.broken.append(({**event, **end}, operation))
+            self._broke(operation, site, role, kind, numbers)
+
+    def _broke(
+        self, operation: Operation | None, site: str, role: str, kind: str, numbers: Glance, **more: Any
+    ) -> None:
+        """Note the row of a tensor that is not finite. more: entries with other values."""
+        counts = {"NaN": numbers.nan, "inf": numbers.plus, "-inf": numbers.minus}
+        event = {"site": site, "call": 0, "role": role, "kind": kind, "count": counts[kind], "of": numbers.count}
+        self.broken.append(({**event, "amax": numbers.amax, "largest": numbers.largest, **more}, operation))
 
     def afterwards(self, model: nn.Module) -> None:
         """Note tensors that are not finite at the end of a step in which nothing else was found."""
@@ -392,11 +397,8 @@ class Seen(Timeline):
         kept += [(AFTER[1], n, b) for n, b in model.named_buffers() if b.is_floating_point()]
         for role, name, x in kept:
             numbers = glance(x)
-            kind = numbers.worst
             if numbers.nan or numbers.plus or (numbers.minus and role != AFTER[1]):
-                event = {"site": name, "call": 0, "role": role, "kind": kind, "count": numbers.nonfinite}
-                end = {"of": numbers.count, "amax": numbers.amax, "largest": numbers.largest}
-                self.broken.append(({**event, **end}, None))
+                self._broke(None, name, role, numbers.worst, numbers, count=numbers.nonfinite)
 
     def judge_gradient(self, operation: Operation, role: str, gradient: Tensor) -> None:
         numbers: Glance = operation.notes["gradient"]
@@ -408,7 +410,6 @@ class Seen(Timeline):
 
     def _note(self, operation: Operation, role: str, numbers: Glance, before: list[Glance]) -> None:
         """Note inf and NaN in a tensor that none of its operands has."""
-        counts = {"NaN": numbers.nan, "inf": numbers.plus, "-inf": numbers.minus}
         ends = [numbers.largest, self.limits.get(operation.site, math.inf)]
         # As in `_scales`: under autocast a float32 gradient was cast from the dtype in which the result was read.
         if is_backward(role):
@@ -417,9 +418,8 @@ class Seen(Timeline):
             ends = [operation.notes["end"]]
         note = "" if is_backward(role) else operation.notes.get("divides", "")
         for kind in sorted(numbers.kinds.difference(*(b.kinds for b in before)), reverse=True):
-            event = {"site": operation.site, "call": operation.call, "role": role, "kind": kind, "note": note}
-            end = {"count": counts[kind], "of": numbers.count, "amax": numbers.amax, "largest": min(ends)}
-            self.broken.append(({**event, **end}, operation))
+            more = {"call": operation.call, "note": note, "largest": min(ends)}
+            self._broke(operation, operation.site, role, kind, numbers, **more)
 
     def judge_rounded_gradient(self, rounded: Rounded) -> None:
         site, role, before = rounded[:3]

@@ -123,7 +123,7 @@ def are_passed_on(result: Tensor, operands: list[Tensor]) -> bool:
 def first_index(where: Tensor) -> str:
     """Return the index of the first true element, "3, 7"; "" for a scalar, or without one."""
     places = where.nonzero()
-    return ", ".join(str(int(i)) for i in places[0]) if len(places) else ""
+    return ", ".join(map(str, places[0].tolist())) if len(places) else ""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ __all__ = ["Summary", "SummaryRow", "grouped", "summary"]
 
 FLOAT32, REMAINDER = 32, 16  # bits
 SHORT = 20  # rows that print one by one
+WIDTH = 100  # columns
+DEFAULT = " nearest_even"
 SIZES = ("weight", "copies", "states", "scales")
 
 
@@ -230,10 +232,6 @@ def _blocks(x: Tensor, fmt: BlockFormat) -> int:
     return matrices * math.ceil(x.shape[-2] / rows) * math.ceil(x.shape[-1] / columns)
 
 
-WIDTH = 100  # columns
-DEFAULT = " nearest_even"
-
-
 class Line(NamedTuple):
     """A line of a summary: the modules, their number, and their formats, as in `SummaryRow`."""
 
@@ -263,10 +261,7 @@ def grouped(lines: Iterable[Line]) -> list[Line]:
         for sets in _boxes(found):
             names = iter(sets)
             parts = [_runs(next(names)) if part == "*" else part for part in line.module.split(".")]
-            count = 1
-            for values in sets:
-                count *= len(values)
-            result.append(line._replace(module=".".join(parts), modules=count))
+            result.append(line._replace(module=".".join(parts), modules=math.prod(map(len, sets))))
     return result
 
 
@@ -295,24 +290,24 @@ def _runs(values: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def shown_in(lines: Sequence[Line], roles: Sequence[str], width: int = WIDTH) -> str:
-    """Return the table, in at most so many columns if possible: longer words go below it."""
+def shown_in(lines: Sequence[Line], roles: Sequence[str]) -> str:
+    """Return the table, in at most WIDTH columns if possible: longer words go below it."""
     notes: list[str] = []
     # Each step leaves less in the table than the one before, so it is taken only if the table is still too wide.
     text = _table(lines, roles)
-    if _width(text) > width:
+    if _width(text) > WIDTH:
         lines, below = _lettered(lines, "products", string.ascii_uppercase)
         notes += below
         text = _table(lines, roles)
-    if _width(text) > width:
+    if _width(text) > WIDTH:
         lines = [line._replace(roles=tuple(word.removesuffix(DEFAULT) for word in line.roles)) for line in lines]
         notes.append(f"Rounding is{DEFAULT} where none is named.")
         text = _table(lines, roles)
-    if _width(text) > width:
+    if _width(text) > WIDTH:
         lines, below = _lettered(lines, "wide", string.ascii_lowercase)
         notes += below
         text = _table(lines, roles)
-    if _width(text) > width:
+    if _width(text) > WIDTH:
         sets = {line.roles: ", ".join(f"{r}={w}" for r, w in zip(roles, line.roles)) for line in lines}
         together = [
             line._replace(roles=(sets[line.roles] if len({*line.roles}) > 1 else line.roles[0],)) for line in lines
@@ -322,7 +317,7 @@ def shown_in(lines: Sequence[Line], roles: Sequence[str], width: int = WIDTH) ->
         notes = [_note(letter, words) for words, letter in numbers.items()] + notes
         roles = ("formats",)
         text = _table(lines, roles)
-    if (excess := _width(text) - width) > 0:
+    if (excess := _width(text) - WIDTH) > 0:
         longest = max(len(line.module) for line in lines) - excess
         lines = [line._replace(module=_cut(line.module, max(longest, 20))) for line in lines]
         text = _table(lines, roles)

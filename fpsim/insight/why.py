@@ -93,6 +93,7 @@ class Why(Rows):
         total = 1 if at is None else self._calls.get(at.site, 1)
         if at is not None and total > 1:
             line += f", call {at.call + 1} of {total}"
+        # As a rule the name of a module says who calls it: the module around it.
         if at is not None and at.module and at.caller and not at.module.startswith(at.caller):
             line += f", called by {at.caller}"
         return line + (f", in batch {event.batch}" if event.batch is not None else "") + "."
@@ -141,6 +142,7 @@ def _article(role: str) -> str:
 
 
 def _cut(sites: list[str]) -> str:
+    # Both ends stay: the place that broke, and the loss.
     shown = sites if len(sites) <= 9 else [*sites[:5], "...", *sites[-3:]]
     line = " -> ".join(shown)
     return line if len(line) <= WIDTH else f"{line[: WIDTH // 2]} ... {line[-WIDTH // 2 :]}"
@@ -174,6 +176,7 @@ def _said(event: Event, float32: float | None, float32_bad: list[str]) -> str:
             return "call optimizer.zero_grad() before the step."
         load = "load an earlier checkpoint; why() on the step before it tells which update wrote it."
         if event.fmt and not event.kind.startswith("NaN") and event.role in ("parameter", "buffer"):
+            # An infinity that is there before the step was made by a cast, or by an update.
             cast, largest = {"float16": "half"}.get(event.fmt, event.fmt), torch.finfo(getattr(torch, event.fmt)).max
             made = f"{blame}A cast such as .{cast}() turns numbers beyond {largest:.6g} into inf: keep them in float32."
             return f"{made} If an update made it, {load}" if event.remedy == "update" else made
@@ -246,6 +249,7 @@ def why(
     ('1.weight', 'parameter', 'NaN came in')
     """
     _require(model, optimizer, batches)
+    # Any object with these methods will do: other libraries have scalers of their own.
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("scale", "step", "update")):
         raise TypeError(f"Got {type(scaler).__name__} as the scaler. Expected a GradScaler that `step` uses, or None.")
     run = as_step(model, step, loss, "why", 0 if batches is None else 1)

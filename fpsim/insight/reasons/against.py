@@ -114,15 +114,8 @@ class Keeping(Timeline):
 
 def may_be_lost(seen: Keeping) -> bool:
     """True if any gradient of the step is mostly zero, so that it is worth a run in float32."""
-    return any(
-        _share_of_zeros(o.notes.get("gradient")) > 0.5
-        for o in (*seen.operations, *seen.gradients)
-        if "gradient" in o.notes
-    )
-
-
-def _share_of_zeros(numbers: Glance | None) -> float:
-    return 0.0 if numbers is None or not numbers.count else 1 - numbers.nonzero / numbers.count
+    gradients = (o.notes["gradient"] for o in (*seen.operations, *seen.gradients) if "gradient" in o.notes)
+    return any(gradient.nonzero < 0.5 * gradient.count for gradient in gradients)
 
 
 def lost_gradient(seen: Keeping, reference: Keeping, wide: dict[str, Glance], short: Collection[str]) -> Event | None:

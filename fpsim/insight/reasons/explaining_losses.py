@@ -76,6 +76,7 @@ def of_softmax(event: Event, look: Look) -> bool:
     if look.name not in ("softmax", "log_softmax", "scaled_dot_product_attention") or not look.operands:
         return False
     x = look.operands[0]
+    # The mask of an attention is its fourth argument; a softmax reads scores that are masked already.
     if look.name == "scaled_dot_product_attention":
         mask = look.options.get("attn_mask", look.arguments[3] if len(look.arguments) > 3 else None)
         if not isinstance(mask, Tensor):
@@ -125,6 +126,7 @@ def of_emptiness(event: Event, look: Look) -> bool:
         )
         event.remedy = "correction"
         return True
+    # Targets that are probabilities have no index to ignore.
     targets = [a for a in look.arguments if isinstance(a, Tensor) and not a.is_floating_point()]
     if kind is Kind.CROSS_ENTROPY and targets:
         ignored = look.options.get("ignore_index", -100)
@@ -249,6 +251,7 @@ def of_determinant(event: Event, look: Look) -> bool:
         or not bool(look.operands[0].isfinite().all())
     ):
         return False
+    # logdet returns -inf for a determinant of 0, and NaN for a negative one.
     singular = look.numbers.minus
     event.kind = "logarithm of zero" if singular else "logarithm of a negative number"
     which = "0: it is singular" if singular else "negative"

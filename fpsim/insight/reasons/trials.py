@@ -92,7 +92,7 @@ class Trials:
     def run(
         self,
         change: Change | None = None,
-        visitor: Any = None,
+        visitor: Timeline | None = None,
         before_update: Callable[[Any], None] | None = None,
         after_update: Callable[[Any], None] | None = None,
         at_end: Callable[[], None] | None = None,
@@ -110,13 +110,16 @@ class Trials:
         gradients: dict[str, Tensor] = {}
 
         def keep(optimizer: Any = None) -> None:
+            # The first step of an optimizer tells that there is one: its state is kept from here on.
+            if optimizer is not None:
+                self.kept.before_step(optimizer)
             for name, p in self.model.named_parameters() if keeps_gradients else ():
                 if p.grad is not None and name not in gradients:
                     gradients[name] = p.grad.detach().to_dense() if p.grad.is_sparse else p.grad.detach().clone()
             if optimizer is not None and before_update is not None:
                 before_update(optimizer)
 
-        steps = _Steps(self._own, visitor, self.kept.before_step, keep, after_update)
+        steps = _Steps(self._own, visitor, keep, after_update)
         # The mode is slow: torch asks it about each property that the emulation reads of a tensor.
         is_watched = change.loss_scale != 1 or not (self.emulated and self.returns_loss)
 
@@ -141,7 +144,7 @@ class Trials:
             elif is_watched:
                 undo.by(watched.end)
                 push_mode(watched)
-            if isinstance(visitor, Timeline):
+            if visitor is not None:
                 for name, part in entrances(self.model):
                     hook = partial(visitor.entered, name)
                     undo.by(partial(unhook_call, part, hook))
@@ -160,10 +163,11 @@ class Trials:
         scale = float(self.scaler.get_scale()) if self.scaler is not None and hasattr(self.scaler, "get_scale") else 1.0
         return Outcome([value / scale for value in watched.losses], returned, bad, gradients)
 
-    def _step(self, visitor: Any, steps: _Steps) -> float | None:
+    def _step(self, visitor: Timeline | None, steps: _Steps) -> float | None:
+        """Run the step for each batch, and the optimizer's; return the mean of the numbers that it returned."""
         returned: list[float] = []
         for i in range(self.batches or 1):
-            if visitor is not None and hasattr(visitor, "batch"):
+            if visitor is not None:
                 visitor.batch = i if self.batches is not None else None
             out = self.step() if self.batches is None else self.step(i)
             if isinstance(out, Tensor):
@@ -182,6 +186,7 @@ class Trials:
         return sum(returned) / len(returned) if returned else None
 
     def _nonfinite(self) -> list[str]:
+        """Name the gradients, parameters and buffers that are not finite."""
         names = []
         for kind, tensors in (("parameter", self.model.named_parameters()), ("buffer", self.model.named_buffers())):
             for name, x in tensors:
@@ -258,12 +263,11 @@ class _Backward(TorchFunctionMode):
 
 
 class _Steps:
-    """Hooks around the steps of a model's optimizers."""
+    """Hooks around the steps of a model's optimizers. count: of the steps so far."""
 
-    def __init__(self, own: set[int], visitor: Any, know: Any, before: Any, after: Any) -> None:
-        self.own, self.visitor, self.before, self.after, self.count = own, visitor, before, after, 0
-        self._know = know
-        self.is_running = False
+    def __init__(self, own: set[int], visitor: Timeline | None, before: Any, after: Any) -> None:
+        self.own, self.visitor, self.before, self.after = own, visitor, before, after
+        self.count, self.is_running = 0, False
 
     def begin(self) -> None:
         hook_steps(None, self._pre, self._post)
@@ -277,22 +281,21 @@ class _Steps:
     def _pre(self, optimizer: Any, *_: Any) -> None:
         if self._is_own(optimizer):
             self.count += 1
-            self.is_running = True
-            self._know(optimizer)
-            if hasattr(self.visitor, "is_in_optimizer"):
-                self.visitor.is_in_optimizer = True
-            if self.before is not None:
-                with without_torch_function():
-                    self.before(optimizer)
+            self._tell(True)
+            with without_torch_function():
+                self.before(optimizer)
 
     def _post(self, optimizer: Any, *_: Any) -> None:
         if self._is_own(optimizer):
-            self.is_running = False
-            if hasattr(self.visitor, "is_in_optimizer"):
-                self.visitor.is_in_optimizer = False
+            self._tell(False)
             if self.after is not None:
                 with without_torch_function():
                     self.after(optimizer)
+
+    def _tell(self, is_running: bool) -> None:
+        self.is_running = is_running
+        if self.visitor is not None:
+            self.visitor.is_in_optimizer = is_running
 
 
 # Trials, and the test for a remedy
