@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import fpsim
-from ada_loss.lab.cells.cell_updates import UPDATE, canonical_update, split, update_label
+from ada_loss.lab.cells.cell_updates import UPDATE, canonical_update, format_words, split, update_label
 from ada_loss.lab.cells.own_operands import as_operand, is_path, operand_word
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Stage, as_schedule
 from ada_loss.lab.training.methods import fits_few_bits
@@ -36,8 +36,10 @@ BASELINE = "fp32"  # the format that the others are compared with
 # The rounding of a cell whose gradients alone are rounded stochastically, and all else to the nearest.
 STOCHASTIC_GRADIENTS = "stochastic_gradients"
 CACHED = ("k", "v")  # of a policy's cache
-ANY_BITS = 64  # of no format more
-WORDS = ("accumulator", "backward", "attention", "block_kv", "p_scale")  # of products, which are no operands
+# More bits than any format has: all gradients are rounded stochastically.
+ANY_BITS = 64
+# Fields of `Products` and `Attention` that are words, not operands.
+WORDS = ("accumulator", "backward", "attention", "block_kv", "p_scale")
 
 
 def label(value: Any) -> str:
@@ -72,7 +74,8 @@ def label(value: Any) -> str:
     if UPDATE in value:
         return f"{label(value.get('format'))}, update {update_label(value[UPDATE])}"
     if SCHEDULE in value:
-        with suppress(TypeError, ValueError):  # a ledger of someone else may hold anything
+        # A ledger of someone else may hold anything under this key; then the fields are listed below.
+        with suppress(TypeError, ValueError):
             return str(
                 FormatSchedule(tuple(stage._replace(fmt=label(stage.fmt)) for stage in as_schedule(value).stages))
             )
@@ -80,7 +83,7 @@ def label(value: Any) -> str:
 
 
 def rollout_words(rollout: Any, name: Callable[[Any], str]) -> str:
-    """A rollout in canonical form as words. name: what formats are called."""
+    """Words for a rollout in canonical form. name: gives the name of a format."""
     fmt, weights = (rollout.get("format"), rollout.get(WEIGHTS_KEY)) if isinstance(rollout, Mapping) else (rollout, "")
     words = [f"rollouts {name(fmt)}" if fmt is not None else "", f"weights {weights}" if weights else ""]
     return ", ".join(filter(None, words))
@@ -91,16 +94,8 @@ def _spoken(value: Any) -> str:
     return str(fpsim.as_format(value)) if isinstance(value, str) and "Codebook(" in value else str(value)
 
 
-def _words(fmt: Any) -> str:
-    """The words that `as_format` reads: a format's name; the values of a code book that has none."""
-    parsed = fpsim.as_format(fmt)
-    element = parsed.element if isinstance(parsed, fpsim.BlockFormat) else parsed
-    has_name = not isinstance(element, fpsim.Codebook) or str(element) in fpsim.CODEBOOKS
-    return str(parsed) if has_name else repr(parsed)
-
-
 def _operands_label(value: Mapping[str, Any]) -> str:
-    """Operands, or products, with those in one format together."""
+    """Label of operands or products, with those of one format together."""
     names: dict[str, list[str]] = {}
     for name, fmt in value.items():
         if isinstance(fmt, Mapping):  # the points of an attention
@@ -110,7 +105,7 @@ def _operands_label(value: Mapping[str, Any]) -> str:
 
 
 def _is_recipe(fmt: Any) -> bool:
-    """Whether a format is the name of a recipe, which has roundings of its own."""
+    """True if a format is the name of a recipe, which has roundings of its own."""
     return isinstance(fmt, str) and fmt.startswith(fpsim.RECIPE_PREFIX)
 
 
@@ -148,12 +143,13 @@ def canonical_format(fmt: Any) -> Any:
         schedule = as_schedule(fmt)
         return _canonical_schedule(schedule) if SCHEDULE in fmt else _canonical_policy(fmt)
     if isinstance(fmt, str):
-        fpsim.as_policy(fmt)  # a recipe without its prefix has an error of its own
-    return _words(fmt)
+        # Only for its error: it tells that a recipe's name lacks the prefix, which `as_format` does not.
+        fpsim.as_policy(fmt)
+    return format_words(fmt)
 
 
 def _canonical_rollout(own: Any, given: Any) -> dict[str, str] | None:
-    """A rollout beside the canonical format of its trainer; None for one that is drawn as if there were none."""
+    """Canonical form of a rollout beside its trainer's format; None for one that changes nothing."""
     rollout = as_rollout(given)
     canonical: dict[str, Any] = {}
     if rollout.fmt is not None:
@@ -165,6 +161,7 @@ def _canonical_rollout(own: Any, given: Any) -> dict[str, str] | None:
                 f"A rollout was given with {shown(fmt if is_native(fmt) else own)}, which emulates nothing. Use fp16 "
                 f"for both, or leave the rollout's format out: it is the trainer's then."
             )
+        # A rollout in the trainer's own format is the default. Left out, both spellings are one cell.
         canonical |= {} if fmt == own else {"format": fmt}
     if rollout.weights != Rollout.weights:
         canonical[WEIGHTS_KEY] = rollout.weights
@@ -180,7 +177,7 @@ def rollout_of(fmt: Any) -> Rollout | None:
 
 
 def _canonical_schedule(schedule: FormatSchedule) -> Any:
-    """A schedule as pairs of start and format; what a start does not change is left out, and one format is alone."""
+    """Pairs of start and format, without starts that change nothing; a single format stands alone."""
     stages: list[list[Any]] = []
     for stage in schedule.stages:
         fmt = canonical_format(stage.fmt)
@@ -194,8 +191,10 @@ def _canonical_policy(fmt: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("A format has 'rounding' in it. The sweep varies it: give roundings=[...].")
     try:
         _policy(fmt)
+        # None and variant "A" are defaults: a policy that names them is the one that does not.
         given = {k: v for k, v in fmt.items() if v is not None and (k, v) != ("variant", "A")}
         canonical = {k: word for k, v in given.items() if (word := _canonical(k, v)) is not None}
+        # What JSON cannot hold has no identity; here it still raises with the format in the message.
         json.dumps(canonical)
     except TypeError as error:
         raise ValueError(
@@ -206,14 +205,14 @@ def _canonical_policy(fmt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _canonical(field: str, value: Any) -> Any:
-    """A field of a policy, in the words that stand for all that mean the same."""
+    """Canonical form of a policy's field: one spelling for all that mean the same."""
     if field == "products" and isinstance(value, Mapping):
         defaults = (("backward", "original"), ("attention", False))
         return {k: _canonical_of_products(k, v) for k, v in value.items() if v is not None and (k, v) not in defaults}
     if field == "cache":
         stored = value if isinstance(value, Mapping) else dict.fromkeys(CACHED, value)
         return {name: _operands(stored[name]) for name in CACHED if stored.get(name) is not None} or None
-    return _words(value) if field in ROLES else value
+    return format_words(value) if field in ROLES else value
 
 
 def _canonical_of_products(field: str, value: Any) -> Any:
@@ -229,8 +228,8 @@ def _accumulator(value: Any) -> Any:
         return [None if v is None else _accumulator(v) for v in value]
     if isinstance(value, fpsim.Accumulator):
         return str(value)
-    with suppress(ValueError):  # such as "hopper_fp8", which is no format
-        return _words(value)
+    with suppress(ValueError):  # of a name that only accumulators have, such as "hopper_fp8"
+        return format_words(value)
     return value
 
 
@@ -240,7 +239,7 @@ def _operands(value: Any) -> Any:
     value = operand_word(value)
     if is_path(value):
         return value
-    return _words(value) if isinstance(value, str | fpsim.Codebook | fpsim.BlockFormat) else value
+    return format_words(value) if isinstance(value, str | fpsim.Codebook | fpsim.BlockFormat) else value
 
 
 def _policy(fields: Mapping[str, Any]) -> Policy:
@@ -300,13 +299,14 @@ def usual_rounding(fmt: Any, method: str | float) -> str:
 
 
 def policy_of(fmt: Any, rounding: str) -> FormatSchedule:
-    """The formats of a cell as `train` takes them, without its update, each with the rounding, unless it has its own.
+    """Return the formats of a cell as `train` takes them, without its update; recipes keep their own roundings.
 
     Raises ValueError for an unknown rounding, and for one that a native format does not have.
     """
     if is_native(fmt):
         require_native(rounding, {})
         return FormatSchedule((Stage(0, fmt),))
+    # "stochastic_gradients" is written into each policy by role, so that the stage itself has no rounding.
     is_mixed = rounding == STOCHASTIC_GRADIENTS
     return FormatSchedule(
         tuple(
@@ -325,7 +325,9 @@ def _policy_of(fmt: Any, rounding: str) -> Any:
         return fmt if _is_recipe(fmt) else _as_policy(fmt).with_stochastic_gradients(ANY_BITS)
     policy = _policy(fmt) if isinstance(fmt, Mapping) else fmt
     if isinstance(policy, Policy):
-        policy.with_rounding(rounding)  # random bits and variants that the rounding cannot use are an error now
+        # Only for its error: random bits and variants that the rounding cannot use are refused when planning.
+        policy.with_rounding(rounding)
     is_name = isinstance(fmt, str) and not _is_recipe(fmt)
-    fpsim.as_policy(policy if is_name else None, rounding)  # an unknown rounding is an error now
+    # Only for its error, likewise: an unknown rounding.
+    fpsim.as_policy(policy if is_name else None, rounding)
     return policy

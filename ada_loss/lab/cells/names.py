@@ -45,6 +45,7 @@ def unnamed(entry: Any) -> tuple[Any, str]:
             f"Got the name {shown(name)} with {', '.join(map(str, rest)) or 'nothing'}. "
             f"Use {{name: ..., format: ...}}, or a name with the fields of fpsim.Policy."
         )
+    # With an update or a rollout the mapping itself stands for the format; see `cell_formats`.
     fmt = rest if {UPDATE, ROLLOUT} & {*rest} else rest.get("format", rest)
     is_baseline = name.lower() in (BASELINE, "float32")
     if is_baseline and canonical_format(fmt) != BASELINE:
@@ -83,7 +84,8 @@ def short_name(fmt: Any) -> str:
     if SCHEDULE in fmt:
         try:
             stages = tuple(stage._replace(fmt=short_name(stage.fmt)) for stage in as_schedule(fmt).stages)
-        except (TypeError, ValueError):  # a ledger of someone else may hold anything
+        # A ledger of someone else may hold anything under this key.
+        except (TypeError, ValueError):
             return label(fmt)
         return str(FormatSchedule(stages))
     products = fmt.get("products")
@@ -154,6 +156,7 @@ def names_of(formats: Iterable[Any], given: Mapping[str, str] = {}) -> dict[str,
     """
     names = {label(fmt): short_name(fmt) for fmt in formats}
     names |= {words: name for words, name in given.items() if words in names}
+    # Without case, since `where={"format": ...}` finds a name in other letters, too.
     used = Counter(word for words, name in names.items() for word in {words.lower(), name.lower()})
     return {words: name if used[name.lower()] == 1 else words for words, name in names.items()}
 
