@@ -152,7 +152,7 @@ FLOORS = (
     ),
     (
         "ada_loss.lab.tasks",
-        "boxes networks policy_gradient resnets scenes task",
+        "boxes networks policy_gradient scenes task",
         "chars digits image_files images own_data phonemes",
         "camvid rl voc",
         "detection segmentation",
@@ -169,7 +169,7 @@ FLOORS = (
     ),
     (
         "ada_loss.lab.cells",
-        "__init__ cell_updates identity own_operands stored_text telemetry",
+        "__init__ cell_updates identity stored_text telemetry",
         "cell_formats missing",
         "ledger names",
         "cells",
@@ -177,7 +177,7 @@ FLOORS = (
     (
         "ada_loss.lab.results",
         "figures judgement trackers",
-        "charts table",
+        "table",
         "deciding results",
         "cell_pages comparison curves",
         "pictures statements",
@@ -230,9 +230,9 @@ ENTERS = {
     "cuda": {"fpsim.compiling.card"},
     "numba.cuda": {"fpsim.compiling.compile"},
     "numba_cuda": {"fpsim.compiling.compile"},
-    "matplotlib": {"ada_loss.lab.results.figures", "ada_loss.lab.results.charts", "fpsim.insight.pictures"},
+    "matplotlib": {"ada_loss.lab.results.figures", "fpsim.insight.pictures"},
     "scipy": {"ada_loss.lab.results.comparison", "ada_loss.lab.results.judgement"},
-    "PIL": {"ada_loss.lab.results.charts", "ada_loss.lab.tasks.image_files"},
+    "PIL": {"ada_loss.lab.results.figures", "ada_loss.lab.tasks.image_files"},
     "torchvision": {"ada_loss.lab.tasks.image_files"},
     "sklearn": {"ada_loss.lab.tasks.digits", "ada_loss.lab.tasks.images"},
     "sqlite3": {"ada_loss.lab.cells.ledger"},

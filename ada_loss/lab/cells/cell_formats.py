@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 import fpsim
 from ada_loss.lab.cells.cell_updates import UPDATE, canonical_update, format_words, split, update_label
-from ada_loss.lab.cells.own_operands import as_operand, is_path, operand_word
+from ada_loss.lab.tasks import imported
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Stage, as_schedule
 from ada_loss.lab.training.methods import fits_few_bits
 from ada_loss.lab.training.native import canonical_native, is_native, native_label, require_native
 from ada_loss.lab.training.rollouts import ROLLOUT, WEIGHTS_KEY, Rollout, as_rollout
-from fpsim import ROLES, Policy, Products
+from fpsim import ROLES, Operand, Policy, Products
 from fpsim.checks import shown
 from fpsim.scaling import FEW_BITS, gradients_have_scales
 
 __all__ = [
     "BASELINE",
     "STOCHASTIC_GRADIENTS",
+    "ImportedOperand",
     "canonical_format",
     "has_own_rounding",
     "label",
     "needs_no_scaling",
+    "operand_functions",
     "policy_of",
     "rollout_of",
     "rollout_words",
@@ -236,8 +241,8 @@ def _accumulator(value: Any) -> Any:
 def _operands(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_operands(v) for v in value]
-    value = operand_word(value)
-    if is_path(value):
+    value = _operand_word(value)
+    if _is_path(value):
         return value
     return format_words(value) if isinstance(value, str | fpsim.Codebook | fpsim.BlockFormat) else value
 
@@ -246,7 +251,7 @@ def _policy(fields: Mapping[str, Any]) -> Policy:
     """A policy from the fields of a cell's format."""
     if (cache := fields.get("cache")) is not None:
         pairs = cache.items() if isinstance(cache, Mapping) else [(name, cache) for name in CACHED]
-        fields = {**fields, "cache": {name: as_operand(v) for name, v in pairs}}
+        fields = {**fields, "cache": {name: _as_operand(v) for name, v in pairs}}
     products = fields.get("products")
     if not isinstance(products, Mapping):
         return Policy(**fields)
@@ -258,7 +263,7 @@ def _policy(fields: Mapping[str, Any]) -> Policy:
 
 
 def _operands_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v if k in WORDS else as_operand(v) for k, v in fields.items()}
+    return {k: v if k in WORDS else _as_operand(v) for k, v in fields.items()}
 
 
 def needs_no_scaling(fmt: Any) -> bool:
@@ -331,3 +336,87 @@ def _policy_of(fmt: Any, rounding: str) -> Any:
     # Only for its error, likewise: an unknown rounding.
     fpsim.as_policy(policy if is_name else None, rounding)
     return policy
+
+
+# Operands of products given as functions of the user: "module:function", imported when called
+
+
+EXPECTED = "Expected: a function of a module on Python's path, as 'module:function'."
+
+
+@dataclass(frozen=True)
+class ImportedOperand:
+    """A function of a tensor and an axis by its import path. No policy imports it: reading a ledger runs nothing.
+
+    A call raises ValueError for a path that leads to no function.
+    """
+
+    path: str
+
+    def __call__(self, x: Tensor, axis: int) -> Any:
+        return self.function(x, axis)
+
+    @property
+    def function(self) -> Callable[[Tensor, int], Any]:
+        """The function itself, imported."""
+        found = imported("operand", self.path)
+        if not callable(found):
+            raise ValueError(f"The operand {shown(self.path)} is a {type(found).__name__}. {EXPECTED}")
+        return found  # type: ignore[no-any-return]
+
+
+def _is_path(value: object) -> bool:
+    """True if a value has the form of a function's import path.
+
+    >>> _is_path("mine:rounded"), _is_path("recipe:"), _is_path("e5m2 per tensor")
+    (True, False, False)
+    """
+    module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
+    return bool(colon) and all(word.isidentifier() for word in (*module.split("."), name))
+
+
+def _operand_word(value: Any) -> Any:
+    """An operand for a configuration: the import path of a function; anything else unchanged.
+
+    Raises ValueError for a function that cannot be imported by its name.
+    """
+    if not callable(value) or isinstance(value, type | Operand):
+        return value
+    path = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+    module = sys.modules.get(path.partition(":")[0])
+    if path.startswith("__main__:") or not _is_path(path) or getattr(module, path.partition(":")[2], None) is not value:
+        raise ValueError(
+            f"The operand {shown(value)} is a function that a worker cannot import: a lambda, one of a notebook or a "
+            f"script, or one inside of another. {EXPECTED}"
+        )
+    return path
+
+
+def _as_operand(value: Any) -> Any:
+    """An operand of a configuration as `Products` takes it."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_as_operand, value))
+    word = _operand_word(value)
+    return Operand(ImportedOperand(word), name=word) if _is_path(word) else value
+
+
+def operand_functions(fmt: Any) -> Iterator[str]:
+    """The import paths of operands anywhere in a format of a cell."""
+    if isinstance(fmt, Mapping):
+        for key, value in fmt.items():
+            if key in ("products", "cache"):
+                yield from _paths([*value.values()] if isinstance(value, Mapping) else value)
+            else:
+                yield from operand_functions(value)
+    elif isinstance(fmt, list | tuple):
+        for value in fmt:
+            yield from operand_functions(value)
+
+
+def _paths(value: Any) -> Iterator[str]:
+    value = [*value.values()] if isinstance(value, Mapping) else value
+    for each in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(each, list | tuple | Mapping):
+            yield from _paths(each)
+        elif _is_path(each):
+            yield each

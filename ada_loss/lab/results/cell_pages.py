@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import fpsim
 from ada_loss.lab.cells.telemetry import Curves, curves_of
-from ada_loss.lab.results.charts import heat_png
+from ada_loss.lab.results.figures import heat_png
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.training.run import is_of_role
 

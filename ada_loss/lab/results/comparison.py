@@ -97,7 +97,7 @@ class Comparison:
 
     def plot(self) -> Any:
         """Plot the difference of each seed, their mean and its interval; needs matplotlib."""
-        from ada_loss.lab.results.charts import plot_differences
+        from ada_loss.lab.results.figures import plot_differences
 
         row = {"name": self.a, "differences": [*self.differences.values()], "interval": self.interval}
         words = f"{self.metric}: difference from {self.b}" + (f", {self.note}" if self.note else "")

@@ -88,7 +88,7 @@ class Curves(list[Curve]):
 
     def plot(self) -> Any:
         """Plot mean and standard deviation over the seeds, a line for each combination; needs matplotlib."""
-        from ada_loss.lab.results.charts import plot_curves
+        from ada_loss.lab.results.figures import plot_curves
 
         lines = [(one.name, one.steps, one.mean, one.deviation) for one in self]
         return plot_curves(lines, ", ".join(filter(None, (self.curve, self.note))))

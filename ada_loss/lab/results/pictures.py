@@ -10,7 +10,6 @@ from typing import Any
 from ada_loss.lab.cells.cell_formats import BASELINE
 from ada_loss.lab.results import figures
 from ada_loss.lab.results.cell_pages import lost_by_site
-from ada_loss.lab.results.charts import plot_heat
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.training.methods import scales_by_layer
 
@@ -51,7 +50,7 @@ def picture_underflow(results: StoredResults, cell: str | None = None, role: str
     if lost is None:
         raise NothingToShow(f"The cell {cell} recorded no sites. Give the sweep task_options={{'record_every': 4}}.")
     steps, sites, shares = lost
-    return plot_heat(steps, sites, 100 * shares, _words(known[cell]), "gradients lost in %", (0, 100))
+    return figures.plot_heat(steps, sites, 100 * shares, _words(known[cell]), "gradients lost in %", (0, 100))
 
 
 def _lossiest(results: StoredResults, known: Mapping[str, Mapping[str, Any]]) -> str:
@@ -86,7 +85,7 @@ def picture_layer_scales(results: StoredResults, where: Mapping[str, Any] | None
         if "layers.steps" in arrays:
             sites = [str(site) for site in arrays["layers.site"]]
             steps, scales = arrays["layers.steps"].tolist(), arrays["layers.log2_scale"]
-            return plot_heat(steps, sites, scales, _words(row), "log2 of the scale")
+            return figures.plot_heat(steps, sites, scales, _words(row), "log2 of the scale")
     raise NothingToShow(
         f"No recorded cell of {results.words} scaled layer by layer. Give the sweep the method 'adaptive', and "
         f"task_options={{'record_every': 4}}."

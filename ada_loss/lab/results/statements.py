@@ -247,7 +247,7 @@ class Verdict:
 
     def plot(self) -> Any:
         """A figure: the differences from float32, with their intervals and the tolerance; needs matplotlib."""
-        from ada_loss.lab.results.charts import plot_differences
+        from ada_loss.lab.results.figures import plot_differences
 
         rows = []
         for one in self.combinations:

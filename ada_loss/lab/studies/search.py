@@ -131,7 +131,7 @@ class SearchResult:
 
     def plot(self) -> Any:
         """A figure: the metric of what was tried by its bits, with the front and float32; needs matplotlib."""
-        from ada_loss.lab.results.charts import plot_front
+        from ada_loss.lab.results.figures import plot_front
 
         factor = 100.0 if is_share(self.metric) else 1.0
         title = heading(self.metric) + (", lower is better" if self.sign < 0 else "")

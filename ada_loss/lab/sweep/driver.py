@@ -20,13 +20,12 @@ from typing import Any
 
 import fpsim
 from ada_loss.files import ChangedFolder, content_of, folder_at, require_own, strict_json, write_atomically
-from ada_loss.lab.cells.cell_formats import BASELINE, label
+from ada_loss.lab.cells.cell_formats import BASELINE, ImportedOperand, label, operand_functions
 from ada_loss.lab.cells.cells import OPTIONS, Cell, digest, plan_all, stored_cell
 from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_local, path_of
 from ada_loss.lab.cells.ledger import CannotWrite, Ledger, OtherBits, RowChanged
 from ada_loss.lab.cells.missing import lock_path, require_lockable
 from ada_loss.lab.cells.names import keep_names
-from ada_loss.lab.cells.own_operands import ImportedOperand, operand_functions
 from ada_loss.lab.cells.telemetry import telemetry_digest, telemetry_path
 from ada_loss.lab.directions import keep_directions, stated
 from ada_loss.lab.environment import environment

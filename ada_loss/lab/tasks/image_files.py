@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from ada_loss.lab.tasks.resnets import resnet
+from ada_loss.lab.tasks.networks import resnet
 from ada_loss.lab.tasks.task import Task, accuracy, made_of, settled_by, trained_with
 from fpsim.checks import is_whole, pip_install, refuse, shown
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ada_loss.files import write_atomically
-from ada_loss.lab.tasks.networks import network
-from ada_loss.lab.tasks.resnets import resnet
+from ada_loss.lab.tasks.networks import network, resnet
 from ada_loss.lab.tasks.task import Task, accuracy, settled_by, trained_with
 from fpsim.checks import pip_install, shown
 

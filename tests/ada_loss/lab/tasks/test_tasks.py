@@ -25,7 +25,7 @@ from ada_loss.lab.tasks import (
     patches,
     trained_with,
 )
-from ada_loss.lab.tasks.resnets import resnet
+from ada_loss.lab.tasks.networks import resnet
 from ada_loss.lab.training.loop import train
 
 IN_FILES = ("cifar10", "cifar100", "fashion", "pictures")  # which nothing installs
