@@ -44,7 +44,7 @@ def device_problem(device: str) -> str:
 
 _full = threading.Lock()
 # One entry for each training on a GPU that runs now: the settings before the first. Trainings may run in several
-# threads and end in any order; the last one to end restores what the first one found.
+# threads and end in any order; the last one to end restores the settings that the first one found.
 _inside: list[tuple[Any, ...]] = []
 
 

@@ -178,8 +178,8 @@ def _as_json(update: Update) -> dict[str, Any]:
 def format_words(fmt: Any) -> str:
     """Words that `as_format` reads: a format's name; the values of a code book that has none.
 
-    >>> format_words("half"), format_words(fpsim.Codebook((-1.0, 0.0, 1.0)))
-    ('fp16', 'Codebook((-1.0, 0.0, 1.0))')
+    >>> format_words("half"), format_words("mxfp4"), format_words(fpsim.Codebook((-1.0, 0.0, 1.0)))
+    ('fp16', 'mxfp4', "Codebook(values=(-1.0, 0.0, 1.0), ties='even', borders=None)")
     """
     parsed = fpsim.as_format(fmt)
     element = parsed.element if isinstance(parsed, fpsim.BlockFormat) else parsed

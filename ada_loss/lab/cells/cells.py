@@ -50,7 +50,7 @@ MOST_CELLS = 1_000_000  # of a grid: a cell takes a kilobyte
 # From here on planning takes a second or more, and is announced.
 MANY_CELLS = 50_000
 AXES = ("task", "format", "rounding", "scaling", "seed")
-# No options of a cell: two are axes, and the device is no part of its identity.
+# Not options of a cell: two are axes, and its identity does not depend on the device.
 SET_BY_THE_SWEEP = ("scaling", "seed", "device")
 OPTIONS = {name: default for name, default in asdict(TrainOptions()).items() if name not in SET_BY_THE_SWEEP}
 

@@ -290,7 +290,7 @@ class LiveFile:
 
 
 class LiveReader:
-    """Read what a worker appends to its file. A restarted worker writes the same from the start.
+    """Read the lines that a worker appends to its file. A restarted worker writes the same from the start.
 
     path: of the file, which may not exist yet.
     """

@@ -1,4 +1,4 @@
-"""Figures for a paper, drawn with matplotlib in colours that the colour-blind can tell apart."""
+"""Figures of results, drawn with matplotlib in colours that the colour-blind can tell apart."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ except ImportError as error:
 __all__ = [
     "COLOURS",
     "DASHES",
+    "FACTOR",
     "LETTERS_AN_INCH",
     "MOST_DOTS",
     "colour",
@@ -51,19 +52,23 @@ __all__ = [
 # Okabe and Ito 2008
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # and the ink
 MARKERS = "osD^vP*X<>h"
-DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))  # each line can be told from the others in print
-# where a training diverged, at the edge of a panel
+# Dashes too, so that lines can be told apart in a black-and-white print.
+DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))
+# Marks a training that diverged, at the edge of a panel.
 CROSS = {"marker": "x", "markersize": 7, "color": COLOURS[5], "linestyle": "", "label": "diverged", "clip_on": False}
-FAR = 5  # times the distance of the setting before, from which on settings are off the axis
+# From this many times the distance of the setting before, settings are off the axis.
+FAR = 5
 MOST_DOTS = 200  # seeds of a place that are drawn
 PANELS_A_ROW = 4
 LETTERS_AN_INCH = 13  # of the labels of plot_table
 SHORT = 18  # letters of a name for which one panel has room
 LETTERS = 28  # of a line in a legend
-FACTOR = 8.0  # between the largest and the smallest number from which an axis is logarithmic
+# An axis is logarithmic from this factor between the largest and the smallest number on.
+FACTOR = 8.0
 HEAT = "cividis"  # colours of heat maps
 SHOWN_SITES = 60
-STEPS = 255  # of the colours; the last entry of the palette is transparent
+# Steps of the colours. The last entry of the palette is transparent, for NaN.
+STEPS = 255
 DARK = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#e6e9ed"),
     **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor"), "none"),
@@ -113,6 +118,7 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
     for fmt, axes in zip(formats, panels, strict=True):
         for i, method in enumerate(methods):
             by_gain = {r["gain"]: r["error"] for r in rows if (r["format"], r["method"]) == (fmt, method)}
+            # An error of inf cannot be drawn: it stands at the top, as the label of the axis says.
             errors = [min(by_gain[g], 3.0) if math.isfinite(by_gain[g]) else 3.0 for g in gains]
             style = {"color": colour(i), "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.3}
             dashes = "-" if i <= len(COLOURS) else "--"
@@ -134,10 +140,10 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
 def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, factor: float = 1.0) -> Figure:
     """Plot a line over the constant loss scales, next to the methods that choose theirs; a panel for each format.
 
-    A setting with a value that is not finite is marked at the lower edge; of float32 the other values are drawn.
+    A setting with a value that is not finite is marked at the lower edge; for float32 the finite values are drawn.
 
     places: {(format, method): values}; the format "fp32" is the baseline, a band of mean and deviation.
-    title: what the values are, for the axis.
+    title: name of the values, for the axis.
     factor: 100 for values shown in %.
     """
     formats = [fmt for fmt in dict.fromkeys(fmt for fmt, _ in places) if fmt != "fp32"]
@@ -157,11 +163,13 @@ def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, 
             0 if m == "none" else round(math.log2(float(m))): m for m in methods if m == "none" or is_constant(m)
         }
         chosen = [m for m in methods if m not in constant.values()]
+        # The methods stand to the right of the constants, with a gap of one place.
         positions = [max(constant, default=0) + 2 + i for i in range(len(chosen))]
         line = {"color": COLOURS[0], "marker": "o", "markersize": 3.5, "linewidth": 1.2}
         dots = {"color": COLOURS[5], "marker": "D", "markersize": 5, "linestyle": "", "capsize": 2}
         for x, drawn, style in (([*constant], [*constant.values()], line), (positions, chosen, dots)):
-            if drawn:  # a sweep of constants alone has no others
+            # A sweep of constants alone has no other methods, and zip(*()) cannot be unpacked.
+            if drawn:
                 means, deviations = zip(*(spread(fmt, method) for method in drawn), strict=True)
                 axes.errorbar(x, means, deviations, **style)
                 lost = [place for place, mean in zip(x, means, strict=True) if math.isnan(mean)]
@@ -238,11 +246,11 @@ def plot_table(
     """Plot a dot for each seed, mean and standard deviation: methods as rows, a panel for each format.
 
     Values that are not finite are marked at the left edge. If two fifths of the panels' rows or more would be empty,
-    and with only one method, formats and methods share the rows of one panel. A metric that is no share has no limits:
-    settings far off float32 are marked at the edge, by an arrow and their mean, and the axis fits the others.
+    and with only one method, formats and methods share the rows of one panel. Only shares have limits: with another
+    metric, settings far off float32 are marked at the edge by an arrow and their mean, and the axis fits the others.
 
     places: {(format, method): values}.
-    title: what the values are, for the axis.
+    title: name of the values, for the axis.
     factor: 100 for values shown in %.
     baseline: the values of float32, for a line through all panels.
     """
@@ -262,6 +270,7 @@ def plot_table(
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     line = factor * statistics.fmean(baseline) if baseline else math.nan
     means = {place: statistics.fmean(values) for place, values in places.items() if values}
+    # A factor of 100 says that the metric is a share, which has limits: nothing is far off there.
     far = far_off({place: mean - line for place, mean in means.items()}) if factor == 1 else set()
     finite = [v for place, values in places.items() if place not in far for v in _spread(values)]
     lowest, highest = (min(finite), max(finite)) if finite else (0.0, 1.0)
@@ -382,7 +391,7 @@ def plot_curves(
 ) -> Any:
     """Plot curves over the steps, each with its standard deviation as a band.
 
-    lines: name, steps, means, deviations (NaN where there is none) of each.
+    lines: name, steps, means, deviations (NaN where unknown) of each.
     title: the label of the axis.
     """
     figure, axes = new_axes(7.2, 3.8, grid="both")
@@ -446,7 +455,8 @@ def plot_heat(
     edges = [0, *steps]
     low, high = limits
     mesh = axes.pcolormesh(edges, range(len(sites) + 1), values.T, cmap=HEAT, vmin=low, vmax=high)
-    mesh.set(edgecolor="face", linewidth=0.2)  # no hairlines between the cells of a vector picture
+    # Without an edge, viewers of vector pictures draw hairlines between the cells.
+    mesh.set(edgecolor="face", linewidth=0.2)
     axes.set_facecolor("0.85" if ink() == "black" else "0.3")
     is_empty = bool(np.isnan(values).any())
     axes.patch.set(hatch="////" if is_empty else None, edgecolor=ink())
@@ -475,7 +485,8 @@ def _draw(axes: Any, y: int, values: Sequence[float], edge: float) -> None:
         deviation = statistics.stdev(finite)
         plot([mean - deviation, mean + deviation], [y, y], color=COLOURS[0], linewidth=1.4, zorder=3)
     plot([mean], [y], marker="D", markersize=5, color=COLOURS[0], zorder=4)
-    behind = {"pad": 0.7, "facecolor": axes.get_facecolor(), "edgecolor": "none"}  # hides the line of float32 there
+    # A background, which hides the line of float32 behind the number.
+    behind = {"pad": 0.7, "facecolor": axes.get_facecolor(), "edgecolor": "none"}
     place = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "fontsize": 6.5}
     axes.annotate(f"{mean:#.3g}".rstrip("."), (mean, y), **place, bbox=behind, zorder=2.5)
 
