@@ -119,8 +119,8 @@ def sweep(
         seeds: the number of seeds, or the seeds.
         task_options: the options of the training: "optimizer", "learning_rate", "steps" and others, which the page
             "Configuring a sweep" lists.
-        updates: what the optimizer stores: names of `fpsim.UPDATES`, or mappings with the fields of `fpsim.Update`;
-            "float32" leaves the optimizer as it is.
+        updates: the formats that the optimizer stores: names of `fpsim.UPDATES`, or mappings with the fields of
+            `fpsim.Update`; "float32" leaves the optimizer as it is.
         also: further grids of cells for the same folder: mappings of those arguments above that differ. A grid with
             another task has that task's options.
         baseline: whether the float32 baseline of the report is trained with each seed too.

@@ -60,7 +60,7 @@ def find_task(name: str) -> Callable[[int], Task]:
 
     name: that of a task of the library, or an import path "package.module:function". A task that takes data of the
         user's own is "chars=book.txt"; one with settings, "cifar10,depth=56".
-    Raises ValueError for an unknown name, and for a path that leads to no function; TypeError for what is not a word.
+    Raises ValueError for an unknown name, and for a path that leads to no function; TypeError for another type.
 
     >>> find_task("digits") is digits
     True
@@ -96,7 +96,7 @@ def find_task(name: str) -> Callable[[int], Task]:
 
 
 def imported(kind: str, path: str) -> Any:
-    """What an import path "module:name" leads to. kind: what it is, for the error.
+    """Import the object of a path "module:name". kind: its description, for the error.
 
     Raises ValueError for a path that leads nowhere.
     """
@@ -104,6 +104,7 @@ def imported(kind: str, path: str) -> Any:
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
+        # The module itself may be fine, with a misspelt function: then its functions make the hint.
         there = vars(sys.modules[module]) if module in sys.modules else {}
         hint = did_you_mean(name, [word for word, value in there.items() if callable(value)])
         raise ValueError(
@@ -113,7 +114,7 @@ def imported(kind: str, path: str) -> Any:
 
 
 def is_of_library(name: str) -> bool:
-    """Whether the name of a task is one of this library's, with data of the user's own or without.
+    """True if the name of a task is one of this library's, with data of the user's own or without.
 
     >>> is_of_library("chars"), is_of_library("chars=book.txt"), is_of_library("mine:task")
     (True, True, False)
@@ -126,6 +127,7 @@ def add_to_path(folder: str | os.PathLike[str]) -> None:
     """Let modules of a folder be imported, behind those that can be imported already."""
     place = str(Path(folder).absolute())
     if place not in sys.path:
+        # At the end: a file beside a user's task must not hide an installed module.
         sys.path.append(place)
 
 
@@ -143,5 +145,6 @@ def folder_of(name: str) -> str | None:
     file = getattr(module, "__file__", None)
     if ":" not in name or file is None:
         return None
+    # The file of a package is its __init__.py, one level deeper than that of a module.
     is_package = hasattr(module, "__path__")
     return str(Path(file).absolute().parents[name.partition(":")[0].count(".") + is_package])

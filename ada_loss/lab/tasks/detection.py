@@ -38,7 +38,8 @@ class SmallSSD(nn.Module):
         self.classes = nn.ModuleList(nn.Conv2d(4 * width, n * CLASSES, 3, padding=1) for n in counts)
         self.boxes = nn.ModuleList(nn.Conv2d(4 * width, n * 4, 3, padding=1) for n in counts)
         for layer in self.modules():
-            if isinstance(layer, nn.Conv2d):  # torch's own initial weights would take 1.7 times as long
+            # With torch's own initial weights the training would take 1.7 times as long.
+            if isinstance(layer, nn.Conv2d):
                 nn.init.xavier_uniform_(layer.weight)
                 nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
 
@@ -66,7 +67,7 @@ def scene_anchors() -> Anchors:
 
 
 def _with_targets(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Images, and for each what its anchors are to say, with the true classes and boxes behind it."""
+    """Images and their targets: those of the anchors, and behind them the true classes and boxes."""
     scenes = drawn_scenes(count, seed)
     truths = torch.cat([scenes.classes[..., None].float(), scenes.boxes], dim=2)
     targets = torch.stack(

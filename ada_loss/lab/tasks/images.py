@@ -25,9 +25,11 @@ __all__ = ["CIFAR", "Cifar", "cifar10", "cifar100", "patches"]
 
 PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "hubble_deep_field", "immunohistochemistry", "retina", "rocket")
 SIDE, STRIDE = 32, 12
-DEPTH = 20  # of the ResNet that nobody chose
+# The default depth of the ResNet.
+DEPTH = 20
 TRAINING_SHARE = 0.7  # of an image's width, from the left
-MOST_PLAIN = 8  # of 255: patches of a plain background look the same in every photograph
+# Of 255. Patches of a plain background look the same in every photograph.
+MOST_PLAIN = 8
 TRAINED, TESTED = 200, 60  # patches of each photograph
 
 
@@ -75,7 +77,8 @@ def patches(seed: int = 0, depth: int | None = None, version: int | None = None,
         raise ImportError(f"The task patches needs photographs of {error.name}: {pip_install('lab')}.") from None
     photographs = [getattr(data, name)() for name in PHOTOGRAPHS] + list(load_sample_images().images)
     chosen: dict[str, list[Any]] = {"train": [], "test": []}
-    draw = np.random.default_rng(0)  # one choice of patches for all seeds
+    # One choice of patches for all seeds.
+    draw = np.random.default_rng(0)
     for photograph in photographs:
         height, width = photograph.shape[:2]
         border = int(TRAINING_SHARE * width)
@@ -136,11 +139,13 @@ class Cifar:
                     f"{self.name} is not in {root.absolute()}, and {address} could not be fetched ({error}). "
                     f"Put {self.archive} there, or name its folder in the environment variable ADA_LOSS_DATA."
                 ) from None
+            # The authors of CIFAR publish MD5 sums.
             if hashlib.md5(content, usedforsecurity=False).hexdigest() != self.md5:
                 raise ValueError(f"The file at {address} is not {self.name}: its MD5 sum differs. Try it again.")
             write_atomically(archive, content)
         try:
             with tarfile.open(archive) as packed:
+                # The filter refuses paths outside of the folder, links and devices.
                 packed.extractall(root, filter="data")
         except (tarfile.TarError, EOFError, OSError) as error:
             raise ValueError(f"{archive} cannot be unpacked ({error}). Remove it: it is downloaded again.") from None
@@ -152,6 +157,7 @@ class Cifar:
         for name in names:
             path = root / self.folder / name
             try:
+                # A pickle can run code. It comes from an archive with a known digest, or from the user's own folder.
                 batch = pickle.loads(path.read_bytes(), encoding="bytes")
                 images.append(np.asarray(batch[b"data"], dtype=np.uint8).reshape(-1, 3, SIDE, SIDE))
                 labels.extend(batch[self.labels])

@@ -97,7 +97,7 @@ class BasicBlock(nn.Module):
 class Bottleneck(nn.Module):
     """Three convolutions, each behind its normalisation, and nothing after the sum: He et al. 2016b, figure 1 (b).
 
-    The shortcut is a convolution where the shape changes, of what the first normalisation gives, as in their code.
+    The shortcut is a convolution of the normalised input where the shape changes, as in their code.
     """
 
     def __init__(self, inputs: int, inner: int, stride: int) -> None:
@@ -156,7 +156,7 @@ def resnet(depth: int, classes: int, version: int = 1, width: int = 16) -> nn.Se
 class WideBlock(nn.Module):
     """Two convolutions, each behind its normalisation: Zagoruyko and Komodakis 2016, figure 1 (c), without dropout.
 
-    The shortcut is a convolution where the shape changes, of what the first normalisation gives, as in their code.
+    The shortcut is a convolution of the normalised input where the shape changes, as in their code.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -217,7 +217,8 @@ class FixupBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shifted = self.bias1a(x)
         y = self.conv2(self.bias2a(torch.relu(self.bias1b(self.conv1(shifted)))))
-        if self.padding:  # of what was shifted, as in their code
+        # A shortcut of the shifted input, as in their code.
+        if self.padding:
             x = F.pad(shifted[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.padding))
         return torch.relu(x + self.bias2b(y * self.scale))
 
@@ -228,7 +229,8 @@ def _fixup(blocks: int, classes: int) -> nn.Sequential:
     nn.init.kaiming_normal_(first.weight, mode="fan_out", nonlinearity="relu")
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
-    shrink = (STAGES * blocks) ** -0.5  # L^(-1 / (2 m - 2)), of L blocks with m = 2 convolutions: their section 3
+    # L^(-1 / (2 m - 2)) for L blocks with m = 2 convolutions: their section 3.
+    shrink = (STAGES * blocks) ** -0.5
     layers: list[nn.Module] = [first, Shift(), nn.ReLU()]
     inputs = 16
     for stage in range(STAGES):

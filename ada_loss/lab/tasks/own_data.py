@@ -1,4 +1,4 @@
-"""What the name of a task says besides: a file or a folder of the user's own, with its hash, and settings.
+"""Parts of a task's name: a file or a folder of the user's own, with its hash, and settings.
 
 "chars=book.txt", "cifar10,depth=56", "pictures=FOLDER#0a1b2c3d,model=resnet18".
 """
@@ -17,14 +17,14 @@ from fpsim.checks import shown
 
 __all__ = ["is_of_own_data", "on_data", "parted", "settled", "with_hash"]
 
-# At the end of a name; of these words alone, for a path may have commas.
+# At the end of a name, and with these words only: a path may have commas.
 SETTING = re.compile(r",\s*(depth|version|model|size)=([\w.-]+)$")
 DIGITS = 8  # of a hash
 CHUNK = 1 << 20  # bytes that are read at once
 
 
 def parted(name: str) -> tuple[str, dict[str, str]]:
-    """The name of a task without its settings, and these.
+    """Split the name of a task into the name without settings, and the settings.
 
     >>> parted("pictures=my, own,model=resnet18,size=64")
     ('pictures=my, own', {'model': 'resnet18', 'size': '64'})
@@ -53,7 +53,7 @@ def settled(make_task: Callable[..., Task], name: str, settings: Mapping[str, st
 
 
 def is_of_own_data(name: str) -> bool:
-    """Whether the name of a task has a path.
+    """True if the name of a task has a path.
 
     >>> is_of_own_data("chars=book.txt"), is_of_own_data("chars"), is_of_own_data("mine:task")
     (True, False, False)
@@ -67,8 +67,8 @@ def on_data(make_task: Callable[..., Task], name: str) -> Callable[[int], Task]:
 
     make_task: the function of the task without a path.
     name: such as "chars=book.txt", or "chars=book.txt#0a1b2c3d" with the hash of the content.
-    Raises ValueError for a task that takes no path, and for a content with another hash; FileNotFoundError where there
-    is nothing.
+    Raises ValueError for a task that takes no path, and for content with another hash; FileNotFoundError for a missing
+    path.
     """
     argument = getattr(make_task, "made_of", None)
     task, _, rest = name.partition("=")
@@ -77,6 +77,7 @@ def on_data(make_task: Callable[..., Task], name: str) -> Callable[[int], Task]:
         raise ValueError(f"The task {task} takes no data of your own. Got {shown(name)}. Use {task!r}.")
     if not path:
         raise ValueError(f"The task {shown(name)} has no path behind '='. Use '{task}=PATH', or {task!r}.")
+    # A sweep that is resumed on other data would mix the results of both in one table.
     if known and (digest := _digest(path)) != known:
         raise ValueError(
             f"What is in {shown(path)} has changed since the sweep began: its hash is {digest}, and that of the cells "
@@ -91,7 +92,7 @@ def on_data(make_task: Callable[..., Task], name: str) -> Callable[[int], Task]:
 def with_hash(name: str) -> str:
     """The name of such a task with the hash of its content, so that another content gives other cells.
 
-    Raises FileNotFoundError where there is nothing.
+    Raises FileNotFoundError for a missing path.
     """
     base, _ = parted(name)
     task, _, rest = base.partition("=")
@@ -114,6 +115,7 @@ def _digest(path: str) -> str:
     digest = hashlib.sha256()
     for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
         if file.is_file():
+            # Names too: the folder of a picture is its class.
             digest.update(f"{file.relative_to(place).as_posix()}\0".encode())
             with open(file, "rb") as content:
                 while chunk := content.read(CHUNK):

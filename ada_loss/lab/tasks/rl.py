@@ -18,7 +18,8 @@ PLUS, EQUALS, SYMBOLS = 10, 11, 12
 DIGITS = 2  # of each number
 TRAIN, TEST = 512, 512
 GROUP = 8  # samples of a prompt
-TAUGHT, BATCH, RATE = 300, 128, 3e-3  # the supervised training before: steps, sums of a step, learning rate
+# The supervised training before: steps, sums in a step, learning rate.
+TAUGHT, BATCH, RATE = 300, 128, 3e-3
 
 
 def sums(count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -31,20 +32,23 @@ def sums(count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def is_right(tokens: Tensor, answers: Tensor) -> Tensor:
-    """The reward: 1 where all of an answer is right, else 0; (samples,)."""
+    """Reward of answers: 1 where all of it is right, else 0; (samples,)."""
     return (tokens == answers).all(dim=1).double()
 
 
-@lru_cache(maxsize=64)  # all settings of a seed begin with the same model
+# Cached: all settings of a seed begin with the same model.
+@lru_cache(maxsize=64)
 def taught(seed: int, steps: int) -> nn.Module:
-    """The policy before: the model after a supervised training in float32, by sums of a random stream of its own."""
+    """Train the initial policy in float32, supervised, on sums from a random stream of its own."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums have one order
+    # One thread, so that sums have one order and a seed gives one model.
+    torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             learner = SmallGPT(SYMBOLS)
-            draw = torch.Generator().manual_seed(seed + 2)  # 0 and 1 are the seeds of the data
+            # Shifted by 2: 0 and 1 are the seeds of the data.
+            draw = torch.Generator().manual_seed(seed + 2)
             optimizer = torch.optim.AdamW(learner.parameters(), lr=RATE)
             for _ in range(steps):
                 prompts, answers = sums(BATCH, draw)
@@ -86,4 +90,5 @@ def rl(seed: int = 0) -> Task:
     )
 
 
-rl.plays = True  # type: ignore[attr-defined]  # a format of a sweep may have a rollout
+# Formats of a sweep may have a rollout for this task.
+rl.plays = True

@@ -17,7 +17,8 @@ __all__ = ["segmentation"]
 
 TRAINED, TESTED = 768, 256  # scenes
 CLASSES = len(SHAPES) + 1
-BACKGROUND = 0.3  # the weight of its pixels, of which there are three or four for each of a shape
+# The weight of the background's pixels, of which there are three or four for each pixel of a shape.
+BACKGROUND = 0.3
 
 
 class SmallSegNet(nn.Module):
@@ -83,8 +84,8 @@ METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {"mean_iou": mean_iou, "
 def segmentation(seed: int = 0, path: str | os.PathLike[str] | None = None) -> Task:
     """The pixels of 768 drawn scenes, by a small SegNet, tested on 256 others; judged by the mean IoU of four classes.
 
-    The loss is the mean over all pixels of a batch, as SegNet's is: the gradient of one is divided by 10,000, which is
-    what small formats without scaling lose.
+    The loss is the mean over all pixels of a batch, as SegNet's is: the gradient of each is divided by 10,000, and
+    small formats lose it without scaling.
 
     Args:
         seed: of the weights.

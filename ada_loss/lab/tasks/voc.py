@@ -26,9 +26,11 @@ NAMES = (
 )
 CLASSES = len(NAMES) + 1  # 0 is the background
 MOST = 64  # objects of one picture: VOC has at most 56
-MEANS = (123.0, 117.0, 104.0)  # of red, green and blue, which VGG-16 is given without (Simonyan and Zisserman 2015)
+# Means of red, green and blue, which are subtracted for VGG-16 (Simonyan and Zisserman 2015).
+MEANS = (123.0, 117.0, 104.0)
 BATCH = 8  # pictures: the smaller of the two of the originals
-SCALE = 20.0  # of the features of conv4_3 after they are normalised (Liu et al. 2016, 3.1)
+# The initial scale of the features of conv4_3 after their normalisation (Liu et al. 2016, 3.1).
+SCALE = 20.0
 
 # Of each size: the grid, the step between centres, the ratios, and the extents of the boxes of each feature map, as in
 # the authors' code. The last extent is the next one's.
@@ -75,7 +77,8 @@ class SSD(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         layers = _vgg16()
-        self.conv4 = nn.Sequential(*layers[:23])  # as far as the ReLU of conv4_3
+        # Up to the ReLU of conv4_3.
+        self.conv4 = nn.Sequential(*layers[:23])
         self.scale = nn.Parameter(torch.full((512,), SCALE))
         self.conv7 = nn.Sequential(
             *layers[23:],
@@ -163,7 +166,7 @@ def _objects(file: Path, size: int) -> tuple[Tensor, Tensor]:
                 float(found.findtext(f"bndbox/{name}", "")) for name in ("xmin", "ymin", "xmax", "ymax")
             )
             classes.append(-label if found.findtext("difficult", "0").strip() == "1" else label)
-            # VOC counts pixels from 1, and the last one is in the box
+            # VOC counts pixels from 1, and the last one belongs to the box.
             boxes.append(((left - 1) / width, (top - 1) / height, right / width, bottom / height))
     except (ElementTree.ParseError, OSError, ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{file} is not an annotation of VOC ({error}). Remove its picture from ImageSets.") from None

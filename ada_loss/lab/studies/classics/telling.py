@@ -1,4 +1,4 @@
-"""What classics tell with: numbers of rows over their seeds, and panels of lines that look alike."""
+"""Tools of classics: numbers of rows over their seeds, and panels of lines that look alike."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Picture = Any  # a matplotlib figure
 
 
 class Rows(list[Row]):
-    """Rows of a setting, a seed, and what was measured.
+    """Rows of a setting, a seed, and measurements.
 
     >>> rows = Rows({"rate": rate, "seed": seed, "loss": rate + seed} for rate in (1, 2) for seed in (0, 1))
     >>> rows.of(seed=1)
@@ -85,7 +85,7 @@ class Rows(list[Row]):
         return found
 
     def against(self, by: str, name: str, plain: Any, **wanted: Any) -> dict[Any, list[float]]:
-        """A column minus what it is where `by` is plain, for each seed, for each value of `by`.
+        """A column minus its value where `by` is plain, for each seed, for each value of `by`.
 
         >>> rows = Rows([{"format": "fp32", "loss": 4}, {"format": "bf16", "loss": 6}])
         >>> rows.against("format", "loss", "fp32"), rows.times("format", "loss", "fp32")
@@ -94,7 +94,7 @@ class Rows(list[Row]):
         return self._pairs(sub, plain, self._by(by, name, 1, **wanted))
 
     def times(self, by: str, name: str, plain: Any, **wanted: Any) -> dict[Any, list[float]]:
-        """A column over what it is where `by` is plain, likewise."""
+        """A column over its value where `by` is plain, likewise."""
         return self._pairs(truediv, plain, self._by(by, name, 1, **wanted))
 
     @staticmethod
@@ -182,7 +182,7 @@ def below(picture: Picture, row: Sequence[Any]) -> None:
 
 
 def label(axes: Any, x: str, y: str = "", title: str = "", legend: Any = None, **limits: Any) -> None:
-    """What a panel shows. legend: where it is, None for none; limits: and scales, of matplotlib's `set`."""
+    """Label a panel. legend: its place, None for none; limits: and scales, of matplotlib's `set`."""
     axes.set(xlabel=x, ylabel=y, **limits)
     axes.set_title(title, fontsize=9)
     if legend is not None:
