@@ -219,8 +219,7 @@ class TensorBoard(TrackerOfRuns):
         (folder / "begun").rename(folder / "cell")
 
     def abandon(self, cell: str) -> None:
-        _, writer, _, _ = self._open.pop(cell)
-        writer.close()
+        self._open.pop(cell)[1].close()
 
 
 class MLflow(TrackerOfRuns):
@@ -245,17 +244,10 @@ class MLflow(TrackerOfRuns):
         # alembic, with which MLflow makes its tables, would print a line for each.
         logging.getLogger("alembic").setLevel(logging.WARNING)
         self._client = MlflowClient(uri)
-        existing = self._client.get_experiment_by_name(experiment)
-        self._experiment = (
-            existing.experiment_id
-            if existing
-            else self._client.create_experiment(experiment, artifact_location=artifacts)
-        )
-        self._open: dict[str, tuple[str, About]] = {}
-        # The last step of each curve of a cell.
-        self._last: dict[str, dict[str, float]] = {}
-        # The curves of a cell that have an infinity; see `finish`.
-        self._infinite: dict[str, set[str]] = {}
+        known = self._client.get_experiment_by_name(experiment)
+        self._experiment = known.experiment_id if known else self._client.create_experiment(experiment, artifacts)
+        # By cell: the run, the cell in words, the last step of each curve, and the curves that have an infinity.
+        self._open: dict[str, tuple[str, About, dict[str, float], set[str]]] = {}
 
     def known(self) -> set[str]:
         return {cell for cell, _ in self._runs("attributes.status = 'FINISHED'")}
@@ -281,26 +273,26 @@ class MLflow(TrackerOfRuns):
         run = self._client.create_run(self._experiment, run_name=about.name, tags=tags).info.run_id
         parameters = [Param(name, value) for name, value in _parameters(config, about).items()]
         self._client.log_batch(run, [], parameters)
-        self._open[cell], self._last[cell], self._infinite[cell] = (run, about), {}, set()
+        self._open[cell] = run, about, {}, set()
 
     def add(self, cell: str, curves: Curves) -> None:
         from mlflow.entities import Metric
 
-        run, _ = self._open[cell]
+        run, _, last, infinite = self._open[cell]
         now = int(1000 * time.time())
         points = []
         for name, (steps, values) in curves.items():
             points += [Metric(_key(name), float(v), now, int(step)) for step, v in zip(steps, values)]
-            self._last[cell][name] = float(steps.max())
+            last[name] = float(steps.max())
             if any(map(math.isinf, values)):
-                self._infinite[cell].add(name)
+                infinite.add(name)
         for first in range(0, len(points), AT_ONCE):
             self._client.log_batch(run, points[first : first + AT_ONCE])
 
     def finish(self, cell: str, row: Mapping[str, Any], telemetry: Path) -> None:
         from mlflow.entities import Metric, RunTag
 
-        (run, about), last, infinite = self._open.pop(cell), self._last.pop(cell), self._infinite.pop(cell)
+        run, about, last, infinite = self._open.pop(cell)
         now, numbers = int(1000 * time.time()), _numbers(row)
         end = int(max(last.values(), default=0))
         # Behind the points of a curve with the same name: MLflow shows the last number of a run.
@@ -316,9 +308,7 @@ class MLflow(TrackerOfRuns):
         self._client.set_terminated(run)
 
     def abandon(self, cell: str) -> None:
-        run, _ = self._open.pop(cell)
-        del self._last[cell], self._infinite[cell]
-        self._client.set_terminated(run, "KILLED")
+        self._client.set_terminated(self._open.pop(cell)[0], "KILLED")
 
 
 def _key(name: str) -> str:
@@ -357,24 +347,18 @@ class WandB(TrackerOfRuns):
         if mode not in ("offline", "online"):
             raise ValueError(f"Got mode={shown(mode)}. Use 'offline' or 'online'.")
         self.folder, self.group, self.project, self.mode, self._wandb = Path(folder), group, project, mode, wandb
-        self._open: dict[str, tuple[Any, About]] = {}
-        self._seen: dict[str, set[str]] = {}  # the curves of each cell
+        # By cell: the run, the cell in words, and the names of its curves.
+        self._open: dict[str, tuple[Any, About, set[str]]] = {}
 
     def known(self) -> set[str]:
-        return {self._cell(path) for path in self._folders()} - {path.name[1:] for path in self.folder.glob(".*")}
-
-    def _folders(self) -> list[Path]:
-        return [path for path in self.folder.glob("*run-*") if path.is_dir()]
-
-    def _cell(self, folder: Path) -> str:
-        return folder.name.rpartition("-")[2]
+        runs = {path.name.rpartition("-")[2] for path in self.folder.glob("*run-*/")}
+        return runs - {path.name[1:] for path in self.folder.glob(".*")}
 
     def begin(self, cell: str, config: Mapping[str, Any], about: About) -> None:
         # This file exists as long as the run is not finished.
         begun = self.folder / f".{cell}"
-        for path in self._folders() if begun.exists() else ():
-            if self._cell(path) == cell:
-                shutil.rmtree(path)
+        for path in self.folder.glob(f"*run-*-{cell}/") if begun.exists() else ():
+            shutil.rmtree(path)
         write_atomically(begun, b"")
         settings = {"silent": True, "console": "off", "disable_git": True, "x_disable_stats": True}
         # The library appends "wandb" to the folder that it gets.
@@ -394,26 +378,25 @@ class WandB(TrackerOfRuns):
         )
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
-        self._open[cell], self._seen[cell] = (run, about), set()
+        self._open[cell] = run, about, set()
 
     def add(self, cell: str, curves: Curves) -> None:
-        run, _ = self._open[cell]
-        self._seen[cell] |= curves.keys()
+        run, _, seen = self._open[cell]
+        seen |= curves.keys()
         # A column "step" of its own: the library drops numbers with a smaller step than the one before.
         rows: dict[tuple[float, int], dict[str, float]] = {}
         for name, (steps, values) in curves.items():
             times: dict[float, int] = {}
             for step, value in zip(steps.tolist(), values.tolist()):
-                # A user's training may log a curve twice at one step. Each becomes a row, or the second would replace
-                # the first.
+                # A row for each time that a user's training logs a curve at one step, or the last would win.
                 times[step] = times.get(step, -1) + 1
                 rows.setdefault((step, times[step]), {})[name] = value
         for (step, _), numbers in sorted(rows.items()):
             run.log({"step": int(step), **numbers})
 
     def finish(self, cell: str, row: Mapping[str, Any], telemetry: Path) -> None:
-        run, about = self._open.pop(cell)
-        lower = about.lower([*row["metrics"], *sorted(self._seen.pop(cell))])
+        run, about, seen = self._open.pop(cell)
+        lower = about.lower([*row["metrics"], *sorted(seen)])
         if lower:
             run.notes = f"{LOWER.capitalize()}: {', '.join(lower)}."
         run.summary.update({f"final/{name}": value for name, value in _numbers(row).items()})
@@ -421,9 +404,7 @@ class WandB(TrackerOfRuns):
         (self.folder / f".{cell}").unlink(missing_ok=True)
 
     def abandon(self, cell: str) -> None:
-        run, _ = self._open.pop(cell)
-        del self._seen[cell]
-        run.finish(exit_code=1)
+        self._open.pop(cell)[0].finish(exit_code=1)
 
 
 def _cell_in(path: Path) -> str:
@@ -461,9 +442,8 @@ def make_trackers(wanted: Sequence[str | Tracker], out: Path) -> list[Tracker]:
         elif tracker == "wandb":
             made.append(WandB(out / "wandb", out.absolute().name))
         elif not (hasattr(tracker, "known") and hasattr(tracker, "log")):
-            hint = did_you_mean(tracker, TRACKERS)
-            known = ", ".join(TRACKERS)
-            raise ValueError(f"Unknown tracker {shown(tracker)}.{hint} Known: {known}, or an object of your own.")
+            known = f"{did_you_mean(tracker, TRACKERS)} Known: {', '.join(TRACKERS)}"
+            raise ValueError(f"Unknown tracker {shown(tracker)}.{known}, or an object of your own.")
         else:
             made.append(tracker)
     return made

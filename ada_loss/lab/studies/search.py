@@ -230,7 +230,9 @@ def search(
         if train is not None:
             raise ValueError("Got modules with train=. They are those of a task's model: use a task, or no modules.")
         space.require_modules(_task_of(task)(first.config["seed"]).model)
-    track = options.pop("track", ())
+    told: dict[str, Any] = {"track": options.pop("track", ()), "show_progress": show_progress, "goals": said}
+    given = task if train is None else train
+    function = None if isinstance(given, str) else given
     _require_options(options)
     execution = Execution(workers=workers, engine=engine, **options)
     with _kept_open(execution) as opened:
@@ -240,10 +242,7 @@ def search(
         ) -> list[list[dict[str, float]]]:
             """The metrics of each format with each seed; empty where a training failed or diverged."""
             cells = plan(task, formats, [method], seeds=[*chosen], **grid)
-            given = task if train is None else train
-            function = None if isinstance(given, str) else given
-            words = {"track": track, "show_progress": show_progress, "title": title, "goals": said}
-            done = run_cells(cells, folder, opened, function, **words)
+            done = run_cells(cells, folder, opened, function, title=title, **told)
             metrics = {c["id"]: c["metrics"] for c in done.cells if c["state"] == "done" and not c["diverged"]}
             by_cell = [metrics.get(cell.id, {}) for cell in cells]
             return [by_cell[i : i + len(chosen)] for i in range(0, len(by_cell), len(chosen))]
