@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["LARGEST_OVERLAP", "Anchors", "by_anchor", "corners", "iou"]
+__all__ = ["LARGEST_OVERLAP", "Anchors", "anchors_on", "corners", "iou", "predictions", "with_glorot_weights"]
 
 # An anchor belongs to an object from this IoU on.
 MATCHED = 0.5
@@ -18,9 +20,38 @@ RIGHT = 0.5  # IoU from which on a box is right
 LEVELS = 11  # of recall, in the metric of VOC 2007
 
 
-def by_anchor(x: Tensor, numbers: int) -> Tensor:
+def anchors_on(
+    grid: int, step: float, extents: Iterable[tuple[float, float]]
+) -> list[tuple[float, float, float, float]]:
+    """Anchors of a grid, centre, width and height: all extents in each cell, row by row as `predictions` has them."""
+    return [
+        (step * (column + 0.5), step * (row + 0.5), width, height)
+        for row in range(grid)
+        for column in range(grid)
+        for width, height in extents
+    ]
+
+
+def predictions(maps: Sequence[Tensor], classes: nn.ModuleList, boxes: nn.ModuleList, labels: int) -> Tensor:
+    """Outputs of a detector, (batch, anchors, labels + 4), by one head for classes and one for boxes on each map."""
+    logits, offsets = (
+        [_by_anchor(head(x), numbers) for head, x in zip(heads, maps)]
+        for heads, numbers in ((classes, labels), (boxes, 4))
+    )
+    return torch.cat([torch.cat(logits, dim=1), torch.cat(offsets, dim=1)], dim=2)
+
+
+def _by_anchor(x: Tensor, numbers: int) -> Tensor:
     """(batch, anchors of a cell * numbers, height, width) -> (batch, anchors, numbers)."""
     return x.permute(0, 2, 3, 1).reshape(len(x), -1, numbers)
+
+
+def with_glorot_weights(model: nn.Module) -> None:
+    """Draw the weights of all convolutions as Glorot and Bengio 2010 do; their biases are zero."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
 
 
 def corners(boxes: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from ada_loss.lab.tasks.image_files import read_labels, read_picture
-from ada_loss.lab.tasks.task import Task
+from ada_loss.lab.tasks.task import Task, seeded
 from fpsim.checks import shown
 
 __all__ = ["SegNetBasic", "camvid"]
@@ -94,14 +94,11 @@ def camvid(seed: int, path: str | os.PathLike[str], metrics: dict[str, Callable[
     """
     parts = {part: _files_of(Path(path), part) for part in ("train", "val")}
     weight = _median_frequencies([labels for _, labels in parts["train"]])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = SegNetBasic()
     train = CamVid(parts["train"], True)
     batch = min(BATCH, len(train))
     loader: Any = DataLoader(train, batch, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(seed))
     test = DataLoader(CamVid(parts["val"], False), BATCH)
-    return Task("segmentation", model, loader, test, partial(_loss, weight), metrics)
+    return Task("segmentation", seeded(seed, SegNetBasic), loader, test, partial(_loss, weight), metrics)
 
 
 def _loss(weight: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:

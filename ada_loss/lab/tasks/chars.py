@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ada_loss.lab.tasks.task import Task, made_of, trained_with
+from ada_loss.lab.tasks.task import Task, made_of, seeded, trained_with
 from fpsim.checks import shown
 
 __all__ = ["chars", "drawn", "log_likelihood"]
@@ -123,9 +123,7 @@ def chars(seed: int = 0, text: str | os.PathLike[str] | None = None) -> Task:
     stretches = numbers[: (len(numbers) - 1) // CONTEXT * CONTEXT].view(-1, CONTEXT)
     following = numbers[1 : 1 + stretches.numel()].view(-1, CONTEXT)
     split = len(stretches) * 9 // 10
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = SmallGPT(len(known))
+    model = seeded(seed, lambda: SmallGPT(len(known)))
     data = ((stretches[:split], following[:split]), (stretches[split:], following[split:]))
     return Task("chars", model, *data, next_character, {"bits_per_character": bits_per_character, "accuracy": accuracy})
 

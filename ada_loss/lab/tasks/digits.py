@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ada_loss.lab.tasks.task import Task, accuracy, trained_with
+from ada_loss.lab.tasks.task import Task, accuracy, seeded, trained_with
 from fpsim.checks import pip_install
 
 __all__ = ["deep_digits", "digits"]
@@ -100,7 +100,5 @@ def _digits(name: str, make_model: Callable[[], nn.Module], seed: int) -> Task:
     split = train_test_split(images, labels, test_size=450, random_state=0, stratify=labels)
     x_train, x_test = (torch.tensor(x, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16 for x in split[:2])
     y_train, y_test = (torch.tensor(y, dtype=torch.int64) for y in split[2:])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = make_model()
+    model = seeded(seed, make_model)
     return Task(name, model, (x_train, y_train), (x_test, y_test), nn.functional.cross_entropy, {"accuracy": accuracy})

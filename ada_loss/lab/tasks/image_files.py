@@ -7,7 +7,7 @@ import importlib.resources
 import os
 import struct
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from ada_loss.lab.tasks.networks import resnet
-from ada_loss.lab.tasks.task import Task, accuracy, made_of, settled_by, trained_with
+from ada_loss.lab.tasks.task import Task, accuracy, made_of, seeded, settled_by, trained_with
 from fpsim.checks import is_whole, pip_install, refuse, shown
 
 __all__ = ["fashion", "mnist5k", "normalised", "pictures", "read_labels", "read_picture"]
@@ -62,9 +62,7 @@ def _task(name: str, data: Split, classes: int, seed: int, make_model: Callable[
     x = data[0][0].float()
     mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True).clamp(min=1.0)
     train, test = (((images.float() - mean) / deviation, labels) for images, labels in data)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = ImageNet(x.shape[1], x.shape[2], classes) if make_model is None else make_model()
+    model = seeded(seed, make_model or partial(ImageNet, x.shape[1], x.shape[2], classes))
     return Task(name, model, train, test, F.cross_entropy, {"accuracy": accuracy})
 
 
@@ -202,9 +200,7 @@ def _pictures_for(model: str, files: Mapping[str, list[Path]], side: int, seed: 
     if model not in known:
         raise ValueError(refuse(f"Unknown model={shown(model)}", known, word=model))
     train, test = (Pictures(part, side) for part in _split(files))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        network = models.get_model(model, weights=None, num_classes=len(files))
+    network = seeded(seed, partial(models.get_model, model, weights=None, num_classes=len(files)))
     shuffled = DataLoader(train, BATCH, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(seed))
     return Task("pictures", network, shuffled, DataLoader(test, BATCH), F.cross_entropy, {"accuracy": accuracy})
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ada_loss.files import write_atomically
 from ada_loss.lab.tasks.networks import network, resnet
-from ada_loss.lab.tasks.task import Task, accuracy, settled_by, trained_with
+from ada_loss.lab.tasks.task import Task, accuracy, seeded, settled_by, trained_with
 from fpsim.checks import pip_install, shown
 
 __all__ = ["CIFAR", "Cifar", "cifar10", "cifar100", "patches"]
@@ -48,11 +48,12 @@ def _task(
         raise ValueError(f"model={shown(model)} was given with the depth or version of a ResNet. Give one of them.")
     x = train[0].float()
     mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        chosen = resnet(depth or DEPTH, classes, version or 1) if model is None else network(model, classes)
+
+    def make() -> nn.Module:
+        return resnet(depth or DEPTH, classes, version or 1) if model is None else network(model, classes)
+
     data = tuple(((images.float() - mean) / deviation, labels) for images, labels in (train, test))
-    return Task(name, chosen, data[0], data[1], F.cross_entropy, {"accuracy": accuracy})
+    return Task(name, seeded(seed, make), data[0], data[1], F.cross_entropy, {"accuracy": accuracy})
 
 
 @settled_by(depth=int, version=int, model=str)

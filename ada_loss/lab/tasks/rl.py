@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ada_loss.lab.tasks.chars import SmallGPT
 from ada_loss.lab.tasks.policy_gradient import CURVES, expected_reward, play, policy_gradient
-from ada_loss.lab.tasks.task import Task, trained_with
+from ada_loss.lab.tasks.task import Task, seeded, trained_with
 
 __all__ = ["rl"]
 
@@ -44,19 +44,17 @@ def taught(seed: int, steps: int) -> nn.Module:
     # One thread, so that sums have one order and a seed gives one model.
     torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            learner = SmallGPT(SYMBOLS)
-            # Shifted by 2: 0 and 1 are the seeds of the data.
-            draw = torch.Generator().manual_seed(seed + 2)
-            optimizer = torch.optim.AdamW(learner.parameters(), lr=RATE)
-            for _ in range(steps):
-                prompts, answers = sums(BATCH, draw)
-                outputs = learner(torch.cat([prompts, answers[:, :-1]], dim=1))[:, -answers.shape[1] :]
-                optimizer.zero_grad()
-                F.cross_entropy(outputs.flatten(0, 1), answers.flatten()).backward()
-                optimizer.step()
+        learner = seeded(seed, lambda: SmallGPT(SYMBOLS))
+        # Shifted by 2: 0 and 1 are the seeds of the data.
+        draw = torch.Generator().manual_seed(seed + 2)
+        optimizer = torch.optim.AdamW(learner.parameters(), lr=RATE)
+        for _ in range(steps):
+            prompts, answers = sums(BATCH, draw)
+            outputs = learner(torch.cat([prompts, answers[:, :-1]], dim=1))[:, -answers.shape[1] :]
             optimizer.zero_grad()
+            F.cross_entropy(outputs.flatten(0, 1), answers.flatten()).backward()
+            optimizer.step()
+        optimizer.zero_grad()
     finally:
         torch.set_num_threads(threads)
     return learner
@@ -91,4 +89,4 @@ def rl(seed: int = 0) -> Task:
 
 
 # Formats of a sweep may have a rollout for this task.
-rl.plays = True
+rl.plays = True  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ada_loss.lab.tasks.camvid import camvid
 from ada_loss.lab.tasks.scenes import SHAPES, drawn_scenes
-from ada_loss.lab.tasks.task import Task, made_of, trained_with
+from ada_loss.lab.tasks.task import Task, made_of, seeded, trained_with
 
 __all__ = ["segmentation"]
 
@@ -98,8 +98,5 @@ def segmentation(seed: int = 0, path: str | os.PathLike[str] | None = None) -> T
     if path is not None:
         return camvid(seed, path, METRICS)
     train, test = drawn_scenes(TRAINED, 0), drawn_scenes(TESTED, 1)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = SmallSegNet()
     data = (train.images, train.pixels), (test.images, test.pixels)
-    return Task("segmentation", model, *data, balanced_cross_entropy, METRICS)
+    return Task("segmentation", seeded(seed, SmallSegNet), *data, balanced_cross_entropy, METRICS)

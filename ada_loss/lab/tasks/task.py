@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ada_loss.lab.directions import goals_of
 from fpsim.checks import did_you_mean, require_callable, require_mapping, shown
 
-__all__ = ["Task", "accuracy", "is_pair", "made_of", "settled_by", "trained_with", "types_of_pair"]
+__all__ = ["Task", "accuracy", "is_pair", "made_of", "seeded", "settled_by", "trained_with", "types_of_pair"]
 
 
 # Iterables of something else than batches.
@@ -136,6 +137,13 @@ def accuracy(outputs: Tensor, targets: Tensor) -> float:
     """Share of the samples whose largest output is the target's; NaN outputs are wrong."""
     right = (outputs.argmax(dim=1) == targets) & ~outputs.isnan().any(dim=1)
     return float(right.float().mean())
+
+
+def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
+    """Make a model with initial weights from the seed. torch's random numbers go on as if it had not been made."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
 
 
 Make = TypeVar("Make", bound=Callable[..., Task])

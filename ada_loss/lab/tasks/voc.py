@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from ada_loss.lab.tasks.boxes import Anchors, by_anchor
+from ada_loss.lab.tasks.boxes import Anchors, anchors_on, predictions, with_glorot_weights
 from ada_loss.lab.tasks.image_files import read_picture
-from ada_loss.lab.tasks.task import Task
+from ada_loss.lab.tasks.task import Task, seeded
 from fpsim.checks import shown
 
 __all__ = ["SSD", "anchors_of", "voc"]
@@ -62,12 +62,7 @@ def anchors_of(size: int) -> Anchors:
         for ratio in ratios:
             root = math.sqrt(ratio)
             kinds += [(extent * root, extent / root), (extent / root, extent * root)]
-        boxes += [
-            (step * (column + 0.5), step * (row + 0.5), width, height)
-            for row in range(grid)
-            for column in range(grid)
-            for width, height in kinds
-        ]
+        boxes += anchors_on(grid, step, kinds)
     return Anchors(torch.tensor(boxes), CLASSES, MOST)
 
 
@@ -94,10 +89,7 @@ class SSD(nn.Module):
         counts = [2 + 2 * len(ratios) for ratios in RATIOS[size]]
         self.classes = nn.ModuleList(nn.Conv2d(c, n * CLASSES, 3, padding=1) for c, n in zip(channels, counts))
         self.boxes = nn.ModuleList(nn.Conv2d(c, n * 4, 3, padding=1) for c, n in zip(channels, counts))
-        for layer in self.modules():
-            if isinstance(layer, nn.Conv2d):
-                nn.init.xavier_uniform_(layer.weight)
-                nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+        with_glorot_weights(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv4(x)
@@ -107,9 +99,7 @@ class SSD(nn.Module):
         for extra in self.extras:
             x = extra(x)
             maps.append(x)
-        logits = [by_anchor(head(y), CLASSES) for head, y in zip(self.classes, maps)]
-        offsets = [by_anchor(head(y), 4) for head, y in zip(self.boxes, maps)]
-        return torch.cat([torch.cat(logits, dim=1), torch.cat(offsets, dim=1)], dim=2)
+        return predictions(maps, self.classes, self.boxes, CLASSES)
 
 
 def _vgg16() -> list[nn.Module]:
@@ -189,9 +179,7 @@ def voc(seed: int, path: str | os.PathLike[str], size: int = 300) -> Task:
         raise ValueError(f"size={shown(size)} is not one of SSD. Expected: 300 or 512.")
     parts = {part: _names_of(Path(path), part) for part in ("trainval", "test")}
     train, test = Voc(parts["trainval"], size, True), Voc(parts["test"], size, False)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = SSD(size)
+    model = seeded(seed, lambda: SSD(size))
     anchors = train.anchors
     batch = min(BATCH, len(train))
     loader: Any = DataLoader(train, batch, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(seed))
