@@ -134,9 +134,11 @@ def _of_operands(products: Mapping[str, str]) -> str:
         return ""
     parts = {name: _parts(fmt) for name, fmt in products.items()}
     elements = {element for element, _ in parts.values()}
+    # Blocks have names of their own, which hold element and scale in one word.
     if len(elements) > 1 or any(fmt in fpsim.BLOCKS for fmt in products.values()):
         return ""
     (element,) = elements
+    # A gradient without a scale of its own is scaled by the method of the cell.
     if not parts["dy"][1]:
         return f"{element}, gradients by method" if parts["x"][1] == parts["w"][1] else ""
     if all(fmt.endswith(TILES) for fmt in products.values()) and len({*products.values()}) > 1:

@@ -143,6 +143,7 @@ def in_units(metric: str, value: float, unit: bool = True, tolerance: float | No
         # "z" prints -0.0 as 0.0.
         return f"{100 * value:z.{min(digits, MOST_DIGITS)}f}{' points' * unit}"
     if tolerance is not None and tolerance > 0 and math.isfinite(value):
+        # Two digits beyond the first of the tolerance: smaller ones decide nothing.
         value = round(value, 2 - math.floor(math.log10(tolerance)))
     return f"{value:z.3g}"
 

@@ -123,6 +123,7 @@ def _tick(verdict: Verdict, value: float) -> str:
 
 def _line(one: Combination, axis: _Axis, listed: Collection[str] | None) -> dict[str, Any]:
     comparison, sign = one.comparison, axis.verdict.sign
+    # Judgements are positive where the setting is better; the drawing has the metric's own direction.
     low, high = (math.nan, math.nan) if one.judgement is None else sorted(sign * b for b in one.judgement.interval)
     words = (
         in_units(comparison.metric, comparison.mean, False, axis.tolerance)
@@ -189,6 +190,7 @@ def curve_panels(
             }
         )
     panels = panels or {BASELINE: []}
+    better = results.directions.words(name.split("/")[0])
     seeds = "the seeds" if most_seeds is None else f"the first {most_seeds} seeds"
     # float32 is one line, even if several grids trained it.
     lines = [
@@ -201,7 +203,7 @@ def curve_panels(
     ]
     return {
         "name": name,
-        "title": f"{', '.join(filter(None, (name, _direction(results, name))))}: mean over {seeds}, and deviation",
+        "title": f"{', '.join(filter(None, (name, better)))}: mean over {seeds}, and deviation",
         "panels": shown,
         "legend": [(i, word or "all") for i, word in enumerate(methods[:MOST_LINES])],
         "float32": bool(float32),
@@ -210,11 +212,6 @@ def curve_panels(
         "last": f"{last:.0f}",
         "is_log": is_log,
     }
-
-
-def _direction(results: StoredResults, name: str) -> str:
-    """Note for a curve of which lower is better; "" for others."""
-    return results.directions.words(name.split("/")[0])
 
 
 def _cells(

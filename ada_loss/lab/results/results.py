@@ -85,6 +85,7 @@ class StoredResults:
         self.reasons = read_reasons(self.out)
         formats = {self._label(fmt): fmt for fmt in (cell["config"]["format"] for cell in self.cells)}
         names = names_of(formats.values(), read_names(self.out))
+        # Escaped here, once: names reach terminals, tables and the report.
         self.names = {in_line(words): in_line(name) for words, name in names.items()}
 
     @property

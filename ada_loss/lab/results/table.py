@@ -228,6 +228,7 @@ def mean_and_deviation(metric: str, mean: float, deviation: float = math.nan, pl
         mean, deviation, form, small = 100 * mean, 100 * deviation, ".1f", ".1f"
     else:
         size = max(abs(value) for value in (mean, deviation, 0.0) if math.isfinite(value))
+        # By the larger of mean and deviation, so that both have the same decimals.
         is_plain = not size or LEAST_PLAIN <= size < MOST_PLAIN
         digits = max(4, 3 - math.floor(math.log10(size))) if size and is_plain else 4
         form, small = (f".{digits}f",) * 2 if is_plain else (".3e", ".1e")

@@ -103,6 +103,7 @@ def _call(name: str, function: Any) -> Any:
 def _sites(task: Task, model: nn.Module) -> list[dict[str, Any]]:
     batch = task.train if is_pair(task.train) else next(iter(task.train))
     x, y = (t[:BATCH] for t in batch)
+    # Samples and dropout must not move the caller's random numbers.
     with torch.random.fork_rng(devices=[]):
         # The batch has prompts. The loss takes samples that are drawn from them.
         if task.play is not None:

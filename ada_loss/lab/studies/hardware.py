@@ -115,6 +115,7 @@ def _hybrid(forward: str, gradient: str, scale: str) -> dict[str, Any]:
 
 
 def _h100(model: nn.Module | None, settled: bool) -> Policy:
+    # Only sums of gradients are promoted to float32 every 128 terms; see the lines of the preset.
     slow = "hopper_fp8_chunk128"
     return fpsim.recipe("fp8_current", model, accumulator=("hopper_fp8", slow, slow))
 
@@ -140,6 +141,7 @@ def _tpu(model: nn.Module | None, settled: bool) -> Policy:
 
 
 def _gaudi(model: nn.Module | None, settled: bool) -> Policy:
+    # One step has no history. Settled, its scales are those of the tensor itself.
     return fpsim.recipe("fp8_delayed", model, **_hybrid("e4m3", "e5m2", "current" if settled else "delayed"))
 
 

@@ -78,6 +78,7 @@ class Progress:
         self._values: dict[str, tuple[str, bool, list[float]]] = {}
         self._bar, self._pause = None, FIRST_LINE
         self._over = threading.Event()
+        # A daemon: it must not keep a process alive whose driver was killed by an exception.
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def begin(self, words: str) -> None:
@@ -96,6 +97,7 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._over.set()
+        # Not started where nothing is shown.
         if self._thread.is_alive():
             self._thread.join()
         if self._bar is not None:

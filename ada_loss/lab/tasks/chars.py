@@ -121,6 +121,7 @@ def chars(seed: int = 0, text: str | os.PathLike[str] | None = None) -> Task:
     known = {character: number for number, character in enumerate(sorted(set(content)))}
     numbers = torch.tensor([known[character] for character in content])
     stretches = numbers[: (len(numbers) - 1) // CONTEXT * CONTEXT].view(-1, CONTEXT)
+    # The same text, one character later: the target of each character is the next one.
     following = numbers[1 : 1 + stretches.numel()].view(-1, CONTEXT)
     split = len(stretches) * 9 // 10
     model = seeded(seed, lambda: SmallGPT(len(known)))

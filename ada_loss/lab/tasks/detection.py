@@ -55,6 +55,7 @@ def scene_anchors() -> Anchors:
 def _with_targets(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Images and their targets: those of the anchors, and behind them the true classes and boxes."""
     scenes = drawn_scenes(count, seed)
+    # The loss needs the targets of anchors, the metrics the true boxes. A batch has one tensor for both.
     truths = torch.cat([scenes.classes[..., None].float(), scenes.boxes], dim=2)
     targets = torch.stack(
         [scene_anchors().matched(boxes, classes) for boxes, classes in zip(scenes.boxes, scenes.classes)]

@@ -140,6 +140,7 @@ def resnet(depth: int, classes: int, version: int = 1, width: int = 16) -> nn.Se
         )
     blocks = (depth - 2) // step
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False)]
+    # Blocks of version 2 begin with these themselves, and the last ones follow behind all blocks.
     if version == 1:
         layers += [nn.BatchNorm2d(width), nn.ReLU()]
     inputs = width

@@ -46,6 +46,7 @@ class Targets(NamedTuple):
 
     def packed(self) -> Tensor:
         """One tensor, (samples, tokens, 4), as a batch of a training has it."""
+        # Tokens are exact in it: float32 holds integers up to 2^24.
         return torch.stack([part.to(self.drawn.dtype) for part in self], dim=-1)
 
     @classmethod
@@ -66,6 +67,7 @@ def drawn(forward: Callable[[Tensor], Tensor], prompts: Tensor, count: int) -> t
     text, known = prompts, []
     with torch.no_grad():
         for _ in range(count):
+            # In float64, so that two engines differ by their own rounding only, not by that of the softmax.
             last = torch.log_softmax(forward(text)[:, -1].double(), dim=-1)
             token = torch.multinomial(last.exp().cpu(), 1).to(text.device)
             known.append(last.gather(-1, token))
@@ -146,6 +148,7 @@ def dlogp(outputs: Tensor, targets: Tensor) -> float:
 def kl(outputs: Tensor, targets: Tensor) -> float:
     """The estimate of KL(q | p) from tokens that q drew, r - 1 - log r (k3 of fpsim.mismatch)."""
     change = _change(outputs, targets)
+    # expm1, as the ratio is near 1: exp(x) - 1 would cancel.
     return (change.expm1() - change).mean().item()
 
 

@@ -53,6 +53,7 @@ def drawn_scenes(count: int, seed: int) -> Scenes:
         taken = np.zeros((SIDE, SIDE), bool)
         for place in range(rng.integers(1, MOST_SHAPES + 1)):
             box = _free_box(rng, taken)
+            # A full scene keeps fewer shapes: none is drawn over another, as each pixel has one class.
             if box is None:
                 continue
             taken[box[1] : box[3], box[0] : box[2]] = True

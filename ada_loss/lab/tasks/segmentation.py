@@ -65,6 +65,7 @@ def mean_iou(outputs: Tensor, targets: Tensor) -> float:
     shares = []
     for k in range(outputs.shape[1]):
         union = int(((predicted == k) | (targets == k)).sum())
+        # A class that neither has would be 0 / 0, and is left out of the mean.
         if union:
             shares.append(int(((predicted == k) & (targets == k)).sum()) / union)
     return sum(shares) / max(len(shares), 1)

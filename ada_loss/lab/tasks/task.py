@@ -135,6 +135,7 @@ def is_pair(data: Any) -> TypeGuard[tuple[Tensor, Tensor]]:
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
     """Share of the samples whose largest output is the target's; NaN outputs are wrong."""
+    # argmax takes NaN for the largest output, which could be the target's.
     right = (outputs.argmax(dim=1) == targets) & ~outputs.isnan().any(dim=1)
     return float(right.float().mean())
 

@@ -31,6 +31,7 @@ def measure(setting: Setting, seed: int, device: str) -> list[Row]:
     fit, steps, rows = ByHand(chars(seed), device), setting["steps"], list[Row]()
     optimizer = torch.optim.AdamW(fit.model.parameters(), lr=setting["rate"], weight_decay=0.01)
     quantized = fpsim.quantize_optimizer(optimizer, UPDATES[setting["update"]], fit.model, seed=seed)
+    # A warm-up, then half a cosine down to a tenth of the rate.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: min((i + 1) / WARM, 1) * (LAST + (1 - LAST) * (1 + math.cos(math.pi * i / steps)) / 2)
     )

@@ -134,6 +134,7 @@ def reproduce(
             progress(f"{i} of {len(asked)}: {words}: {found['seconds']:.1f} s of the processor")
     text = classic.text(paper, rows)
     columns = [*dict.fromkeys(key for row in rows for key in row)]
+    # All three are made before one is written: they never tell of different runs.
     contents = {"png": figure_bytes(classic.draw(rows)), "csv": csv_bytes(rows, columns), "md": f"{text}\n".encode()}
     files = [folder / f"{name}{'-quick' * quick}.{kind}" for kind in contents]
     for path, content in zip(files, contents.values(), strict=True):
@@ -161,8 +162,10 @@ def _measured(classic: Classic, asked: Setting, device: str, folder: Path) -> di
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
     # {} for a damaged file, which is measured again.
     kept = mapping_in(path)
+    # The whole key is compared, as the name of the file has only a part of its hash.
     if kept.get("asked") == key:
         return kept
+    # Time of the processor: other processes on the machine do not count.
     began = time.process_time()
     with _alone(device):
         seed_generators(asked["seed"])

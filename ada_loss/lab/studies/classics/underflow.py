@@ -40,6 +40,7 @@ def window(rows: Rows) -> list[int]:
 def holds(rows: Rows) -> bool:
     """Too small a scale learns nothing and loses gradients, too large a one skips its steps, and some between fit."""
     rows = rows.of(task=JUDGED)
+    # In the order of `settings`: the smallest scale comes first, the largest last.
     low, *_, high = rows.with_numbers("log2_scale")
     lost = low["metric"] < GONE and low["underflow"] > 0.3
     return bool(window(rows)) and lost and high["metric"] < GONE and high["skipped"] > 0.5
