@@ -153,7 +153,7 @@ FLOORS = (
     (
         "ada_loss.lab.tasks",
         "boxes networks policy_gradient scenes task",
-        "chars digits image_files images own_data phonemes",
+        "chars digits image_files images phonemes",
         "camvid rl voc",
         "detection segmentation",
         "__init__",

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ada_loss.lab.tasks import Task, find_task
-from ada_loss.lab.tasks.own_data import is_of_own_data, with_hash
+from ada_loss.lab.tasks import Task, find_task, is_of_own_data, with_hash
 from ada_loss.lab.training.job import Job
 from fpsim.checks import shown
 
