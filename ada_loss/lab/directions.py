@@ -27,7 +27,7 @@ FILE = "directions.json"  # in the folder of a sweep
 # direction costs one option, where a wrong guess would turn a verdict around.
 LARGER = "accuracy acc precision iou f1 auc bleu".split()
 SMALLER = "loss error perplexity ppl entropy nll bits mse".split()
-COLUMNS = ("underflow", "skipped", "seconds")  # of every sweep, by their whole name; smaller is better
+COLUMNS = ("underflow", "skipped", "seconds")  # columns of every sweep, whose smaller values are better
 # A name with one of these words tells nothing.
 TURNED = {"neg", "negative", "negated", "minus", "inverse"}
 

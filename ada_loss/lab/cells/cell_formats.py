@@ -40,7 +40,7 @@ __all__ = [
 BASELINE = "fp32"  # the format that the others are compared with
 # The rounding of a cell whose gradients alone are rounded stochastically, and all else to the nearest.
 STOCHASTIC_GRADIENTS = "stochastic_gradients"
-CACHED = ("k", "v")  # of a policy's cache
+CACHED = ("k", "v")  # the tensors in a policy's cache
 # More bits than any format has: all gradients are rounded stochastically.
 ANY_BITS = 64
 # Fields of `Products` and `Attention` that are words, not operands.
@@ -103,7 +103,7 @@ def _operands_label(value: Mapping[str, Any]) -> str:
     """Label of operands or products, with those of one format together."""
     names: dict[str, list[str]] = {}
     for name, fmt in value.items():
-        if isinstance(fmt, Mapping):  # the points of an attention
+        if isinstance(fmt, Mapping):  # the operands of an attention
             fmt = f"({_operands_label(fmt)})"
         names.setdefault("float32" if fmt is None else _spoken(fmt), []).append(name)
     return " ".join(f"{','.join(map(str, together))}={fmt}" for fmt, together in names.items())
@@ -229,11 +229,11 @@ def _canonical_of_products(field: str, value: Any) -> Any:
 
 
 def _accumulator(value: Any) -> Any:
-    if isinstance(value, list | tuple):  # of the three products
+    if isinstance(value, list | tuple):  # one for each of the three products
         return [None if v is None else _accumulator(v) for v in value]
     if isinstance(value, fpsim.Accumulator):
         return str(value)
-    with suppress(ValueError):  # of a name that only accumulators have, such as "hopper_fp8"
+    with suppress(ValueError):  # raised for names that only accumulators have, such as "hopper_fp8"
         return format_words(value)
     return value
 

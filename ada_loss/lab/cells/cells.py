@@ -46,7 +46,8 @@ __all__ = [
     "stored_cell",
 ]
 
-MOST_CELLS = 1_000_000  # of a grid: a cell takes a kilobyte
+# The limit of a grid: a cell takes a kilobyte.
+MOST_CELLS = 1_000_000
 # From here on planning takes a second or more, and is announced.
 MANY_CELLS = 50_000
 AXES = ("task", "format", "rounding", "scaling", "seed")

@@ -19,7 +19,8 @@ __all__ = ["MakeTask", "TrainFunction", "is_local", "is_own", "own_training", "p
 
 MakeTask = Callable[[int], Task]
 TrainFunction = Callable[[Job], Mapping[str, Any]]
-OWN = "train "  # before the name of a training function, where a task's name would stand
+# Stands before the name of a training function, in the field of a task's name.
+OWN = "train "
 
 
 def own_training(train: str | TrainFunction) -> str:

@@ -37,10 +37,12 @@ FIRST_VERSION = 2
 APPLICATION_ID = 0x4C6F7373  # "Loss", in the header of the file
 CannotWrite = sqlite3.OperationalError  # raised for a full disk or a missing permission
 STATES = ("planned", "running", "done", "failed")
-BESIDE = ("-wal", "-shm", "-journal")  # what SQLite opens beside a file
-MOST_BYTES = 1 << 32  # of the file: 100,000 cells that were done take 100 MB
+BESIDE = ("-wal", "-shm", "-journal")  # suffixes of the files that SQLite opens beside the ledger
+# The largest file that is opened: 100,000 finished cells take 100 MB.
+MOST_BYTES = 1 << 32
 MOST_BYTES_OF_A_ROW = 1 << 26
-TRUNCATE_EVERY = 60.0  # seconds between two moments at which the log is brought into the file: a damaged log loses less
+# Seconds between two moments at which the log is written into the file: a damaged log then loses less.
+TRUNCATE_EVERY = 60.0
 
 SCHEMA = """
 CREATE TABLE cells (
@@ -67,7 +69,7 @@ CREATE TABLE sessions (started REAL NOT NULL, environment TEXT NOT NULL, digest 
 """
 # The plan as JSON, with its digest. Ledgers without one are read, and get it from the next driver.
 PLAN_SCHEMA = "CREATE TABLE IF NOT EXISTS plan (content TEXT NOT NULL, digest TEXT NOT NULL) STRICT"
-FIRST_BITS = 1  # the version of numbers that were written without one; see `fpsim.BITS`
+FIRST_BITS = 1  # the version of numbers that were stored without a version; see `fpsim.BITS`
 TEXTS = ("error", "traceback")
 RESULT = (
     "seconds",

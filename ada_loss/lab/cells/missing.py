@@ -63,7 +63,7 @@ def is_driven(out: Path) -> bool:
 
 
 CELL_ID = re.compile("[0-9a-f]{16}")
-FILE = re.compile(rf"({CELL_ID.pattern})\.npz")  # of telemetry
+FILE = re.compile(rf"({CELL_ID.pattern})\.npz")  # a file of telemetry
 
 
 class Plan(NamedTuple):

@@ -19,7 +19,7 @@ from fpsim.checks import shown
 __all__ = ["file_name", "keep_names", "names_of", "read_names", "require_different", "short_name", "unnamed"]
 
 FILE = "names.json"  # in the folder of a sweep
-LONGEST = 60  # letters of a name
+LONGEST = 60  # letters in a name
 ELEMENTS = {"e4m3fn": "FP8", "e5m2": "FP8 e5m2", "e2m3fn": "FP6 e2m3", "e3m2fn": "FP6 e3m2", "e2m1fn": "FP4"}
 BLOCKS = {"mxfp8_e4m3": "MXFP8", "mxfp8_e5m2": "MXFP8 e5m2", "mxfp6_e2m3": "MXFP6 e2m3", "mxfp6_e3m2": "MXFP6 e3m2"}
 OPERANDS = ("x", "w", "dy")

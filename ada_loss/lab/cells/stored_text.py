@@ -13,10 +13,10 @@ from typing import Any
 
 __all__ = ["Configs", "as_float64", "digest_of", "is_json_number", "json_object", "storable"]
 
-MOST_TEXT = 20_000  # characters of an error or a traceback
+MOST_TEXT = 20_000  # characters kept of an error or a traceback
 # The methods, since json.dumps and json.loads check their options in each call.
 ENCODE, DECODE = json.JSONEncoder().encode, json.JSONDecoder().decode
-SEED = re.compile(r'"seed": (-?[0-9]{1,18})(?=[,}])')  # in a configuration
+SEED = re.compile(r'"seed": (-?[0-9]{1,18})(?=[,}])')  # the seed in a configuration's JSON
 
 
 def digest_of(values: Sequence[Any]) -> str:

@@ -41,7 +41,8 @@ __all__ = [
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 Curves = dict[str, tuple[Numbers, Numbers]]  # {name: (steps, values)}
 NAMES = {"loss": "losses", "scale": "scales"}  # the arrays of every training
-MOST_BYTES = 1 << 29  # of a file, packed or not: losses and scales of ten million steps take 160 MB
+# The largest file, packed or unpacked: losses and scales of ten million steps take 160 MB.
+MOST_BYTES = 1 << 29
 HEADS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 OF_CURVES = {"losses", "scales", "sites.role", "history.steps", "history.underflow", "history.nonzero"}
 ROLES = ("error", "weight_grad", "activation", "weight")
@@ -243,8 +244,8 @@ def _array(content: bytes) -> np.ndarray[Any, Any]:
     return values.reshape(shape, order="F" if is_fortran else "C").copy("K")
 
 
-MOST_AT_ONCE = 1 << 25  # bytes that are read of the lines of a training
-EVERY = 1.0  # seconds, at least
+MOST_AT_ONCE = 1 << 25  # bytes read at once from the lines of a training
+EVERY = 1.0  # least seconds between two writes
 # A worker waits this many times as long as it took to write: writing takes 2 % of its time at most.
 LEISURE = 50
 

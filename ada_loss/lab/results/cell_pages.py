@@ -25,7 +25,7 @@ POINTS = 120
 MOST_SITES = 40
 # Tensors whose error is shown, those of the lowest SQNR.
 MOST_ERRORS = 20
-MOST_NAMES = 8  # curves of a cell that the page keeps
+MOST_NAMES = 8  # most curves of a cell on the page
 
 
 def cell_page(

@@ -23,7 +23,7 @@ except ImportError as error:
 __all__ = ["Comparison", "compare", "in_units", "per_cent", "require_level", "rows_of_side"]
 
 
-MOST_DIGITS = 12  # decimals of points
+MOST_DIGITS = 12  # most decimals of percentage points
 
 
 @dataclass(frozen=True)

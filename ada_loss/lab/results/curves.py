@@ -19,7 +19,7 @@ from fpsim.insight.rows import Rows
 
 __all__ = ["Curve", "CurveReader", "Curves", "curves"]
 
-MOST_BYTES = 1 << 28  # of curves that are kept
+MOST_BYTES = 1 << 28  # of curves kept in the cache
 
 
 @dataclass(frozen=True)

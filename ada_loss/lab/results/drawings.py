@@ -24,16 +24,16 @@ __all__ = ["curve_panels", "difference_panels"]
 
 # Tolerances on both sides of float32 up to which the axis is linear; beyond, it is logarithmic.
 EVEN = 2.0
-LEAST = 3.0  # tolerances that it reaches, at least
-MARGIN = 0.5  # of its ends, in its own units
-APART = 11.0  # per cent of the width between two numbers of the axis
+LEAST = 3.0  # tolerances that the axis reaches at least
+MARGIN = 0.5  # at both ends of the axis, in its own units
+APART = 11.0  # least distance between two numbers of the axis, in per cent of its width
 # Widths on a phone, in per cent of an axis of 170 pixels: a letter of 6.2 pixels, and the space between two numbers.
 LETTER, GAP = 3.7, 4.0
 POINTS = 80
 MOST_LINES = 7
 MOST_PANELS = 24
-CLOSE = 0.6  # of a panel's height of 100: closer curves cover one another
-STRIPE = 7  # pixels of each of the curves that are drawn as one
+CLOSE = 0.6  # in units of a panel's height of 100: closer curves cover one another
+STRIPE = 7  # pixels of each curve in a striped line
 
 
 def difference_panels(verdict: Verdict, listed: Collection[str] | None = None) -> dict[str, Any] | None:

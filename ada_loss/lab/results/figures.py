@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 # Okabe and Ito 2008
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # and the ink
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # in addition to the ink
 MARKERS = "osD^vP*X<>h"
 # Dashes too, so that lines can be told apart in a black-and-white print.
 DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))
@@ -58,11 +58,11 @@ DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))
 CROSS = {"marker": "x", "markersize": 7, "color": COLOURS[5], "linestyle": "", "label": "diverged", "clip_on": False}
 # From this many times the distance of the setting before, settings are off the axis.
 FAR = 5
-MOST_DOTS = 200  # seeds of a place that are drawn
+MOST_DOTS = 200  # most seeds of a place that are drawn
 PANELS_A_ROW = 4
-LETTERS_AN_INCH = 13  # of the labels of plot_table
-SHORT = 18  # letters of a name for which one panel has room
-LETTERS = 28  # of a line in a legend
+LETTERS_AN_INCH = 13  # in the labels of plot_table
+SHORT = 18  # letters of a name that fit beside one panel
+LETTERS = 28  # most letters in a line of a legend
 # An axis is logarithmic from this factor between the largest and the smallest number on.
 FACTOR = 8.0
 HEAT = "cividis"  # colours of heat maps

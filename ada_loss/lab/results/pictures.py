@@ -17,7 +17,7 @@ __all__ = ["NothingToShow", "picture_layer_scales", "picture_metric", "picture_s
 
 # Files that are opened at most to find data for a picture.
 MOST_READ = 500
-MANY_CONSTANTS = 6  # constant scales that make a line
+MANY_CONSTANTS = 6  # from this many constant scales on they are drawn as a line
 
 
 class NothingToShow(ValueError):

@@ -54,8 +54,8 @@ MOST_FAILURES, MOST_LINKS = 200, 30
 # Cells whose curves are drawn: a curve takes 2 kB.
 MOST_CURVES = 500
 MOST_NAMES = 8  # curves of different names that are drawn
-MANY = 5  # formats that the question does not name
-PHONE = 4.4  # inches of a figure that is read on a phone
+MANY = 5  # from this many on formats are counted, not named
+PHONE = 4.4  # width of a figure on a phone, in inches
 PARTS = {"style": "css", "script": "js"}  # files beside the template
 
 
@@ -294,7 +294,7 @@ def _curves(results: StoredResults, cells: Sequence[dict[str, Any]]) -> list[dic
     rows, listed = results.chosen_rows(None), {cell["id"] for cell in cells}
     axes = telling_axes(results.settings, rows)
     settings = Counter(tuple(str(row.get(axis)) for axis in axes) for row in rows)
-    seeds = max(MOST_READ // max(len(settings), 1), 1)  # of each setting
+    seeds = max(MOST_READ // max(len(settings), 1), 1)  # for each setting
     most_seeds = seeds if max(settings.values(), default=0) > seeds else None
     read = CurveReader(results)
     drawn = (curve_panels(results, name, read, most_seeds, listed) for name in wanted)

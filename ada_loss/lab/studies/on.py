@@ -33,8 +33,8 @@ LAST = 5
 FLOAT32 = 32  # bits
 # Of a gradient. Where float32 itself misses more, the error of a format says nothing about the format.
 NOISE = 0.01
-WIDTH = 110  # of a printed line
-WORST = 3  # sites that are named
+WIDTH = 110  # letters of a printed line
+WORST = 3  # sites that are printed
 
 Loss = Callable[..., Tensor]
 
@@ -330,7 +330,7 @@ def _choices(subject: _Subject, models: tuple[nn.Module, nn.Module], given: Any)
     """The share of rows whose choice differs in the second model; 0.0 without choices."""
     runs = []
     for model in models:
-        torch.manual_seed(0)  # of dropout
+        torch.manual_seed(0)  # for dropout
         with torch.no_grad(), _Choosing() as choosing:
             subject.total(model, given)
         runs.append(choosing.chosen)
@@ -365,7 +365,7 @@ def _noise(subject: _Subject, model: nn.Module, given: Any) -> dict[str, float]:
     for dtype in (torch.float32, torch.float64):
         run = copy.deepcopy(model).to(dtype)
         data = _in_dtype(given, dtype)
-        torch.manual_seed(0)  # of dropout
+        torch.manual_seed(0)  # for dropout
         try:
             total = subject.total(run, data)
             total.backward()

@@ -27,7 +27,7 @@ __all__ = ["Branches", "prepare"]
 
 # Ids of lost cells that are printed.
 MOST_NAMED = 5
-NAME = re.compile(r"[0-9a-f]{16}\.branch")  # of a file: what `digest` gives
+NAME = re.compile(r"[0-9a-f]{16}\.branch")  # of a file, made by `digest`
 
 
 def prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: bool) -> list[Cell]:

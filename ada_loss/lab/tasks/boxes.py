@@ -12,12 +12,12 @@ __all__ = ["LARGEST_OVERLAP", "Anchors", "anchors_on", "corners", "iou", "predic
 
 # An anchor belongs to an object from this IoU on.
 MATCHED = 0.5
-NEGATIVES = 3  # for each positive
-VARIANCES = (0.1, 0.2)  # of offsets and of logarithms of extents, as in SSD
+NEGATIVES = 3  # negative anchors for each positive one
+VARIANCES = (0.1, 0.2)  # scales of offsets and of logarithms of extents, as in SSD
 # The least score of a detection, and the largest IoU of two that count as different objects.
 LEAST_SCORE, LARGEST_OVERLAP = 0.05, 0.45
-RIGHT = 0.5  # IoU from which on a box is right
-LEVELS = 11  # of recall, in the metric of VOC 2007
+RIGHT = 0.5  # a box is right from this IoU on
+LEVELS = 11  # levels of recall in the metric of VOC 2007
 
 
 def anchors_on(

@@ -23,7 +23,7 @@ __all__ = ["SegNetBasic", "camvid"]
 CLASSES = 11  # sky to cyclist
 # The label of pixels without a class, in SegNet's version of CamVid.
 VOID = 11
-IGNORED = -1  # the target of such pixels
+IGNORED = -1  # their target, which the loss ignores
 BATCH = 12  # pictures, as in the original
 SUFFIXES = (".jpeg", ".jpg", ".png")
 

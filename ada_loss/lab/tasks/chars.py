@@ -17,7 +17,7 @@ from fpsim.checks import shown
 __all__ = ["chars", "drawn", "log_likelihood"]
 
 CONTEXT = 64
-LEAST = 10  # sequences of a text
+LEAST = 10  # least number of sequences in a text
 
 
 class Block(nn.Module):

@@ -17,7 +17,8 @@ __all__ = ["detection"]
 
 TRAINED, TESTED = 1024, 256  # scenes
 CLASSES = len(SHAPES) + 1  # 0 is the background
-ANCHORS = {8: ((8, 8), (12, 12)), 4: ((17, 11), (11, 17), (16, 16))}  # of each cell of a grid: widths, heights
+# Widths and heights of the anchors in each cell, by the side of the grid.
+ANCHORS = {8: ((8, 8), (12, 12)), 4: ((17, 11), (11, 17), (16, 16))}
 
 
 class SmallSSD(nn.Module):

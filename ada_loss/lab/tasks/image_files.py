@@ -23,7 +23,7 @@ from fpsim.checks import is_whole, pip_install, refuse, shown
 
 __all__ = ["fashion", "mnist5k", "normalised", "pictures", "read_labels", "read_picture"]
 
-DEBIAN = "/usr/share/datasets/fashion-mnist"  # of the package dataset-fashion-mnist
+DEBIAN = "/usr/share/datasets/fashion-mnist"  # the folder of the package dataset-fashion-mnist
 SIDE = 28
 # The type of bytes in the head of an idx file; images and labels have it.
 IDX_BYTES = 0x08

@@ -27,7 +27,7 @@ PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "hubble_deep_field", "immunohis
 SIDE, STRIDE = 32, 12
 # The default depth of the ResNet.
 DEPTH = 20
-TRAINING_SHARE = 0.7  # of an image's width, from the left
+TRAINING_SHARE = 0.7  # share of an image's width, from the left
 # Of 255. Patches of a plain background look the same in every photograph.
 MOST_PLAIN = 8
 TRAINED, TESTED = 200, 60  # patches of each photograph

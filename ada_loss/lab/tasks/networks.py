@@ -21,8 +21,8 @@ VGG = {
 }
 # Outputs and stride of the depthwise separable convolutions. Howard et al. 2017, table 1, from 32 x 32 on.
 MOBILENET = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *((512, 1),) * 5, (1024, 2), (1024, 1))
-STAGES = 3  # of a ResNet; each but the first halves the side
-EXPANSION = 4  # of a bottleneck: its outputs for each of its inner channels
+STAGES = 3  # stages of a ResNet; each but the first halves the side
+EXPANSION = 4  # outputs of a bottleneck for each of its inner channels
 KNOWN = "vgg11, vgg13, vgg16, vgg19; mobilenet; wrn28_10 (6 n + 4 layers, 10 times as wide); fixup20 (6 n + 2 layers)"
 
 

@@ -15,9 +15,9 @@ from ada_loss.lab.tasks.task import Task, seeded, trained_with
 __all__ = ["rl"]
 
 PLUS, EQUALS, SYMBOLS = 10, 11, 12
-DIGITS = 2  # of each number
+DIGITS = 2  # digits of each number
 TRAIN, TEST = 512, 512
-GROUP = 8  # samples of a prompt
+GROUP = 8  # samples for each prompt
 # The supervised training before: steps, sums in a step, learning rate.
 TAUGHT, BATCH, RATE = 300, 128, 3e-3
 

@@ -15,9 +15,9 @@ __all__ = ["MOST_SHAPES", "SHAPES", "SIDE", "Scenes", "drawn_scenes"]
 SIDE = 32  # pixels
 SHAPES = ("ellipse", "rectangle", "triangle")  # classes 1, 2 and 3; 0 is the background
 MOST_SHAPES = 3
-LEAST_EXTENT, MOST_EXTENT = 8, 18  # of a shape, in pixels
+LEAST_EXTENT, MOST_EXTENT = 8, 18  # sides of a shape, in pixels
 NOISE = 0.1  # its standard deviation; colours are between 0 and 1
-TRIES = 20  # to find a free place
+TRIES = 20  # most tries to find a free place
 
 
 class Scenes(NamedTuple):

@@ -12,7 +12,7 @@ from ada_loss.lab.studies.classics.telling import Picture, Row, Rows, Sentences,
 
 FORMAT = fpsim.FloatFormat(6, 9)  # the paper's FP16, (1, 6, 9)
 JUDGED = 2**14  # terms
-HALF_WIDTH = math.sqrt(3)  # of a uniform distribution with the deviation 1
+HALF_WIDTH = math.sqrt(3)  # half the width of a uniform distribution with the deviation 1
 # From this power of two on, half of the spacing is more than the largest number, so that nothing is added.
 STALL = 2.0 ** math.ceil(math.log2(1 + HALF_WIDTH) + 1 + FORMAT.mantissa_bits)
 ACCUMULATORS = {
