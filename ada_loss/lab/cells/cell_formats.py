@@ -204,7 +204,7 @@ def _canonical_policy(fmt: Mapping[str, Any]) -> dict[str, Any]:
     except TypeError as error:
         raise ValueError(
             f"The format {shown(dict(fmt))} is not a policy: {error}. Expected: a name, or the fields of fpsim.Policy "
-            f"in numbers and words. Take {{'error': 'e5m2'}}, for instance."
+            f"in numbers and words. Use {{'error': 'e5m2'}}, for instance."
         ) from None
     return canonical
 

@@ -273,14 +273,14 @@ def _task_and_options(
 
 
 def _require_rollouts(fmt: Any, task: str | MakeTask | None, train: object) -> None:
-    """Raise ValueError for a format with a rollout that nothing draws; a task of one's own says it when it runs."""
+    """Raise ValueError for a format with a rollout that nothing draws; a user's task raises when it runs."""
     # This raises for an invalid format, too.
     if rollout_of(fmt) is None:
         return
     if train is not None:
         raise ValueError(
-            f"The format {shown(label(fmt))} has a rollout, and a training function draws its own. Leave it out, and "
-            f"quantise a second model in the function."
+            f"The format {shown(label(fmt))} has a rollout, and a training function draws its own. Omit the rollout, "
+            f"and quantise a second model in the function."
         )
     function = find_task(task) if isinstance(task, str) else task
     if isinstance(task, str) and is_of_library(task) and not getattr(function, "plays", False):
@@ -430,7 +430,7 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
         if not is_allowed(name, value):
             raise ValueError(
                 f"task_options.{name} is {shown(value)}.{hint(name, value)} Expected: {possible(name)}. "
-                f"Leave it out for {OPTIONS[name]!r}."
+                f"Omit it for {OPTIONS[name]!r}."
             )
     full = asdict(TrainOptions(**given))
     return {name: full[name] for name in OPTIONS}

@@ -173,8 +173,8 @@ class Ledger:
             is_there = False
         if not is_there:
             raise ChangedFolder(
-                f"{self.path} was deleted, or another file was put in its place, while the sweep ran. Put it there "
-                f"again, or begin again in another folder."
+                f"{self.path} was deleted, or another file was put in its place, while the sweep ran. Put it "
+                f"back, or begin again in another folder."
             )
 
     def _connect(self, uri: str) -> None:
@@ -202,7 +202,7 @@ class Ledger:
             raise
 
     def _unreadable(self, error: object) -> UnreadableLedger:
-        remedy = "Name another folder, or put its ledger.sqlite there again."
+        remedy = "Name another folder, or put its ledger.sqlite back."
         return UnreadableLedger(f"The ledger cannot be read: {error}. It is {self.path}. {remedy}")
 
     def _open(self) -> None:

@@ -207,7 +207,7 @@ def _by_seed(results: StoredResults, chosen: str | Mapping[str, Any]) -> dict[in
     if not isinstance(where, Mapping):
         raise TypeError(
             f"A side of the comparison is {shown(chosen)}. Expected: a format, or the columns that choose cells. "
-            f"Take {{'format': 'e5m2', 'scaling': 'torch'}}, for instance."
+            f"Use {{'format': 'e5m2', 'scaling': 'torch'}}, for instance."
         )
     rows = results.chosen_rows(where)
     for axis in results.settings:

@@ -153,7 +153,7 @@ def curve_panels(
     most_seeds: int | None = None,
     listed: Collection[str] | None = None,
 ) -> dict[str, Any] | None:
-    """A panel for each format, a line for each other setting: mean and deviation over the seeds, beside float32's.
+    """A panel for each format, a line for each other setting: mean and deviation over the seeds, with float32's.
 
     Curves that coincide are drawn as one striped line, and named: "torch = adaptive". None if no cell has such a curve
     of two points.

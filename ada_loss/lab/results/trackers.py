@@ -586,8 +586,8 @@ class Notifier:
         except Exception as error:
             self.trackers.remove(tracker)
             warnings.warn(
-                f"{type(tracker).__name__} failed ({type(error).__name__}: {error}) and is told no more. The results "
-                f"are in {self.out}. Repair it and run the same again: it is told of what it missed.",
+                f"{type(tracker).__name__} failed ({type(error).__name__}: {error}) and gets no more cells. The "
+                f"results are in {self.out}. Repair it and run the same again: it gets the cells that it missed.",
                 stacklevel=2,
             )
             return None

@@ -127,7 +127,7 @@ def on(
     sums: bool = True,
     progress: Callable[[], object] | None = None,
 ) -> On:
-    """Run a model as if on each hardware, beside float32.
+    """Run a model with the arithmetic of each hardware, and in float32.
 
     Args:
         hardware: names of presets, in a list or with commas between.
@@ -357,7 +357,7 @@ def _worst(
 
 
 def _noise(subject: _Subject, model: nn.Module, given: Any) -> dict[str, float]:
-    """The share of each parameter's gradient that float32 misses, beside float64.
+    """The share of each parameter's gradient that float32 misses, compared with float64.
 
     Empty for a model that runs in float32 alone, and for one that draws other random numbers in float64.
     """

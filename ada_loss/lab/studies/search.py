@@ -381,7 +381,7 @@ class _Trials:
         (metrics,) = run(["fp32"], "none", self.seeds, self.phase)
         if not metrics[0]:
             raise ValueError(
-                "float32 itself gives no metric: its training failed, diverged or was stopped. Mend the task first."
+                "float32 itself gives no metric: its training failed, diverged or was stopped. Repair the task first."
             )
         self.metric = metric or next(iter(metrics[0]))
         if self.metric not in metrics[0]:
@@ -395,7 +395,7 @@ class _Trials:
             )
         self.baseline = mean_of(self._values(metrics))
         if not math.isfinite(self.baseline):
-            raise ValueError(f"float32 itself gives {self.baseline} for {self.metric}. Mend the task first.")
+            raise ValueError(f"float32 itself gives {self.baseline} for {self.metric}. Repair the task first.")
 
     def mean(self, point: Point) -> float:
         return mean_of(self.tried[point])
@@ -404,7 +404,7 @@ class _Trials:
         return len(self.tried[point]) == len(self.seeds)
 
     def violation(self, point: Point) -> float:
-        """Distance of the mean to the least one that is kept; 0 or less where it is kept."""
+        """Distance of the mean beyond the tolerance; 0 or less where the metric is kept."""
         mean = self.mean(point)
         return self.sign * (self.baseline - mean) - self.tolerance if math.isfinite(mean) else 1e9
 

@@ -96,10 +96,10 @@ def sweep(
 ) -> Results:
     """Train the task once for each format, scaling method, rounding and seed, and return the results.
 
-    Run it again to go on where it was stopped: cells that are done in `out` do not run again, and those that failed
+    Run it again to resume: cells that are done in `out` do not run again, and those that failed
     only with `retry_failed`. A cell is its configuration: with any difference it is another cell. A training that
     diverges is a result; one that raises, hangs or kills its worker is a failure, and the others go on. A cell that was
-    interrupted goes on from its checkpoint in `out`, to the same bits.
+    interrupted resumes from its checkpoint in `out`, to the same bits.
 
     Args:
         task: the name of a task (`ada-loss tasks` lists them), "module:function", or a function from a seed to a
@@ -191,15 +191,15 @@ def resume(
     show_progress: bool = True,
     trust: bool = False,
 ) -> Results:
-    """Go on with all cells of a ledger that are not done, and return the results.
+    """Run all cells of a ledger that are not done, and return the results.
 
     The other arguments are those of `sweep`.
 
     Args:
         out: the folder of the sweep.
         trust: whether a task or an operand that is not of this library is imported and run because the ledger names it.
-            Without, it is refused unless you have run it into this folder: whoever wrote the file would choose what
-            runs here.
+            Without it, such code is refused unless you have run it into this folder: the author of the file would
+            choose the code that runs here.
 
     Raises:
         ValueError: for a ledger whose cells cannot be read, or have the numbers of another version, for a task that is
@@ -378,11 +378,11 @@ def _stopped(out: Path, error: Exception) -> SweepStopped:
 class _Driver:
     """Driver that keeps as many cells running as the engine has slots. Only this process writes results.
 
-    ledger, out, engine, notifier: where results are written, where cells run, and who is told of finished cells.
+    ledger, out, engine, notifier: where results are written, where cells run, and the trackers of finished cells.
     order: instructions for every worker, in addition to a cell's configuration.
     running: the cells that were submitted, with the time at which they were.
     deaths: how many workers died while they ran a cell, by its id.
-    progress: is told of every cell.
+    progress: the display, which counts every cell.
     branches: states that cells share; a cell waits while another computes the state from which it can begin.
     """
 

@@ -266,7 +266,7 @@ def _client(address: str, execution: Execution) -> Iterator[Engine]:
             raise ConnectionError(
                 f"No worker of {address} offered {dict(resources or {})} within {timeout:g} s, so no cell could run. "
                 f"Start some with `dask worker {address} --resources {_words(resources or {})}`, "
-                f"or leave resources out."
+                f"or omit resources."
             )
         if execution.device != "cpu" and all(
             problems := client.run(device_problem, execution.device, workers=workers).values()

@@ -88,7 +88,7 @@ class Execution:
             raise ValueError(
                 f"memory_limit={shown(self.memory_limit)} is invalid. Expected: 'auto', a number of bytes such as "
                 f"'4 GiB' and no less than 1 MiB, a share of the machine's such as 0.25, or 0 for "
-                f"no limit. Leave it out to divide the machine's memory among the workers."
+                f"no limit. Omit it to divide the machine's memory among the workers."
             )
         for name in ("retry_failed", "keep_states", "keep_old"):
             # A flag from a file: YAML 1.2 reads `no` as a word, which would count as true.
@@ -129,9 +129,7 @@ def _require_engine(engine: object) -> None:
     if isinstance(engine, Executor) or (isinstance(engine, str) and engine in ("here", "local")):
         return
     if not isinstance(engine, str) or not engine.startswith(("tcp://", "tls://")):
-        raise ValueError(
-            f"Unknown engine {shown(engine)}. Expected: {', '.join(ENGINES)}. Leave it out for the default."
-        )
+        raise ValueError(f"Unknown engine {shown(engine)}. Expected: {', '.join(ENGINES)}. Omit it for the default.")
     match = ADDRESS.fullmatch(engine)
     if match is None or not 0 < int(match["port"]) < 2**16:
         raise ValueError(

@@ -133,9 +133,9 @@ class Branches:
     Cells share a state if they differ in nothing but their formats from there on. Their results are those of cells that
     share nothing, to the bit. A training function of the user's own shares none.
 
-    cells: those that are to run.
+    cells: the ones to run.
     folder: of the files.
-    keep: whether the files are kept, and written for cells to come too. Otherwise those that no cell needs are deleted.
+    keep: whether files are kept, and also written for later cells. Otherwise files that no cell needs are deleted.
     """
 
     def __init__(self, cells: Sequence[Cell], folder: Path, keep: bool = False) -> None:

@@ -183,7 +183,7 @@ def _settled(make_task: Callable[..., Task], name: str, settings: Mapping[str, s
     for word, text in settings.items():
         if word not in kinds:
             known = f"It has: {', '.join(kinds)}" if kinds else "It has none"
-            raise ValueError(f"The task {shown(name)} names {word}={text}, which is no setting of it. {known}.")
+            raise ValueError(f"The task {shown(name)} names {word}={text}, which is not one of its settings. {known}.")
         try:
             values[word] = kinds[word](text)
         except ValueError:
@@ -231,7 +231,7 @@ def _on_data(make_task: Callable[..., Task], name: str) -> Callable[[int], Task]
 
 
 def with_hash(name: str) -> str:
-    """The name of such a task with the hash of its content, so that another content gives other cells.
+    """Name of a task with data of the user's own and the data's hash, so that changed data make other cells.
 
     Raises FileNotFoundError for a missing path.
     """

@@ -1,4 +1,4 @@
-"""A scale for each layer in deep networks, beside each single one, Zhao et al. 2020."""
+"""A scale for each layer in deep networks, compared with single ones, Zhao et al. 2020."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def settings(quick: bool) -> list[Setting]:
 
 
 def measure(setting: Setting, seed: int, device: str) -> list[Row]:
-    """One sum of numbers with the mean 1 and the deviation 1, beside that in float64."""
+    """One sum of numbers with the mean 1 and the deviation 1, and the same sum in float64."""
     # One stream for all lengths: the shorter of two sums is the beginning of the longer.
     draw = torch.Generator().manual_seed(seed)
     x = 1 + HALF_WIDTH * (2 * torch.rand(setting["length"], 1, generator=draw) - 1).to(device)
