@@ -244,7 +244,8 @@ class Scaling:
         scaler.max_gradient_norm = norm
         self.progress = {}
         self._adopt(rule)
-        if not POSITIVE.allows(float32(scale)):  # a rule can reach 0 and inf, and its state goes on from there
+        # Loaded all the same: a rule can reach 0 and inf, and its state continues from there.
+        if not POSITIVE.allows(float32(scale)):
             warnings.warn(
                 f"The state has scale={shown(scale)}, {float32(scale)} as float32: with 0 the parameters become NaN, "
                 f"and with inf each step is skipped. Call update(new_scale=...) with a finite number above 0 before "
@@ -281,7 +282,7 @@ class Scaling:
     def _scale_on(self, device: torch.device) -> Tensor:
         scale = self.scales.get(device)
         if scale is None:
-            # a tensor, as in torch: it promotes a 0-d float16 loss, which a number would let overflow
+            # A tensor, as in torch: it promotes a 0-d float16 loss, which a number would let overflow.
             if self._adjusted is not None:
                 scale = self._adjusted[0].to(device, non_blocking=device.type != "cpu", copy=True)
             else:
@@ -293,7 +294,7 @@ class Scaling:
         inverse = self.inverses.get(device)
         if inverse is None:
             scale = self._scale_on(device)
-            # in float64, because some compilers divide float32 inexactly; mps has no float64
+            # In float64, because some compilers divide float32 inexactly; mps has no float64.
             exact = scale if device.type == "mps" else scale.double()
             inverse = self.inverses[device] = exact.reciprocal().float()
         return inverse
@@ -315,7 +316,7 @@ class Scaling:
         optimizer.grad_scale, optimizer.found_inf = scale, found_inf if self._rule.skips else None
         try:
             return optimizer.step(*args, **kwargs)
-        finally:
+        finally:  # as torch does: a step without a scaler would read them again
             del optimizer.grad_scale, optimizer.found_inf
 
     def _adjust_on_device(self, rule: Torch, found_inf: Tensor) -> None:
