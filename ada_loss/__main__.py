@@ -87,6 +87,7 @@ def _errors_as_exit_codes(hint: str = "") -> Iterator[None]:
     """
     from ada_loss.lab.errors import SweepStopped
 
+    # Errors of these kinds are those that the library raises for bad input, in words for users.
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:

@@ -93,7 +93,7 @@ class Observed(Protocol):
 
 def _require_no_capture() -> None:
     """Raise NotImplementedError during a capture, whose replays would never update the scales."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if _is_captured():
         raise NotImplementedError(
             "AdaLossScaled with update_every above 1 was used while a CUDA graph was captured, whose replays would "
             "hold the scales of this step for ever. Expected: no graph; or AdaLossScaled(model, update_every=1)."

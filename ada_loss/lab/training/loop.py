@@ -147,12 +147,13 @@ class Training:
         self.task, self.options, self.schedule = task, options, as_schedule(fmt, rounding)
         first = self.schedule.stages[0]
         self.is_native, self.adaptive = is_native(first.fmt), None
+        self.update = None if as_update(update).is_float32 else as_update(update)
         self.recording = Recording(options.record_every) if options.record_every else None
         self.scaler: GradScaler
         self.model: nn.Module
         if isinstance(first.fmt, Mapping) and self.is_native:
             canonical_native(first.fmt)
-            require_native(first.rounding, asdict(options), None if as_update(update).is_float32 else update)
+            require_native(first.rounding, asdict(options), None if self.update is None else update)
             self.model = unquantized(task.model).to(options.device, container)
             self.scaler = scaler = make_native_scaling(options.scaling, self.model)
             if self.recording is not None:
@@ -175,7 +176,6 @@ class Training:
         # Called for its error: a format without a step should stop the training now, not when its turn comes.
         self.schedule.steps(self.total)
         self.state = TrainingState(self.batches.order())
-        self.update = None if as_update(update).is_float32 else as_update(update)
         self.lost = self._lost()
         self.point_every = max(SAMPLES * options.record_every, self.total // HISTORY)
         # Dropout draws from the generator of the card; the noise of rounding comes from the CPU's.
