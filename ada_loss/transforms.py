@@ -53,6 +53,7 @@ def _linear(x: Tensor, weight: Tensor, *_: Any) -> list[Product]:
 def _convolution(x: Tensor, weight: Tensor, *_: Any) -> list[Product]:
     groups = x.shape[1 - (weight.dim() - x.dim())] // weight.shape[1]  # the input may have no batch dimension
     terms = weight.shape[0] // groups * math.prod(weight.shape[2:])
+    # With groups no pair of dimensions says which elements are multiplied: `element_wise_range` refuses them.
     return [Product(x, weight, terms, (x.dim() - weight.dim() + 1, 0) if groups == 1 else None)]
 
 

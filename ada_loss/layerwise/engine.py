@@ -382,7 +382,7 @@ class Engine:
         # On the CPU one pass finds amax and rounds, if the last gradient left enough headroom: two passes would double
         # the traffic. If this one does not fit after all, its elements below the ceiling are rounded twice.
         is_rounded = may_round and state.has_headroom() and self._round_if_it_fits(site, gradient, state, held)
-        if is_rounded or is_rounded_at(gradient, held, site.spec):  # what was rounded at this very scale fits
+        if is_rounded or is_rounded_at(gradient, held, site.spec):  # rounded at this very scale, it fits
             if self._told is not None:
                 state.chosen[REQUESTED:] = held  # REQUESTED and FINAL
             return held

@@ -1,4 +1,4 @@
-"""What a native backward pass does at the nodes of its plan: multiply, hold where branches meet, divide at leaves.
+"""Hooks of a native backward pass at the nodes of its plan: multiply, hold where branches meet, divide at leaves.
 
 `Checks` refuses, or warns once of, what scaling of layers cannot make right while a pass runs.
 """
@@ -288,6 +288,7 @@ class Checks:
                     f"of an auxiliary loss, and a constant would be divided by the scale of its layer. Add the "
                     f"auxiliary loss to the loss: scaler.scale(loss + auxiliary).",
                 )
+            # By kind and place, not by node: each forward pass makes new nodes, and one look at each Function will do.
             count[kind] = number = count.get(kind, 0) + 1
             if (kind, number) not in self._seen:
                 self._watch(node, (kind, number), [leaf for leaf, _ in plan.leaves], is_ours)
@@ -345,7 +346,7 @@ class Checks:
         def compare(sent: Gradients, _: Gradients) -> None:
             if not is_ours():
                 return
-            # Without a backward pass inside, what was written is true: FSDP2 reduces gradients in such a Function.
+            # Without a backward pass inside, the written gradient is true: FSDP2 reduces gradients in such a Function.
             has_passes = graph_tasks_so_far() > begun + 1
             for leaf, was in before:
                 if has_passes and written(leaf) != was:

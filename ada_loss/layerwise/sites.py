@@ -304,7 +304,7 @@ class Schedule:
             self._graph_task = root
             self.step += 1
             self._roots.clear()
-            self.is_all_known = self.is_all_known or None  # what was not known may be by now
+            self.is_all_known = self.is_all_known or None  # ask again: unknown scales may be known by now
             is_due = self.step - self.last_update >= self._update_every
             self.kind = BETWEEN if not is_linked else UPDATE if is_due else COMPLETE
             if self.kind is UPDATE:

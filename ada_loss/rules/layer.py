@@ -46,7 +46,7 @@ class LayerRule:
 
     name: ClassVar[str]  # the name for `layer_rule`
     predicts: ClassVar[bool] = True  # it predicts a product from its operands; others measure the gradient itself
-    measures: ClassVar[str] = ""  # what a rule that measures looks for, a key of `layerwise.chooser.MEASURES`
+    measures: ClassVar[str] = ""  # the statistic of a rule that measures, a key of `layerwise.chooser.MEASURES`
     is_constant: ClassVar[bool] = False  # its factor depends neither on the gradient nor on operands
     forms_products: ClassVar[bool] = False  # its moments are those of all products, which are formed for it
     logs: ClassVar[bool] = False  # it needs the moments of log|x|

@@ -279,6 +279,7 @@ class GradScaler:
             raise
 
     def __getstate__(self) -> dict[str, Any]:
+        # As torch's: tensors of the scale are made again, on whichever device the copy is used.
         return {**self.__dict__, "_verbs": self._verbs.between_steps()}
 
 

@@ -181,13 +181,15 @@ class Scaling:
         self.progress = {}
         if not self._rule.dynamic:
             return
-        # The host has not asked whether this step overflowed, and need not: torch's kernel adjusts on the device.
+        # The host has not asked whether this step overflowed, and need not: torch's kernel adjusts on the device. Not
+        # isinstance: apex's rule with hysteresis is a subclass, and the kernel does not count its overflows.
         if type(self._rule) is Torch and any(progress.known is None for progress in seen):
             found_inf = total_of(flag for progress in seen for flag in progress.found_inf.values())
             assert found_inf is not None
             self._adjust_on_device(self._rule, found_inf)
             return
         ok = not any(progress.overflow() for progress in seen)
+        # Only a rule that needs the largest gradient has collected any, and the copy to the host waits for the device.
         largest = [float(t) for progress in seen for t in progress.largest] if ok else []
         self._adopt(self.rule.adjust(ok, max(largest, default=None)))
 
@@ -261,7 +263,7 @@ class Scaling:
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end "
                 "after scaler.update(). Call update() first, or save state_dict(), at any time."
             )
-        saved = Scaling(self.rule)  # the property: it fetches what the device has adjusted
+        saved = Scaling(self.rule)  # the property, which fetches a scale that the device has adjusted
         saved._has_scaled, saved._skipped = self._has_scaled, self.skipped
         return saved
 
@@ -331,6 +333,7 @@ class Scaling:
         self.scales, self.inverses = {}, {}
 
     def _adopt(self, rule: LossRule) -> None:
+        # Tensors of an unchanged scale are kept: most steps change none, and would make one for each device anew.
         if rule.scale != self._rule.scale or self._adjusted is not None:
             self.scales, self.inverses = {}, {}
         self._rule, self._adjusted = rule, None

@@ -57,7 +57,7 @@ MOST_SHARED = 5
 # tolerance vary 2 to 5 times as much as those that equal float32. Sweeps look like that; without the raised limit up to
 # 21 % of them have a wrong statement then, which hardly any level repairs.
 PART_OF_LEVEL = 0.6
-SHARE_OF_LARGER = 0.9  # a shared variance is raised to what this share of settings that have it stay below
+SHARE_OF_LARGER = 0.9  # a shared variance is raised to this quantile of the variances that settings with it show
 ALIKE = 8.0  # prior degrees of freedom from which on variances count as alike
 SIMULATED = 0.049  # the largest share of simulated sweeps with a wrong statement, at the level of 5 % (20,000 sweeps)
 COLLAPSE = 10.0  # tolerances that a seed loses at least where it collapses
@@ -197,7 +197,7 @@ def collapses(
     """
     if not differences:
         return []
-    # Upward deviations only: a collapse of another setting would raise what is usual, and hide this one.
+    # Upward deviations only: a collapse in another setting would raise the usual deviation, and hide this one.
     usual = _usual_of_others(np.stack([_upward_deviation(one) for one in differences], axis=-1))
     least = np.maximum(OF_USUAL * usual, OF_FLOAT32 * np.asarray(float32)[..., None])
     least = np.maximum(least, COLLAPSE * tolerance)

@@ -74,7 +74,7 @@ class Checkpoints:
         self._last = time.monotonic()
 
     def is_due(self) -> bool:
-        """Whether the last checkpoint is `seconds` old."""
+        """Return True if the last checkpoint is `seconds` old."""
         return time.monotonic() - self._last >= self.seconds
 
     def save(self) -> None:
@@ -88,13 +88,13 @@ class Checkpoints:
         self._last = time.monotonic()
 
     def load(self) -> bool:
-        """Restore the objects and the random numbers. Returns False if there is no usable file.
+        """Restore the objects and the random numbers. Returns False without a usable file.
 
         Raises ValueError for an undamaged file of this training whose states do not fit, as after an edit by hand.
         """
         if not self.path.exists():
             return False
-        # A checkpoint saves time and is no result: what is wrong with the file costs a warning and the time again.
+        # A checkpoint only saves time. An unusable one costs this time again, and a warning: not the training.
         try:
             saved = self._read()
             identity = saved["identity"]

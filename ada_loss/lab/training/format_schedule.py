@@ -179,7 +179,7 @@ def quantized(model: Model, schedule: FormatSchedule, *, inplace: bool = False) 
             f"The format {shown(first.fmt)} trains in real float16, and quantises no model. Use "
             f"torch.autocast(device, dtype=torch.float16) and ada_loss.GradScaler(layers=model) in a loop of your own."
         )
-    # The warning of a last layer in 4 bits: in a sweep, the loss by it is what the user wants to measure.
+    # The warning of a last layer in 4 bits: here the user trains to measure what it costs.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The gradient of .* is rounded to nearest", UserWarning)
         emulated = fpsim.quantize(model, first.fmt, rounding=first.rounding, inplace=inplace)

@@ -68,7 +68,7 @@ class Job:
         seed: seeds the generators of torch, NumPy and Python; use it for all other randomness too.
         device: where the training runs, "cpu", "cuda" or "cuda:1".
         options: the `task_options` of the sweep.
-        update: what the optimizer stores, a fpsim.Update or the name of one; `optimizer` follows it.
+        update: the storage of the optimizer, a fpsim.Update or the name of one; `optimizer` follows it.
 
     >>> job = Job("fp16", scaling=1024.0)
     >>> model = job.quantize(nn.Linear(2, 1))
@@ -123,7 +123,9 @@ class Job:
         self.history: list[tuple[int, list[dict[str, Any]]]] = []
         self.layer_scales: list[tuple[int, dict[str, int]]] = []
         self._path, self.progress, self._told = checkpoint, progress, 0
-        self._done, self._last = 0, 0  # the number of steps done, as `checkpoint` was told; the last step, from 0
+        # The number of finished steps, which `checkpoint` is given, and the last step that was logged or scaled, from 0:
+        # a training function may leave out either.
+        self._done, self._last = 0, 0
         self._before, self._since = 0.0, time.perf_counter()  # seconds of the attempts before, and when this one began
         self._recording: Recording | None = None
         self._scaler: JobScaler | None = None
@@ -186,7 +188,7 @@ class Job:
         tenth step. In a sweep without updates, nothing changes.
 
         model: the model whose names the update's overrides use; None for the model of `quantize`.
-        Raises TypeError for what is not an optimizer, ValueError for one that does not have the states of the update.
+        Raises TypeError for anything but an optimizer, ValueError for one that lacks the states of the update.
 
         >>> model = nn.Linear(1, 1)
         >>> optimizer = Job(update="bf16_sr").optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -223,7 +225,7 @@ class Job:
 
         step: counted from 0.
         numbers: floats, or tensors of one element.
-        Raises TypeError for what is not a number, ValueError for a name that is not Unicode.
+        Raises TypeError for anything but a number, ValueError for a name that is not Unicode.
         """
         if not is_whole(step, least=0) or step > MOST_STEPS:
             raise TypeError(f"The step {shown(step)} is not a count. Expected: an integer, 0 or more.")

@@ -70,7 +70,7 @@ def train(
         {"schedule": {0: "fp16", 0.8: "bf16"}}: the last fifth of the steps in bf16; see `as_schedule`. {"native":
         "fp16"} is real float16, under torch.autocast, without emulation.
     rounding: of every role; None leaves it to the policy, or to nearest-even.
-    update: what the optimizer stores, a fpsim.Update or the name of one ("bf16_sr"); None for float32.
+    update: the storage of the optimizer, a fpsim.Update or the name of one ("bf16_sr"); None for float32.
     rollout: the format of the engine that draws the samples of a task with a `play`, such as `rl`, or {"format": ...,
         "weights": ...}; None for the trainer's format, without importance weights.
     checkpoint, checkpoint_seconds, progress: see `Training.run`.

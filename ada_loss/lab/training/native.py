@@ -197,7 +197,7 @@ class _Sent:
 
     def watch(self, loss: Tensor) -> None:
         """Tally the backward pass of a loss without scales of layers."""
-        if not self.wants(0) or loss.grad_fn is None:  # of which torch says more in backward()
+        if not self.wants(0) or loss.grad_fn is None:  # torch's own error in backward() explains a missing graph
             return
         names = {id(p): name for name, p in self.model.named_parameters()}
         for entry in plan_of(loss.grad_fn, names, HALF).entries:

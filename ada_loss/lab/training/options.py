@@ -25,7 +25,7 @@ def _number(default: float, least: int = 0) -> Any:
 @known_arguments()
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a model is trained. Equal options, on the same task and format, give the same training to the bit.
+    """Options of a training. Equal options, on the same task and format, give the same training to the bit.
 
     scaling: the scaling method of the gradients; see `make_scaling`.
     optimizer: "sgd" (with momentum), "adam" or "adamw".

@@ -19,7 +19,7 @@ from fpsim.checks import did_you_mean, shown
 
 __all__ = ["ROLLOUT", "WEIGHTS_KEY", "Rollout", "Sampler", "as_rollout"]
 
-ROLLOUT = "rollout"  # the key beside "format" of a mapping that stands where a format may stand
+ROLLOUT = "rollout"  # the key of a mapping in the list of formats, in addition to "format"
 FORMAT, WEIGHTS_KEY = "format", "weights"
 EXPECTED = "Expected: a format, or {'format': 'recipe:fp8_tile', 'weights': 'token'}"
 

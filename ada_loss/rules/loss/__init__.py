@@ -85,7 +85,7 @@ def loss_rule(system: str, **params: Any) -> LossRule:
     if rule is None:
         near = did_you_mean(system, SYSTEMS, most=3)
         raise ValueError(f"Unknown system {shown(system)}.{near} Known: {', '.join(SYSTEMS)}.")
-    # A parameter of the system that is none of the rule: the number that replaces the dynamic scale.
+    # The system has this parameter, and the rule has not: a number here replaces the dynamic scale.
     fixed = params.pop(rule.fixed_by, None) if rule.fixed_by else None
     known = {f.name: f.default for f in sorted(fields(rule), key=lambda f: bool(f.kw_only))}
     for name in params:
@@ -99,7 +99,7 @@ def loss_rule(system: str, **params: Any) -> LossRule:
                 f"The rule {system!r} was given without {name!r}, which has no default. "
                 f"It is a scale, a finite number above 0. Give it: loss_rule({system!r}, {name}=2.0**15)."
             )
-    # Made in any case, so that invalid parameters raise beside a fixed scale too.
+    # Made even if the scale is fixed, so that other parameters are checked all the same.
     dynamic = rule(**params)
     return dynamic if fixed is None or fixed == "dynamic" else Static(fixed)
 
