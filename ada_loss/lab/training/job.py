@@ -123,7 +123,7 @@ class Job:
         self.history: list[tuple[int, list[dict[str, Any]]]] = []
         self.layer_scales: list[tuple[int, dict[str, int]]] = []
         self._path, self.progress, self._told = checkpoint, progress, 0
-        # The number of finished steps, which `checkpoint` is given, and the last step that was logged or scaled, from 0:
+        # The number of finished steps, as given to `checkpoint`, and the last step that was logged or scaled, from 0:
         # a training function may leave out either.
         self._done, self._last = 0, 0
         self._before, self._since = 0.0, time.perf_counter()  # seconds of the attempts before, and when this one began
