@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -341,6 +341,18 @@ def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) ->
 
 
 def _emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None, undo: Undo) -> None:
+    # A format's name always means the same: its blocks check it once, and plan each function once. A Policy may hold
+    # mappings, which can change between two blocks.
+    if isinstance(fmt, str) and (rounding is None or isinstance(rounding, str)):
+        scope = _scope_of_name(fmt, rounding)
+    else:
+        scope = _scope_of(fmt, rounding)
+    take_off_leftovers()
+    enter(scope.of_block(Listeners()), undo)
+
+
+def _scope_of(fmt: FormatLike, rounding: str | Mapping[str, str] | None) -> Scope:
+    """Check the arguments of `emulate`, and return the scope of its blocks."""
     policy = as_policy(fmt)
     if policy.overrides:
         raise ValueError("emulate() knows no modules, and the policy has overrides. Use quantize(model, policy).")
@@ -361,5 +373,7 @@ def _emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None, undo: Un
         )
     if rounding is not None:
         policy = policy.with_rounding(rounding)
-    take_off_leftovers()
-    enter(make_scope("", policy, Listeners()), undo)
+    return make_scope("", policy, Listeners())
+
+
+_scope_of_name = lru_cache(maxsize=64)(_scope_of)

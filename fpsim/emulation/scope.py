@@ -253,6 +253,12 @@ class Scope:
         scope.errors, scope.made, scope.is_in_step, scope.has_kernels = None, None, False, self.has_kernels
         return scope
 
+    def of_block(self, listeners: Listeners) -> Scope:
+        """The same formats and plans in a block of `emulate`, which has no model and listeners of its own."""
+        scope: Scope = self.again(_NO_WEIGHTS, {}, False)
+        scope.listeners, scope.is_float32 = listeners, False
+        return scope
+
     def stands_in(self, x: Tensor) -> bool:
         """Whether `x` stands in for a parameter. In each call: ask first whether `weights` has its id."""
         reference = self.weights.get(id(x))
