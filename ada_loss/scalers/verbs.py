@@ -334,7 +334,7 @@ class Scaling:
         self.scales, self.inverses = {}, {}
 
     def _adopt(self, rule: LossRule) -> None:
-        # Tensors of an unchanged scale are kept: most steps change none, and would make one for each device anew.
+        # Tensors of an unchanged scale are kept: most steps change none, and would make one for each device again.
         if rule.scale != self._rule.scale or self._adjusted is not None:
             self.scales, self.inverses = {}, {}
         self._rule, self._adjusted = rule, None
