@@ -28,6 +28,7 @@ except ImportError:
 
 # Everything else is imported where it is used: --help and a mistyped option answer at once, without torch.
 
+# 2 is typer's own code for a wrong option, and 130 a shell's for Ctrl-C.
 FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 1, 2, 3, 130
 
 app = typer.Typer(
@@ -87,6 +88,7 @@ def _errors_as_exit_codes(hint: str = "") -> Iterator[None]:
     """
     from ada_loss.lab.errors import SweepStopped
 
+    # Errors of these kinds are those that the library raises for bad input, in words for users.
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -159,6 +161,7 @@ def sweep(
 
         folder = None if out is None else str(out)
         execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
+        # A flag that is not given must not override the file, so it is None here and not False.
         chosen = {"retry_failed": retry_failed or None, "baseline": False if no_baseline else None, "why": why or None}
         chosen["keep_old"] = keep_old or None
         given = _given(
@@ -175,6 +178,7 @@ def _add_current_folder() -> None:
     """Make modules in the current folder importable, for tasks; the script `ada-loss` lies in another folder."""
     from ada_loss.lab.tasks import add_to_path
 
+    # `python -P` keeps the current folder off the path on purpose.
     if not sys.flags.safe_path:
         add_to_path(".")
 
@@ -277,6 +281,7 @@ def search(
         _add_current_folder()
         arguments = {
             "task": task,
+            # The option may be repeated, too: typer makes a list of it.
             "roles": [role.strip() for word in roles for role in word.split(",")],
             "exponent_bits": exponent_bits,
             "mantissa_bits": mantissa_bits,
@@ -543,7 +548,7 @@ def reproduce(
 ) -> None:
     """Reproduce a published effect in minutes: a picture, its numbers, and a paragraph on what they show.
 
-    Run it again to go on where it was stopped.
+    Run it again to resume.
     """
     command = shlex.join(["ada-loss", *sys.argv[1:]])
     with _errors_as_exit_codes(f" Go on with: {command}"):

@@ -88,19 +88,22 @@ class Recorder:
         log2_scale: log2 of the scale at which it is rounded, an integer on its device.
         chosen: the five SCALES, float64 on its device.
         """
-        key = torch.tensor(step, device="cpu")  # noise of its own, so that the training's stays the same
+        # Noise of its own: recording must not change the noise that the training draws.
+        key = torch.tensor(step, device="cpu")
         count = gradient.numel()
         lost = lost_between(gradient, rounded(gradient, spec, key, log2_scale), spec.fmt.largest, log2_scale)
         zeros, underflow, overflow = lost.double()
         unscaled = rounded(gradient, spec, key, None)
+        # At scale 1 only the underflow is wanted, so there is no limit for overflows.
         _, underflow_unscaled, _ = lost_between(gradient, unscaled, math.inf, log2_scale).double()
-        nonzero = (count - zeros).clamp(min=1)
+        nonzero = (count - zeros).clamp(min=1)  # a gradient of zeros loses nothing, and 0 / 1 is 0
         shares = {
             "zeros": zeros / max(count, 1),
             "underflow": underflow / nonzero,
             "underflow_unscaled": underflow_unscaled / nonzero,
             "overflow": overflow / max(count, 1),
         }
+        # Numbers stay on the device until somebody reads them: a copy here would make every site wait.
         self._labels.append(Label(step, site, role, str(spec), count))
         self._numbers.append(torch.cat([chosen, torch.stack([shares[name] for name in SHARES])]))
 
@@ -186,6 +189,7 @@ class Recorder:
             raise ValueError(refuse(f"Unknown column {shown(value)}", numbers, word=value))
         from fpsim.insight.pictures import plot_watch
 
+        # From input to output: rows are in the order of the backward passes.
         return plot_watch(rows[::-1], value, f"{value}, role {role}")
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
