@@ -102,10 +102,10 @@ def _granularity() -> list[Claim]:
     nobody = "e5m2, which reaches 2^-16, falls short by several points"
     small = "Stochastic rounding of dy does as much as small blocks"
     nearest = "to nearest, one scale for each tensor falls short by several points, whoever chooses it"
-    head = "With the last layer in a wider format, one scale for each tensor to nearest is within a point of float32"
+    head = "With the last layer in a wider format and rounding to nearest, one scale for each tensor is within a point"
     edge = "in bits per character it is at the edge of the tolerance"
     floor = "On this task, to nearest, `floor` is better than `ceil`"
-    mse = "loses less than half of what `current` loses in the other layers"
+    mse = "loses less than half of what `current` loses"
     recipes = "Today's recipes are within a point of float32"
     claims = []
     for name, fmt, scaling in (
@@ -170,7 +170,7 @@ def _scaling() -> list[Claim]:
 
 def _few_bits() -> list[Claim]:
     cut = "`mse` with stochastic rounding is the better rule where gradients are many and alike"
-    apart = "and no better where few large ones are what is learned"
+    apart = "It is no better where a few large gradients are what is learned"
     near = "To nearest, `mse` keeps what the other rules lose"
     fmt, rows = gradient("e2m1fn"), []
     for name, sentence, task, metric, band, rounding in (
@@ -211,9 +211,9 @@ def _deep() -> list[Claim]:
 
 def _depth() -> list[Claim]:
     page = SCALING
-    layers = "Scales of the layers' own hold the error at the format's precision at every gain."
+    layers = "a scale for each layer holds the error at the format's precision at every gain."
     constants = "no constant and no dynamic scale saves the first layers"
-    bounds = "(a factor of at most 16, a product of at most 1024) give up the gain just there"
+    bounds = "(a factor of at most 16, a product of at most 1024) undo the advantage just there"
     measured = "A scale that is measured (`current`) is as good as the predicted one"
     fits = "Where a constant fits all layers, it is as good."
     claims = []
@@ -257,7 +257,7 @@ def _native() -> list[Claim]:
     """Of the training in real float16."""
     claims = []
     for name, sentence, band, against in (
-        ("torch", "torch's scaler leaves the second head where a head that answers 0 is", (0.4, 0.65), None),
+        ("torch", "with torch's scaler the second head is no better than a head that answers 0", (0.4, 0.65), None),
         ("layers", "With a scale for each layer its error falls below 0.01", (0.0, 0.01), None),
         ("layers", "to within 0.002 of float32's", (-0.002, 0.002), "float32"),
     ):

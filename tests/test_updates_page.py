@@ -57,6 +57,6 @@ def test_the_example_runs():
     assert len(names["lost"].rows()) == 2
 
 
-def test_the_same_in_words_is_the_same():
-    (words,) = re.findall(r"The same in words: `(.*?)`", PAGE)
+def test_the_update_without_a_name_is_the_named_one():
+    (words,) = re.findall(r"Without a name, the same update is `(.*?)`", PAGE)
     assert eval(words, {"fpsim": fpsim}) == UPDATES["bf16_sr"]

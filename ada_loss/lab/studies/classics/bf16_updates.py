@@ -62,9 +62,9 @@ def says(rows: Rows) -> Sentences:
         lost = rows.averages("update", "value", 100, what="all lost", rate=rate)
         still = rows.averages("update", "value", 100, what="norm weights still 1", rate=rate)
         yield f"""At the rate {rate:g}, after {rows[-1]["steps"]} steps, float32 has {plain} bits per character. bf16 to
-            nearest is {nearest} bits from that, stochastic rounding {stochastic}, Kahan's sum {kahan}. To nearest
-            {lost["nearest"]:.0f} % of the updates change nothing and {still["nearest"]:.0f} % of the norms' weights are
-            still 1; with stochastic rounding {still["stochastic"]:.0f} % are."""
+            nearest is {nearest} bits from that, stochastic rounding {stochastic}, Kahan's sum {kahan}. With
+            rounding to nearest, {lost["nearest"]:.0f} % of the updates change nothing, and {still["nearest"]:.0f} % of
+            the norms' weights are still 1; with stochastic rounding {still["stochastic"]:.0f} % of them are."""
 
 
 def draw(rows: Rows) -> Picture:

@@ -57,14 +57,14 @@ def says(rows: Rows) -> Sentences:
     for k in rows.distinct("fraction")[1:]:
         words, tried = ends.told("rounding", "wrong", ".1f", fraction=k), rows.of(fraction=k, rounding="to nearest")
         best = mean(min(tried.column("wrong", seed=seed)) for seed in rows.distinct("seed"))
-        yield f"""With {k} of 16 bits behind the point, to nearest {words["to nearest"]} % (at its best epoch {best:.1f}
-            %), stochastically {words["stochastic"]} %."""
+        yield f"""With {k} of 16 bits behind the point, rounding to nearest is wrong for {words["to nearest"]} % (at its
+            best epoch {best:.1f} %), and stochastic rounding for {words["stochastic"]} %."""
         if ends.averages("rounding", "wrong", fraction=k)["stochastic"] > plain + ALIKE:
-            yield f"""There stochastic rounding does not reach float32; no number beyond
-                {fpsim.FixedPoint(WORD, k).largest:.3g} is left."""
+            yield f"""There stochastic rounding does not reach float32: the format has no number beyond
+                {fpsim.FixedPoint(WORD, k).largest:.3g}."""
     if alone := [*ends.told("rounding", "wrong", ".1f", fraction=APART).values()][2:]:
-        yield f"""With {APART} bits, if the gradients of activations alone are rounded to nearest, {alone[0]} % are
-            wrong; if they alone are rounded stochastically, {alone[1]} %."""
+        yield f"""With {APART} bits, {alone[0]} % are wrong if the gradients of activations are rounded to nearest and
+            all else stochastically, and {alone[1]} % if it is the other way round."""
 
 
 def draw(rows: Rows) -> Picture:

@@ -26,8 +26,8 @@ CLASSICS = {
         "Wang et al. 2018, arXiv 1812.08011: long sums in 16 bits stop growing, chunks repair it",
         "In 16 bits (1 sign, 6 exponent, 9 mantissa) a long sum swamps: once it is large enough, each further term "
         "is rounded away. Adding up chunks of 64 first, or rounding stochastically, repairs it.",
-        "A training. Whether its sums swamp depends on how long they are and how their signs mix; here numbers of "
-        "mean 1 are added, as in the paper's own figure, and nothing is trained.",
+        "Swamping in a training. Whether the sums of a training swamp depends on how long they are and how their signs "
+        "mix; here numbers of mean 1 are added, as in the paper's own figure, and nothing is trained.",
     ),
     "bf16-updates": Paper(
         "Zamirai et al. 2020, arXiv 2010.06192: updates that bf16 weights lose, and two repairs",
@@ -41,8 +41,8 @@ CLASSICS = {
         "A network whose weights, activations, gradients and updates are 16-bit fixed point trains as in float32 if "
         "rounding is stochastic, and hardly or not at all if it is to nearest.",
         "The paper's full MNIST and CIFAR-10: these are 4,000 digits for the training and 1,000 for the test, so that "
-        "a point is ten digits. Sums within products are float32; the paper's are fixed point, wide enough not to "
-        "matter.",
+        "one percentage point is ten digits. Sums within products are float32; the paper's are fixed point, wide "
+        "enough not to matter.",
     ),
     "underflow": Paper(
         "Micikevicius et al. 2017, arXiv 1710.03740: fp16 gradients underflow, a constant repairs it",
@@ -55,8 +55,8 @@ CLASSICS = {
         "Zhao et al. 2020, IJCAI: in deep networks a scale for each layer does what no single scale does",
         "In a deep network gradients shrink from layer to layer, and no single scale of the loss fits all of them. "
         "Scales for each layer, computed from statistics, do fit, and nobody has to search for them.",
-        "A training that needs more than one scale. The networks whose gradients span more than a format are not "
-        "trained, since even float32 would hardly train them; the one that is trained needs no more than the best "
+        "A training that needs more than one scale. The networks whose gradients span more than a format's range are "
+        "not trained, since even float32 would hardly train them; the one that is trained needs no more than the best "
         "constant.",
     ),
     "rollouts": Paper(
@@ -64,7 +64,7 @@ CLASSICS = {
         "The engine that draws rollouts and the one that trains compute one policy with different kernels, and in "
         "bf16 their probabilities differ enough to bias reinforcement learning. fp16, with three more bits, closes the "
         "gap.",
-        "Reinforcement learning, its collapse and its recovery: the task rl trains under such gaps. The policy is a "
+        "Reinforcement learning, its collapse and its recovery. (The task rl trains under such gaps.) The policy is a "
         "GPT of 0.1 million weights with 64 characters of context, so that the gaps are small; only their ratio is "
         "compared. The engines differ in where they round, not in the order of their sums.",
     ),

@@ -57,16 +57,17 @@ def holds(rows: Rows) -> bool:
 
 
 def says(rows: Rows) -> Sentences:
-    yield "An unfused engine rounds each result, a fused one the operands of products alone; trainer / rollout:"
+    yield "An unfused engine rounds each result, and a fused one rounds the operands of products alone."
+    yield "Pairs are named trainer / rollout."
     for pair in PAIRS:
         gap, kl = (rows.told("format", name, ".2g", pair=pair) for name in ("difference", "kl"))
         less = [mean(rows.times("format", name, "fp16", pair=pair)["bf16"]) for name in ("difference", "kl")]
-        yield f"""{pair}: |log p - log p'| of a character is {gap["bf16"]} in bf16 and {gap["fp16"]} in fp16,
+        yield f"""For {pair}, |log p - log p'| of a character is {gap["bf16"]} in bf16 and {gap["fp16"]} in fp16,
             {less[0]:.1f} times less; the KL divergence {kl["bf16"]} and {kl["fp16"]} nats, {less[1]:.0f} times less."""
     far = [math.exp(max(rows.column("sequence", pair=PAIRS[0], format=fmt))) for fmt in FORMATS]
     yield f"""Three more bits are a factor of 8, and of 64 in the divergence. Over {CONTEXT + 1 - PROMPT} characters the
-        importance ratio of {PAIRS[0]} is off by a factor of {far[0]:.3f} in bf16 and {far[1]:.4f} in fp16, in the mean
-        of the worst seed."""
+        importance ratio of {PAIRS[0]} is off by a factor of {far[0]:.3f} in bf16 and {far[1]:.4f} in fp16: the
+        geometric mean over the texts, in the seed where it is largest."""
 
 
 def draw(rows: Rows) -> Picture:

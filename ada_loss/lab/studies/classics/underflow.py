@@ -52,16 +52,17 @@ def says(rows: Rows) -> Sentences:
         fits, (_, *exponents), ends = window(one), one.distinct("log2_scale"), one.told("log2_scale", "metric", ".1f")
         zero, skipped = (one.averages("log2_scale", name, 100) for name in ("underflow", "skipped"))
         low, high, lost = exponents[0], exponents[-1], [k for k in exponents if fits and k < fits[0]]
-        yield f"{task.capitalize()}: {ends['float32']} % in float32."
+        metric = TASKS[task][2].replace("mean_iou", "mean IoU")
+        yield f"{task.capitalize()}: the {metric} is {ends['float32']} % in float32."
         repair = f"Scales from 2^{fits[0]} to 2^{fits[-1]} reach that" if fits else "No scale reaches that"
         # Scaling by powers of two only shifts the window: a loss 2^-k times smaller needs a constant 2^k times larger.
         if lost:
-            repair += f"""; a loss 2^{-lost[-1]} times smaller does not, and a constant from 2^{fits[0] - lost[-1]} to
-                2^{fits[-1] - lost[-1]} repairs it"""
+            repair += f""". A loss that is 2^{-lost[-1]} times smaller does not reach it by itself, and does with a
+                constant from 2^{fits[0] - lost[-1]} to 2^{fits[-1] - lost[-1]}"""
         yield f"""{repair}. Without a scale {zero[0]:.1f} % of the gradients become zero, and the metric is {ends[0]} %:
-            so small a network {"does not need" if 0 in fits else "needs"} one. With gradients {2**-low:,} times smaller
-            {zero[low]:.0f} % of them underflow, and the metric is {ends[low]} %. At 2^{high} {skipped[high]:.0f} % of
-            the steps overflow, and the metric is {ends[high]} %."""
+            so small a network {"does not need" if 0 in fits else "needs"} one. If the gradients are 2^{-low} times
+            smaller, {zero[low]:.0f} % of them underflow, and the metric is {ends[low]} %. With the scale 2^{high},
+            {skipped[high]:.0f} % of the steps overflow, and the metric is {ends[high]} %."""
 
 
 def draw(rows: Rows) -> Picture:
