@@ -38,7 +38,7 @@ FLOORS = (
     ),
     (
         "fpsim.kernels",
-        "__init__ statistics variants",
+        "__init__ statistics",
         "containers",
         "core threefry",
         "codebooks",
