@@ -196,7 +196,7 @@ def test_an_unknown_name_is_refused_with_near_matches(name: str, error: str) -> 
 
 
 def test_what_is_no_name_is_refused() -> None:
-    with pytest.raises(TypeError, match="An accumulator is wanted, not 16 of type int"):
+    with pytest.raises(TypeError, match="Expected an accumulator, got 16 of type int"):
         as_accumulator(16)  # type: ignore[arg-type]
 
 
