@@ -288,7 +288,7 @@ def _operand_format(fmt: Any) -> FloatFormat:
         return as_float_format(fmt)
     except (TypeError, ValueError) as error:
         raise type(error)(
-            f"operands={shown(fmt)} is not a format of an operand, which has a least exponent. {error}"
+            f"operands={shown(fmt)} is not a format of an operand, whose least exponent counts. {error}"
         ) from None
 
 

@@ -41,6 +41,7 @@ PARALLEL_FROM = {True: 1 << 21, False: 1 << 19}  # by whether only amax is wante
 
 def join_rows(rows, only_amax, out):  # type: ignore[no-untyped-def]
     """Join the moments of a tensor's parts, in Python over the memory. On a card the last block does it."""
+    # Sums, not means, are added: parts differ in length.
     infinity = float("inf")
     count, nonzero, total, squares, logs, log_squares = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     lowest, highest, amax, amin = infinity, -infinity, 0.0, infinity

@@ -97,7 +97,8 @@ def all_reduce(
     >>> all_reduce(halves, "bf16", "linear"), all_reduce(halves, "bf16", "linear").equal(sum(halves))
     (tensor([256., 256.]), False)
     """
-    require_word("rounding", rounding, ("nearest_even", "stochastic"))  # a float64 is not exact enough for the others
+    # Sums are float64, which is not exact enough for the other roundings.
+    require_word("rounding", rounding, ("nearest_even", "stochastic"))
     spec = rounding_spec(fmt, rounding)
     if not isinstance(order, str) or order not in REDUCTIONS:
         raise ValueError(refuse(f"Unknown order {shown(order)}", REDUCTIONS, word=order))

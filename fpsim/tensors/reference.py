@@ -131,14 +131,15 @@ def _beyond(a: Array, fmt: FloatFormat, rounding: str, negative: Array) -> Array
     return np.where(outwards, overflow, fmt.largest)
 
 
-# Threefry-4x32 with 12 rounds: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011
+# Threefry-4x32 with 12 rounds: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 _ROTATIONS = ((10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20))
 
 
 def noise_of(n: int, key: int) -> Array:
     """Return the noise of the first n elements of a call with this key of 64 bits, as uint32."""
     counters = np.arange(-(-n // 128) * 16, dtype=np.uint64)
-    words = _threefry(counters, key)  # (4, counters): word w of counter 16 b + l is for elements 128 b + 32 w + l
+    # (4, counters): word w of counter 16 b + l is for element 128 b + 32 w + l.
+    words = _threefry(counters, key)
     blocks = words.reshape(4, -1, 16).transpose(1, 0, 2)  # block, word, lane
     exchanged = (blocks << np.uint32(16)) | (blocks >> np.uint32(16))  # for the elements 16 further on
     return np.stack([blocks, exchanged], axis=2).reshape(-1)[:n]
