@@ -249,7 +249,7 @@ class Codebook:
     @property
     def saturated_from(self) -> float:
         """Magnitude from which saturation is counted: the largest value plus half of the last spacing."""
-        # The end farther from zero, mirrored if it is the negative one.
+        # At the end farther from zero, mirrored if it is the negative one.
         end = [*self.finite] if self.finite[-1] >= -self.finite[0] else [-v for v in reversed(self.finite)]
         return end[-1] + (end[-1] - end[-2]) / 2
 
@@ -375,6 +375,7 @@ def _hif8() -> Codebook:
             exponent_bits, rest = 1, 4
         else:
             exponent_bits, rest = 0, 3
+        # Powers of two from 2**-22 on; code 0 is zero.
         if code < 8:
             magnitudes.append(math.ldexp(1.0, code - 23) if code else 0.0)
             continue

@@ -351,6 +351,7 @@ def _systematic_name(f: FloatFormat) -> str | None:
     """Return eXmY, eXmYfn or eXmYfnuz if that describes the format wholly, else None."""
     suffix = {"ieee": "", "fn": "fn", "fnuz": "fnuz"}.get(f.specials)
     name = f"e{f.exponent_bits}m{f.mantissa_bits}{suffix}"
+    # Some names of the catalogue stand for another format than their words: "e2m1fn" has no NaN.
     if suffix is None or name in CATALOGUE or not f.subnormals or f.bias != _standard_bias(f):
         return None
     return name
@@ -480,6 +481,7 @@ def _parse(text: str, hint: str | None = None) -> FloatFormat:
         return FloatFormat(int(match[1]), int(match[2]), specials=match[3] or "ieee")
     if match := _REPR.fullmatch(text.strip()):
         return _from_repr(text, match[1])
+    # `blocks` hands its own hint in, with the names of all kinds of formats.
     hint = did_you_mean(name, [*CATALOGUE, *ALIASES], 3, NAMES_OF_OTHERS) if hint is None else hint
     raise ValueError(
         f"Unknown format {shown(text)}.{hint} Known: {', '.join(CATALOGUE)}, or eXmY such as 'e5m10', "

@@ -193,7 +193,7 @@ def make_plan(
         overflow=container.bits(values[fmt.resolve_overflow(overflow)]),
         smallest=container.bits(fmt.smallest),
         zero_sign=(1 << (width - 1)) if fmt.has_negative_zero else 0,
-        # The leading bits of a word, as these are added to the leading bits of what is discarded.
+        # The leading bits of a word, as these are added to the leading bits among the discarded ones.
         used=0xFFFFFFFF & ~((1 << (32 - random_bits)) - 1) if random_bits else 0xFFFFFFFF,
         odd=int(fmt.mantissa_bits == 0),
         lowest=container.bits(abs(fmt.lowest)) if isinstance(fmt, FixedPoint) else 0,

@@ -225,7 +225,7 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
             key0, key1 = key_words(key[0] if flags & HAS_KEY else word)
             w0, w1, w2, w3 = noise_words(thread, key0, key1)
             i = (thread >> 4) * NOISE_BLOCK + (thread & 15)
-            # All loads first: the compiler cannot know that no store changes what is loaded next.
+            # All loads first: the compiler cannot know that no store changes the values that come next.
             if i + 112 < n:
                 x0, x1, x2, x3 = x[i], x[i + 16], x[i + 32], x[i + 48]
                 x4, x5, x6, x7 = x[i + 64], x[i + 80], x[i + 96], x[i + 112]

@@ -138,7 +138,7 @@ _MASK = torch.finfo(torch.float32).max
 
 
 def _amaxes(x: Tensor, spec: BlockSpec, axis: int) -> Tensor:
-    """Return the amax behind each element's second scale, float32: of no dimension if the scale is the tensor's."""
+    """Return the amax of each element's second scale, float32: of no dimension if the scale is the tensor's."""
     f = spec.fmt
     if isinstance(f.tensor_scale, bool):
         return recorded_amax(x, spec)

@@ -277,6 +277,7 @@ def encode_blocks(x: Tensor, spec: BlockSpec, axis: int | tuple[int, int] | None
     if not x.numel():
         raise ValueError(f"x of shape {tuple(x.shape)} has no elements, and no scales. Expected: one element or more.")
     f, (along, across) = spec.fmt, axis_pair(axis)
+    # Raises for elements of more than 16 bits; those of fixed point are integers, and need no table.
     if not isinstance(f.element, FixedPoint):
         codable(f.element)
     x = x.detach()
@@ -333,6 +334,7 @@ def decode_blocks(given: BlockCodes) -> Tensor:
     scales = given.scales if f.scale.bits > 16 else element_values(given.scales, f.scale)
     # float64 holds the product of an element and a scale, which is then rounded once.
     values = (elements * of_each_element(scales, f, given.shape, along, across).double()).float()
+    # By a tensor on the device: on a card, torch multiplies by the reciprocal of a Python number.
     if f.gain != 1:
         return values / torch.tensor(f.gain, device=values.device)
     if given.tensor_scale is None:

@@ -188,6 +188,7 @@ def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, i
     key_address = NO_KEY_ADDRESS if key is None else key.data_ptr()
     source, target = address_of(x), address_of(out)
     threads = torch.get_num_threads() if x.numel() >= PARALLEL_FROM else 1
+    # Whole vectors of lines, so that only the last thread has lanes without a line.
     per_thread = -(-lines // (threads * LANES)) * LANES
     parts = [
         (source, target, first, min(first + per_thread, lines), *words, key_address)

@@ -200,6 +200,7 @@ def rounded_number(x: float, spec: RoundingSpec) -> float:
 def parts_of(n: int) -> list[tuple[int, int]]:
     """Return where each thread's part of `n` elements begins, at a multiple of NOISE_BLOCK, and its length."""
     threads = torch.get_num_threads() if n >= PARALLEL_FROM else 1
+    # Whole blocks of noise, so that random bits do not depend on the number of threads.
     per_thread = -(-n // (threads * NOISE_BLOCK)) * NOISE_BLOCK
     return [(first, min(per_thread, n - first)) for first in range(0, max(n, 1), max(per_thread, 1))]
 

@@ -102,6 +102,7 @@ def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tenso
 
         size, source = x.element_size(), address_of(x)
         blocks, integers, floats = partial_words(n, size)
+        # Zeros, because the first integer counts the blocks that are done.
         rows = torch.zeros(integers, dtype=torch.int64, device=x.device)
         sums = torch.empty(floats, dtype=torch.float64, device=x.device)
         words = array_words(rows.data_ptr(), (integers,), 8)

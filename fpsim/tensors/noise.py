@@ -175,6 +175,7 @@ def is_captured(x: Tensor) -> bool:
         return False
     if x.get_device() == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
+    # torch looks at the stream of the current device alone.
     with torch.cuda.device(x.get_device()):
         return torch.cuda.is_current_stream_capturing()
 

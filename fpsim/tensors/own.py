@@ -41,6 +41,7 @@ def rounded_by_function(
     if is_traced(x):
         rounded, passes = torch.ops.fpsim.own_operand(x, _key_of(fmt), axis, site, clips)
         return rounded, passes if clips else None
+    # Without the modes around: the function replaces a rounding, and its own operations are not emulated.
     with torch.no_grad(), without_torch_function():
         kept = x.detach().to(torch.float32)
         # A copy, because the function may write in place.

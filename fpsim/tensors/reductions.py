@@ -41,6 +41,7 @@ def _tree(parts: Sequence[Tensor], add: Add, _: int) -> Tensor:
 def _ring(parts: Sequence[Tensor], add: Add, size: int) -> Tensor:
     """Add chunk c of the flat tensor from rank c - 1 downwards, as gloo's all_reduce was measured to do."""
     ranks, count, shape = len(parts), parts[0].numel(), parts[0].shape
+    # A chunk is a whole number of segments: its length decides at which rank the sum of an element begins.
     segments = max(SEGMENTS, -(-count * size // (ranks * SEGMENT_BYTES)))
     chunk = segments * -(-count // (segments * ranks))
     flat = [part.reshape(-1) for part in parts]

@@ -173,6 +173,7 @@ def rounds_blocks(spec: BlockSpec, axis: int, across: int | None) -> Callable[[T
 
     def round_blocks(x: Tensor) -> Tensor:
         source = x.data_ptr()
+        # Under a negation that torch has put off (`is_neg`), the memory holds other numbers.
         is_usual = x.is_cpu and x.dtype is torch.float32 and x.is_contiguous() and not x.is_neg()
         if not is_usual or not source or not 0 < x.numel() < PARALLEL_FROM:
             return round_any(x)

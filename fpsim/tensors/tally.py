@@ -193,6 +193,7 @@ class Tally:
         if not self.noise:
             return ErrorShares(0.0, 0.0, 0.0)
         scale = self.along * self.scale_bias / self.noise
+        # Of a number that became zero, the second part of the error is -(1 + b) x.
         left = 1 + self.scale_bias
         dead_zone = self.dead_zone * left * left / self.noise
         return ErrorShares(scale, dead_zone, max(1 - scale - dead_zone, 0.0))
@@ -221,6 +222,7 @@ class Accumulator:
         if self.counts.device != before.device:
             self._move(before.device)
         if row is not None:
+            # A gradient that is all zero has no shape, NaN here, and is not counted.
             shape = shape_between(before, after, row)
             self.shape += torch.cat([shape, shape.new_ones(1)]).masked_fill(shape.isnan().any(), 0.0)
         x, r = _comparable(before.detach(), after.detach())

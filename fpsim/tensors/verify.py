@@ -226,6 +226,7 @@ def _graph_replays() -> Iterator[Row]:
 
 def milliseconds(run: Callable[[], object], times: int) -> float:
     """Return the time of one call on the card, by events around many."""
+    # The first call compiles and loads, and is not measured.
     run()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
