@@ -37,7 +37,7 @@ FLOORS = (
     ),
     (
         "fpsim.kernels",
-        "__init__ statistics variants",
+        "__init__ statistics",
         "containers",
         "core threefry",
         "codebooks",

@@ -11,7 +11,7 @@ from typing import Any
 
 from fpsim.checks import did_you_mean, is_finite_number, is_whole, refuse, shown
 from fpsim.formats.codebook import CODEBOOKS, Codebook
-from fpsim.formats.fixed_point import FIXED_POINT_NAME, FixedPoint, named_fixed_point
+from fpsim.formats.fixed_point import FixedPoint, named_fixed_point
 from fpsim.formats.floats import ALIASES, CATALOGUE, NAMES_OF_OTHERS, FloatFormat, as_float_format
 from fpsim.formats.foreign import from_other_library
 
@@ -212,7 +212,7 @@ class BlockFormat:
 
     @property
     def scale_of_infinity(self) -> float:
-        """The scale of a block in which a number is infinite.
+        """Scale of a block in which a number is infinite.
 
         Where it saturates: 1, as TransformerEngine's compute_scale_from_amax has it, but the largest number of the
         scales' format in blocks of MXFP8 (the code 0xFE) and NVFP4.
@@ -271,7 +271,7 @@ class BlockFormat:
 
     @property
     def largest(self) -> float:
-        """The largest value of an element."""
+        """Largest value of an element."""
         return self.element.largest
 
     @property
@@ -298,7 +298,8 @@ class BlockFormat:
         shifted = 0.5 if rule == "even" else float(match[1]) if (match := _SHIFTED.fullmatch(rule)) else 0.0
         if shifted:
             return top - round(math.ldexp(shifted, 23 - min(self.element.mantissa_bits, 22)))
-        near = 3474676  # no float32 is sqrt(2): the first one above it
+        # The field of the first float32 above sqrt(2), which no float32 is.
+        near = 3474676
         fields = {"ceil": largest + 1, "nearest": near, "floor_plus1": 0, "ceil_amax": 1}
         return {**fields, "mid_max": (largest + top) // 2 + 1}.get(rule, top)
 
@@ -334,7 +335,8 @@ def _require_block(block: object) -> None:
 
 
 def has_room_for_scales(element: Element) -> bool:
-    """True if float32 holds every value of an element, other than a code book, times a scale."""
+    """Return whether float32 holds every value of an element, other than a code book, times a scale."""
+    # Where 32 bits can round, see kernels.core.needs_wider_container.
     return element.min_ulp_exponent >= -94 and element.mantissa_bits <= 22
 
 
@@ -450,9 +452,10 @@ def _systematic_name(f: BlockFormat) -> str | None:
     if f.gain != 1:
         words += ["at", repr(float(f.gain))]
     name = " ".join(words)
-    if isinstance(f.element, Codebook) and str(f.element) not in CODEBOOKS:  # a name for people, which is not parsed
+    # A book without a name has one for people, which is not parsed.
+    if isinstance(f.element, Codebook) and str(f.element) not in CODEBOOKS:
         return name if not f.least_amax and (not f.is_delayed or f.scale_rule == Delayed()) else None
-    return name if _PER.fullmatch(name) and _from_words(name) == f else None
+    return name if _from_words(name) == f else None
 
 
 def _from_words(name: str) -> BlockFormat | None:
@@ -476,7 +479,7 @@ def _from_words(name: str) -> BlockFormat | None:
         elif word in SCALE_RULES or not word.isidentifier():
             rule = word
         elif word == "fp32" and scale is not None:
-            has_two = True  # of the tensor, behind those of the blocks
+            has_two = True  # the second of two formats is that of the tensor's scale
         else:
             scale = word
     scale = scale or ("fp32" if str(rule).startswith(("amax", "absmax")) else "e8m0fnu")
@@ -493,8 +496,8 @@ def as_element(fmt: str | Element) -> Element:
     parsed = as_format(fmt)
     if isinstance(parsed, BlockFormat):
         raise ValueError(
-            f"{fmt!r} shares its scales among numbers, and a format of single numbers is wanted here. "
-            f"Expected: its elements' format, '{parsed.element}'."
+            f"{fmt!r} shares its scales among numbers, and a format of single numbers is expected here. "
+            f"Use the format of its elements, '{parsed.element}'."
         )
     return parsed
 
@@ -536,12 +539,8 @@ def _parse(text: str) -> Format:
         return BLOCKS[name]
     if name in CODEBOOKS:
         return CODEBOOKS[name]
-    if FIXED_POINT_NAME.fullmatch(name):
-        fixed_point = named_fixed_point(name)
-        assert fixed_point is not None
-        return fixed_point
-    if _PER.fullmatch(name):
-        return _from_words(name)  # type: ignore[return-value]
+    if (found := named_fixed_point(name) or _from_words(name)) is not None:
+        return found
     if _CALL.fullmatch(text.strip()):
         return _from_repr(text)
     hint = did_you_mean(name, [*BLOCKS, *CATALOGUE, *ALIASES, *CODEBOOKS], 3, NAMES_OF_OTHERS)
@@ -564,7 +563,8 @@ def _evaluate(node: ast.expr) -> Any:
     """Evaluate a literal, or a call of the formats' classes with such arguments; nothing else is run."""
     if isinstance(node, ast.Tuple):
         return tuple(map(_evaluate, node.elts))
-    if isinstance(node, ast.Name) and node.id in ("inf", "nan"):  # as code books write them
+    # As the `repr` of a code book has them.
+    if isinstance(node, ast.Name) and node.id in ("inf", "nan"):
         return float(node.id)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Name):
         return -_evaluate(node.operand)

@@ -18,7 +18,7 @@ __all__ = ["CODEBOOKS", "TIES", "Codebook"]
 
 TIES = ("even", "up", "down", "away", "zero")
 MOST_VALUES = 2**16
-NAMES: dict[Codebook, str] = {}  # of the books that have one: see codebooks
+NAMES: dict[Codebook, str] = {}  # of the books that have one: filled from CODEBOOKS
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,8 @@ class Codebook:
 
     @cached_property
     def _key(self) -> tuple[tuple[str, ...], str, tuple[float, ...] | None]:
-        return tuple(map(str, self.values)), self.ties, self.borders  # text tells 0 from -0, and NaN equals NaN
+        # Text tells 0 from -0, and NaN equals NaN.
+        return tuple(map(str, self.values)), self.ties, self.borders
 
     def __eq__(self, other: object) -> bool:
         return self._key == other._key if isinstance(other, Codebook) else NotImplemented
@@ -84,7 +85,8 @@ class Codebook:
         return self._hash
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}  # hashes differ between processes
+        # Only the fields are pickled: a cached hash of a string differs from process to process.
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @cached_property
     def digest(self) -> str:
@@ -96,7 +98,7 @@ class Codebook:
 
     @cached_property
     def ascending(self) -> tuple[tuple[float, int], ...]:
-        """Twelve hexadecimal digits that distinguish this book from others."""
+        """Values in ascending order, each with its code; without NaN, and without -0."""
         numbers = ((v, code) for code, v in enumerate(self.values) if not math.isnan(v))
         return tuple((v, code) for v, code in sorted(numbers) if v or math.copysign(1, v) > 0)
 
@@ -124,9 +126,10 @@ class Codebook:
         return tuple(map(float, self.exact_borders))
 
     def goes_up(self, i: int) -> bool:
-        """True if the border between the values `i` and `i + 1` of `ascending` goes to the upper one."""
+        """Return whether the border between the values `i` and `i + 1` of `ascending` goes to the upper one."""
         (low, low_code), (high, high_code) = self.ascending[i : i + 2]
-        if self.exact_borders[i] in (low, high):  # a value of the book stays
+        # A border at a value of the book: the value stays.
+        if self.exact_borders[i] in (low, high):
             return self.exact_borders[i] == high
         if self.ties == "even":
             return high_code % 2 == 0 and low_code % 2 == 1
@@ -137,7 +140,7 @@ class Codebook:
     # Codes
 
     def decode(self, code: int) -> float:
-        """The value of a code. Raises ValueError for a code out of range."""
+        """Return the value of a code. Raises ValueError for a code out of range."""
         if isinstance(code, bool) or not isinstance(code, int) or not 0 <= code < len(self.values):
             raise ValueError(f"Code {shown(code)} is out of range for {self}: 0 to {len(self.values) - 1}.")
         return self.values[code]
@@ -147,7 +150,7 @@ class Codebook:
         return {str(v): code for code, v in enumerate(self.values)}
 
     def encode(self, value: float) -> int:
-        """The code of a value of the book. Raises ValueError for other numbers: round them first."""
+        """Return the code of a value of the book. Raises ValueError for other numbers: round them first."""
         value = number_of("value", value)
         code = self._codes.get(str(value))
         # A book without -0 encodes it as 0: the key "-0.0" is not among its codes.
@@ -246,7 +249,7 @@ class Codebook:
     @property
     def saturated_from(self) -> float:
         """Magnitude from which saturation is counted: the largest value plus half of the last spacing."""
-        # The end farther from zero, mirrored if it is the negative one.
+        # At the end farther from zero, mirrored if it is the negative one.
         end = [*self.finite] if self.finite[-1] >= -self.finite[0] else [-v for v in reversed(self.finite)]
         return end[-1] + (end[-1] - end[-2]) / 2
 
@@ -275,7 +278,8 @@ def nearest_float32(value: float) -> float:
 def _numbers(name: str, given: Any) -> tuple[float, ...]:
     try:
         return tuple(float(v) for v in ([given] if isinstance(given, str) else given))
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of a complex tensor
+    # RuntimeError: of a complex tensor.
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         expected = "Expected: (-1.0, 0.0, 1.0), for instance."
         raise ValueError(f"{name}={shown(given)} is not a sequence of numbers. {expected}") from None
 
@@ -323,7 +327,7 @@ def _require_alternating_codes(book: Codebook) -> None:
             )
 
 
-# QLoRA (Dettmers et al. 2023, appendix E): quantiles of the normal distribution, with a zero, scaled to -1 and 1
+# QLoRA (Dettmers et al. 2023, appendix E): quantiles of the normal distribution, with a zero, scaled to -1 and 1.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -336,7 +340,7 @@ def _linspace(count: int) -> list[float]:
     f = nearest_float32
     start, end = f(0.1), 1.0
     step = f(f(end - start) / f(count - 1)) if count > 1 else 0.0
-    # start + i * step is one multiply-add there; with 24 bits times 10 the product is exact in float64
+    # start + i * step is one multiply-add there; with 24 bits times 10 the product is exact in float64.
     return [f(start + step * i) if i < count // 2 else f(end - step * (count - i - 1)) for i in range(count)]
 
 
@@ -363,19 +367,23 @@ def _hif8() -> Codebook:
     """
     magnitudes = []
     for code in range(128):
-        if code >> 5:  # a prefix of two bits: 11, 10, 01 for exponents of 4, 3, 2 bits
+        # The prefixes 11, 10 and 01 stand for exponents of 4, 3 and 2 bits; 001 for one bit; 0001 for none. Behind 0000
+        # there are powers of two alone.
+        if code >> 5:
             exponent_bits, rest = (code >> 5) + 1, 5
-        elif code >> 4:  # 001: one bit
+        elif code >> 4:
             exponent_bits, rest = 1, 4
-        else:  # 0001: none; 0000: powers of two alone
+        else:
             exponent_bits, rest = 0, 3
+        # Powers of two from 2**-22 on; code 0 is zero.
         if code < 8:
             magnitudes.append(math.ldexp(1.0, code - 23) if code else 0.0)
             continue
         mantissa_bits = rest - exponent_bits
         field, mantissa = divmod(code & (2**rest - 1), 2**mantissa_bits)
         exponent = 0
-        if exponent_bits:  # a sign, and a magnitude without its leading one
+        # An exponent is a sign, and a magnitude without its leading one.
+        if exponent_bits:
             size = 2 ** (exponent_bits - 1)
             exponent = (size + field % size) * (-1 if field & size else 1)
         magnitudes.append(math.ldexp(2**mantissa_bits + mantissa, exponent - mantissa_bits))

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from fpsim.checks import is_whole, shown
 from fpsim.formats.floats import FLOAT32_LARGEST, FLOAT32_SMALLEST_EXPONENT
 
-__all__ = ["FIXED_POINT_NAME", "FixedPoint", "named_fixed_point"]
+__all__ = ["FixedPoint", "named_fixed_point"]
 
 
 @dataclass(frozen=True)
 class FixedPoint:
     """The numbers `k * 2**-fraction_length` for the integers `k` of `word_length` bits.
 
-    There is no inf, NaN or -0; numbers beyond the ends saturate.
+    The format has neither inf nor NaN nor -0; numbers beyond the ends saturate.
 
     Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
 
@@ -128,6 +128,7 @@ class FixedPoint:
         """The smallest positive value."""
         return math.ldexp(1.0, -self.fraction_length)
 
+    # As FloatFormat has it: the smallest value is subnormal.
     smallest_subnormal = smallest
 
     def resolve_overflow(self, overflow: str | None = None) -> str:
@@ -139,10 +140,10 @@ class FixedPoint:
         return "saturate"
 
 
-FIXED_POINT_NAME = re.compile(r"(u?)int(\d{1,2})")
+_NAME = re.compile(r"(u?)int(\d{1,2})")
 
 
 def named_fixed_point(name: str) -> FixedPoint | None:
     """Return the format of a name such as "int8" or "uint4"; None for another name."""
-    match = FIXED_POINT_NAME.fullmatch(name)
+    match = _NAME.fullmatch(name)
     return None if match is None else FixedPoint(int(match[2]), 0, signed=not match[1])

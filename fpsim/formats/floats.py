@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -72,8 +71,9 @@ class FloatFormat:
         _require_fields(self)
         if self.bias is None:
             object.__setattr__(self, "bias", _standard_bias(self))
+        # Integers of NumPy are accepted, and would overflow in the powers of two below.
         for name in ("exponent_bits", "mantissa_bits", "bias"):
-            object.__setattr__(self, name, int(getattr(self, name)))  # NumPy's integers overflow
+            object.__setattr__(self, name, int(getattr(self, name)))
         # Neither kind has a field for them: DLFloat's lowest exponent is a normal binade, and scales have no mantissa.
         if self.specials in ("dlfloat", "scale") and self.subnormals:
             object.__setattr__(self, "subnormals", False)
@@ -107,7 +107,8 @@ class FloatFormat:
     @property
     def has_nan(self) -> bool:
         if self.specials == "ieee":
-            return self.mantissa_bits > 0  # the top exponent without a mantissa is one code: inf
+            # Without a mantissa, the top exponent is one code: inf.
+            return self.mantissa_bits > 0
         return self.specials != "none"
 
     @property
@@ -143,7 +144,7 @@ class FloatFormat:
 
     @property
     def _largest_magnitude_code(self) -> int:
-        """The code of the largest finite value."""
+        """Code of the largest finite value."""
         top = 2 ** (self.exponent_bits + self.mantissa_bits) - 1
         if self.specials == "ieee":
             return top - 2**self.mantissa_bits
@@ -203,9 +204,8 @@ class FloatFormat:
                 f"values() of {self} would list {self.finite_count:,} numbers. It lists formats of up to 16 bits, "
                 f"this one has {self.bits}. Decode the codes you need with decode()."
             )
-        codes: Iterator[int] = iter(range(self._largest_magnitude_code + 1))
         # A set, because without subnormals several codes stand for zero.
-        magnitudes = sorted({self._magnitude(code) for code in codes})
+        magnitudes = sorted({self._magnitude(code) for code in range(self._largest_magnitude_code + 1)})
         if not self.is_signed:
             return tuple(magnitudes)
         return tuple(-v for v in reversed(magnitudes) if v) + tuple(magnitudes)
@@ -250,6 +250,7 @@ class FloatFormat:
         ulp_exponent = max(exponent - 1, self.min_exponent) - self.mantissa_bits
         significand = math.ldexp(fraction, exponent - ulp_exponent)  # in ulps, so a code wherever it is an integer
         code = int(significand) + (ulp_exponent + self.mantissa_bits - self.min_exponent) * 2**self.mantissa_bits
+        # Their exponent field 0 is a normal binade: fields are one less than in other formats.
         if self.specials in ("dlfloat", "scale"):
             code -= 2**self.mantissa_bits if value else 0
         known = significand == int(significand) and 0 <= code <= self._largest_magnitude_code
@@ -266,6 +267,7 @@ class FloatFormat:
             return sign_bit
         if self.specials == "ieee":
             first = self._largest_magnitude_code + 1
+            # The leading mantissa bit marks a quiet NaN (IEEE 754-2019, 6.2.1).
             return sign + first + (2**self.mantissa_bits // 2 if nan else 0)
         return sign + sign_bit - 1
 
@@ -311,7 +313,8 @@ def _require_fields(f: FloatFormat) -> None:
             raise ValueError(f"{name}={shown(value)} makes no format. Expected: the integers {low} to {high}.")
     if f.bias is not None and not is_whole(f.bias):
         raise ValueError(f"bias={shown(f.bias)} makes no format. Expected: an integer, or None for the standard's.")
-    if f.bias is not None and abs(f.bias) > 10**9:  # what follows puts the bias into its messages
+    # Bounded first: the checks that follow compute with the bias, and put it into their messages.
+    if f.bias is not None and abs(f.bias) > 10**9:
         raise ValueError(f"bias={shown(f.bias)} makes no format that a float32 holds. Expected: -200 to 200, or None.")
     if not isinstance(f.specials, str) or f.specials not in SPECIALS:
         raise ValueError(refuse(f"Unknown specials {shown(f.specials)}", SPECIALS, word=f.specials))
@@ -324,7 +327,8 @@ def _require_fields(f: FloatFormat) -> None:
 
 
 def _require_float32_container(f: FloatFormat) -> None:
-    lowest = f.min_exponent - f.mantissa_bits  # of the smallest normal binade too, with and without subnormals
+    # The spacing of the smallest normal binade counts too, with and without subnormals.
+    lowest = f.min_exponent - f.mantissa_bits
     if lowest < FLOAT32_SMALLEST_EXPONENT:
         raise ValueError(
             f"A float32 cannot hold {f!r}: its smallest values are multiples of 2**{lowest}, "
@@ -347,6 +351,7 @@ def _systematic_name(f: FloatFormat) -> str | None:
     """Return eXmY, eXmYfn or eXmYfnuz if that describes the format wholly, else None."""
     suffix = {"ieee": "", "fn": "fn", "fnuz": "fnuz"}.get(f.specials)
     name = f"e{f.exponent_bits}m{f.mantissa_bits}{suffix}"
+    # Some names of the catalogue stand for another format than their words: "e2m1fn" has no NaN.
     if suffix is None or name in CATALOGUE or not f.subnormals or f.bias != _standard_bias(f):
         return None
     return name
@@ -458,8 +463,8 @@ def as_float_format(fmt: str | FloatFormat, hint: str | None = None) -> FloatFor
         return fmt
     if not isinstance(fmt, str):
         raise TypeError(
-            f"A format is wanted, not {shown(fmt)} of type {type(fmt).__name__}. "
-            f"Expected: a name such as 'fp16', or a FloatFormat."
+            f"Expected a format, got {shown(fmt)} of type {type(fmt).__name__}. "
+            f"Use a name such as 'fp16', or a FloatFormat."
         )
     return _parse(fmt, hint)
 
@@ -467,7 +472,8 @@ def as_float_format(fmt: str | FloatFormat, hint: str | None = None) -> FloatFor
 @cache
 def _parse(text: str, hint: str | None = None) -> FloatFormat:
     name = text.strip().lower()
-    for candidate in (name, re.sub(r"^float\d+_", "", name)):  # ml_dtypes and torch write float8_e4m3fn
+    # ml_dtypes and torch write float8_e4m3fn.
+    for candidate in (name, re.sub(r"^float\d+_", "", name)):
         known = CATALOGUE.get(ALIASES.get(candidate, candidate))
         if known is not None:
             return known
@@ -475,6 +481,7 @@ def _parse(text: str, hint: str | None = None) -> FloatFormat:
         return FloatFormat(int(match[1]), int(match[2]), specials=match[3] or "ieee")
     if match := _REPR.fullmatch(text.strip()):
         return _from_repr(text, match[1])
+    # `blocks` hands its own hint in, with the names of all kinds of formats.
     hint = did_you_mean(name, [*CATALOGUE, *ALIASES], 3, NAMES_OF_OTHERS) if hint is None else hint
     raise ValueError(
         f"Unknown format {shown(text)}.{hint} Known: {', '.join(CATALOGUE)}, or eXmY such as 'e5m10', "

@@ -39,7 +39,7 @@ def from_other_library(fmt: Any) -> FloatFormat:
         name = ""
     if not FLOAT_NAME.fullmatch(name):
         raise TypeError(
-            f"A format is wanted, not {shown(fmt)} of type {kind.__name__}. Expected: a name such as 'fp16', a "
+            f"Expected a format, got {shown(fmt)} of type {kind.__name__}. Use a name such as 'fp16', a "
             f"FloatFormat, a floating dtype of torch, NumPy or ml_dtypes, or gfloat's FormatInfo."
         )
     return as_float_format(name)
@@ -47,7 +47,8 @@ def from_other_library(fmt: Any) -> FloatFormat:
 
 def _from_gfloat(info: Any) -> FloatFormat:
     mantissa_bits = info.precision - 1
-    kinds = {  # (signed, has infinities, has -0, NaNs among the highest codes of a sign)
+    # By (signed, has infinities, has -0, NaNs among the highest codes of a sign).
+    kinds = {
         (True, True, True, 2**mantissa_bits - 1): "ieee",
         (True, True, False, 0): "p3109",
         (True, False, True, 1): "fn",

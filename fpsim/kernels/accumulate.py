@@ -126,6 +126,9 @@ def _load(target, source, first, rows, columns, row_step, column_step, width):
             target[i, j] = 0.0
 
 
+# Blocks of terms and of groups are called alike by `cpu_loop`: the first ignore `g` and `work`, the second `q`.
+
+
 def _make_block(code: Code) -> Callable[..., Any]:
     """Add a block of terms to a tile, one by one: sums[r, j] += values[r, t] * terms[t, j] for t ascending.
 
@@ -248,11 +251,13 @@ def cpu_loop(code: Code) -> Loop:
         for tile in range(first, last):
             batch, row, column = tile // (down * across), tile % down * ROWS, tile // down % across * COLUMNS
             rows, columns = min(ROWS, m - row), min(COLUMNS, n - column)
-            width = (columns + 7) // 8 * 8  # whole vectors; elements beyond the columns are dropped
+            # Whole vectors, without a remainder loop: elements beyond the columns are computed and dropped.
+            width = (columns + 7) // 8 * 8
             element = batch * out_batch + row * row_step + column * step
             inner[:], outer[:] = 0.0, 0.0
             begin, number, folds = 0, 0, 0
             while begin < k:
+                # A block of terms ends where its chunk does, so that a fold falls between two blocks.
                 border = min(begin - begin % chunk + chunk, k) if chunk > 0 else k
                 count = min(depth, border - begin)
                 _load(values, a, batch * a_batch + row * a_row + begin * a_term, rows, count, a_row, a_term, count)
@@ -320,6 +325,7 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
                             value, term = widen(a[x + t * a_term]), widen(b[y + t * b_term])
                             top = max(top, product_field(value, term, least_a, least_b, zero))
                         total = 0.0 if meets_later else cut_off(inner, top, bits)
+                        # Read and multiplied again: a group may have more products than a thread has registers.
                         for t in range(start, stop):
                             term = widen(a[x + t * a_term]) * widen(b[y + t * b_term])
                             if meets_later:

@@ -19,12 +19,10 @@ GIVEN = -1  # instead of a rule for ties: the choice is made already, and only c
 
 @cache
 def make_error(error: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return two functions: the error that an element adds to its block, and the sum of the errors of two parts.
+    """Return two functions: the error that an element adds to its block, and the sum of the errors of two parts."""
 
-    The difference of two float32 is rounded to float32. Sums are float64: squares are exact, and the order of 32 of
-    them hardly matters, which differs between a processor, a card and a team of threads.
-    """
-
+    # Differences are float32, sums float64: squares are exact, and the order of 32 of them hardly matters, which
+    # differs between a processor, a card and a team of threads.
     @njit(forceinline=True)
     def of_element(before, after):
         difference = np.float64(np.float32(after - before))
@@ -60,7 +58,8 @@ def cpu_along(error: int) -> Loop:
         x, y, z = carray(pointer(src), (n,), f32), carray(pointer(kept), (n,), f32), carray(pointer(other), (n,), f32)
         e, k = carray(pointer(errors), (blocks,), np.float64), carray(pointer(chosen), (blocks,), np.uint8)
         unit = first
-        while unit < last:  # neighbours along C: a division for each block would take longer than the block
+        # Neighbours along C at once: a division for each block would take longer than the block.
+        while unit < last:
             row, column = unit // column_blocks, unit % column_blocks
             rest, i = row // middle, row // middle % row_blocks
             line = ((rest // row_blocks * rows + i * r) * middle + row % middle) * columns
@@ -82,7 +81,8 @@ def cpu_along(error: int) -> Loop:
                 else:
                     e[unit + b] = after if is_taken else before
                     k[unit + b] = candidate if is_taken else (0 if candidate == 1 else k[unit + b])
-                for j in range(height):  # without a branch, which no processor could predict
+                # Without a branch, which no processor could predict.
+                for j in range(height):
                     start = base + j * step
                     ys, zs = y[start : start + length], z[start : start + length]
                     for m in range(length):

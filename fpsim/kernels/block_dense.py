@@ -1,8 +1,8 @@
 """Blocks on a card: the kernel for blocks that follow each other in memory, which is how most tensors are cut.
 
 The number of threads that share a block is compiled in. A thread takes 16 bytes, and nothing is divided. With one scale
-for the whole tensor there are no blocks to look at, and the same kernel takes any number of elements. A second kernel
-finds the amax of a tensor, and what all its blocks share.
+for the whole tensor the same kernel takes any number of elements. A second kernel finds the amax of a tensor, and the
+numbers that all its blocks share.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ if TYPE_CHECKING:
 VECTOR = 4  # float32 that a thread takes
 WARP = NOISE_BLOCK // VECTOR  # threads that share a block of noise, and so divide those of a launch
 ONE_SCALE = 0  # instead of a size
-SIZES = tuple(VECTOR << i for i in range(6))  # of the blocks: a team has at most a warp's threads, as one is launched
+# Of the blocks. A team has at most a warp's threads, so that a launch of whole warps holds whole teams.
+SIZES = tuple(VECTOR << i for i in range(6))
 
-# Flags of `amax_kernel`: what the first of two numbers becomes; whether the second is the amax; whether inf saturates.
+# Flags of `amax_kernel`: the first of two numbers is the amax or a multiplier; the second is the amax; inf saturates.
 AMAX, MULTIPLIER, OF_TENSOR, SATURATES = 1, 2, 4, 8
 PLACES = 4  # the two numbers that blocks share, the amax, and how many blocks of threads are done; all begin as -1
 _FIRST, _SECOND, FOUND, _DONE = range(PLACES)
@@ -228,7 +229,8 @@ def amax_kernel() -> Callable[..., None]:
         if t > 0:
             return
         cuda.atomic.max(out, FOUND, int64(shared[0]))
-        cuda.threadfence()  # a thread that sees this block as done also sees its result
+        # A thread that sees this block as done also sees its result.
+        cuda.threadfence()
         if cuda.atomic.add(out, _DONE, 1) == cuda.gridDim.x - 2:  # it began at -1
             cuda.threadfence()
             found = u32(cuda.atomic.max(out, FOUND, 0))

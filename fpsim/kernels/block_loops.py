@@ -34,9 +34,11 @@ from fpsim.kernels.blocks import (
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
 from fpsim.kernels.threefry import NOISE_BLOCK, element_noise, fill_noise
 
-LANES = 256  # neighbours in memory that are rounded side by side; fewer where a block is long, to stay in the cache
+# Neighbours in memory that are rounded side by side; fewer where a block is long, to stay in the cache.
+LANES = 256
 LONG_BLOCK, LANES_OF_LONG = 128, 64
-BATCH = 64  # blocks whose numbers `cpu_along` computes side by side
+# Blocks whose numbers `cpu_along` computes side by side: a quarter less time with blocks of 16.
+BATCH = 64
 
 
 def lanes_of(r: int, c: int) -> int:
@@ -62,7 +64,7 @@ def place_of(unit, outer, rows, middle, columns, inner, r, c):
 
 @njit(inline="always")
 def amax_of(xs, count, amax):
-    """Return the largest of all patterns, special ones too: if it is below MASK, there are none, and it is the amax."""
+    """Return the largest of all patterns, special ones too: below MASK it is the amax of numbers."""
     for i in range(count):
         amax = max(amax, magnitude_of(xs[i]))
     return amax
@@ -70,6 +72,7 @@ def amax_of(xs, count, amax):
 
 @njit(inline="always")
 def counted_amax(xs, count, counted, amax):
+    """Return the largest magnitude, as `counted_magnitude` counts it."""
     for i in range(count):
         amax = max(amax, counted_magnitude(xs[i], counted))
     return amax
@@ -163,6 +166,8 @@ def _run_along(rule: int, shape: int, kind: int) -> Callable[..., Any]:
     return run  # type: ignore[no-any-return]
 
 
+# The length of a block is an argument, and not compiled in: LLVM unrolls a loop over 32 elements before it can
+# vectorise it, which took twice the time.
 @cache
 def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
     """Round blocks whose elements lie side by side: `inner` is 1.
@@ -171,9 +176,6 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
     block's own amax, or below 0; the pattern of the tensor's amax; if the first is given, whether there may be masks or
     infinities: 0, 1, or -1 if unknown; then as `second_place` reads it); scales (float32, one for a block; 0 for
     nowhere). Blocks `first` to `last` are rounded, counted by outer, R, middle and C.
-
-    The length of a block is not a constant: LLVM unrolls a loop over 32 elements before it can vectorise it, which took
-    twice the time. Numbers are computed for BATCH blocks side by side: a quarter less time with blocks of 16.
     """
     fill, run = _numbers_of(scale_shape, kind), _run_along(rule, shape, kind)
     tensor_scale, apply_far = make_tensor_scale(kind), make_apply_far(rule, shape, kind)
@@ -332,8 +334,8 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
                 start = base + t // length * step + t % length * inner
                 xs, ys = x[start : start + width], y[start : start + width]
                 have = run(xs, ys, start, noise, have, k, p, origins, largests, overflows, smallests, by, back, whole)
-                # Rounded again in 64 bits, lane by lane: mostly none is far, and the vectorised pass has no branch for
-                # them.
+                # Rounded again in 64 bits, lane by lane: blocks are seldom far, and the vectorised pass has no branch
+                # for them.
                 for i in range(width if far else 0):
                     if not is_near(exponents[i], p):
                         bits = element_noise(start + i, k[0], k[1]) if is_stochastic else u32(0)

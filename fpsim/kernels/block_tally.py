@@ -60,7 +60,7 @@ _INFINITY = np.uint64(0x7FF << 52)
 
 @cache
 def make_facts(scale_shape: int, kind: int) -> Callable[..., Any]:
-    """Return a compiled function that gives a tally's facts about one block that `has_scale`.
+    """Return a compiled function that returns a tally's facts about one block that `has_scale`.
 
     They are: whether its scale was raised to the smallest of its format or became zero; whether it was lowered to the
     largest; the float64 pattern of the scale; and of the magnitudes below which an element is subnormal, and from which
@@ -71,7 +71,7 @@ def make_facts(scale_shape: int, kind: int) -> Callable[..., Any]:
 
     @njit(inline="always")
     def facts(amax, shared, whole, p, smallest_normal, saturated_from, scale_saturated_from):
-        """The limits are those of an element, and of the scale's format."""
+        """Return the facts. The limits are those of an element, and of the scale's format."""
         block = block_scale(amax, shared, whole, p)
         a = u32(shared) if shared >= i64(0) else u32(amax)
         scale = u64(widened(float32_bits(block.back)))

@@ -51,7 +51,8 @@ from fpsim.kernels.threefry import element_noise, key_words
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
-ELEMENTS = 4  # of a block for each thread of its team: with fewer, the time would go to the scale
+# Elements of a block for each thread of its team: with fewer, the time would go to the scale.
+ELEMENTS = 4
 SECTOR = 8  # float32 in the 32 bytes that a card reads at least
 BUSY = 1 << 17  # threads that fill a card
 MANY = 1 << 31  # elements, whose places need more than 32 bits
@@ -67,7 +68,8 @@ def grid_of(axes: Sequence[int], threads: int) -> tuple[int, int]:
     blocks, size = outer * -(-rows // r) * middle * -(-columns // c) * inner, min(r, rows) * min(c, columns)
     if inner == 1:
         wanted, most = max(size // ELEMENTS, min(SECTOR, size // 2)), threads
-    else:  # neighbours belong to other blocks: a team only makes more threads
+    # Neighbours belong to other blocks: a team only makes more threads.
+    else:
         wanted, most = min(size // ELEMENTS, -(-BUSY // blocks)), threads // SECTOR
     team = 1
     while 2 * team <= min(wanted, most):
@@ -114,7 +116,8 @@ def divided(n, d):
 
 @njit(inline="always")
 def place_in_32_bits(unit, outer, rows, middle, columns, inner, r, c):
-    """Do as `block_loops.place_of`, for tensors that are small: a card divides 64-bit integers slowly."""
+    """Do as `block_loops.place_of`, for tensors that are small."""
+    # A card divides 64-bit integers slowly.
     u32 = np.uint32
     height, width, along = u32(r), u32(c), u32(columns)
     row_blocks, _ = divided(u32(rows + r - 1), height)
@@ -333,8 +336,8 @@ def choice_kernel(error: int, small: bool) -> Callable[..., None]:
                 if candidate == 1:
                     of_kept = joined(of_kept, of_element(x[i], kept[i]))
                 of_other = joined(of_other, of_element(x[i], other[i]))
-                # Both errors are reduced in one pass over shared memory, in halves `CUDA_THREADS` apart.
                 at = further(at, walk)
+            # Both errors are reduced in one pass over shared memory, in halves CUDA_THREADS apart.
             mine, half = leader + np.uint64(member) * apart, np.uint32(np.uint32(team) >> np.uint32(1))
             second = np.uint64(CUDA_THREADS)
             shared[mine], shared[mine + second] = of_kept, of_other
@@ -350,7 +353,8 @@ def choice_kernel(error: int, small: bool) -> Callable[..., None]:
             if candidate != 1 and walk[0] > 0:
                 before = errors[unit]
             is_taken = after < before or (ties == 1 and after == before)
-            cuda.syncthreads()  # nobody writes the block's error before all have read it
+            # Nobody writes the block's error before all have read it.
+            cuda.syncthreads()
             if member == 0 and walk[0] > 0:
                 errors[unit] = after if is_taken else before
                 if is_taken or candidate == 1:
@@ -365,7 +369,7 @@ def choice_kernel(error: int, small: bool) -> Callable[..., None]:
 
 @cache
 def cuda_choice(error: int, small: bool = True) -> CudaKernel:
-    """The kernel with its launch, in the blocks of `grid_of`."""
+    """Return the kernel with its launch, in the blocks of `grid_of`."""
     from fpsim.compiling.card import FLOATS32, FLOATS64, INTEGER, INTEGERS, CudaKernel, for_card
 
     signature = FLOATS32, FLOATS32, FLOATS32, *[INTEGER] * 7, FLOATS64, INTEGERS, INTEGER, INTEGER, INTEGER
@@ -374,7 +378,7 @@ def cuda_choice(error: int, small: bool = True) -> CudaKernel:
 
 @cache
 def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int, small: bool = True) -> CudaKernel:
-    """The kernel with its launch, in the blocks of `grid_of`."""
+    """Return the kernel with its launch, in the blocks of `grid_of`."""
     from numba import types
 
     from fpsim.compiling.card import FLOATS32, INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
@@ -388,7 +392,7 @@ def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int, small: boo
 
 @cache
 def cuda_tally(scale_shape: int, kind: int, small: bool = True) -> CudaKernel:
-    """The kernel with its launch, in the blocks of `grid_of`."""
+    """Return the kernel with its launch, in the blocks of `grid_of`."""
     from numba import types
 
     from fpsim.compiling.card import INTEGER, INTEGERS, WORDS32, CudaKernel, for_card

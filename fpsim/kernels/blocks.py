@@ -65,7 +65,9 @@ SIGN = np.uint32(1 << 31)
 MANTISSA = np.uint32(0x007FFFFF)
 IMPLICIT = np.uint32(0x00800000)
 FLOAT32_LARGEST = np.float32(np.finfo(np.float32).max)
-MASK = np.uint32(0x7F7FFFFF)  # float32's largest number: plus and minus it are masks. No other number is above it
+# float32's largest number: plus and minus it are masks. No finite number is above it, so that one comparison of a
+# magnitude finds masks, infinities and NaN alike.
+MASK = np.uint32(0x7F7FFFFF)
 NAN = np.uint32(0x7FC00000)
 NAN_EXPONENT = 1 << 12  # instead of log2 of a scale that is NaN: far beyond every other
 
@@ -90,6 +92,7 @@ def amax_of_vector(x0, x1, x2, x3):
 
 @njit(forceinline=True)
 def counted_amax_of_vector(x0, x1, x2, x3, counted):
+    """Return the largest magnitude, as `counted_magnitude` counts it."""
     first = max(counted_magnitude(x0, counted), counted_magnitude(x1, counted))
     return max(first, max(counted_magnitude(x2, counted), counted_magnitude(x3, counted)))
 
@@ -109,6 +112,7 @@ def special_element(before, after, back, p):
 
 @njit(inline="always")
 def special_vector(before, after, back, p):
+    """Return four elements, each as `special_element` does."""
     x0, x1, x2, x3 = before
     y0, y1, y2, y3 = after
     y0, y1 = special_element(x0, y0, back, p), special_element(x1, y1, back, p)
@@ -138,7 +142,7 @@ def wanted_exponent(amax, p):
 
 @njit(inline="always")
 def exponent_of_scale(amax, p):
-    """Return that exponent clamped to what the scale's format and a float32 hold; the least for a block of zeros."""
+    """Return that exponent, clamped to the range of the scale's format and of float32; the least for zeros."""
     least, most = np.int32(p[LEAST_EXPONENT]), np.int32(p[MOST_EXPONENT])
     found = max(least, min(most, wanted_exponent(amax, p)))
     found = found if amax != np.uint32(0) else least
@@ -147,11 +151,9 @@ def exponent_of_scale(amax, p):
 
 @njit(inline="always")
 def wanted_scale(amax, whole, p):
-    """Return the number that is rounded to a block's scale beneath a scale of the tensor.
-
-    The order of operations is TransformerEngine's; fouroversix's where the amax lands elsewhere than on the largest
-    element.
-    """
+    """Return the number that is rounded to a block's scale beneath a scale of the tensor."""
+    # The order of operations is TransformerEngine's; fouroversix's where the amax lands elsewhere than on the largest
+    # element.
     if p[LANDS_HIGHEST_ON] != np.int64(0):
         highest = np.float32(np.float32(float32_of(amax) / float32_of(p[LANDS_HIGHEST_ON])) * whole)
         return np.float32(highest * float32_of(p[EXPANSION]))
@@ -162,6 +164,7 @@ def wanted_scale(amax, whole, p):
 def power_of_two(exponent):
     """Return 2**exponent as a float32 pattern, for exponents from -149 to 127."""
     normal = np.uint32(np.uint32(exponent + np.int32(127)) << np.uint32(23))
+    # Computed for normal exponents too, and masked: a shift by the width of a word or more is undefined.
     subnormal = np.uint32(np.uint32(1) << np.uint32(np.uint32(exponent + np.int32(149)) & np.uint32(31)))
     return normal if exponent >= np.int32(-126) else subnormal
 
@@ -184,7 +187,8 @@ def make_tensor_scale(kind: int) -> Callable[..., Any]:
     def tensor_scale(tensor_amax, p):
         if kind != NARROW or tensor_amax <= np.int64(0):
             return np.float32(1)
-        if tensor_amax >= np.int64(INFINITY):  # 1 in TransformerEngine, compute_global_encode_scaling_factor_FP4
+        # 1 in TransformerEngine, compute_global_encode_scaling_factor_FP4.
+        if tensor_amax >= np.int64(INFINITY):
             return float32_of(NAN) if p[INFINITE_SCALE] > np.int64(INFINITY) else np.float32(1)
         return min(np.float32(float32_of(p[TENSOR_LANDS_ON]) / float32_of(tensor_amax)), FLOAT32_LARGEST)
 
@@ -239,9 +243,11 @@ def make_block_scale(scale_shape: int, kind: int) -> Callable[..., Any]:
             numbers = at_scale(numbers, shift)
             by, back = float32_of(p[GAIN]), float32_of(power_of_two(exponent)) if is_finite else infinite
         elif kind == DIVIDED:
-            nonzero = a if a != u32(0) else u32(p[LANDS_ON])  # a block of zeros has a scale of 1
+            # A block of zeros has a scale of 1.
+            nonzero = a if a != u32(0) else u32(p[LANDS_ON])
             by = min(f32(float32_of(p[LANDS_ON]) / float32_of(nonzero)), FLOAT32_LARGEST)
-            by = by if is_finite else infinite  # 1 or NaN, as their inverse
+            # The scale of an infinite block is 1 or NaN, and so is its inverse.
+            by = by if is_finite else infinite
             # For this kind `shared` is the multiplier itself, computed once for the whole tensor.
             by = float32_of(shared) if shared >= i64(0) else by
             back = f32(f32(1) / by)
@@ -251,8 +257,8 @@ def make_block_scale(scale_shape: int, kind: int) -> Callable[..., Any]:
             by = back if back != f32(0) else f32(1)
         else:
             back = float32_of(round_scale(float32_bits(wanted_scale(a, whole, p)), u32(0), scales(p)))
-            # Two reciprocals, in the order of TransformerEngine: whole / back in one step may differ in the last bit.
             back = back if is_finite else infinite
+            # Two reciprocals, in the order of TransformerEngine: whole / back in one step may differ in the last bit.
             divisor = f32(back * f32(f32(1) / whole))
             by = min(f32(f32(1) / divisor), FLOAT32_LARGEST) if divisor != f32(0) else FLOAT32_LARGEST
         return BlockScale(
@@ -271,10 +277,11 @@ def make_apply(rule: int, shape: int, kind: int) -> Callable[..., Any]:
     def apply(word, noise, numbers, by, back, whole):
         if kind == POWER:
             return round_bits(word, noise, numbers)
+        # A quotient, as bitsandbytes and torchao have it: a product with the reciprocal may differ in the last bit.
         scaled = float32_bits(np.float32(float32_of(word) / by if kind == QUOTIENT else float32_of(word) * by))
         r = round_bits(scaled, noise, numbers)
         if kind == GAINED:
-            # the scale was applied within the rounding: only the gain is left to undo
+            # The scale was applied within the rounding: only the gain is left to undo.
             return float32_bits(np.float32(float32_of(r) / by))
         if kind == DIVIDED or kind == QUOTIENT:
             return float32_bits(np.float32(float32_of(r) * back))
@@ -299,11 +306,13 @@ def make_apply_far(rule: int, shape: int, kind: int) -> Callable[..., Any]:
             return np.uint32(word & narrow_numbers(p).zero_sign)
         by = float32_of(p[GAIN])
         scaled = float32_bits(np.float32(float32_of(word) * by)) if kind == GAINED else np.uint32(word)
+        # A code book's table cannot be moved to a scale, so that its numbers are.
         numbers, wide = at_scale(wide_numbers(p), i64(0) if is_book else -i64(exponent)), widened(scaled)
-        wide = divided_by_power(wide, exponent) if is_book else wide  # a table stays as it is
+        wide = divided_by_power(wide, exponent) if is_book else wide
         rounded = round_wide(wide, u64(u64(noise) << u64(32)), numbers)
         rounded = divided_by_power(rounded, -exponent) if is_book else rounded
-        is_beyond = beyond <= u64(rounded & magnitude64) < infinity64  # at the largest of all scales
+        # At the largest of all scales, an element may lie beyond float32.
+        is_beyond = beyond <= u64(rounded & magnitude64) < infinity64
         rounded = u32(u32(word & SIGN) | INFINITY) if is_beyond else narrowed(rounded)
         return float32_bits(np.float32(float32_of(rounded) / by)) if kind == GAINED else rounded
 

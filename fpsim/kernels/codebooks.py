@@ -41,6 +41,7 @@ from fpsim.kernels.core import (
     BOOK,
     SEARCHED_BOOK,
     STOCHASTIC,
+    VARIANTS,
     Container,
     Numbers,
     Plan,
@@ -49,10 +50,10 @@ from fpsim.kernels.core import (
     make_plan,
     make_round,
 )
-from fpsim.kernels.variants import VARIANTS
 
 SPACING_WORDS = 4
-MOST_BUCKETS = 1 << 14  # of a half: beyond, a search through the limits costs less than memory out of the cache
+# Of a half. Beyond, a search through the limits costs less than memory out of the cache.
+MOST_BUCKETS = 1 << 14
 
 
 class BookNumbers(NamedTuple):
@@ -139,6 +140,7 @@ def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
         a = uint(u & uint(top - uint(1)))
         address = u64(u64(u32(low)) | u64(u64(u32(high)) << u64(32)))
         size, results = i64(buckets), i64(values)
+        # A searched book has limits alone; buckets have limits and starts.
         lists = size if is_searched else i64(size * i64(2))
         half = i64(lists + i64(results * i64(1 + SPACING_WORDS) if is_stochastic else results))
         first = half if u >= top else i64(0)
@@ -195,7 +197,8 @@ class Table(NamedTuple):
     words: np.ndarray[Any, Any]
 
 
-_kept: dict[int, np.ndarray[Any, Any]] = {}  # by address: a kernel holds addresses, which keep no memory alive
+# By address, and for the life of the process: a kernel holds addresses, which keep no memory alive.
+_kept: dict[int, np.ndarray[Any, Any]] = {}
 
 
 def halves_of(address: int) -> tuple[int, int]:
@@ -324,6 +327,7 @@ def _half(book: Codebook, rounding: str, overflow: str, container: Container, re
         numbers, steps = numbers[::-1], [(-bound, not inclusive) for bound, inclusive in reversed(steps)]
     limits = [0, *(_least_pattern(bound, inclusive, container) for bound, inclusive in steps)]
     patterns = [_pattern(book, v, reflected, container) for v in numbers]
+    # Of the results that begin at zero or below, the last is this half's first one; the others are the other half's.
     first = bisect_right(limits, 0) - 1
     return [_Result(0, patterns[first]), *map(_Result, limits[first + 1 :], patterns[first + 1 :])]
 
@@ -334,6 +338,7 @@ def _step(book: Codebook, i: int, rounding: str) -> tuple[Bound, bool]:
     border = book.exact_borders[i]
     if rounding == "nearest_away" and border not in (low, high):
         return border, abs(high) >= abs(low)
+    # In a book without zero, a number between the two signs has no neighbour toward zero: it becomes the nearer one.
     if rounding.startswith("nearest") or (rounding == "toward_zero" and low < 0 < high):
         return border, book.goes_up(i)
     if rounding == "up" or (rounding == "toward_zero" and high <= 0):
@@ -352,7 +357,8 @@ def _stochastic_half(
     numbers, skipped = _numbers(book, overflow)
     begins: list[Fraction] = []
     for i, v in enumerate(numbers):
-        if math.isinf(v):  # its interval begins where the next value would be if the last spacing went on
+        # The interval of an infinity begins where the next value would be if the last spacing went on.
+        if math.isinf(v):
             at, beside = (skipped, numbers[1]) if v < 0 else (skipped + i - 1, numbers[-2])
             begins.append(2 * book.exact_borders[at] - Fraction(beside))
         else:
@@ -369,9 +375,10 @@ def _stochastic_half(
 
 
 def _spacing(begin: Fraction, end: Fraction) -> tuple[int, int, int, int]:
-    """The words of `make_goes_up`: a length of more than 32 bits is rounded to 32."""
+    """Return the words of `make_goes_up`: a length of more than 32 bits is rounded to 32."""
     q = _floor_log2(end - begin) - 31
     length = round((end - begin) / Fraction(2) ** q)
+    # Rounded up to the next power of two, it has 33 bits.
     if length == 1 << 32:
         q, length = q + 1, 1 << 31
     place = math.floor(begin * Fraction(2) ** (32 - q)) % (1 << 64)

@@ -23,12 +23,10 @@ def integers(width: int) -> tuple[Any, Any]:
     return (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
 
 
+# Intrinsics, because Numba's own operators widen a shift to 64 bits: 2.7 ms against 0.9 ms for 4M floats.
 def _shift(direction: str) -> Callable[..., Any]:
     def shift(typingctx: Any, value: Any, amount: Any) -> Any:
-        """Shift an unsigned integer; 0 for amounts beyond the width (a negative one, read as unsigned, too).
-
-        An intrinsic keeps LLVM from widening the shift to 64 bits: 2.7 ms against 0.9 ms for 4M floats.
-        """
+        """Shift an unsigned integer; 0 for amounts beyond the width (a negative one, read as unsigned, too)."""
         from llvmlite import ir
         from numba import types
 
@@ -112,7 +110,7 @@ def narrowed(u):
     special = np.uint64(_REBIAS_SPECIAL << 23) if a >= _INFINITY64 else np.uint64(_REBIAS << 23)
     normal = np.uint64(np.uint64(a >> np.uint64(29)) - special)
     significand = np.uint64(np.uint64(a & np.uint64(_IMPLICIT - np.uint64(1))) | _IMPLICIT)
-    # in units of the smallest subnormal; an amount of 64 and more gives 0
+    # In units of the smallest subnormal; an amount of 64 and more gives 0.
     subnormal = shift_right(significand, np.uint64(np.uint64(1023 - 149 + 52) - np.uint64(a >> np.uint64(52))))
     magnitude = np.uint32(subnormal if a < _NORMAL32_IN_64 else normal)
     return np.uint32(magnitude | np.uint32(np.uint64(u & _SIGN64) >> np.uint64(32)))
@@ -152,7 +150,8 @@ def times_power(u, log2_scale):
     scale = np.int64(log2_scale)
     if a == np.uint64(0) or a >= _INFINITY64:
         return np.uint64(u)
-    if a < _IMPLICIT:  # subnormal: as many units of 2**-1074
+    # A subnormal is as many units of 2**-1074: converted as an integer, which no processor flushes.
+    if a < _IMPLICIT:
         a = np.uint64(float64_bits(np.float64(np.int64(a))))
         scale = np.int64(scale - 1074)
     field = np.int64(np.int64(a >> np.uint64(52)) + scale)

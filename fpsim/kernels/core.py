@@ -13,18 +13,35 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fpsim.checks import refuse, shown
 from fpsim.compiling.deferred import njit
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.fixed_point import FixedPoint
 from fpsim.formats.floats import FloatFormat
 from fpsim.kernels.containers import integers, shift_left, shift_right
-from fpsim.kernels.variants import VARIANTS
 
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd", "stochastic")
 NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO, UP, DOWN, TO_ODD, STOCHASTIC = range(7)
 
-# STOCHASTIC is variant A of stochastic rounding; the others in the order of VARIANTS.
+# Variants of stochastic rounding with few random bits, by name. Variant A is STOCHASTIC, the others follow in this
+# order.
+#
+# With r random bits, a number R from 0 to 2**r - 1, a magnitude goes up if d 2**r + R >= 2**r, where d is its distance
+# to the lower neighbour in units of the spacing. Variants differ in how d 2**r becomes an integer before:
+#
+# - "A" cuts it off. Results are too close to zero, by (2**-r - 2**-D) / 2 of the spacing on average where D bits are
+#   discarded: by 2**-(r + 1), if D is large.
+# - "B" rounds it to nearest, ties away from zero. Results are too far from zero by 2**-(D + 1).
+# - "C" rounds it to nearest, ties to even. Without bias.
+# - "C_ties_to_odd" rounds it to nearest, ties to odd. Without bias.
+# - "C_to_odd" rounds it to odd: all but integers become the odd one next to them. Without bias, and a number
+#   that is not a value of the format can always go both ways.
+#
+# A, B and C are StochasticA, StochasticB and StochasticC of IEEE P3109 (interim report, 4.7.4), and StochasticFastest,
+# StochasticFast and Stochastic of gfloat, whose StochasticOdd is C_ties_to_odd.
+VARIANTS = ("A", "B", "C", "C_ties_to_odd", "C_to_odd")
 STOCHASTIC_B, STOCHASTIC_C, STOCHASTIC_C_TIES_TO_ODD, STOCHASTIC_C_TO_ODD = range(STOCHASTIC + 1, STOCHASTIC + 5)
+MOST_BITS = 30  # of 32: below R, a kernel needs one bit for ties, and one for "more was cut off"
 
 CARRYING = (NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO)  # rules that add at most half a spacing
 
@@ -100,9 +117,11 @@ def needs_wider_container(fmt: FloatFormat | FixedPoint | Codebook) -> bool:
     if isinstance(fmt, Codebook):
         return False
     if fmt.specials == "scale":
-        return fmt.min_exponent < -BINARY32.bias  # of float32's subnormals, the core knows the largest power alone
+        # Of float32's subnormals, round_scale knows the largest power alone.
+        return fmt.min_exponent < -BINARY32.bias
     if fmt.mantissa_bits == BINARY32.mantissa_bits:
-        return True  # no bit to discard: the core wants at least one
+        # No bit to discard: the functions below want at least one.
+        return True
     if _is_flat(fmt, BINARY32):
         return False
     # A subnormal of float32 has no leading bit, and round_grid adds one. That does no harm if no word of noise can lift
@@ -113,6 +132,32 @@ def needs_wider_container(fmt: FloatFormat | FixedPoint | Codebook) -> bool:
 def _is_flat(fmt: FloatFormat | FixedPoint, container: Container) -> bool:
     same_exponents = fmt.min_exponent == 1 - container.bias and fmt.subnormals
     return same_exponents and fmt.mantissa_bits > 0 and fmt.has_negative_zero
+
+
+def require_variant(variant: str, is_stochastic: bool, random_bits: int | None, most: int = MOST_BITS) -> None:
+    """Raise ValueError for a variant that does not exist, or does not fit the rounding and its random bits.
+
+    most: the most random bits that a variant other than "A" can have.
+    """
+    if not isinstance(variant, str) or variant not in VARIANTS:
+        raise ValueError(refuse(f"Unknown variant {shown(variant)}", VARIANTS, word=variant))
+    if variant == "A":
+        return
+    if not is_stochastic:
+        raise ValueError(
+            f"Got variant={variant!r} without a 'stochastic' rounding, which alone has variants. "
+            f"Use rounding='stochastic', or omit variant."
+        )
+    if random_bits is None:
+        raise ValueError(
+            f"Got variant={variant!r} without random_bits. Variants differ in how a distance is rounded to a few "
+            f"random bits. Use random_bits=8, or another number from 1 to {most}, or omit variant."
+        )
+    if random_bits > most:
+        raise ValueError(
+            f"Got random_bits={shown(random_bits)} with variant={variant!r}, which looks at more bits. "
+            f"Use random_bits from 1 to {most}, or variant='A'."
+        )
 
 
 def draws_noise(rule: int) -> bool:
@@ -148,6 +193,7 @@ def make_plan(
         overflow=container.bits(values[fmt.resolve_overflow(overflow)]),
         smallest=container.bits(fmt.smallest),
         zero_sign=(1 << (width - 1)) if fmt.has_negative_zero else 0,
+        # The leading bits of a word, as these are added to the leading bits among the discarded ones.
         used=0xFFFFFFFF & ~((1 << (32 - random_bits)) - 1) if random_bits else 0xFFFFFFFF,
         odd=int(fmt.mantissa_bits == 0),
         lowest=container.bits(abs(fmt.lowest)) if isinstance(fmt, FixedPoint) else 0,
@@ -176,21 +222,20 @@ def scale_limits(fmt: FloatFormat | FixedPoint | Codebook, width: int) -> tuple[
         or (width == 32 and (needs_wider_container(fmt) or _is_flat(fmt, container)))
     ):
         return 0, 0
-    lowest = -94 if width == 32 else -950  # as in needs_wider_container
+    # The spacing from which on subnormals of the container do no harm, as in needs_wider_container.
+    lowest = -94 if width == 32 else -950
     highest = math.frexp(fmt.largest)[1] - 1
     return min(0, highest - container.bias), max(0, fmt.min_ulp_exponent - lowest)
 
 
 @cache
 def make_numbers_from(width: int, first: int = 0) -> Callable[..., Any]:
-    """Return a compiled function that reads Numbers from memory or a tuple, beginning at place `first`.
-
-    It returns values, not memory: memory would be read again after every number that is written.
-    """
+    """Return a compiled function that reads Numbers from memory or a tuple, beginning at place `first`."""
     uint, sint, to_top, i = *integers(width), width - 32, first
 
     @njit(inline="always", keeps_types=True)
     def numbers_from(p):
+        # Values, not a view of the memory, which would be read again after every number that is written.
         return Numbers(
             sint(p[i]), sint(p[i + 1]), uint(p[i + 2]), uint(p[i + 3]), uint(p[i + 4]), uint(p[i + 5]),
             uint(uint(p[i + 6]) << uint(to_top)), uint(p[i + 7]), uint(p[i + 8]),
@@ -223,6 +268,7 @@ def make_at_scale(width: int) -> Callable[..., Any]:
     @njit(forceinline=True, keeps_types=True)
     def at_scale(numbers, log2_scale):
         step, overflow = np.int64(np.int64(log2_scale) << mantissa_bits), np.int64(numbers.overflow)
+        # inf and NaN are the same at every scale.
         moved = overflow if overflow >= infinity else np.int64(overflow - step)
         origin, largest = sint(np.int64(numbers.origin) - step), uint(np.int64(numbers.largest) - step)
         return with_ends(numbers, origin, largest, uint(moved), uint(np.int64(numbers.smallest) - step))
@@ -283,7 +329,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     below_leading = uint(width - container.mantissa_bits)
     gap_shift = sint(32 + 23 - container.mantissa_bits)
     to_24_bits = uint(container.mantissa_bits - 23)
-    # as constants: `in` over a tuple is a loop at run time in CUDA
+    # As constants: `in` over a tuple is a loop at run time in CUDA.
     is_carrying, is_grid = rule in CARRYING, shape in (GRID, UNSIGNED_ZERO_GRID, FIXED)
     is_stochastic, is_b_or_c = draws_noise(rule), rule > STOCHASTIC
     is_nearest_or_stochastic = rule in (NEAREST_EVEN, NEAREST_AWAY) or is_stochastic
@@ -295,7 +341,8 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     def addend(ulp, odd, negative, noise):
         """Return the number to add to a magnitude before it is cut off below `ulp`. `odd`: is the bit at `ulp` set?"""
         half, mask = uint(ulp >> one), uint(ulp - one)
-        if rule == NEAREST_EVEN:  # IEEE 754-2019, 4.3.1: a tie carries only from an odd neighbour
+        if rule == NEAREST_EVEN:
+            # IEEE 754-2019, 4.3.1: a tie carries only from an odd neighbour.
             return half if odd else uint(half - one)
         if rule == NEAREST_AWAY:
             return half
@@ -317,12 +364,12 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     @njit(forceinline=True)
     def round_grid(a, negative, noise, numbers):
         significand = uint(uint(a & uint(implicit - one)) | implicit)
-        # s = width - 1 - (number of discarded bits): constant for normals, one less for each binade below
+        # s = width - 1 - (number of discarded bits): constant for normals, one less for each binade below.
         s = min(numbers.ulp_shift, sint(sint(sint(a) - numbers.origin) >> field_shift))
         ulp = shift_right(top, uint(s))  # 0 stands for 2**width and more
         odd = uint(significand & ulp) != zero
         if is_carrying:
-            # below half of the smallest value everything is cut off, and between that and it 2 * implicit is left
+            # Below half of the smallest value everything is cut off, and between that and it 2 * implicit is left.
             kept = uint(uint(significand + addend(ulp, odd, negative, noise)) & uint(zero - ulp))
             return uint(a + uint(kept - significand)) if kept != zero else zero
         mask = uint(ulp - one)
@@ -331,7 +378,8 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
             left = sint(s + sint(1))  # of the distance to the lower neighbour, in units of the spacing, `width` bits
             right = uint(sint(0) - left)
             fraction = uint(shift_left(significand, uint(left)) | shift_right(significand, right))
-            if is_b_or_c and left < sint(0) and a != zero:  # the bits cut off decide ties
+            # A spacing of more than `width` bits: those cut off from the fraction decide ties.
+            if is_b_or_c and left < sint(0) and a != zero:
                 cut = shift_left(fraction, right) != significand
                 fraction = uint(fraction | (one if cut else zero))
             up = noise > uint(~fraction)  # fraction + noise carries
@@ -357,7 +405,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         elif rule == TO_ODD:
             up = a != zero
         elif is_stochastic:
-            # a / smallest >= 1 - noise / 2**32, multiplied out: 24 bits times 32 fit into 64
+            # a / smallest >= 1 - noise / 2**32, multiplied out: 24 bits times 32 fit into 64.
             bound = np.uint64(uint(uint(smallest & uint(implicit - one)) | implicit) >> to_24_bits)
             rest = np.uint64(np.uint64(1 << 32) - np.uint64(noise >> uint(width - 32)))
             bound = np.uint64(bound * np.uint64(rest - np.uint64(stays)))
@@ -386,6 +434,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         else:
             ulp = uint(top >> uint(numbers.ulp_shift))
             if is_stochastic:
+                # Aligned with the bits that are cut off: a carry out of these goes up.
                 r = round_flat(a, negative, shift_right(noise, uint(numbers.ulp_shift + sint(1))), ulp, numbers)
             else:
                 r = round_flat(a, negative, noise, ulp, numbers)
@@ -393,7 +442,8 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
                 r = round_gap(a, negative, noise, stays, numbers.smallest) if a < numbers.smallest else r
         if is_nearest_or_stochastic:
             beyond = numbers.overflow
-        else:  # a directed rounding moves a finite value to infinity only on its own side
+        # A directed rounding moves a finite value to infinity only on its own side.
+        else:
             away = (rule == UP and not negative) or (rule == DOWN and negative)
             beyond = numbers.overflow if away or a >= infinity else numbers.largest
         if shape == FIXED:
@@ -410,11 +460,13 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     def round_scale(u, noise, numbers):
         a = uint(u & uint(top - one))
         positive = u < top and a != zero
-        subnormal = a < implicit  # float32 holds the smallest power, 2**-127, as a subnormal
+        # float32 holds the smallest power, 2**-127, as a subnormal.
+        subnormal = a < implicit
         base = numbers.smallest if subnormal else uint(a & uint(~uint(implicit - one)))
         ulp = numbers.smallest if subnormal else implicit
         low = uint(a - base) if a >= base else zero
         noise = drawn(noise, numbers.used)[0] >> (below_leading + one if subnormal else below_leading)
+        # Every significand is odd, for lack of mantissa bits: a tie goes up.
         up = addend(ulp, True, False, uint(noise)) > uint(uint(ulp - one) & uint(~low))
         r = uint(base + (ulp if up else zero))
         r = max(r, numbers.smallest)

@@ -16,8 +16,10 @@ from fpsim.kernels.threefry import NOISE_ROUNDS, key_words, threefry
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
-LANES = 16  # groups side by side on the CPU: a cache line of float32, and vectors whatever the size of a group
-SIGNS = 0x5347  # the high word of the signs' counters, which no tensor's rounding noise reaches: one key serves both
+# Groups side by side on the CPU: a cache line of float32, and vectors also for small groups.
+LANES = 16
+# The high word of the signs' counters, which no tensor's rounding noise reaches: one key serves both.
+SIGNS = 0x5347
 
 # A tensor's memory is seen as (groups, size, inner), transformed along the second axis. A line is one group at one
 # inner index: `size` elements, `inner` apart. Stage by stage, h = 1, 2, 4, ..., each pair h apart becomes its sum and
@@ -49,16 +51,14 @@ def is_negated(element, pattern, is_random, key0, key1):
 
 
 def _stages(size: int) -> Callable[..., Any]:
-    """Return a function that runs all stages on `size` rows of LANES numbers; `count` is that size.
-
-    Each is compiled for its distance: knowing it, LLVM sees that the rows of a pair share no memory.
-    """
+    """Return a function that runs all stages on `size` rows of LANES numbers; `count` is that size."""
 
     @njit(forceinline=True)
     def nothing(rows, count):
         pass
 
     def followed_by(before: Callable[..., Any], h: int) -> Callable[..., Any]:
+        # Compiled in: knowing the distance, LLVM sees that the rows of a pair share no memory.
         distance = h * LANES
 
         @njit(forceinline=True)
@@ -105,7 +105,8 @@ def cpu_loop(size: int, width: int) -> Loop:
         rows, bases, before, after = new_rows(), new_bases(), new_signs(), new_signs()
         for i in range(size * LANES):
             rows[i] = 0  # lanes without a line are transformed too
-        count = size if inner > 0 else 0  # not a constant for LLVM, which would unroll every stage for 4 s
+        # Not a constant for LLVM, which would unroll every stage, and compile for 4 s.
+        count = size if inner > 0 else 0
         for e in range(count):
             sign = -one if is_negated(e, pattern, is_random, k[0], k[1]) else one
             before[e], after[e] = (one, sign * factor) if is_inverse else (sign, factor)
@@ -128,7 +129,8 @@ def cpu_loop(size: int, width: int) -> Loop:
                     base = bases[lane]
                     for e in range(count):
                         rows[e * LANES + lane] = x[base + e * inner] * before[e]
-            stages(rows, count)  # in one place for both: LLVM would compile it twice
+            # In one place for both: LLVM would compile it twice.
+            stages(rows, count)
             if are_neighbours:
                 for e in range(count):
                     for lane in range(m):
@@ -160,13 +162,13 @@ def cuda_kernel(size: int, width: int) -> Callable[..., None]:
     def kernel(x, y, lines, inner, pattern, is_random, is_inverse, key, has_key, word):
         shared = cuda.shared.array(threads, floating)
         t = cuda.threadIdx.x
-        # neighbouring threads take neighbours in memory: elements of a line, or the same element of several lines
+        # Neighbouring threads take neighbours in memory: elements of a line, or the same element of several lines.
         step = 1 if inner == 1 else lines_of_block
         element = t // step % size
         line = cuda.blockIdx.x * lines_of_block + (t // size if inner == 1 else t % lines_of_block)
         place = (line // inner * size + element) * inner + line % inner
         key0, key1 = key_words(key[0] if has_key else word)
-        # a product with a sign could be fused with the first sum
+        # Negated, not multiplied by a sign: such a product could be fused with the first sum.
         negated = is_negated(element, pattern, is_random, key0, key1) != 0
         value = floating(0.0)
         if line < lines:

@@ -38,7 +38,6 @@ FIELDS = len(Moments._fields)
 def moments_loop(size: int, only_amax: bool, logs: bool) -> Loop:
     """Gather the Moments of `n` numbers of `size` bytes from address `src` into the float64 fields at `row`.
 
-    The extremes go by bit patterns, which vectorise; so do the sums, because their order is left to the compiler.
     amax is inf if a number is not finite; amin is 0 if all are zero. only_amax: the other fields stay as they are.
     """
     uint, sint, floating = (np.uint32, np.int32, np.float32) if size == 4 else (np.uint64, np.int64, np.float64)
@@ -49,6 +48,7 @@ def moments_loop(size: int, only_amax: bool, logs: bool) -> Loop:
     infinity, nothing = uint(container.bits(float("inf"))), uint((1 << (8 * size)) - 1)
     smallest_normal = uint(1 << container.mantissa_bits)
 
+    # Only the order of the sums is left to the compiler: without it they do not vectorise.
     @compiled_loop(size, only_amax, logs, fastmath={"reassoc"})
     def loop(src, n, row):
         bits = carray(pointer(src), (n,), uint)
@@ -62,6 +62,7 @@ def moments_loop(size: int, only_amax: bool, logs: bool) -> Loop:
             nonzero, amin, lowest, highest = 0, nothing, sint(magnitude_mask), sint(~sint(magnitude_mask))
             total, squares, logs_total, log_squares = 0.0, 0.0, 0.0, 0.0
             for i in range(n):
+                # Extremes go by bit patterns, which vectorise.
                 magnitude = uint(bits[i] & magnitude_mask)
                 amax = max(amax, magnitude)
                 amin = min(amin, uint(magnitude - one))  # zero wraps around to the largest
@@ -71,7 +72,8 @@ def moments_loop(size: int, only_amax: bool, logs: bool) -> Loop:
                 ordered = sint(word ^ sint(sint(word >> sign_shift) & sint(magnitude_mask)))
                 lowest, highest = min(lowest, ordered), max(highest, ordered)
                 value = np.float64(values[i])
-                if size == 4 and magnitude < smallest_normal:  # which the processor may have flushed
+                # The processor may have flushed a subnormal: it is counted in units of the smallest one.
+                if size == 4 and magnitude < smallest_normal:
                     value = np.float64(np.int32(magnitude)) * UNIT
                     value = -value if sint(bits[i]) < 0 else value
                 total += value
@@ -119,7 +121,8 @@ def exponents_loop(size: int, power_begins: bool = False) -> Loop:
     return loop
 
 
-MOMENTS_BLOCKS = 1024  # at most: eight for each multiprocessor of an H100, which are resident at once
+# At most: eight for each multiprocessor of an H100, which are resident at once.
+MOMENTS_BLOCKS = 1024
 
 # Partial results that blocks leave for the last one to join. The number of blocks depends on n alone, and all join in a
 # fixed order, so that the sums have the same last bit every time.
@@ -136,10 +139,9 @@ def partial_words(n: int, size: int) -> tuple[int, int, int]:
 
 @cache
 def _make_number(size: int) -> Callable[..., Any]:
-    """Return a compiled function from a pattern to its number as float64. A card flushes no subnormals here, so that
-    make_value is not needed.
-    """
+    """Return a compiled function from a pattern to its number as float64."""
 
+    # Not make_value, which converts by integers: a card flushes no subnormals here.
     @njit(inline="always")
     def number(word):
         return np.float64(float32_of(np.uint32(word))) if size == 4 else float64_of_bits(np.uint64(word))
@@ -168,7 +170,7 @@ def _make_take(size: int, only_amax: bool, logs: bool) -> tuple[Callable[..., An
             nonzero = np.uint32(nonzero + np.uint32(magnitude != zero))
             ordered = sint(sint(word) ^ sint(sint(sint(word) >> sign_shift) & sint(magnitude_mask)))
             lowest, highest = min(lowest, ordered), max(highest, ordered)
-            # float64: a float32's square reaches from 2**-298 to 2**256, and a sum of 2**30 of them keeps 23 bits
+            # float64: a float32's square reaches from 2**-298 to 2**256, and a sum of 2**30 of them keeps 23 bits.
             value = number(word)
             total += value
             squares += value * value
@@ -182,8 +184,9 @@ def _make_take(size: int, only_amax: bool, logs: bool) -> tuple[Callable[..., An
 
 
 def _for_each(function: Callable[..., Any], lanes: int) -> Callable[..., Any]:
-    """Apply `function` to each element of a tuple in turn: written out, because indexing a tuple is a branch."""
+    """Return a function that applies `function` to each element of a tuple in turn."""
 
+    # Written out, because indexing a tuple with a variable is a branch.
     def both(words, state):
         return function(words[1], function(words[0], state))
 
@@ -257,7 +260,8 @@ def cuda_moments_kernel(size: int, only_amax: bool, logs: bool) -> Callable[...,
             rows[1 + block * integers + t] = shared[t, 0]
         if t < floats:
             sums[block * floats + t] = shared_sums[t, 0]
-        cuda.threadfence()  # a block that sees this one's ticket also sees its results
+        # A block that sees this one's ticket also sees its results.
+        cuda.threadfence()
         cuda.syncthreads()
         if t == 0:
             ticket[0] = cuda.atomic.add(rows, 0, 1)

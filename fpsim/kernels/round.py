@@ -75,7 +75,8 @@ def make_lie_beside(width: int) -> Callable[..., Any]:
     def lie_beside(xs, smallest):
         inside = uint(0)
         for i in range(len(xs)):
-            less = uint(uint(xs[i] & magnitude_mask) - one)  # zero becomes the largest integer
+            # Zero lies beside the gap: less one, it is the largest integer.
+            less = uint(uint(xs[i] & magnitude_mask) - one)
             inside = uint(inside | uint(less < uint(smallest - one)))
         return inside == uint(0)
 
@@ -152,7 +153,8 @@ def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Loop
         scale = carray(pointer(log2_scale), (1,), np.int64)[0]
         k = carray(pointer(key), (2,), np.uint32)
         y = carray(pointer(dst), (n,), uint)
-        if src == dst:  # LLVM vectorises one array, and two that it finds disjoint at run time
+        # Two bodies: LLVM vectorises one array, and two that it finds disjoint at run time.
+        if src == dst:
             in_place(y, y, n, p, k, block, scale, uint(0))
         else:
             out_of_place(carray(pointer(src), (n,), uint), y, n, p, k, block, scale, uint(0))
@@ -223,7 +225,8 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
             key0, key1 = key_words(key[0] if flags & HAS_KEY else word)
             w0, w1, w2, w3 = noise_words(thread, key0, key1)
             i = (thread >> 4) * NOISE_BLOCK + (thread & 15)
-            if i + 112 < n:  # all loads first: the compiler cannot know that no store changes what is loaded next
+            # All loads first: the compiler cannot know that no store changes the values that come next.
+            if i + 112 < n:
                 x0, x1, x2, x3 = x[i], x[i + 16], x[i + 32], x[i + 48]
                 x4, x5, x6, x7 = x[i + 64], x[i + 80], x[i + 96], x[i + 112]
                 y[i], y[i + 16] = rounded(x0, w0, p), rounded(x1, exchange_halves(w0), p)

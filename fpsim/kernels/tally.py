@@ -40,13 +40,15 @@ from fpsim.kernels.statistics import (
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
-LEAST_PRODUCT = math.ldexp(1.0, -1022)  # a processor may flush products up to it to zero, so that all targets do
+# A processor may flush products up to it to zero, so that all targets do.
+LEAST_PRODUCT = math.ldexp(1.0, -1022)
 
 CARD_SUMS = 4  # signal, noise, dead_zone and along: those of TALLY_SUMS that threads add up
 
 _MAGNITUDE = np.uint64((1 << 63) - 1)
 _INFINITY = np.uint64(BINARY64.bits(math.inf))
-_MASK = np.uint64(BINARY64.bits(float(np.finfo(np.float32).max)))  # masks: their squares would hide all others
+# Masks: their squares would hide those of all other numbers.
+_MASK = np.uint64(BINARY64.bits(float(np.finfo(np.float32).max)))
 
 
 @njit(forceinline=True)
@@ -71,7 +73,7 @@ def tally_loop(size: int) -> Loop:
     """Compare `n` numbers of `size` bytes before (address `src`) and after rounding (`dst`), in one pass.
 
     Adds to int64 counts, float64 sums and an int64 histogram, whose fields `statistics` names: TALLY_COUNTS,
-    TALLY_SUMS, EXPONENT_FIELDS. Bit patterns are compared, so that no subnormal is flushed before it is counted.
+    TALLY_SUMS, EXPONENT_FIELDS.
     """
     (uint, _), wide, zero = integers(8 * size), _make_wide(size), np.uint64(0)
 
@@ -90,6 +92,7 @@ def tally_loop(size: int) -> Loop:
         signal, noise, dead_zone, along = s[TALLY_SIGNAL], s[TALLY_NOISE], s[TALLY_DEAD_ZONE], s[TALLY_ALONG]
         for i in range(n):
             before, after = wide(x[i]), wide(r[i])
+            # Bit patterns are compared, so that no subnormal is flushed before it is counted.
             magnitude, rounded = np.uint64(before & _MAGNITUDE), np.uint64(after & _MAGNITUDE)
             if magnitude >= _INFINITY:
                 nonfinite += 1
@@ -128,7 +131,7 @@ def tally_kernel(size: int) -> Callable[..., None]:
 
     smallest_normal, saturated_from, largest: float64's patterns. counts, exponents: int64 arrays that are added to.
     amax: the pattern of a float64 in an int64 array. sums: signal, noise, dead_zone and along of each block of threads,
-    float64. The caller adds them up, in an order that does not change.
+    float64, which the caller adds up.
     """
     from numba import float64, int64, uint32
 
@@ -137,6 +140,7 @@ def tally_kernel(size: int) -> Callable[..., None]:
     def kernel(x, r, n, smallest_normal, saturated_from, largest, counts, exponents, amax, sums):
         parts = cuda.shared.array((CARD_SUMS, CUDA_THREADS), float64)
         found = cuda.shared.array(ELEMENT_COUNTS, int64)
+        # Counted in shared memory: one atomic addition to memory for each bin of a block, not for each element.
         bins = cuda.shared.array(EXPONENT_FIELDS, uint32)
         t, block, threads = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockDim.x
         for field in range(t, EXPONENT_FIELDS, threads):
@@ -191,6 +195,7 @@ def tally_kernel(size: int) -> Callable[..., None]:
                 cuda.atomic.add(exponents, field, int64(bins[field]))
         for field in range(t, ELEMENT_COUNTS, threads):
             cuda.atomic.add(counts, field, found[field])
+        # Not added atomically, in whatever order blocks finish: the sums have the same last bit every time.
         for field in range(t, CARD_SUMS, threads):
             sums[CARD_SUMS * block + field] = parts[field, 0]
 
@@ -199,7 +204,7 @@ def tally_kernel(size: int) -> Callable[..., None]:
 
 @cache
 def cuda_tally(size: int) -> CudaKernel:
-    """The kernel with its launch, in any number of blocks."""
+    """Return the kernel with its launch, in any number of blocks."""
     from numba import types
 
     from fpsim.compiling.card import FLOATS64, INTEGER, WORDS32, WORDS64, CudaKernel, for_card
@@ -211,13 +216,12 @@ def cuda_tally(size: int) -> CudaKernel:
 
 @cache
 def _make_lost(size: int) -> Callable[..., Any]:
-    """Return a compiled function: was a number zero, did it become zero, did it overflow. By bit patterns, which
-    vectorises.
-    """
+    """Return a compiled function that says whether a number was zero, became zero, or overflowed."""
     uint, _ = integers(8 * size)
     magnitude_mask = uint((1 << (8 * size - 1)) - 1)
     zero, infinity = uint(0), uint((BINARY32 if size == 4 else BINARY64).bits(float("inf")))
 
+    # By bit patterns, which vectorises.
     @njit(forceinline=True)
     def lost(x, r, highest):
         before, after = uint(x & magnitude_mask), uint(r & magnitude_mask)
@@ -294,7 +298,7 @@ def lost_kernel(size: int) -> Callable[..., None]:
 
 @cache
 def cuda_lost(size: int) -> CudaKernel:
-    """The kernel with its launch, in any number of blocks."""
+    """Return the kernel with its launch, in any number of blocks."""
     from numba import types
 
     from fpsim.compiling.card import INTEGER, INTEGERS, WORDS32, WORDS64, CudaKernel, for_card

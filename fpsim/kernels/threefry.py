@@ -71,6 +71,7 @@ def key_words(key):
 
 @njit(forceinline=True)
 def exchange_halves(word):
+    """Return the word with its halves exchanged, the noise of a second element."""
     return rotate_left(np.uint32(word), 16)
 
 
@@ -85,7 +86,8 @@ def noise_words(counter, key0, key1):
 @njit(forceinline=True)
 def fill_noise(noise, block, key0, key1):
     """Write the NOISE_BLOCK words of one block to `noise`."""
-    first = np.uint64(block) * np.uint64(NOISE_LANES)  # 16 counters never cross 2**32: the high word is one
+    # The high word is computed once: 16 counters never cross a multiple of 2**32.
+    first = np.uint64(block) * np.uint64(NOISE_LANES)
     low, high = np.uint32(first & np.uint64(0xFFFFFFFF)), np.uint32(first >> np.uint64(32))
     for lane in range(NOISE_LANES):
         w0, w1, w2, w3 = threefry(np.uint32(low + np.uint32(lane)), high, key0, key1, NOISE_ROUNDS)

@@ -36,12 +36,13 @@ __all__ = ["call_under_dynamo", "call_with_hooks_apart", "note_copy", "open_obje
 
 _forwards: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by their tokens
 _tokens = itertools.count()
-_copies: weakref.WeakSet[Any] = weakref.WeakSet()  # loaded values too: not prepared yet
-_recorded: dict[int, list[str]] = {}  # of models that are being recorded, by their listeners: what others have called
+_copies: weakref.WeakSet[Any] = weakref.WeakSet()  # copied or loaded, and not prepared yet
+# Of models that are being recorded, by the ids of their listeners: the modules that other threads have called.
+_recorded: dict[int, list[str]] = {}
 
 
 def register(forward: Any) -> str:
-    """The token that identifies an `EmulatedForward` and its policy in a program of torch.compile."""
+    """Return a token that identifies an `EmulatedForward` and its policy in a program of torch.compile."""
     token = f"forward {next(_tokens)}"
     _forwards[token] = forward
     _copies.discard(forward)
@@ -49,7 +50,8 @@ def register(forward: Any) -> str:
 
 
 def require_own_thread(forward: Any) -> None:
-    """Refuse a call of a model that another thread is recording: its parameters are replaced by stand-ins."""
+    """Raise NotImplementedError for a call of a model that another thread is recording."""
+    # Its parameters are replaced by stand-ins meanwhile, with which this thread would compute.
     if _recorded and active.stand_ins is None and (others := _recorded.get(id(forward.listeners))) is not None:
         others.append(forward.name or type(forward.module).__name__)
         raise _of_another_thread(others[0])
@@ -75,13 +77,15 @@ def call_under_dynamo(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if is_inside or listeners.scaling is not None or listeners.observer is not None or forward.is_delayed():
         return _run_apart(forward, args, kwargs)
     tensors = {**dict(forward.module.named_parameters()), **dict(forward.module.named_buffers())}
-    flags = [module.training for module in forward.module.modules()]  # each becomes a condition of the program
+    # Each flag becomes a condition of the program, which is made again for another one.
+    flags = [module.training for module in forward.module.modules()]
     given = [isinstance(x, nn.Parameter) for x in _tensors_among((args, kwargs))]
     return _recorded_forward(forward.token, tensors, flags, given, args, kwargs)
 
 
 def _tensors_among(x: Any) -> list[Tensor]:
-    """The tensors in tuples, lists and dictionaries. Dynamo reads it line by line."""
+    """Return the tensors in tuples, lists and dictionaries."""
+    # Plain code, and no tree functions of torch: Dynamo reads it line by line.
     if isinstance(x, Tensor):
         return [x]
     if isinstance(x, dict):
@@ -96,12 +100,13 @@ def _parameters_of(arguments: Any, given: list[bool]) -> list[Tensor]:
 def _recorded_forward(
     token: str, tensors: dict[str, Tensor], flags: list[bool], given: list[bool], args: Any, kwargs: Any
 ) -> Any:
-    """The forward of `token`, with these tensors instead of parameters and buffers; flags are conditions.
+    """Run the forward of `token` with these tensors instead of parameters and buffers; flags are conditions.
 
     given: of each tensor among the arguments, whether it is a parameter: one of a module around this one.
     """
     forward = _forwards[token]
-    is_given_up = torch.compiler.is_dynamo_compiling()  # Dynamo reads this very function, line by line
+    # True if Dynamo reads this very function, line by line: it has given up recording the call as one operation.
+    is_given_up = torch.compiler.is_dynamo_compiling()
     if is_given_up or not any(map(is_recorded, (*tensors.values(), *tensors_of((args, kwargs))))):
         return _run_apart(forward, args, kwargs)
     names = {id(x): name for name, x in (*forward.module.named_parameters(), *forward.module.named_buffers())}
@@ -137,7 +142,8 @@ def _recorded_forward(
                     f"program would do once. Seed before the model is called, and draw with torch.rand and its like."
                 )
         lost = next((x for x in leaves_behind(tensors_of(out)) if not is_recorded(x)), None)
-        if lost is not None:  # the mode sees the operations of a Function, but not its arguments
+        # The mode sees the operations of a Function, but not its arguments.
+        if lost is not None:
             raise NotImplementedError(
                 f"An autograd Function is given {names.get(id(lost), 'a tensor')!r} from a list, a closure or an "
                 f"object that keeps it, and a compiled program would give it no gradient. Hand it over as an attribute "
@@ -150,7 +156,8 @@ def _recorded_forward(
                 f"Expected tensors and numbers in lists, tuples, dicts, pytrees and objects of plain Python, such as "
                 f"transformers' DynamicCache. Return only those."
             )
-    except Exception as error:  # what Dynamo says of it is that a type is unsupported
+    # A warning too, because Dynamo's own error says only that a type is unsupported.
+    except Exception as error:
         warnings.warn(
             f"{type(forward.module).__name__} cannot be compiled as one program: {type(error).__name__}: {error} "
             f"Without fullgraph=True it runs as it does without a compiler.",
@@ -164,7 +171,7 @@ def _recorded_forward(
 
 
 def _require_nothing_around(module: nn.Module) -> None:
-    """Refuse a call that something surrounds which a program cannot hold."""
+    """Raise NotImplementedError for a call inside of hooks or a transform, which a program cannot hold."""
     if any(map(is_of_a_model, forward_hooks_of(module))):
         raise NotImplementedError(
             f"{type(module).__name__} has forward hooks, which a compiled program runs in float32 around its forward. "
@@ -187,7 +194,7 @@ class _Attributes:
         ]
 
     def traced(self) -> str | None:
-        """The name of one that holds a tensor of the recording, which would be there after the call."""
+        """Return the name of one that holds a tensor of the recording, which would still be there after the call."""
         for name, attributes, _ in self._kept:
             for key, value in _plain(attributes).items():
                 if any(map(is_recorded, tensors_of(value))):
@@ -195,6 +202,7 @@ class _Attributes:
         return None
 
     def restore(self) -> None:
+        """Put all back: the same objects, and lists and dictionaries with their former contents."""
         for _, attributes, before in self._kept:
             for key in _plain(attributes).keys() - before.keys():
                 del attributes[key]
@@ -211,7 +219,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
-    """The attributes that a forward may have set: neither torch's nor ours."""
+    """Return the attributes that a forward may have set: neither torch's nor ours."""
     return {key: x for key, x in attributes.items() if key not in _OF_MODULES and not key.startswith("_fpsim")}
 
 
@@ -232,7 +240,8 @@ _run_apart: Any = None  # once torch.compile has come to an emulated module
 def _prepare_for_dynamo() -> bool:
     """Ready the functions that torch.compile calls as they are. Returns whether the emulation is active already."""
     global _run_apart
-    for forward in list(_copies):  # Dynamo cannot follow how
+    # Now, because Dynamo cannot follow how a forward prepares itself.
+    for forward in list(_copies):
         forward.prepare()
     if _run_apart is None:
         compile_as_one(_recorded_forward)
@@ -271,10 +280,11 @@ def _prepare_for_hooks() -> None:
 
 _COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 _CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device)  # of a program
-# The types that objects have or keep. The compiler can give back a type only by the place where it stands.
+# The types that objects have or keep. A program returns a type as a string, which is its key here.
 _types: dict[str, type] = {}
 
-_MAKING = ("__new__", "__setattr__")  # where a type has its own, attributes do not tell all of it
+# Where a type has its own of these, attributes do not tell all of an object.
+_MAKING = ("__new__", "__setattr__")
 
 
 @dataclass(frozen=True)
@@ -304,7 +314,7 @@ class _Type:
 
 
 def _make_object(values: Any, context: Any) -> Any:
-    """The object, made without its `__init__`."""
+    """Return the object, made without its `__init__`."""
     of, names = context
     instance: Any = object.__new__(_types[of])
     for name, value in zip(names, values):
@@ -326,7 +336,7 @@ register_container(_Type, lambda x: ([], x.place), _make_type)
 
 
 def open_objects(out: Any) -> tuple[Any, str | None]:
-    """`out` with every object of plain Python opened, and the first type in it, by name, that cannot be."""
+    """Return `out` with every object of plain Python opened, and the name of the first type that cannot be opened."""
     unknown: list[str] = []
 
     def opened(leaf: Any, outer: tuple[int, ...] = ()) -> Any:
@@ -354,7 +364,7 @@ def _place(of: type) -> str:
 
 
 def _is_plain(x: Any) -> bool:
-    """True if the `__dict__` of `x` holds its whole state."""
+    """Return whether the `__dict__` of `x` holds its whole state."""
     of = type(x)
     has_slots = any(vars(c).get("__slots__") for c in of.__mro__)
     is_made_plainly = not has_slots and all(getattr(of, name) is getattr(object, name) for name in _MAKING)

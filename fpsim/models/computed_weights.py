@@ -1,6 +1,6 @@
 """Weights that are computed before they are used: by a parametrization, or by a hook as torch's older norms do.
 
-What computes them runs in float32 on master values. The result has the role of a weight wherever it is used.
+Their computation runs in float32 on master values. The result has the role of a weight wherever it is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class _ComputingForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with computing_a_weight():
             out = type(self.module).forward(self.module, *args, **kwargs)
-        if any(True for _ in direct_parameters(self.module)):  # a parametrised buffer is not a weight
+        # A parametrised buffer is not a weight.
+        if any(True for _ in direct_parameters(self.module)):
             mark_as_weight(out)
         return out
 
@@ -45,10 +46,8 @@ class _ComputingMethod:
 
 
 def adopt(module: nn.Module) -> None:
-    """Compute the weights of this one module in float32, and mark them; modules adopted before stay as they are.
-
-    Asked before each forward, for a norm may be registered at any time.
-    """
+    """Compute the weights of this one module in float32, and mark them; modules adopted before stay as they are."""
+    # Called before each forward, because a norm may be registered at any time.
     if not may_compute_weights(module):
         return
     for parametrization in parametrization_lists(module):
@@ -57,7 +56,8 @@ def adopt(module: nn.Module) -> None:
     for computation in computing_hooks(module):
         if computation.method not in vars(computation.hook):
             setattr(computation.hook, computation.method, _ComputingMethod(computation.hook, computation.method))
-            weight = vars(module).get(computation.weight)  # computed before the hook was known
+            # The weight that the hook has computed before it was intercepted.
+            weight = vars(module).get(computation.weight)
             if isinstance(weight, Tensor):
                 mark_as_weight(weight)
 
@@ -73,10 +73,10 @@ def release(module: nn.Module) -> None:
 
 
 def modules_that_compute(model: nn.Module) -> set[nn.Module]:
-    """The modules inside of `model` that compute weights: parametrizations and their submodules."""
+    """Return the modules inside of `model` that compute weights: parametrizations and their submodules."""
     return {inner for m in model.modules() if isinstance(m, ParametrizationList) for inner in m.modules()}
 
 
 def sources(module: nn.Module) -> set[str]:
-    """The names of the module's own parameters that are used to compute others, and nowhere else."""
+    """Return the names of the module's own parameters that are used to compute others, and nowhere else."""
     return {name for computation in computing_hooks(module) for name in computation.sources}

@@ -39,7 +39,8 @@ def carry_over(model: nn.Module, memo: Memo) -> list[str]:
     left_behind = []
     for name, x in tensors:
         duplicate = memo.get(id(x))
-        if duplicate is None or duplicate is x:  # a module that copies itself in another way
+        # A module that copies itself in another way.
+        if duplicate is None or duplicate is x:
             continue
         for attribute, value in vars(x).items():
             if attribute != MARK and attribute not in vars(duplicate):
@@ -49,7 +50,8 @@ def carry_over(model: nn.Module, memo: Memo) -> list[str]:
             left_behind.append(name)
         elif hooks or after:
             is_trained = duplicate.requires_grad
-            duplicate.requires_grad_()  # torch puts no hooks on a parameter that is frozen
+            # torch puts no hooks on a parameter that is frozen.
+            duplicate.requires_grad_()
             for hook in hooks:
                 duplicate.register_hook(_copied(hook, own, memo))
             for hook in after:
@@ -59,7 +61,7 @@ def carry_over(model: nn.Module, memo: Memo) -> list[str]:
 
 
 def _is_ours(hook: Any) -> bool:
-    """True if a hook is this package's own, such as one of `fpsim.watch`, which watches the original alone."""
+    """Return whether a hook is this package's own, such as one of `fpsim.watch`, which watches the original alone."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     home = getattr(hook, "__module__", None) or type(hook).__module__
@@ -69,12 +71,13 @@ def _is_ours(hook: Any) -> bool:
 def _copied_value(value: Any, memo: Memo) -> Any:
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # a group of processes, for instance: the copy shares it
+    # A group of processes, for instance, cannot be copied: the copy shares it.
+    except Exception:
         return value
 
 
 def _copied(hook: Any, own: set[int], memo: Memo) -> Any:
-    """The hook for a copy of the model."""
+    """Return the hook for a copy of the model."""
     if not isinstance(hook, FunctionType):
         return copy.deepcopy(hook, memo)
     if not _given(hook, own):
@@ -92,13 +95,13 @@ def _copied(hook: Any, own: set[int], memo: Memo) -> Any:
 
 
 def _cell(cell: CellType, moved: Callable[[Any], Any]) -> CellType:
-    """The same cell, which others may write to, unless it holds a part of the model."""
+    """Return the same cell, which others may write to, unless it holds a part of the model."""
     content = moved(cell.cell_contents)
     return cell if content is cell.cell_contents else CellType(content)
 
 
 def _given(hook: FunctionType, own: set[int]) -> list[Any]:
-    """The parts of the model that a function closes over or has as a default."""
+    """Return the parts of the model that a function closes over or has as a default."""
     return [x for x in _held(hook) if id(x) in own]
 
 
@@ -108,8 +111,9 @@ def _held(function: FunctionType) -> Iterator[Any]:
 
 
 def _sees_the_original(hook: Any, own: set[int]) -> bool:
-    """True if a copy of this hook would still refer to the original model, or to its optimizer."""
-    waiting: list[tuple[Any, bool]] = [(hook, False)]  # and whether a copy would share it
+    """Return whether a copy of this hook would still refer to the original model, or to its optimizer."""
+    # Objects that the hook reaches, each with whether a copy of the hook would share it.
+    waiting: list[tuple[Any, bool]] = [(hook, False)]
     if isinstance(hook, FunctionType):
         given = {id(x) for x in _given(hook, own)}  # which `_copied` replaces
         waiting = [(x, True) for x in _inside(hook) if id(x) not in given]

@@ -58,17 +58,18 @@ class Arithmetic:
         self.factor = float if as_torch else in_format  # of anything else
 
     def _rounded(self, x: float) -> float:
-        """A coefficient in the format."""
+        """Return a coefficient in the format."""
         return float(rounded(torch.tensor(x, dtype=torch.float32, device="cpu"), self.spec))
 
     def keep(self, x: Tensor) -> Tensor:
-        """The result of an operation, rounded in place."""
+        """Round the result of an operation in place, and return it."""
         round_memory_(x, self.spec)
         return x
 
 
 def has_format_step(optimizer: Optimizer) -> bool:
-    """True if the step of this optimizer is among those here; of a subclass it may be another one."""
+    """Return whether the step of this optimizer is among those here."""
+    # By the exact class: a subclass may have a step of its own.
     return type(optimizer) in _STEPS
 
 
@@ -110,17 +111,16 @@ def run_format_step(
     u = _STEPS[type(optimizer)](a, store, weight, gradient, optimizer.state[p], group)
     if not wants_update:
         return None
+    # A decay that shrinks the weight before the step is a part of the update too.
     decays_before = group.get("decoupled_weight_decay", False) and not store.update.decays_inside
     return u() - before * (float(group["lr"]) * float(group["weight_decay"])) if decays_before else u().clone()
 
 
-@cache
-def _arithmetic(spec: RoundingSpec, as_torch: bool, is_on_card: bool) -> Arithmetic:
-    return Arithmetic(spec, as_torch, is_on_card)
+_arithmetic = cache(Arithmetic)
 
 
 def _sgd(a: Arithmetic, store: ParameterStore, p: Tensor, g: Tensor, state: Any, group: dict[str, Any]) -> Wanted:
-    """torch.optim.sgd._single_tensor_sgd."""
+    """Step as torch.optim.sgd._single_tensor_sgd does."""
     keep, summed, factor = a.keep, a.summed, a.factor
     if group["weight_decay"]:
         g = keep(g.add(p, alpha=summed(float(group["weight_decay"]))))
@@ -137,7 +137,7 @@ def _sgd(a: Arithmetic, store: ParameterStore, p: Tensor, g: Tensor, state: Any,
 
 
 def _adam(a: Arithmetic, store: ParameterStore, p: Tensor, g: Tensor, state: Any, group: dict[str, Any]) -> Wanted:
-    """torch.optim.adam._single_tensor_adam."""
+    """Step as torch.optim.adam._single_tensor_adam does."""
     keep, summed, factor = a.keep, a.summed, a.factor
     if not state:
         state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -160,7 +160,7 @@ def _adam(a: Arithmetic, store: ParameterStore, p: Tensor, g: Tensor, state: Any
     inside = decay and decoupled and store.update.decays_inside
 
     def wanted() -> Tensor:
-        """-step_size * m / denominator - lr * decay * p, as Collage's AdamW writes it."""
+        """Return -step_size * m / denominator - lr * decay * p, as Collage's AdamW computes it."""
         u = keep(keep(m * -step_size).div_(denominator))
         return keep(u.sub_(keep(p * factor(lr * decay)))) if inside else u
 
@@ -176,15 +176,17 @@ def _apply(a: Arithmetic, store: ParameterStore, p: Tensor, add: Callable[[Tenso
     """Add an update to the weight, and keep the rounding error where there is a compensation.
 
     add: adds the update to a tensor, in one operation.
-    update: gives the update as a tensor of its own.
+    update: returns the update as a tensor of its own.
     """
     keep = a.keep
-    if COMPENSATION in store.kept:  # torch-optimi, and AnyPrecisionAdamW of torchdistx
+    # Kahan's sum, as in torch-optimi, and in AnyPrecisionAdamW of torchdistx.
+    if COMPENSATION in store.kept:
         k, old = local_part(store.kept[COMPENSATION]), p.clone()
         keep(add(k))
         keep(p.add_(k))
         keep(k.add_(keep(old.sub_(p))))
-    elif SECOND in store.kept:  # Collage, "Grow": Fast2Sum, and again to bring the pair in order
+    # Collage, "Grow": Fast2Sum, and again to bring the pair in order.
+    elif SECOND in store.kept:
         rest, old, u = local_part(store.kept[SECOND]), p.clone(), update()
         whole = keep(p + u)
         keep(rest.add_(keep(u - keep(whole - old))))
@@ -208,11 +210,11 @@ class EmulatedStep:
     def __init__(self, spec: RoundingSpec, as_torch: bool) -> None:
         self._spec, self._as_torch, self._undo = spec, as_torch, Undo()
         self._wanted: dict[Tensor, Tensor] = {}  # by observed parameter, without the last rounding
-        # by parameter: the user's gradient, the tensor that replaces it during the step, and that one's write count
+        # By parameter: the user's gradient, the tensor that replaces it during the step, and that one's write count.
         self._gradients: dict[Tensor, tuple[Tensor, Tensor, int]] = {}
 
     def begin(self, optimizer: Optimizer, observed: Mapping[Tensor, Any]) -> None:
-        """Enter, until `end`; until then gradients are rounded ones."""
+        """Enter the emulation until `end`; in between the gradients are rounded ones."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         for p in parameters:
             if p.grad.is_sparse:
@@ -225,7 +227,8 @@ class EmulatedStep:
         scope.write = self._write
         note_emulated(optimizer)
         enter(scope, self._undo)
-        for group in optimizer.param_groups:  # a learning rate, for instance
+        # Tensors among the options, a learning rate for instance, stay float32.
+        for group in optimizer.param_groups:
             for x in (x for name, x in group.items() if name != "params" and isinstance(x, Tensor)):
                 if x.is_floating_point() and not is_made_here(x):
                     self._undo.by(partial(forget, x))
@@ -243,11 +246,9 @@ class EmulatedStep:
         push_mode(numbers)
 
     def end(self, has_raised: bool = False) -> dict[Tensor, Tensor]:
-        """Leave; may be called again. Returns the updates that the observed parameters' steps would have added.
-
-        Gradients are those of before, but for those that the step has written to, put in another's place or dropped.
-        """
+        """Leave; may be called again. Returns the updates that the observed parameters' steps would have added."""
         self._undo()
+        # Gradients are put back, except those that the step itself has written to, replaced or dropped.
         for p, (gradient, given, writes) in self._gradients.items():
             if has_raised or (p.grad is given and version_of(given) == writes):
                 p.grad = gradient
@@ -255,10 +256,9 @@ class EmulatedStep:
         return wanted
 
     def _know_state(self, name: str, x: Tensor) -> None:
-        """A state of an earlier step has the dtype that it was made in.
-
-        Of a checkpoint's nobody knows: a number without axes, such as "step", is float32 as in torch's optimizers.
-        """
+        """Mark a state as float32 or as rounded to the format, unless an earlier step has marked it."""
+        # The dtype of a state of a checkpoint is not known: a number without axes, such as "step", is float32 as in
+        # torch's optimizers.
         if not is_made_here(x) and (name == "step" or not x.dim()):
             active.emulation.mark_wide(x)
         elif not is_marked_wide(x) and format_of(x) != self._spec.text:
@@ -266,7 +266,7 @@ class EmulatedStep:
             mark(x, self._spec.text)
 
     def _write(self, p: Tensor, run: Callable[[], Any]) -> Any:
-        """A write to a parameter, which is rounded as any result."""
+        """Run a write to a parameter, and round it as any result."""
         before = p.detach().clone() if p in self._wanted else None
         out = run()
         if before is not None:
@@ -275,21 +275,17 @@ class EmulatedStep:
         return out
 
 
-# Functions of which torch's kernels have a number of Python in the tensor's dtype, on the CPU and on a card.
+# Functions whose kernels cast a Python number to the dtype of the tensor, on the CPU and on a card.
 _ROUNDED_BY_TORCH = frozenset(
     "add sub subtract rsub radd iadd isub pow ipow foreach_add foreach_sub foreach_pow".split()
 )
 _ROUNDED_ON_CARD = frozenset("pow ipow".split())
 
 
-def _name_of(func: Callable[..., Any]) -> str:
-    return getattr(func, "__name__", "").strip("_")
-
-
 class _NumbersInFormat(TorchFunctionMode):
     """Round Python numbers beside tensors of the format to the format.
 
-    as_torch: only where torch's kernels of bfloat16 on the tensors' device have them so.
+    as_torch: only where torch's bfloat16 kernels on the tensors' device do so.
     """
 
     def __init__(self, fmt: Element, as_torch: bool) -> None:
@@ -302,7 +298,8 @@ class _NumbersInFormat(TorchFunctionMode):
         kwargs = kwargs or {}
         tensors = [x for x in (*tensors_in(args), *tensors_in(tuple(kwargs.values()))) if x.is_floating_point()]
         rounded = _ROUNDED_ON_CARD if any(x.is_cuda for x in tensors) else _ROUNDED_BY_TORCH
-        is_meant = not self._as_torch or _name_of(func) in rounded
+        # The names of in-place, reflected and foreach operations begin or end with underscores.
+        is_meant = not self._as_torch or getattr(func, "__name__", "").strip("_") in rounded
         if is_meant and not self.has_ended and any(not is_marked_wide(x) for x in tensors):
             args = tuple(numbers_in_format(x, self._fmt) for x in args)
             kwargs = {name: numbers_in_format(x, self._fmt) for name, x in kwargs.items()}

@@ -1,7 +1,7 @@
-"""What stands in a module's `forward`: runs the true one under the module's scope, and is found behind other wrappers.
+"""Stand-in for a module's `forward`: runs the true one under the module's scope, and is found behind other wrappers.
 
-Libraries wrap `forward` too. Some keep what they found there as an attribute of the module, some in a closure; some
-take its `__func__` and bind that again, and take off one `__wrapped__` after the other to find the way back.
+Other libraries wrap `forward` too. Some keep the function that they found as an attribute of the module, some in a
+closure; some bind its `__func__` again, and follow `__wrapped__` back to the original.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ from fpsim.torch_nodes import sends_sums_by_moving
 
 __all__ = ["KEY", "EmulatedForward", "HookedCall", "UnboundForward", "leave"]
 
-KEY = "_fpsim_forward"  # of the module's __dict__, where nobody else looks
+KEY = "_fpsim_forward"  # in the module's __dict__
 
 
 class EmulatedForward:
     """Stands in for a module's `forward` and runs the true one under the module's scope.
 
-    It looks like a bound method. It has no `__wrapped__`: who takes wrappers off ends here.
+    It looks like a bound method, but has no `__wrapped__`: code that unwraps functions ends here.
 
-    policy: None once the model is dequantised. It is then still called by who wrapped it, and rounds nothing.
+    policy: None once the model is dequantised. Wrappers of other libraries may still call it, and it rounds nothing.
     inner: the `forward` that another library had put there, if any.
     wide: the operations whose results were float32 on purpose in the last call.
     """
@@ -78,31 +78,35 @@ class EmulatedForward:
         self.prepare()
 
     def prepare(self) -> None:
+        """Compute all attributes that follow from the module, its policy and its listeners."""
         forward = self.true_forward(self.module)
         functools.update_wrapper(self, forward, updated=())  # bound: its signature has no self
         del self.__dict__["__wrapped__"]
-        self.__code__ = getattr(forward, "__code__", None)  # torch.export asks where it is written
+        # torch.export asks in which file and line a forward is written.
+        self.__code__ = getattr(forward, "__code__", None)
         try:
             self._signature: inspect.Signature | None = inspect.signature(forward)
         except (TypeError, ValueError):  # a builtin has none
             self._signature = None
         self.cache_use = cache_use(self.module, self._signature)
         plain = vars(type(self.module)).get("forward") if self.inner is None else None
-        self._method = plain if type(plain) is FunctionType else None  # of the class: what is usually bound
+        # The method of the class, which is bound at each call without a search through the classes.
+        self._method = plain if type(plain) is FunctionType else None
         self._scopes = {False: make_scope(self.name, self.policy or Policy(), self.listeners)}
         self.wide: dict[str, None] = {}
         watch_module_hooks()
         _note_classes(self.module)
         surround(self.module)
-        self.token = register(self)  # a program that torch.compile made is of one forward and its policy
+        # Registered again for each policy: a program that torch.compile made is of one forward and its policy.
+        self.token = register(self)
 
     def renew(self, name: str, policy: Policy | None, listeners: Listeners) -> None:
-        """Take other formats where it stands; None for a policy rounds nothing any more."""
+        """Change name, policy and listeners in place. With None for a policy it rounds nothing any more."""
         self.name, self.policy, self.listeners = name, policy, listeners
         self.prepare()
 
     def true_forward(self, module: nn.Module) -> Callable[..., Any]:
-        """What `module.forward` would be without this: a method, a static one, or what a library put there."""
+        """Return the forward that this one replaces: a method, a static one, or a function that a library put there."""
         if self.inner is not None:
             return self.inner  # type: ignore[no-any-return]
         of_class: Any = None
@@ -121,7 +125,8 @@ class EmulatedForward:
         is_hooked = state.get("is_hooked", False)
         self.__dict__.update({name: value for name, value in state.items() if name != "is_hooked"})
         watch_module_hooks()
-        if is_hooked:  # torch leaves the slot out of copies
+        # torch leaves the slot out of copies.
+        if is_hooked:
             vars(self.module)[CALL_SLOT] = HookedCall(self.module)
         note_copy(self)
 
@@ -134,12 +139,13 @@ class EmulatedForward:
     def __getattr__(self, name: str) -> Any:
         if "module" not in self.__dict__ or "_scopes" in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.prepare()  # after a copy or a load, once the module is whole again
+        # Not before: while a copy or a load is under way, the module may lack its attributes.
+        self.prepare()
         return getattr(self, name)
 
     @property
     def scope(self) -> Scope:
-        """The formats now: the scaling that is attached may want gradients of few bits rounded stochastically."""
+        """Scope with the formats at present: an attached scaling may round gradients of few bits stochastically."""
         is_stochastic = self.listeners.rounds_few_bits_stochastically
         if is_stochastic not in self._scopes:
             policy = (self.policy or Policy()).with_stochastic_gradients(FEW_BITS)
@@ -156,11 +162,11 @@ class EmulatedForward:
 
     @property
     def stored(self) -> Mapping[str, Operand] | None:
-        """How this very module stores keys and values; None where it stores none, or does not round them."""
+        """Operands of the keys and values that this module itself stores; None if it stores none, or rounds none."""
         return self.scope.cache if self.cache_use is not None and self.cache_use.stores else None
 
     def is_delayed(self) -> bool:
-        """Whether any operand inside of the module takes its scale from earlier steps."""
+        """Return whether any operand inside of the module takes its scale from earlier steps."""
         forwards = (vars(module).get(KEY) for module in self.module.modules())
         return any(x is not None and x.products is not None and x.products.is_delayed for x in forwards)
 
@@ -174,7 +180,8 @@ class EmulatedForward:
 
     @property
     def __signature__(self) -> inspect.Signature | None:
-        """Asked by inspect.signature. No attribute of the instance: functools.wraps would give it to the wrapper."""
+        """Signature of the forward, for inspect.signature."""
+        # A property and no attribute of the instance, which functools.wraps would copy to a wrapper.
         return self._signature  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,8 +193,9 @@ class EmulatedForward:
             return self.run(first, args[1:], kwargs)  # bound once more
         if not torch.compiler.is_compiling():
             called = called_module()
+            # A shallow copy of the module, as DataParallel makes it, with parameters of its own.
             if called is not None and called is not module and vars(called).get(KEY) is self:
-                module = called  # a shallow copy, with attributes of its own
+                module = called
         return self.run(module, args, kwargs, active.emulation is not None and is_called_functionally())
 
     def run(
@@ -198,15 +206,16 @@ class EmulatedForward:
         is_functional: bool = False,
         call: Callable[..., Any] | None = None,
     ) -> Any:
-        """The true forward of `module` under its scope.
+        """Run the true forward of `module` under its scope.
 
         is_functional: whether tensors were put in it for this call.
-        call: runs in the place of the forward: it calls that, and hooks around it.
+        call: replaces the forward: it runs the forward with the hooks around it.
         """
         method = self._method
         if call is not None:
             forward = call
-        elif type(module).__dict__.get("forward") is method and method is not None:  # still: somebody may replace it
+        # Asked at each call: somebody may have replaced the method of the class.
+        elif type(module).__dict__.get("forward") is method and method is not None:
             forward = MethodType(method, module)
         else:
             forward = self.true_forward(module)
@@ -250,7 +259,8 @@ class EmulatedForward:
         return out if driver is None else driver(out, scope, has_names)
 
 
-_METHODS = 32  # frames that are asked: between a module and the method are torch's, those of decorators and of helpers
+# Frames that are looked at: between a module and the method there are those of torch, of decorators and of helpers.
+_METHODS = 32
 _is_of_module: dict[tuple[str, str], bool] = {}  # by module and name: classes of emulated modules, and their mixins
 _warned_of_methods: weakref.WeakSet[Any] = weakref.WeakSet()  # classes and Listeners
 
@@ -262,14 +272,11 @@ def _note_classes(module: nn.Module) -> None:
 
 
 def _warn_of_method(forward: EmulatedForward, module: nn.Module) -> None:
-    """Warn, once for a class, where a method of a model calls one of its modules, outside of any forward.
-
-    Methods are not run under the model's scope, as forward is. They also train, draw weights, average them and count
-    what is right, which a format would spoil, and could not be intercepted: an attribute of the model would be that of
-    its shallow copies too (DataParallel makes such), which have parameters of their own. So a module that is called
-    alone looks who calls it. A mixin that is no module, such as transformers' GenerationMixin, has code around a
-    model's forward, and none of the model.
-    """
+    """Warn, once for a class, if a method of a model calls one of its modules outside of any forward."""
+    # Methods do not run under the model's scope, as its forward does. They also train, draw weights, average them and
+    # count hits, which a format would spoil. Nor could they be intercepted: shallow copies of the model (DataParallel
+    # makes such) share its attributes, and have parameters of their own. So a module that is called alone looks at its
+    # callers.
     listeners = forward.listeners
     if listeners in _warned_of_methods or torch.compiler.is_compiling():
         return
@@ -279,9 +286,12 @@ def _warn_of_method(forward: EmulatedForward, module: nn.Module) -> None:
             return
         code = frame.f_code
         is_of_module = _is_of_module.get((frame.f_globals.get("__name__", ""), code.co_qualname.rpartition(".")[0]))
+        # A mixin that is not a module, such as transformers' GenerationMixin: its code runs around a model's forward,
+        # and is not the model's.
         if is_of_module is False:
             return
-        # Other frames are not asked: in Python before 3.13 what `f_locals` gives holds a frame's tensors till its end.
+        # Other frames are not asked for theirs: before Python 3.13, `f_locals` keeps a frame's tensors alive to its
+        # end.
         caller = frame.f_locals.get("self") if is_of_module else None
         around = None
         if isinstance(caller, nn.Module) and caller is not module and "forward" in vars(caller):  # else it is replaced
@@ -304,16 +314,17 @@ def _warn_of_method(forward: EmulatedForward, module: nn.Module) -> None:
 
 
 def _run_whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward of a whole model, with what only moved brought into the format: of its inputs, and of gradients."""
+    """Run the forward of a whole model; inputs and gradients that only moved through it are brought into the format."""
     out = forward(*args, **kwargs)
-    with without_torch_function():  # to ask a tensor for its attributes would be calls of the mode
+    # Reading the attributes of a tensor would be calls of the mode.
+    with without_torch_function():
         if type(out) is Tensor and is_made_here(out) and not sends_sums_by_moving(out):
             return out
         return _in_format(active.emulation, out, (*args, *kwargs.values()))
 
 
 def _run_fused(border: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module that is one kernel, whose results are rounded as they leave it."""
+    """Run the forward of a module that is one kernel; results are rounded as they leave it."""
     out = forward(*args, **kwargs)
     if type(out) in _DRIVERS:
         raise NotImplementedError(
@@ -333,6 +344,7 @@ def _run_fused(border: Scope, forward: Callable[..., Any], *args: Any, **kwargs:
 
 
 def _in_format(emulation: Any, out: Any, given: tuple[Any, ...]) -> Any:
+    """Return results of a whole model in the format; containers stay the same objects if nothing in them changes."""
     if isinstance(out, Tensor):
         if not is_roundable(out):
             return out
@@ -345,14 +357,14 @@ def _in_format(emulation: Any, out: Any, given: tuple[Any, ...]) -> Any:
     if type(out) is dict:
         values = {key: _in_format(emulation, x, given) for key, x in out.items()}
         return values if any(out[key] is not x for key, x in values.items()) else out
-    # What else holds tensors may be known by its identity, as a cache of keys is: only a transform needs another one.
+    # Any other container may be known by its identity, as a cache of keys is: it is rebuilt only if a tensor changes.
     made = (x for x in tensors_of(out) if is_made_here(x) and sends_sums_by_moving(x))
     shown = {id(x): y for x in made if (y := emulation.returned(x)) is not x}
     return map_leaves(lambda x: shown.get(id(x), x), out) if shown else out
 
 
 def _driven(generator: Generator[Any, Any, Any], scope: Scope, has_names: bool) -> Generator[Any, Any, Any]:
-    """A forward that is a generator: each of its steps runs under the scope, and what calls it does not."""
+    """Run a forward that is a generator: each of its steps under the scope, and the code of its caller outside."""
     send, value = generator.send, None
     while True:
         try:
@@ -368,17 +380,17 @@ def _driven(generator: Generator[Any, Any, Any], scope: Scope, has_names: bool) 
             value, send = error, generator.throw
 
 
-# What is awaited takes its steps as a generator does, and code that awaits meanwhile computes as it is.
+# A coroutine is driven step by step as a generator is. Code that runs while it waits is not under the scope.
 _steps = types.coroutine(_driven)
 
 
 async def _awaited(coroutine: Any, scope: Scope, has_names: bool) -> Any:
-    """A forward that is `async def`."""
+    """Run a forward that is `async def`."""
     return await _steps(coroutine, scope, has_names)
 
 
 async def _streamed(generator: AsyncGenerator[Any, Any], scope: Scope, has_names: bool) -> AsyncGenerator[Any, Any]:
-    """A forward that is `async def` and yields."""
+    """Run a forward that is `async def` and yields."""
     step: Any = generator.asend(None)
     while True:
         try:
@@ -402,7 +414,7 @@ _DRIVERS: dict[type, Callable[..., Any]] = {
 
 
 class UnboundForward:
-    """As the `__func__` of a bound method: takes the module before its inputs, and may be bound to a copy of it."""
+    """The `__func__` of an EmulatedForward: takes the module before its inputs, and may be bound to a copy of it."""
 
     def __init__(self, forward: EmulatedForward) -> None:
         functools.update_wrapper(self, forward, updated=())
@@ -428,23 +440,21 @@ class UnboundForward:
 
 
 def surround(module: nn.Module) -> None:
-    """Have an emulated module called under its scope with the hooks around its forward, if it has any of a model's."""
+    """Run an emulated module's forward hooks under its scope too, if it has hooks of the model."""
     if vars(module).get(CALL_SLOT) is None and any(map(is_of_a_model, forward_hooks_of(module))):
         vars(module)[CALL_SLOT] = HookedCall(module)
 
 
 def leave(module: nn.Module) -> None:
-    """Undo that."""
+    """Undo `surround`."""
     if isinstance(vars(module).get(CALL_SLOT), HookedCall):
         del vars(module)[CALL_SLOT]
 
 
 class HookedCall:
-    """What is called in the place of a module's hooks and forward: both run under its scope, where none is entered.
+    """Stand-in for the call of a module: hooks and forward run under its scope, unless a scope is entered already.
 
     It stays until the first call that finds no hook.
-
-    Not where torch's sharding has hooks there, which put the parameters in their places.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -458,10 +468,11 @@ class HookedCall:
         return self.run(module_called() or self.module(), args, kwargs)
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call of `module`, which the slot is of, or a shallow copy of that."""
+        """Call `module`: the one that this stands in for, or a shallow copy of it."""
         call, forward, hooks = call_inside(module), vars(module).get(KEY), forward_hooks_of(module)
         if not hooks and vars(module).get(CALL_SLOT) is self:
             del vars(module)[CALL_SLOT]
+        # Left alone with hooks of torch's sharding, which put the parameters in their places first.
         is_left = not any(map(is_of_a_model, hooks)) or any(map(_is_of_sharding, hooks))
         if active.emulation is not None or forward is None or forward.policy is None or is_left:
             return call(*args, **kwargs)
@@ -474,7 +485,7 @@ def _is_of_sharding(hook: Any) -> bool:
 
 @functools.cache
 def watch_module_hooks() -> None:
-    """From here on full backward hooks and pre-hooks of emulated modules compute in the format."""
+    """Let full backward hooks and pre-hooks of emulated modules compute in the format from now on."""
 
     def wrapped(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
         return _ModuleHook(hook) if KEY in vars(module) and is_of_a_model(hook) else hook
@@ -484,6 +495,8 @@ def watch_module_hooks() -> None:
 
 
 class _ModuleHook:
+    """A full backward hook or pre-hook that computes in the formats of its module."""
+
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
 
@@ -502,13 +515,12 @@ class _ModuleHook:
 
 
 def _prepared_inside(module: nn.Module, around: Weights) -> tuple[Weights, torch.dtype | None]:
-    """Prepare a module and all that are inside of it, before the outermost call of a model.
-
-    Asked once for all: a scope inside of another one knows the weights of that one. So a weight has its role wherever
-    it is used, by a module above its own, by one that is given it as an argument, or by one that keeps it in a list.
+    """Prepare a module and all modules inside of it, before the outermost call of a model.
 
     Returns the weights, and the dtype of the first floating-point parameter, as transformers' models say it.
     """
+    # All at once, because a scope knows the weights of the one around it: so a weight has its role wherever it is used,
+    # by a module above its own, by one that gets it as an argument, or by one that keeps it in a list.
     weights, dtype, waiting, seen = around, None, [module], set[int]()
     while waiting:
         m = waiting.pop()
@@ -536,7 +548,7 @@ def _prepared(module: nn.Module, around: Weights) -> Weights:
         adopt(module)
     if buffers:
         for b in buffers.values():
-            # functional_call puts there what it is given: what is a weight around stays one
+            # functional_call replaces buffers too: a tensor that is a weight around stays one.
             if b is not None and not is_state(b) and not isinstance(b, nn.Parameter) and id(b) not in around:
                 mark_as_state(b)
     weights = around

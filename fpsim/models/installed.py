@@ -19,11 +19,11 @@ __all__ = ["bound_elsewhere", "emulated_forward", "emulated_forwards", "install"
 
 
 def install(module: nn.Module, name: str, policy: Policy, listeners: Listeners) -> None:
-    """Have `module` run under its policy."""
+    """Let `module` run under its policy."""
     emulated = vars(module).get(KEY)
-    # A wrapper of another library may hold the old forward. It is reused, because a second one around it would round
-    # twice.
-    if emulated is not None and is_reached(module, emulated):  # dequantised, and still called by who wrapped it
+    # A wrapper of another library may still call the forward of a model that was dequantised. It is reused, because a
+    # second one around it would round twice.
+    if emulated is not None and is_reached(module, emulated):
         emulated.renew(name, policy, listeners)
     else:
         emulated = EmulatedForward(module, name, policy, listeners)
@@ -62,7 +62,7 @@ def emulated_forward(module: nn.Module) -> EmulatedForward | None:
 
 
 def emulated_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, EmulatedForward]]:
-    """The quantised modules inside of `model`, and their emulations. Raises TypeError for anything but a module."""
+    """Yield the quantised modules inside of `model`, and their emulations. Raises TypeError unless it is a module."""
     require_module(model)
     for module in model.modules():
         emulated = emulated_forward(module)
@@ -89,7 +89,7 @@ class _NoScript:
     def __call__(self) -> Any:
         raise NotImplementedError(
             "torch.jit.script reached a quantised model, whose rounding TorchScript cannot express. Expected: "
-            "torch.compile and torch.export. Script the model that fpsim.dequantize(model) gives."
+            "torch.compile and torch.export. Script the model that fpsim.dequantize(model) returns."
         )
 
 
@@ -97,7 +97,7 @@ class _NoScript:
 
 
 def bound_elsewhere(model: nn.Module, originals: Iterable[nn.Module]) -> str | None:
-    """The name of a module in a copy whose `forward` still runs one of the originals, if there is one."""
+    """Return the name of a module in a copy whose `forward` still runs one of the originals; None without one."""
     known = {id(module) for module in originals}
     for name, module in model.named_modules():
         for layer in _layers(vars(module).get("forward")):
@@ -107,19 +107,20 @@ def bound_elsewhere(model: nn.Module, originals: Iterable[nn.Module]) -> str | N
 
 
 def is_reached(module: nn.Module, emulated: EmulatedForward) -> bool:
-    """True if a call of the module reaches it: as `forward`, inside of that, or as another attribute."""
+    """Return whether a call of the module reaches it: as `forward`, inside of that, or as another attribute."""
     attributes = vars(module)
     kept = (value for name, value in attributes.items() if name != KEY and not isinstance(value, nn.Module))
     return "forward" in attributes and any(is_ours(layer, emulated) for value in kept for layer in _layers(value))
 
 
 def is_ours(layer: Any, emulated: EmulatedForward) -> bool:
+    """Return whether a function is this emulation, or made from its `__func__`."""
     function = layer.__func__ if isinstance(layer, types.MethodType) else layer
     return function is emulated or isinstance(function, UnboundForward)
 
 
 def _layers(forward: Any) -> Iterator[Any]:
-    """`forward`, and the functions that it may call: those that it wraps, closes over, or keeps."""
+    """Yield `forward`, and the functions that it may call: those that it wraps, closes over, or keeps."""
     waiting, seen = [forward], set()
     while waiting:
         layer = waiting.pop()
@@ -135,7 +136,7 @@ def _inside(layer: Any) -> list[Any]:
     if isinstance(layer, types.MethodType):
         return [layer.__func__]
     if isinstance(layer, functools.partial):
-        # `__wrapped__` may name the function that was replaced: the wrapper calls `func`, which calls its argument
+        # `__wrapped__` may name the function that was replaced: the wrapper calls `func`, which calls its argument.
         return [layer.func, *layer.args, *(x for name, x in vars(layer).items() if name != "__wrapped__")]
     cells = getattr(layer, "__closure__", None) or ()
     contents = [cell.cell_contents for cell in cells if cell != types.CellType()]

@@ -1,4 +1,4 @@
-"""quantize_optimizer: any torch optimizer stores weights and states in few bits, and computes as it did."""
+"""quantize_optimizer: any torch optimizer stores weights and states in few bits, and computes as before."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class UpdateObserver(Protocol):
     """Observer that is called with the wanted and the stored value of each step."""
 
     def is_due(self, step: int) -> bool:
-        """True if this step is observed: the number of steps that were stored before it."""
+        """Return whether a step is observed. step: the number of steps that were stored before it."""
 
     def saw(self, step: int, store: ParameterStore, before: Tensor, intended: Tensor, group: Mapping[str, Any]) -> None:
-        """The step of one parameter: its value before, and the update in the optimizer's own arithmetic."""
+        """Take the step of one parameter: its value before, and the update in the optimizer's own arithmetic."""
 
 
-# By the optimizer, which holds its own by its hooks.
+# By the optimizer, whose hooks hold its store: both end together.
 _installed: weakref.WeakKeyDictionary[Optimizer, OptimizerStore] = weakref.WeakKeyDictionary()
 
 
@@ -55,11 +55,11 @@ def quantize_optimizer(
     """Let an optimizer store weights and states in the formats of `update`.
 
     Its class, its arguments and its methods stay. Before each step, the stored tensors are decoded to float32; after
-    it, they are rounded once. Weights stay float32 tensors that hold numbers of their format. They are rounded to
-    nearest now. Tensors that a step leaves unchanged (one that a GradScaler skips, or one without a gradient) are not
+    it, they are rounded once. Weights stay float32 tensors that hold numbers of their format; this call rounds them to
+    nearest. Tensors that a step leaves unchanged (one that a GradScaler skips, or one without a gradient) are not
     rounded again.
 
-    A copy or a pickle of the optimizer is a plain one. `optimizer.state_dict()` has all that a run needs to go on to
+    A copy or a pickle of the optimizer is a plain one. `optimizer.state_dict()` has all that a run needs to resume with
     the same bits, and a plain optimizer loads it, too.
 
     Args:
@@ -98,10 +98,11 @@ def quantize_optimizer(
 
 
 def _innermost(optimizer: Any) -> Optimizer:
-    """The optimizer that accelerate's, or a `QuantizedOptimizer`, wraps: hooks on steps are its own."""
+    """Return the optimizer that accelerate's, or a `QuantizedOptimizer`, wraps."""
     require_optimizer(optimizer)
+    # Hooks on steps have to be the innermost one's: accelerate's wrapper passes none on.
     while not isinstance(optimizer, Optimizer):
-        inner = getattr(optimizer, "optimizer", None)  # of accelerate's, which passes no hooks on
+        inner = getattr(optimizer, "optimizer", None)
         if inner is None:
             raise TypeError(f"optimizer is a {type(optimizer).__name__}. Expected: a torch.optim.Optimizer.")
         optimizer = inner
@@ -116,17 +117,17 @@ def quantized_optimizer_of(optimizer: Optimizer) -> OptimizerStore | None:
 
 
 def quantized_optimizers(model: nn.Module) -> list[OptimizerStore]:
-    """The quantised optimizers that have parameters of a model."""
+    """Return the quantised optimizers that have parameters of a model."""
     parameters = set(model.parameters())
     return [one for one in _installed.values() if any(store.parameter in parameters for store in one.stores)]
 
 
 def _named(model: Any) -> tuple[dict[Tensor, str], dict[str, list[type]]]:
-    """The names of parameters, and the classes of the modules that they are in."""
+    """Return the names of parameters, and the classes of the modules that they are in."""
     if model is None:
         return {}, {}
     if isinstance(model, nn.Module):
-        # the name that an optimizer's checkpoint has, whoever wraps the model
+        # Names as `named_parameters` has them: an optimizer's checkpoint has the same, whatever wraps the model.
         return {p: name for name, p in model.named_parameters()}, {n: [type(m)] for n, m in model.named_modules()}
     pairs = list(model) if isinstance(model, Iterable) and not isinstance(model, str | Tensor) else None
     if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
@@ -175,7 +176,7 @@ class QuantizedOptimizer(Optimizer):
 
     @property
     def update(self) -> Update:
-        """The update of the optimizer, or of its first parameter group."""
+        """Update of the optimizer, or of its first parameter group."""
         return self.store.update
 
     @property
@@ -185,21 +186,21 @@ class QuantizedOptimizer(Optimizer):
 
     @property
     def stores(self) -> list[ParameterStore]:
-        """The stores of the parameters that are not plain float32."""
+        """Stores of the parameters that are not plain float32."""
         return self.store.stores
 
     @property
     def seed(self) -> int:
-        """The seed of the random bits of stochastic rounding."""
+        """Seed of the random bits of stochastic rounding."""
         return self.store.seed
 
     @property
     def observers(self) -> list[UpdateObserver]:
-        """The observers of each step."""
+        """Observers of each step."""
         return self.store.observers
 
     def stored(self) -> list[tuple[ParameterStore, dict[str, Any]]]:
-        """The stored tensors of each parameter, float32 ones too, and its states as the optimizer has them."""
+        """Return the stored tensors of each parameter, float32 ones too, and its states as the optimizer has them."""
         return self.store.stored()
 
     def detach(self) -> None:
@@ -215,7 +216,7 @@ class QuantizedOptimizer(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer, with all that a run needs to resume with the same bits."""
+        """Return the state of the optimizer, with all that a run needs to resume with the same bits."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -284,7 +285,7 @@ class OptimizerStore:
     # The parameters
 
     def _new_stores(self, optimizer: Optimizer) -> list[ParameterStore]:
-        """Stores for parameters that have none yet: all of them at first, later those of groups that were added."""
+        """Return stores for parameters that have none yet: all at first, later those of groups that were added."""
         parameters = [(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
         names = [self._name_of(optimizer, i, p) for i, p in parameters]
         updates = {}
@@ -302,7 +303,8 @@ class OptimizerStore:
             return self._names[parameter]
         entry = optimizer.param_groups[group]
         place = next(i for i, p in enumerate(entry["params"]) if p is parameter)
-        given = entry.get("param_names")  # of an optimizer that was given named parameters
+        # Of an optimizer that was given named parameters.
+        given = entry.get("param_names")
         return str(given[place]) if given else f"{group}.{place}"
 
     def _take(self, stores: list[ParameterStore], optimizer: Optimizer) -> None:
@@ -311,28 +313,27 @@ class OptimizerStore:
             store.begin()
             store.store_states(optimizer.state.get(store.parameter, {}), self.seed, self.steps)
 
-    def _working(self) -> list[ParameterStore]:
-        return [store for store in self._stores.values() if not store.is_exact]
-
     # Around a step
 
     @apart_from_compiler
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._depth += 1
+        # A step within a step is that of `super().step()`: torch calls the hooks of both.
         if self._depth > 1:
-            return None  # of `super().step()`: torch calls the hooks of both
+            return None
+        # `add_param_group` has no hook: parameters that were added since are found here.
         if sum(len(group["params"]) for group in optimizer.param_groups) != len(self._stores):
             self._take(self._new_stores(optimizer), optimizer)
         self._evaluations = 0
         self._stepping = set()
         # Noted before the step, because some optimizers drop gradients that they have read.
         self._note_gradients()
-        for store in self._working():
+        for store in self.stores:
             store.decode()
         self._gradients, self._observed, self._intended = [], {}, {}
         if any(observer.is_due(self.steps) for observer in self.observers):
-            for store in self._working():
+            for store in self.stores:
                 x = local_part(store.parameter.detach())
                 self._observed[store.parameter] = local_part(store.value).clone(), x.clone()
         is_closure = [callable(x) and not isinstance(x, Optimizer) for x in args]
@@ -358,14 +359,14 @@ class OptimizerStore:
 
     @torch.no_grad()
     def _abandon(self) -> None:
-        """A step has raised: parameters hold their stored values again, and gradients are where they were."""
+        """Clean up after a step that raised: parameters hold their stored values again, and gradients are put back."""
         optimizer, self._depth = self._optimizer(), 0
         if self._emulated is not None:
             self._emulated.end(has_raised=True)
         for p, gradient in self._gradients:
             p.grad = gradient
         self._gradients, self._observed, self._intended = [], {}, {}
-        for store in self._working():
+        for store in self.stores:
             store.abandon()
             store.store_states(
                 {} if optimizer is None else optimizer.state.get(store.parameter, {}), self.seed, self.steps
@@ -385,10 +386,10 @@ class OptimizerStore:
         # A skipped step has changed nothing. To round again would draw other random bits, so the stored values come
         # back.
         if _was_skipped(optimizer):
-            for store in self._working():
+            for store in self.stores:
                 store.undo()
             return
-        for store in self._working():
+        for store in self.stores:
             if not self._has_stepped(store):
                 store.undo()
                 continue
@@ -409,7 +410,7 @@ class OptimizerStore:
         self._stepping.update(p for p in self._stores if p.grad is not None)
 
     def _has_stepped(self, store: ParameterStore) -> bool:
-        """True if the step was given a gradient of a parameter, or has changed it without one."""
+        """Return whether the step was given a gradient of a parameter, or has changed it without one."""
         return store.parameter in self._stepping or store.parameter.grad is not None or store.was_changed
 
     def _tell(self, optimizer: Optimizer) -> None:
@@ -423,23 +424,23 @@ class OptimizerStore:
         self._observed, self._intended = {}, {}
 
     def seen_by_the_model(self, parameter: Tensor) -> Tensor:
-        """A parameter as the model sees it, also while a step works on another copy."""
+        """Return a parameter as the model sees it, also while a step works on another copy."""
         store = self._stores.get(parameter)
         return parameter if store is None or store.visible is None else store.visible
 
     @property
     def stores(self) -> list[ParameterStore]:
-        """The stores of the parameters that are not plain float32."""
-        return self._working()
+        """Stores of the parameters that are not plain float32."""
+        return [store for store in self._stores.values() if not store.is_exact]
 
     def stored(self) -> list[tuple[ParameterStore, dict[str, Any]]]:
-        """The stored tensors of each parameter, float32 ones too, and its states as the optimizer has them."""
+        """Return the stored tensors of each parameter, float32 ones too, and its states as the optimizer has them."""
         optimizer = self._optimizer()
         state: Mapping[Tensor, dict[str, Any]] = {} if optimizer is None else optimizer.state
         return [(store, state.get(p, {})) for p, store in self._stores.items()]
 
     def keeping(self) -> Callable[[], None]:
-        """Keep the copies of weights, the place of random bits and the observers, and return what puts them back."""
+        """Keep copies of weights, the place of random bits and the observers; return a function that restores them."""
         steps, observers = self.steps, self.observers
         stores = [store.keeping() for store in self._stores.values()]
 
@@ -465,10 +466,10 @@ class OptimizerStore:
             p.grad = None
 
     def _seeing_weights(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """The closure of a step, for which weights are as they are stored and not as the optimizer has them."""
+        """Return the closure of a step so that it sees weights as they are stored, not as the optimizer has them."""
 
         def evaluated(*args: Any, **kwargs: Any) -> Any:
-            stores = self._working()
+            stores = self.stores
             with torch.no_grad():
                 hidden = [(store.parameter.detach().clone(), store.was_written) for store in stores]
                 for store in stores:
@@ -487,7 +488,7 @@ class OptimizerStore:
 
     def _check_state_names(self, optimizer: Optimizer) -> None:
         """Raise ValueError for an update that names states that the optimizer does not have."""
-        stepped = [store for store in self._working() if optimizer.state.get(store.parameter)]
+        stepped = [store for store in self.stores if optimizer.state.get(store.parameter)]
         if not stepped:
             return
         self._has_checked_names = True
@@ -504,12 +505,16 @@ class OptimizerStore:
     # state_dict
 
     def _save(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        stores = [self._stores[p] for group in optimizer.param_groups for p in group["params"] if p in self._stores]
-        return saved(state, stores, self.seed, self.steps)
+        return saved(state, self._in_order(optimizer), self.seed, self.steps)
+
+    def _in_order(self, optimizer: Optimizer) -> list[ParameterStore]:
+        """Return the stores in the order of a `state_dict`."""
+        return [self._stores[p] for group in optimizer.param_groups for p in group["params"] if p in self._stores]
 
     def _check(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Refuse a state of another update before anything is loaded."""
-        stores = [self._stores[p] for group in optimizer.param_groups for p in group["params"] if p in self._stores]
+        """Raise ValueError for a state of another update before anything is loaded."""
+        # All is checked here, and taken over in `_load`, which torch calls only if its own loading has not raised.
+        stores = self._in_order(optimizer)
         run = check_state(state, stores)
         copies = loaded_copies(state, stores, run)
 
@@ -532,7 +537,7 @@ class OptimizerStore:
 
 
 def _for_groups(update: Any, groups: int) -> list[Update]:
-    """The update of each parameter group."""
+    """Return the update of each parameter group."""
     if update is None or isinstance(update, str | Update):
         return [as_update(update)]
     if isinstance(update, Mapping) or not isinstance(update, Iterable):
@@ -563,6 +568,7 @@ def _require_parameter(store: ParameterStore) -> None:
 
 
 def _was_skipped(optimizer: Optimizer) -> bool:
-    """True if a GradScaler has let a fused optimizer skip its step, which checks the gradients itself."""
-    flag = getattr(optimizer, "found_inf", None)  # of GradScaler.step, with a fused optimizer
+    """Return whether a GradScaler has let a fused optimizer skip its step."""
+    # GradScaler.step sets the flag on a fused optimizer, whose kernel leaves all as it was.
+    flag = getattr(optimizer, "found_inf", None)
     return isinstance(flag, Tensor) and bool(flag)

@@ -31,7 +31,7 @@ __all__ = [
     "without_ours",
 ]
 
-# Tensors that are kept beside the weight, by their names in a state_dict.
+# Tensors that are kept in addition to the weight, by their names in a state_dict.
 MASTER, SECOND, COMPENSATION = "fpsim_master", "fpsim_second", "fpsim_compensation"
 COPIES = (MASTER, SECOND, COMPENSATION)
 
@@ -43,7 +43,7 @@ class ParameterStore:
     name: its name in the model or the optimizer.
     index: its index in the optimizer; together with the seed and the step, the key of the random bits.
     update: the formats, without overrides.
-    kept: tensors beside the weight, by their names in COPIES.
+    kept: tensors in addition to the weight, by their names in COPIES.
     """
 
     def __init__(self, parameter: Tensor, name: str, index: int, update: Update) -> None:
@@ -54,13 +54,14 @@ class ParameterStore:
         self._states: dict[str, Storage | None] = {}
         self.visible: Tensor | None = None  # the weight that the model reads, while the optimizer updates another copy
         self._version = -1  # of the parameter when it was stored
-        # the weight before a step, where a compensation needs it, or what becomes of a lost update
+        # The weight before a step, for a compensation, and for updates that would be lost.
         self._before: Tensor | None = None
         self._at_begin = -1  # the parameter's version when the optimizer was given it
 
     def _master_storage(self) -> Storage | None:
+        # In a float32 weight, the parameter is the master copy itself.
         if self.update.weight is None:
-            return None  # the parameter is the master copy itself
+            return None
         return self.update.master_storage
 
     @property
@@ -114,7 +115,7 @@ class ParameterStore:
         return SECOND in self.kept or COMPENSATION in self.kept
 
     def keeping(self) -> Callable[[], None]:
-        """Keep the copies of the weight as they are, and return what puts them back."""
+        """Keep the copies of the weight as they are, and return a function that restores them."""
         kept = [(name, x, x.clone()) for name, x in self.kept.items()]
 
         def put_back() -> None:
@@ -127,7 +128,8 @@ class ParameterStore:
     def decode(self) -> None:
         """Give the optimizer the numbers that it works on."""
         self.visible = self._before = None
-        if not self.update.is_in_format:  # that has a step of its own
+        # Arithmetic in the format has steps of its own, which read the stored tensors.
+        if not self.update.is_in_format:
             self._decode()
         self._at_begin = version_of(self.parameter)
 
@@ -154,14 +156,16 @@ class ParameterStore:
         return not torch.equal(local_part(self.parameter.detach()), local_part(before))
 
     def hide(self, x: Tensor, was_written: bool) -> None:
-        """Undo `show`: the parameter is `x` for the optimizer again, which had written to it or not."""
+        """Undo `show`: the parameter is `x` for the optimizer again. was_written: whether the step wrote to it."""
         self.parameter.copy_(x)
         if not was_written:
             self._at_begin = version_of(self.parameter)
 
     def _follow(self) -> None:
-        """Begin the master copy again where the weight was written to since the last step, as by load_state_dict."""
+        """Begin the master copy again if the weight was written to since the last step, as by load_state_dict."""
         assert self.weight is not None
+        # If the weight still is the master rounded, in either direction under stochastic rounding, it was written with
+        # its own numbers, and the master stays.
         x = local_part(self.parameter.detach())
         ways = ("down", "up") if self.weight.spec.rounding == "stochastic" else (self.weight.spec.rounding,)
         master = local_part(self.kept[MASTER])
@@ -214,7 +218,7 @@ class ParameterStore:
         self._end()
 
     def _store_changed(self, x: Tensor, storage: Storage, before: Tensor | None, key: Tensor | None) -> None:
-        """Round `x` in place. With lost="least", what would be as before the step is the neighbour of that instead."""
+        """Round `x` in place. With lost="least", a number that would stay as before the step becomes its neighbour."""
         if self.update.lost is None or before is None:
             store_(x, storage, key)
             return
@@ -223,11 +227,11 @@ class ParameterStore:
         new = local_part(x)
         for rounding, is_due in (("up", asked > old), ("down", asked < old)):
             neighbour = stored(asked, storage.rounded_by(rounding))
-            # the largest number has no neighbour above
+            # The largest number has no neighbour above.
             new.copy_(torch.where((new == old) & is_due & neighbour.isfinite(), neighbour, new))
 
     def _store_compensated(self, x: Tensor, before: Tensor) -> None:
-        """Kahan's sum in float32, its weight and its compensation rounded once."""
+        """Store Kahan's sum in float32, with its weight and its compensation rounded once."""
         assert self.weight is not None
         owed = self.kept[COMPENSATION] + (x - before)
         x.copy_(before + owed)
@@ -249,8 +253,9 @@ class ParameterStore:
     def _key(self, storage: Storage, seed: int, step: int, name: str) -> Tensor | None:
         if storage.spec.rounding != "stochastic":
             return None
+        # In a CUDA graph a key of the host would be the same in each replay: the card draws one.
         if is_captured(self.parameter):
-            return None  # a number would be the same in each replay: the card draws one
+            return None
         return noise_key(seed, step, self.index, name)
 
     # States
@@ -267,13 +272,12 @@ class ParameterStore:
         return self._states[name]
 
     def _names_state(self, state: State) -> bool:
-        """True if the update names this state: by its name, or by a pattern and its shape.
-
-        What lies deeper is of a view of the parameter as a rule, which may have other axes.
-        """
+        """Return whether the update names this state: by its name, or by a pattern and its shape."""
         pattern = next((p for p in self.update.state_patterns if fnmatchcase(state.name, p)), None)
         if pattern is None or state.name == "step":
             return False
+        # A pattern means tensors of the parameter's shape, not counters. A nested state is mostly of a view of the
+        # parameter, which may have other axes.
         is_alike = state.x.shape == self.parameter.shape
         return "*" not in pattern or is_alike or (state.is_nested and state.x.numel() == self.parameter.numel())
 
@@ -311,11 +315,11 @@ def saved(state: dict[str, Any], stores: Sequence[ParameterStore], seed: int, st
 
 
 def without_ours(state: dict[str, Any]) -> dict[str, Any]:
-    """The state without our additions, as the optimizer itself saves it."""
+    """Return the state without our additions, as the optimizer itself saves it."""
     by_index = {
         index: {name: x for name, x in entry.items() if name not in COPIES} for index, entry in state["state"].items()
     }
-    # an optimizer whose states are all ours, as SGD without momentum, has none
+    # An optimizer whose states are all ours, as SGD without momentum, has none.
     by_index = {index: entry for index, entry in by_index.items() if entry or not state["state"][index]}
     groups = [{name: x for name, x in group.items() if name not in OURS} for group in state["param_groups"]]
     return {**state, "state": by_index, "param_groups": groups}
@@ -356,7 +360,7 @@ _PARTS = {"state": dict, "param_groups": list}
 def loaded_copies(
     state: dict[str, Any], stores: Sequence[ParameterStore], run: SavedRun | None
 ) -> list[dict[str, Tensor] | None]:
-    """The copies of each parameter's weight that a state has; None where they begin again from the weight.
+    """Return the copies of each parameter's weight that a state has; None where they begin again from the weight.
 
     Raises ValueError for a state that lacks some, or has them in other shapes.
     """

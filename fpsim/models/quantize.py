@@ -45,7 +45,8 @@ __all__ = [
 ]
 
 Model = TypeVar("Model", bound=nn.Module)
-FEW_BITS = 4  # in 6 bits and more, nearest rounding keeps enough of a loss's gradient
+# Of the last layer's gradient. In 6 bits and more, rounding to nearest keeps enough of it.
+FEW_BITS = 4
 
 
 def _of_a_policy(name: str) -> str:
@@ -63,7 +64,7 @@ def quantize(
     overflow: str | Mapping[str, str | None] | None = None,
     inplace: bool = False,
 ) -> Model:
-    """A copy of `model` that computes, forward and backward, as hardware with format `fmt` would.
+    """Return a copy of `model` that computes, forward and backward, as hardware with format `fmt` would.
 
     Parameter names, `state_dict` keys and the class stay as they are, parameters stay float32 (a master copy that
     optimizers update), and `deepcopy`, `pickle` and `torch.save` work. Any of its submodules may be called alone.
@@ -155,13 +156,13 @@ def try_policy(model: nn.Module, fmt: FormatLike) -> None:
 
 
 def _whole(model: nn.Module) -> tuple[nn.Module, Listeners]:
-    """The quantised model itself, inside of whatever wrappers, and its listeners."""
+    """Return the quantised model itself, inside of any wrappers, and its listeners."""
     shared = listeners(model)
     whole = [module for module, forward in emulated_forwards(model) if not forward.name]
     if len(shared) > 1 or not whole:
         raise ValueError(
             f"{type(model).__name__} is not one quantised model: it is a part of one, or has several inside. Expected: "
-            f"the model that fpsim.quantize gave, each by itself."
+            f"the model that fpsim.quantize returned, each by itself."
         )
     return whole[0], shared[0]
 
@@ -178,7 +179,7 @@ def _change(model: nn.Module, policies: Mapping[str, Policy], shared: Listeners)
 
 
 def _policies(model: nn.Module, fmt: FormatLike, rounding: Any, overflow: Any) -> dict[str, Policy]:
-    """The policy of every module by name."""
+    """Return the policy of every module by name."""
     take_off_leftovers()
     policy = as_policy(fmt, rounding, overflow=overflow, model=model)
     policies = policy.for_modules(model)
@@ -187,7 +188,7 @@ def _policies(model: nn.Module, fmt: FormatLike, rounding: Any, overflow: Any) -
 
 
 def _warn_of_idle_bits(policy: Policy, policies: Iterable[Policy]) -> None:
-    """Warn where a number of random bits was given that no rounding uses."""
+    """Warn if a number of random bits was given that no rounding uses."""
     given = policy.random_bits
     roles = [role for role, bits in given.items() if bits is not None] if isinstance(given, Mapping) else list(ROLES)
     if given is None or not roles:
@@ -202,11 +203,9 @@ def _warn_of_idle_bits(policy: Policy, policies: Iterable[Policy]) -> None:
 
 
 def _warn_of_a_head_in_few_bits(model: nn.Module, policies: Mapping[str, Policy]) -> None:
-    """Warn where the gradient of a model's last layer has 4 bits or fewer, rounded to nearest.
-
-    A rounding that nobody named is stochastic under adaptive scaling, and is passed over.
-    """
+    """Warn if the gradient of a model's last layer has 4 bits or fewer, rounded to nearest."""
     *others, last = layers_in(model) or [""]
+    # A rounding that was not named is stochastic under adaptive scaling, and passes without a warning.
     policy = policies[last].with_stochastic_gradients(FEW_BITS)
     operands = () if policy.products is None else (policy.products.specs.dgrad[0], policy.products.specs.wgrad[0])
     for spec in (policy.specs().error, *operands):
@@ -234,26 +233,24 @@ def _install_all(model: nn.Module, policies: Mapping[str, Policy], listeners: Li
 
 
 def _have_one_format(policies: Iterable[Policy]) -> bool:
-    """True if activations that are rounded are all in one format."""
+    """Return whether activations that are rounded are all in one format."""
     return len({spec.fmt for policy in policies if (spec := policy.specs().activation) is not None}) < 2
 
 
 def _storing(model: nn.Module) -> list[EmulatedForward]:
-    """The modules that store keys and values in a cache of transformers, as far as their code says so."""
+    """Return the modules that store keys and values in a cache of transformers, as far as their code shows it."""
     return [forward for _, forward in emulated_forwards(model) if forward.cache_use and forward.cache_use.stores]
 
 
 def _needs_cache(model: nn.Module) -> bool:
-    """True if a call of the model is to store keys and values that are rounded.
-
-    A tool that tries modules by themselves may leave out those that store something.
-    """
+    """Return whether a call of the model is to store keys and values that are rounded."""
+    # All modules are asked if none stores: a tool that tries modules by themselves may leave those out.
     forwards = _storing(model) or [forward for _, forward in emulated_forwards(model)]
     return any(forward.policy is not None and forward.policy.cached is not None for forward in forwards)
 
 
 def _warn_of_a_cache(model: nn.Module, policies: Mapping[str, Policy], stacklevel: int) -> None:
-    """Warn where overrides without a cache hold of each module that stores something, and of scales over tokens."""
+    """Warn of scales that span tokens, and if each module that stores keys and values is overridden without a cache."""
     stored = {name: o for p in policies.values() for name, o in (p.cached or {}).items() if _spans_tokens(o.fmt)}
     for name, operand in stored.items():
         warnings.warn(
@@ -273,19 +270,19 @@ def _warn_of_a_cache(model: nn.Module, policies: Mapping[str, Policy], stackleve
 
 
 def _spans_tokens(fmt: Any) -> bool:
-    """True if numbers of several tokens share a scale, where blocks run along the last axis."""
+    """Return whether numbers of several tokens share a scale, in blocks along the last axis."""
     if not isinstance(fmt, BlockFormat):
         return False
     return fmt.block == "tensor" or fmt.tile[0] != 1 or fmt.tensor_scale is True
 
 
 def policies_of(model: nn.Module) -> dict[str, Policy]:
-    """The policy of each module of a quantised model by name, overrides resolved."""
+    """Return the policy of each module of a quantised model by name, with overrides resolved."""
     return {forward.name: forward.policy or Policy() for _, forward in emulated_forwards(model)}
 
 
 def install_policies(model: nn.Module, policies: Mapping[str, Policy]) -> None:
-    """Have the modules of a quantised model compute under these policies, by name; the others stay as they are."""
+    """Let the modules of a quantised model compute under these policies, by name; the others stay as they are."""
     for module, forward in list(emulated_forwards(model)):
         if forward.name in policies:
             install(module, forward.name, policies[forward.name], forward.listeners)
@@ -295,7 +292,7 @@ def install_policies(model: nn.Module, policies: Mapping[str, Policy]) -> None:
 
 
 def keeps_history(name: str, entry: Mapping[str, Any], policies: Mapping[str, Policy]) -> bool:
-    """True if a history, "blocks.0.widen:linear fprop.x", is of an operand that these policies scale so."""
+    """Return whether a history, "blocks.0.widen:linear fprop.x", is of an operand that these policies scale so."""
     site, _, role = name.rpartition(" ")
     policy = policies.get(site.rpartition(":")[0])
     if policy is None or policy.products is None:
@@ -320,8 +317,9 @@ def _require_emulable(name: str, module: nn.Module, policy: Policy) -> None:
 
 
 def _require_interceptable(name: str, module: nn.Module, policy: Policy) -> None:
-    """Modules that cannot be intercepted may be part of a model, and compute in float32 there."""
+    """Raise TypeError for a module that is to be rounded and cannot be intercepted."""
     hindrance = _hindrance(module)
+    # Without a format, such a module may be part of a model, and computes in float32 there.
     if hindrance is not None and (policy.specs() != NO_SPECS or policy.products is not None):
         raise TypeError(
             f"{name or 'the model'} ({type(module).__name__}) {hindrance}, which cannot be intercepted. Quantise a "
@@ -338,7 +336,7 @@ def _hindrance(module: nn.Module) -> str | None:
 
 
 def dequantize(model: Model, *, inplace: bool = False) -> Model:
-    """A copy of a quantised model that computes in float32 again.
+    """Return a copy of a quantised model that computes in float32 again.
 
     Args:
         model: from `quantize`.
@@ -361,15 +359,17 @@ def dequantize(model: Model, *, inplace: bool = False) -> Model:
 
 @keeps_grad_mode
 def _copy_of(model: Model, verb: str) -> Model:
-    """A deep copy; where there can be none, an error that says why."""
+    """Return a deep copy. Raises TypeError with the reason for a model that cannot be copied."""
     remedy = f"Expected: a model that copy.deepcopy can copy. Change this one itself: {verb}, inplace=True)."
     try:
         memo: dict[int, Any] = {}
         duplicate = copy.deepcopy(model, memo)
         left_behind = carry_over(model, memo)
-    except Exception as error:  # any attribute of the model may refuse
+    # Of any type: `__deepcopy__` of any attribute may raise it.
+    except Exception as error:
         why = _computed_tensors(model) or f"copy.deepcopy says: {error}"
         raise TypeError(f"{type(model).__name__} cannot be copied, {why}. {remedy}") from error
+    # deepcopy keeps functions as they are: a wrapper that closes over the original would run it in the copy.
     stale = bound_elsewhere(duplicate, model.modules())
     if stale is not None:
         raise TypeError(
@@ -447,7 +447,7 @@ def round_parameters_(model: nn.Module) -> None:
 
 
 def listeners(model: nn.Module) -> list[Listeners]:
-    """The listeners to which observers of a quantised model register; several if quantised models are nested in it."""
+    """Return the listeners to which observers of a quantised model register; several for models nested in it."""
     by_id = {id(f.listeners): f.listeners for _, f in emulated_forwards(model)}
     if not by_id:
         raise ValueError(f"{type(model).__name__} is not quantised. Call fpsim.quantize(model, fmt) first.")
@@ -466,7 +466,7 @@ def frozen(model: nn.Module) -> AbstractContextManager[None]:
     RuntimeError; a write that torch does not count (`w.data`, NumPy) is seen when the block ends, which raises then.
 
     Args:
-        model: a model that `quantize` gave.
+        model: from `quantize`.
 
     Raises:
         TypeError: for anything but a module.
@@ -479,25 +479,22 @@ def frozen(model: nn.Module) -> AbstractContextManager[None]:
     >>> with torch.no_grad(), fpsim.frozen(model):
     ...     tokens = [model(x) for _ in range(3)]  # the weight and the bias are rounded at the first one
     """
-    listeners = {id(f.listeners): f.listeners for _, f in emulated_forwards(model)}
-    if not listeners:
+    found = {id(f.listeners): f.listeners for _, f in emulated_forwards(model)}
+    if not found:
         raise ValueError(
             f"This {type(model).__name__} is not quantised, and rounds no weights. "
             f"Use fpsim.quantize(model, fmt) first."
         )
-    return Block(partial(_freeze, model, [*listeners.values()]))
+    return Block(partial(_freeze, model, [*found.values()]))
 
 
 def _freeze(model: nn.Module, listeners: list[Listeners], undo: Undo) -> None:
     kept = KeptWeights(partial(_name_of, model))
-    undo.by(kept.require_unchanged)  # the last to be done: what raises comes after all is put back
+    # Registered first, so that it runs last: it may raise, and all is put back by then.
+    undo.by(kept.require_unchanged)
     for each in listeners:
-        undo.by(partial(_put_back, each, each.kept_weights))
+        undo.by(partial(setattr, each, "kept_weights", each.kept_weights))
         each.kept_weights = kept
-
-
-def _put_back(listeners: Listeners, before: KeptWeights | None) -> None:
-    listeners.kept_weights = before
 
 
 def _name_of(model: nn.Module, x: Tensor) -> str:

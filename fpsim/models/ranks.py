@@ -47,12 +47,12 @@ class Ranks:
             does, or after the cast to another format, as its hooks do.
         buckets: lists of parameters, each in the order of its flat tensor. None takes DDP's buckets of its second step:
             in the order in which the gradients of rank 0 arrive, 1 MiB in the first, `bucket_cap_mb` in the others.
-        bucket_cap_mb: the size of a bucket if `buckets` is None, in MiB.
+        bucket_cap_mb: the size of a bucket without `buckets`, in MiB.
         synchronised: batch norms whose statistics are those of all ranks: patterns as in `Policy(overrides=...)`.
 
     Raises:
-        TypeError: if `model` is no module, a bucket holds no parameter of it, or one twice, or if `synchronised` names
-            a module that is not a batch norm with running statistics.
+        TypeError: if `model` is not a module, a bucket holds anything but its parameters, or one twice, or if
+            `synchronised` names a module that is not a batch norm with running statistics.
         ValueError: for an unknown format or order, or a pattern that matches nothing.
 
     >>> model = nn.Linear(2, 1, bias=False)
@@ -82,7 +82,8 @@ class Ranks:
         if not is_finite_number(bucket_cap_mb) or bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb={shown(bucket_cap_mb)} is no size. Expected: a number above 0, in MiB.")
         self._cap = bucket_cap_mb * MIB
-        all_reduce([torch.zeros(1)], fmt, order, rounding)  # raises for values that it does not take
+        # Raises for values that it does not take, before a rank has run.
+        all_reduce([torch.zeros(1)], fmt, order, rounding)
         self._model, self._words, self._averages = model, (fmt, order, rounding), averages
         self._is_float32 = as_format(fmt) == as_format("fp32")
         self._buckets = None if buckets is None else _checked(buckets, model)
@@ -203,7 +204,8 @@ class Ranks:
         if not bucket:
             return
         flat = []
-        for of in ranks:  # a parameter that a rank did not use has a gradient of zeros there, as in DDP
+        for of in ranks:
+            # A parameter that a rank did not use has a gradient of zeros there, as in DDP.
             parts = [torch.zeros_like(p) if (g := of.get(p)) is None else g for p in bucket]
             if any(g.is_sparse for g in parts):
                 raise TypeError("A gradient is sparse. Expected: dense ones, as of nn.Embedding(sparse=False).")
@@ -215,13 +217,14 @@ class Ranks:
             p.grad = grad.clone() if p.grad is None else p.grad + grad
 
     def _averaged(self, gradients: Tensor, ranks: int) -> Tensor:
+        # DDP multiplies by the reciprocal, and its hooks divide: with three ranks the last bit differs.
         if self._is_float32:
-            return gradients * (1.0 / ranks)  # DDP multiplies, and its hooks divide: a last bit of three ranks
+            return gradients * (1.0 / ranks)
         return all_reduce([gradients], *self._words) / ranks
 
 
 def _batch_norms(model: nn.Module, patterns: Any) -> dict[str, nn.Module]:
-    """The modules that are synchronised, by name."""
+    """Return the modules that are synchronised, by name."""
     if not isinstance(patterns, list | tuple):
         raise TypeError(f"synchronised={shown(patterns)}. Expected: a list of patterns, such as ['bn1', 'body.*.bn'].")
     modules = dict(model.named_modules())
@@ -263,7 +266,8 @@ def _put_back(buffers: list[tuple[Tensor, Tensor]]) -> None:
             buffer.copy_(value)
 
 
-LONGEST_TURN = 3600  # seconds: a rank whose thread died would be waited for without end
+# Seconds. Without a limit, a rank whose thread died would be waited for without end.
+LONGEST_TURN = 3600
 
 
 class Meeting:
@@ -326,7 +330,8 @@ class Meeting:
         for p, gradient in zip(self.parameters, gradients, strict=True):
             p.grad = gradient
         for buffer, value in zip(self.buffers, buffers, strict=True):
-            buffer.data.copy_(value)  # a batch norm has saved it, and its backward pass would see a write
+            # Through `.data`: a batch norm has saved the buffer, and its backward pass would refuse a write.
+            buffer.data.copy_(value)
 
     def _next(self, rank: int) -> None:
         ranks = len(self.turns)
@@ -361,10 +366,11 @@ def in_turns(meeting: Meeting, step: Callable[[int], Any], modules: Mapping[str,
     def run(rank: int) -> None:
         try:
             meeting.begin(rank)
-            # in the thread of the rank: a card's own thread would wait for its next task
             shared.threads.add(threading.get_ident())
             with ExitStack() as stack:
                 stack.enter_context(torch.set_grad_enabled(grad))
+                # Backward passes run in the thread of the rank: on a card, autograd's one thread of the device would
+                # wait in a batch norm, and run the pass of no other rank.
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 for enter in autocast:
                     stack.enter_context(enter())
@@ -398,10 +404,11 @@ def in_turns(meeting: Meeting, step: Callable[[int], Any], modules: Mapping[str,
 class _Shared:
     """Replaces `torch.batch_norm` while ranks run: synchronised batch norms use the statistics of all ranks.
 
-    There, and not in a mode of functions: an emulation has brought the operands into their formats when it calls this,
-    and rounds the result; and a checkpoint that computes again in the backward pass comes here too, where torch has
-    taken all modes off. A batch norm is known by its running mean. Other threads are given torch's own.
+    A batch norm is known by its running mean. Other threads get torch's own function.
     """
+
+    # Not a mode of functions: an emulation calls torch.batch_norm with operands in their formats, and rounds the
+    # result; and a checkpoint that recomputes in the backward pass comes here too, where torch has taken all modes off.
 
     def __init__(self, meeting: Meeting, modules: Mapping[str, nn.Module]) -> None:
         self._meeting, self._own = meeting, torch.batch_norm
@@ -437,7 +444,7 @@ class _Shared:
 
 
 def _over_ranks(parts: list[list[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and biased variance of all ranks' numbers, from theirs (Chan et al. 1983)."""
+    """Return count, mean and biased variance of all ranks' numbers, from theirs (Chan et al. 1983)."""
     counts, means, variances = (torch.stack(each) for each in zip(*parts, strict=True))
     counts = counts.unsqueeze(1)
     count = counts.sum()

@@ -1,4 +1,4 @@
-"""The state of delayed scaling of a quantised model: saved, restored, and shared by which ranks."""
+"""State of delayed scaling of a quantised model: saved, restored, and shared among ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def scaling_state(model: nn.Module) -> dict[str, Any]:
     """Return the amax histories of a quantised model's delayed scales, by site and operand.
 
     `state_dict` has none of it, so that its keys stay those of the model. `copy.deepcopy` and pickling of the model
-    keep it. A training that is to continue to the same bits saves it beside `model.state_dict()`, on each rank its own.
+    keep it. To resume a training with the same bits, save it in addition to `model.state_dict()`, on each rank its own.
     Empty for a model without delayed scaling, and before its first call.
 
     Args:
         model: quantised, or with quantised modules inside.
 
     Returns:
-        Copies of tensors where they are, numbers and words, as torch.save keeps and `torch.load` gives.
+        Copies of tensors on their devices, numbers and strings, which torch.save and `torch.load` keep as they are.
 
     Raises:
         ValueError: for a model that is not quantised.
@@ -44,10 +44,10 @@ def scaling_state(model: nn.Module) -> dict[str, Any]:
 def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Resume delayed scaling from a `scaling_state`; the model's own histories are dropped.
 
-    An empty state begins again. One that lacks some of the model's histories is loaded with a warning. Which
-    products a model forms is known once it ran: the second step warns of what none asked for in the first.
+    An empty state begins again. One that lacks some of the model's histories is loaded with a warning. The products of
+    a model are known only after it has run: the second step warns of histories for which the first had no product.
 
-    All of it is checked first: a state that is refused leaves everything as it was.
+    The whole state is checked first: one that is refused leaves everything as it was.
 
     Args:
         model: quantised, or with quantised modules inside.
@@ -66,9 +66,10 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
             raise ValueError(f"The state names {shown(name)}. Expected: sites and operands, '0:linear fprop.x'.")
         place = max((p for p in by_place if name.startswith(p)), key=len, default=None)
         if place is None:
-            raise ValueError(f"The state names {shown(name)}, and quantised are only: {', '.join(by_place)}.")
+            raise ValueError(f"The state names {shown(name)}. Expected: names that begin with {', '.join(by_place)}.")
         parts[place][name.removeprefix(place)] = entry
-    fresh = {place: loaded(part) for place, part in parts.items()}  # which checks: nothing is half loaded
+    # All parts are checked before the first one is taken: nothing is half loaded.
+    fresh = {place: loaded(part) for place, part in parts.items()}
     _require_wanted(model, parts)
     lacking = [name for name in scaling_state(model) if name not in state]
     if state and lacking:
@@ -101,7 +102,7 @@ def set_scaling_group(model: nn.Module, group: Any) -> None:
     They call the same products in the same order, as in data-parallel training. Not copied or pickled with the model.
 
     Args:
-        group: as torch.distributed.new_group gives; None for all ranks.
+        group: from torch.distributed.new_group; None for all ranks.
 
     Raises:
         TypeError: for anything but a group.
@@ -114,7 +115,7 @@ def set_scaling_group(model: nn.Module, group: Any) -> None:
 
 
 def _histories(model: nn.Module) -> dict[str, Histories]:
-    """The histories of a model by where it is quantised: "" for one, "encoder." and so on for several inside."""
+    """Return the histories by prefix of names: "" for one model, "encoder." and so on for several inside."""
     wanted = {id(group): group for group in listeners(model)}
     if len(wanted) == 1:
         return {"": next(iter(wanted.values())).histories}

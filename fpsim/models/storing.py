@@ -35,7 +35,7 @@ class State(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The nearest key that is a string: one name for all the tensors of a list."""
+        """Nearest key that is a string: one name for all the tensors of a list."""
         return next((key for key in reversed(self.path) if isinstance(key, str)), self.text)
 
     @property
@@ -48,7 +48,7 @@ class State(NamedTuple):
 
 
 def states_in(state: Mapping[Any, Any]) -> Iterator[State]:
-    """The tensors of `optimizer.state[parameter]`, in dicts, lists and tuples inside of it too."""
+    """Yield the tensors of `optimizer.state[parameter]`, in dicts, lists and tuples inside of it too."""
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), state)]
     containers = set()
     while waiting:
@@ -62,16 +62,20 @@ def states_in(state: Mapping[Any, Any]) -> Iterator[State]:
 
 
 def noise_key(seed: int, step: int, index: int, name: str) -> Tensor:
-    """The key of the random bits of one tensor in one step: the same on each rank and each device.
+    """Return the key of the random bits of one tensor in one step: the same on each rank and each device.
 
     seed: of the run. index: of the parameter in its optimizer. name: of the stored tensor, "weight" or a state.
     """
-    digest = blake2b(f"{seed} {step} {index} {name}".encode(), digest_size=8).digest()
+    return _key_from(f"{seed} {step} {index} {name}")
+
+
+def _key_from(text: str) -> Tensor:
+    digest = blake2b(text.encode(), digest_size=8).digest()
     return torch.tensor(int.from_bytes(digest, "little", signed=True), dtype=torch.int64, device="cpu")
 
 
 def local_part(x: Tensor) -> Tensor:
-    """The part of a sharded tensor (a DTensor) that is on this rank; any other tensor itself."""
+    """Return the part of a sharded tensor (a DTensor) that is on this rank; any other tensor itself."""
     to_local = getattr(x, "to_local", None)
     return x if to_local is None else to_local()
 
@@ -93,7 +97,8 @@ def store_(x: Tensor, storage: Storage, key: Tensor | None = None) -> None:
         if isinstance(storage.spec, RoundingSpec):
             _store_part(x, storage.spec, key, place)
             return
-        key = _key_of_part(key, place)  # ranks share no random bits
+        # Blocks are those of this part, which cannot be rounded as in the whole: each rank has random bits of its own.
+        key = None if key is None else _key_from(f"{int(key)} {place.offset}")
     if isinstance(storage.spec, RoundingSpec):
         round_memory_(x.detach(), storage.spec, key)
         torch.autograd.graph.increment_version(x)
@@ -102,9 +107,10 @@ def store_(x: Tensor, storage: Storage, key: Tensor | None = None) -> None:
 
 
 def _store_part(x: Tensor, spec: RoundingSpec, key: Tensor | None, place: Place) -> None:
-    """Round a part of a tensor as it would be rounded in the whole, whose other elements are zeros here."""
+    """Round a part of a tensor as it would be rounded in the whole."""
     if key is None:
         key = new_key_for(x)
+    # Noise goes by an element's index: the part is rounded in its place among zeros.
     whole = x.new_zeros(place.shape)
     part = whole
     for dim, (start, size) in enumerate(zip(place.offset, x.shape, strict=True)):
@@ -112,13 +118,6 @@ def _store_part(x: Tensor, spec: RoundingSpec, key: Tensor | None, place: Place)
     part.copy_(x)
     round_memory_(whole, spec, key)
     x.copy_(part)
-
-
-def _key_of_part(key: Tensor | None, place: Place) -> Tensor | None:
-    if key is None:
-        return None
-    digest = blake2b(f"{int(key)} {place.offset}".encode(), digest_size=8).digest()
-    return torch.tensor(int.from_bytes(digest, "little", signed=True), dtype=torch.int64, device="cpu")
 
 
 def stored(x: Tensor, storage: Storage, key: Tensor | None = None) -> Tensor:
@@ -139,21 +138,24 @@ def stored(x: Tensor, storage: Storage, key: Tensor | None = None) -> Tensor:
 
 
 def in_rows(x: Tensor, fmt: BlockFormat) -> Tensor:
-    """`x` as a matrix along whose rows blocks run: those of a number of elements run through all of its memory."""
+    """Return `x` as a matrix along whose rows blocks run."""
+    # Blocks of a number of elements run through all of the tensor's memory.
     if isinstance(fmt.block, int):
         return x.reshape(1, -1)
     return x.reshape(1, -1) if x.dim() < 2 else x
 
 
 def _as_torchao(x: Tensor, spec: BlockSpec, key: Tensor | None) -> Tensor:
-    """torchao.optim: quantize_fp8, and scale_tensor with dequant_with_qmap, whose largest value is 1."""
+    """Round as torchao.optim does."""
+    # quantize_fp8, and scale_tensor with dequant_with_qmap, whose largest value is 1.
     blocks = _blocks(x, spec.fmt)
     scale = blocks.abs().amax(-1, keepdim=True).clip(TORCHAO_LEAST_AMAX) / spec.fmt.largest
     return rounded(blocks / scale, spec.element, key) * scale
 
 
 def _as_transformer_engine(x: Tensor, spec: BlockSpec, key: Tensor | None) -> Tensor:
-    """TransformerEngine: FusedAdam._apply_scale and get_unscaled_state."""
+    """Round as TransformerEngine's optimizer does."""
+    # FusedAdam._apply_scale and get_unscaled_state.
     blocks = _blocks(x, spec.fmt)
     is_fp16 = spec.fmt.element == CATALOGUE["fp16"]
     scale = blocks.abs().amax(-1, keepdim=True) / (TE_FP16_RANGE if is_fp16 else spec.fmt.largest)
@@ -162,7 +164,7 @@ def _as_transformer_engine(x: Tensor, spec: BlockSpec, key: Tensor | None) -> Te
 
 
 def _blocks(x: Tensor, fmt: BlockFormat) -> Tensor:
-    """`x` with a row for each block; the last one is filled up with zeros."""
+    """Return `x` with a row for each block; the last one is filled up with zeros."""
     if fmt.block == "row":
         return x.contiguous().view(-1, x.shape[-1])
     if fmt.block == "tensor":

@@ -16,7 +16,7 @@ from torch import nn
 from fpsim.border import require_module
 from fpsim.checks import known_arguments, nearest, refuse, require_whole, shown
 from fpsim.formats.blocks import BlockFormat, Format, as_element, as_format
-from fpsim.kernels.variants import require_variant
+from fpsim.kernels.core import require_variant
 from fpsim.policies.operand import Operand, OperandLike, as_operand
 from fpsim.policies.products import Products
 from fpsim.tensors.spec import RoundingSpec, rounding_spec

@@ -10,14 +10,14 @@ from typing import Any
 
 from fpsim.checks import did_you_mean, is_whole, refuse, shown
 from fpsim.formats.floats import CATALOGUE, ROUNDINGS_OF_OTHERS, FloatFormat, as_float_format
-from fpsim.kernels.core import ROUNDINGS
-from fpsim.kernels.variants import MOST_BITS, require_variant
+from fpsim.kernels.core import MOST_BITS, ROUNDINGS, require_variant
 
 __all__ = ["ACCUMULATORS", "Accumulator", "as_accumulator"]
 
 ORDERS = ("ascending", "torch")
 SPLIT_ORDERS = ("ring", "tree", "linear")  # of tensors.reductions
-LARGEST_GROUP = 1024  # products: the rows of an operand that are in the cache at once
+# Products: a group's rows of an operand have to be in the cache at once.
+LARGEST_GROUP = 1024
 MOST_SPLITS = 1024
 EXACT_BITS = 53  # significand of float64, in which sums are computed
 PRODUCT_EXPONENTS = (-298, 255)  # of products of two float32
@@ -104,6 +104,7 @@ class Accumulator:
             if value is not None:
                 object.__setattr__(self, name, _format_with_zero(value, name))
         _require_roundings(self)
+        # Defaults that are written out become None, so that equal accumulators have equal fields.
         if self.overflow is not None:
             overflow = as_float_format(self.format).resolve_overflow(self.overflow)
             is_default = overflow == as_float_format(self.format).resolve_overflow()
@@ -230,15 +231,15 @@ def _require_groups(a: Accumulator) -> None:
         raise ValueError(
             f"group={shown(a.group)} is not a number of products. Expected: the integers 1 to {LARGEST_GROUP}."
         )
-    most = EXACT_BITS - 1 - int(a.group).bit_length()  # each of group + 1 numbers is below 2**(group_bits + 1) units
+    # Each of group + 1 numbers is below 2**(group_bits + 1) units of the last bit kept.
+    most = EXACT_BITS - 1 - int(a.group).bit_length()
     if not is_whole(a.group_bits, 1) or a.group_bits > most:
         raise ValueError(
             f"group_bits={shown(a.group_bits)} is invalid. Expected: 1 to {most} for groups of {a.group}, whose "
             f"sum has to be exact in {EXACT_BITS} bits."
         )
-    most = (
-        EXACT_BITS - 4 - int(a.group).bit_length()
-    )  # of a sum of products, which has one bit more, and the accumulator
+    # Fewer, for a sum of products keeps one bit more, and meets the accumulator.
+    most = EXACT_BITS - 4 - int(a.group).bit_length()
     if a.sum_bits is not None and not (is_whole(a.sum_bits, a.group_bits) and a.sum_bits <= most):
         raise ValueError(
             f"sum_bits={shown(a.sum_bits)} is invalid. Expected: {a.group_bits}, as many as group_bits, to {most} for "
@@ -287,7 +288,7 @@ def _operand_format(fmt: Any) -> FloatFormat:
         return as_float_format(fmt)
     except (TypeError, ValueError) as error:
         raise type(error)(
-            f"operands={shown(fmt)} is no format of an operand, whose least exponent is wanted. {error}"
+            f"operands={shown(fmt)} is not a format of an operand, whose least exponent counts. {error}"
         ) from None
 
 
@@ -393,7 +394,7 @@ ACCUMULATORS: dict[str, Accumulator] = {
         for name, group, operands in (("fp16", 8, "fp16"), ("bf16", 8, "bf16"), ("xf32", 4, "tf32"))
     },
 }  # fmt: skip
-# Tensor cores that add up alike
+# Tensor cores that add up alike.
 ALIASES = {
     "turing_fp16": "ampere_fp16",
     "ada_fp16": "ampere_fp16",
@@ -430,8 +431,8 @@ def as_accumulator(accumulator: str | Accumulator | FloatFormat) -> Accumulator:
         return _parse(str(accumulator))
     if not isinstance(accumulator, str):
         raise TypeError(
-            f"An accumulator is wanted, not {shown(accumulator)} of type {type(accumulator).__name__}. "
-            f"Expected: a name such as 'fp16' or 'cb16_chunk64', or an Accumulator."
+            f"Expected an accumulator, got {shown(accumulator)} of type {type(accumulator).__name__}. "
+            f"Use a name such as 'fp16' or 'cb16_chunk64', or an Accumulator."
         )
     return _parse(accumulator)
 
@@ -452,6 +453,7 @@ def _parse(text: str) -> Accumulator:
             f"Unknown accumulator {shown(text)}.{hint} Known: {', '.join(ACCUMULATORS)}; a format's name such as "
             f"'bf16', with chunks 'bf16_chunk64'; or Accumulator(format, ...)."
         ) from None
+    # Under any of its names ("float32", "e8m23"), the format stands for torch's own product.
     if fmt == CATALOGUE["fp32"] and not chunked:
         return ACCUMULATORS["fp32"]
     return Accumulator(fmt, chunk=int(chunked[2]) if chunked else None)

@@ -31,9 +31,8 @@ def words_of(spec: RoundingSpec) -> OperatorWords:
 def operator_words(
     fmt: str | Format, rounding: str, overflow: str | None, random_bits: int | None, variant: str
 ) -> OperatorWords:
-    """Return the operator's arguments as constants of a compiled graph: torch.compile cannot trace the code that finds
-    them.
-    """
+    """Return the operator's arguments as constants of a compiled graph."""
+    # torch.compile cannot trace the code that checks a rounding, and caches it.
     return words_of(rounding_spec(fmt, rounding, overflow, random_bits, variant))  # type: ignore[arg-type]
 
 
@@ -45,7 +44,8 @@ def apply_operator(x: Tensor, words: OperatorWords, key: Tensor | None) -> Tenso
     return torch.ops.fpsim.round(x, *words[:-1], key, words[-1])  # type: ignore[no-any-return]
 
 
-# The operator that torch.compile, FakeTensorMode and functorch see.
+# The operator that torch.compile, FakeTensorMode and functorch see. A format travels as its `repr`: the arguments of an
+# operator are tensors, numbers and strings.
 
 
 @torch.library.custom_op("fpsim::round", mutates_args=())
@@ -59,6 +59,7 @@ def _round_op(
 def _(
     x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, key: Tensor | None, variant: str = "A"
 ) -> Tensor:
+    # Raises for a dtype that cannot hold the format while the program is traced, not when it runs.
     container_width(rounding_spec(fmt, rounding, overflow, random_bits or None, variant), x.dtype)
     return torch.empty_like(x)
 
@@ -72,11 +73,13 @@ def _(
     dim, key_dim = in_dims[0], in_dims[5]
     if key is None:
         return apply_operator(x, words, None), dim
-    if key_dim is not None:  # randomness="different": one key is enough, as noise differs by element
+    # randomness="different": one key is enough, as noise differs by element.
+    if key_dim is not None:
         key = key.select(key_dim, 0)
         if dim is None:
             x, dim = x.expand(info.batch_size, *x.shape), 0
-    elif dim is not None:  # randomness="same": every sample starts from the same noise
+    # randomness="same": every sample starts from the same noise.
+    elif dim is not None:
         return torch.stack([apply_operator(sample, words, key) for sample in x.unbind(dim)]), 0
     return apply_operator(x, words, key), dim
 
@@ -88,12 +91,6 @@ def _backward_op(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
 _round_op.register_autograd(_backward_op, setup_context=keep_none)
 
 
-def _forward(x: Tensor, spec: RoundingSpec, key: Tensor | None) -> Tensor:
-    if is_plain(x):
-        return rounded(x, spec, key)
-    return apply_operator(x, words_of(spec), key)
-
-
 class StraightThrough(PlainFunction):
     """Round in the forward pass; pass the gradient on, or round it too."""
 
@@ -103,7 +100,9 @@ class StraightThrough(PlainFunction):
     def forward(
         x: Tensor, spec: RoundingSpec | None, backward_spec: RoundingSpec | None, tangent_spec: RoundingSpec | None
     ) -> Tensor:
-        return x.view_as(x) if spec is None else _forward(x, spec, None)
+        if spec is None:
+            return x.view_as(x)
+        return rounded(x, spec) if is_plain(x) else apply_operator(x, words_of(spec), None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -136,7 +135,8 @@ def straight_through(
     if torch.compiler.is_compiling():
         return StraightThrough.apply(x, spec, backward_spec, tangent_spec)  # type: ignore[no-any-return]
     out = _StraightThroughBothModes.apply(x, spec, backward_spec, tangent_spec)
-    return out.clone() if spec is None else out  # torch forbids in-place writes to an input that a Function returned
+    # torch forbids in-place writes to an input that a Function returned.
+    return out.clone() if spec is None else out
 
 
 class _WithValues(_StraightThroughBothModes):
@@ -162,11 +162,9 @@ def is_transformed() -> bool:
 
 
 def require_no_forward_mode(what: str) -> None:
-    """Raise if torch.compile traces forward mode: the program would have no tangents, and torch would take them as
-    zero.
-
-    Without `fullgraph=True`, torch then runs the function without a compiler.
-    """
+    """Raise NotImplementedError if torch.compile traces forward mode."""
+    # The program would have no tangents, and torch would take them as zero. Without `fullgraph=True`, torch catches the
+    # error and runs the function without a compiler.
     if torch.compiler.is_compiling() and in_forward_mode():
         raise NotImplementedError(
             f"{what} is compiled in forward mode (torch.func.jvp, jacfwd, dual numbers), where its tangent would be "
@@ -175,13 +173,15 @@ def require_no_forward_mode(what: str) -> None:
 
 
 def round_differentiably(x: Tensor, spec: RoundingSpec, log2_scale: Tensor | None = None) -> Tensor:
+    """Return `x` rounded, whose gradient passes unchanged. log2_scale: as in `launch.round_memory_`."""
     # Tracers and transforms need the Function. On a plain tensor it pays only if a second pass over a clone costs more.
     if not is_plain(x):
         return straight_through(x, spec, None)
     if x.requires_grad and torch.is_grad_enabled():
         if x.numel() >= SMALL and log2_scale is None:
             return StraightThrough.apply(x, spec, None, None)  # type: ignore[no-any-return]
-        out = x.clone()  # its backward is the straight-through gradient: 6 us a call, 20 less than a Function
+        # The backward of `clone` is the straight-through gradient: 6 us a call, 20 less than a Function.
+        out = x.clone()
         round_memory_(out, spec, None, log2_scale)
         return out
     return rounded(x, spec, None, log2_scale)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fpsim.formats.blocks import Format
 from fpsim.kernels.blocks import COUNTED
-from fpsim.tensors.autograd import is_transformed, require_no_forward_mode
-from fpsim.tensors.cuts import block_axes, of_each_element, second_amaxes, second_of_each_element
+from fpsim.tensors.autograd import OperatorWords, is_transformed, require_no_forward_mode
+from fpsim.tensors.cuts import block_axes, of_each_element, second_amaxes_along, second_of_each_element
 from fpsim.tensors.noise import new_traceable_key
 from fpsim.tensors.shared_scales import block_plan, block_scales, recorded_amax, rounded_blocks
 from fpsim.tensors.spec import BlockSpec, Spec, any_spec, saturated_from
@@ -18,8 +18,6 @@ from fpsim.torch_internals import constant_under_compile, keep_none
 from fpsim.torch_modes import PlainFunction, is_plain
 
 __all__ = ["apply_block_operator", "block_words", "passes", "round_blocks_differentiably", "round_blocks_traced"]
-
-BlockWords = tuple[str, str, str, int, str]  # format, rounding, overflow, random bits, variant
 
 
 def _spec(fmt: str, rounding: str, overflow: str, random_bits: int, variant: str) -> BlockSpec:
@@ -58,6 +56,7 @@ def _(
     key: Tensor | None,
     variant: str = "A",
 ) -> Tensor:
+    # Raises for an axis that the tensor does not have while the program is traced, not when it runs.
     block_axes(x.shape, _spec(fmt, rounding, overflow, random_bits, variant).fmt.tile, axis, across)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -86,21 +85,19 @@ _round_blocks_op.register_autograd(_backward, setup_context=keep_none)
 @constant_under_compile
 def block_words(
     fmt: str | Format, rounding: str, overflow: str | None, random_bits: int | None, variant: str
-) -> BlockWords:
-    """Return the operator's arguments as constants of a compiled graph: torch.compile cannot trace the code that finds
-    them.
-    """
+) -> OperatorWords:
+    """Return the operator's arguments as constants of a compiled graph, as `autograd.operator_words` does."""
     spec = any_spec(fmt, rounding, overflow, random_bits, variant)
     assert isinstance(spec, BlockSpec)
     return _words_of(spec)
 
 
-def _words_of(spec: BlockSpec) -> BlockWords:
+def _words_of(spec: BlockSpec) -> OperatorWords:
     return repr(spec.fmt), spec.rounding, spec.overflow, spec.random_bits or 0, spec.variant
 
 
 def apply_block_operator(
-    x: Tensor, words: BlockWords, axis: int, across: int | None, key: Tensor | None = None
+    x: Tensor, words: OperatorWords, axis: int, across: int | None, key: Tensor | None = None
 ) -> Tensor:
     """Round by the operator. key: of stochastic rounding; None draws one."""
     require_no_forward_mode("A rounding in blocks")
@@ -127,27 +124,26 @@ def _block_passes(
         return torch.empty(x.shape, dtype=torch.bool, device=x.device)
     scales = of_each_element(block_scales(source, spec, axis, across), spec.fmt, x.shape, axis, across)
     limit = scales.double() * saturated_from(spec.fmt.element) / spec.fmt.gain
-    if spec.fmt.tensor_scale:  # as in kernels.blocks.make_tensor_scale
+    # As in kernels.blocks.make_tensor_scale.
+    if spec.fmt.tensor_scale:
         amax = _amaxes(source, spec, axis)
         whole = (torch.tensor(spec.fmt.tensor_lands_on, device=x.device) / amax).clamp(max=_MASK)
         limit /= torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), whole, 1.0))
     magnitude = source.abs()
-    return ~((magnitude >= limit) & (limit > 0) & (magnitude != _MASK))  # under a scale of 0 all elements are zero
+    # Under a scale of 0 no element saturates: all are zero.
+    return ~((magnitude >= limit) & (limit > 0) & (magnitude != _MASK))
 
 
 _MASK = torch.finfo(torch.float32).max
 
 
 def _amaxes(x: Tensor, spec: BlockSpec, axis: int) -> Tensor:
-    """Return the amax behind each element's second scale, float32: of no dimension if the scale is the tensor's."""
+    """Return the amax of each element's second scale, float32: of no dimension if the scale is the tensor's."""
     f = spec.fmt
     if isinstance(f.tensor_scale, bool):
         return recorded_amax(x, spec)
-    moved = x.movedim(axis, -1).contiguous() if x.dim() else x
-    amaxes = second_amaxes(moved, f, block_plan(spec).parameters[COUNTED]).view(torch.float32)
-    if not x.dim():
-        return amaxes.reshape(())
-    return second_of_each_element(amaxes.view(*moved.shape[:-1], -1).movedim(-1, axis), f, x.shape, axis)
+    amaxes = second_amaxes_along(x, f, block_plan(spec).parameters[COUNTED], axis)
+    return second_of_each_element(amaxes, f, x.shape, axis)
 
 
 @_block_passes.register_fake

@@ -42,7 +42,8 @@ def blocks_between(before: Tensor, after: Tensor, spec: BlockSpec, cut: Cut) -> 
     choice = choose(x, spec, cut.axis, cut.across)
     rows = []
     for number, candidate in enumerate(spec.candidates):
-        own = torch.zeros_like(x)  # zeros in blocks of other candidates: only their number is counted
+        # Zeros in blocks of other candidates, of which only the number is counted.
+        own = torch.zeros_like(x)
         take(choice, number, x, own)
         rows.append(_of_one_rule(own, x, r, candidate, cut, spec.fmt))
     total = joined(torch.stack(rows))
@@ -112,7 +113,7 @@ def _on_cuda(
 def limits_of(spec: BlockSpec) -> tuple[float, float, float]:
     """Return the magnitudes below which an element is subnormal, and from which it and a scale saturate."""
     element = spec.fmt.element
-    # halfway to the largest subnormal, for elements are multiplied by scales that round; fixed point has none
+    # Halfway to the largest subnormal, as elements are multiplied by scales that round. Fixed point has no subnormals.
     normal = 0.0
     if not isinstance(element, FixedPoint | Codebook):
         normal = element.smallest_normal - math.ldexp(0.5, element.min_ulp_exponent)

@@ -23,7 +23,7 @@ from fpsim.formats.fixed_point import FixedPoint
 from fpsim.formats.floats import FloatFormat
 from fpsim.kernels import blocks
 from fpsim.kernels.core import BINARY32, BINARY64
-from fpsim.tensors.cuts import axis_pair, of_each_element, require_no_axis, second_amaxes, second_of_each_element
+from fpsim.tensors.cuts import axis_pair, of_each_element, require_no_axis, second_amaxes_along, second_of_each_element
 from fpsim.tensors.ops import round_to
 from fpsim.tensors.shared_scales import block_plan, block_scales, recorded_amax, rounded_blocks
 from fpsim.tensors.spec import BlockSpec, any_spec, require_float32, require_floating, under_transform
@@ -104,8 +104,6 @@ def scales_of(x: Tensor, fmt: str | BlockFormat, *, axis: int | tuple[int, int] 
     block.
 
     The second scale of a whole tensor, as in NVFP4, is not among them.
-
-    The second scale of a whole tensor, as NVFP4 has one, is not among them.
 
     Args:
         x: a float32 tensor of any strides, on the CPU or a CUDA device.
@@ -279,6 +277,7 @@ def encode_blocks(x: Tensor, spec: BlockSpec, axis: int | tuple[int, int] | None
     if not x.numel():
         raise ValueError(f"x of shape {tuple(x.shape)} has no elements, and no scales. Expected: one element or more.")
     f, (along, across) = spec.fmt, axis_pair(axis)
+    # Raises for elements of more than 16 bits; those of fixed point are integers, and need no table.
     if not isinstance(f.element, FixedPoint):
         codable(f.element)
     x = x.detach()
@@ -304,7 +303,8 @@ def encode_blocks(x: Tensor, spec: BlockSpec, axis: int | tuple[int, int] | None
     # number.
     is_narrow = not f.has_power_scale and f.scale.mantissa_bits < BINARY32.mantissa_bits
     hidden = x.double() * (_MASK if is_narrow else 1.0)
-    if isinstance(f.element, FixedPoint):  # whose zero has no sign: -0 was made of a negative element
+    # The zero of fixed point has no sign: -0 was made of a negative element.
+    if isinstance(f.element, FixedPoint):
         least = math.ldexp(1.0, -f.element.fraction_length)
         hidden = torch.where(rounded.signbit(), hidden.clamp(max=-least), hidden.clamp(min=0.0))
     found = torch.where(scale == 0, hidden, found / scale.double())
@@ -332,8 +332,9 @@ def decode_blocks(given: BlockCodes) -> Tensor:
     else:
         elements = element_values(codes, codable(f.element)).double()
     scales = given.scales if f.scale.bits > 16 else element_values(given.scales, f.scale)
-    # float64 holds the product of an element and a scale, which is then rounded once
+    # float64 holds the product of an element and a scale, which is then rounded once.
     values = (elements * of_each_element(scales, f, given.shape, along, across).double()).float()
+    # By a tensor on the device: on a card, torch multiplies by the reciprocal of a Python number.
     if f.gain != 1:
         return values / torch.tensor(f.gain, device=values.device)
     if given.tensor_scale is None:
@@ -347,12 +348,10 @@ def _second_scales(x: Tensor, spec: BlockSpec, along: int) -> Tensor:
     if isinstance(f.tensor_scale, bool):
         amax = recorded_amax(x, spec)
     else:
-        moved = x.movedim(along, -1).contiguous() if x.dim() else x
-        patterns = second_amaxes(moved, f, block_plan(spec).parameters[blocks.COUNTED])
-        amax = patterns.view(torch.float32)
-        amax = amax.view(*moved.shape[:-1], amax.shape[-1]).movedim(-1, along) if x.dim() else amax.view(())
+        amax = second_amaxes_along(x, f, block_plan(spec).parameters[blocks.COUNTED], along)
     top = float(torch.tensor(f.tensor_lands_on))
-    whole = (top / amax.double()).float().clamp(max=_MASK)  # a quotient in float64 is rounded as one in float32
+    # Rounded twice, and equal to a quotient in float32: float64 has more than twice the bits.
+    whole = (top / amax.double()).float().clamp(max=_MASK)
     infinite = math.nan if f.nonfinite == "nan" else 1.0
     return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), whole, infinite))
 
@@ -449,6 +448,7 @@ def element_codes(x: Tensor, f: Coded, rounding: str = "nearest_even", overflow:
     if not f.has_nan and is_nan.any():
         raise ValueError(f"x holds NaN and {f} has no code for it. Expected: finite values; see torch.nan_to_num.")
     width = 64 if x.dtype is torch.float64 else 32
+    # A search through the values, not arithmetic on the fields: it serves code books too.
     table, codes = (torch.from_numpy(a).to(x.device) for a in _code_table(f, width))
     # Patterns are compared, which no processor flushes to zero. As integers, those of negative numbers run backwards.
     patterns = rounded.view(torch.int32 if width == 32 else torch.int64)

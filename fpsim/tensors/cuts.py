@@ -21,6 +21,7 @@ __all__ = [
     "require_no_axis",
     "runs_elsewhere",
     "second_amaxes",
+    "second_amaxes_along",
     "second_of_each_element",
 ]
 
@@ -56,7 +57,8 @@ def axis_pair(axis: int | tuple[int, int] | None) -> tuple[int, int | None]:
 def require_no_axis(axis: object, fmt: object) -> None:
     """Raise ValueError for an axis that was given with a format of single numbers."""
     if axis is not None:
-        as_format(fmt)  # raises for a value that is not a format at all
+        # Raises for a value that is not a format at all.
+        as_format(fmt)
         raise ValueError(f"axis={shown(axis)} was given with {shown(fmt)}, whose numbers share no scale. Omit axis.")
 
 
@@ -78,6 +80,7 @@ def block_axes(shape: torch.Size, tile: tuple[int, int], axis: int, across: int 
     r, c = tile
     if c == 0 and r == 0:
         return BlockAxes(1, 1, 1, math.prod(shape), 1, 1, max(math.prod(shape), 1))
+    # A row without elements has blocks of one, of which there are none: no division by zero.
     c = c or max(shape[axis] if shape else 1, 1)
     sizes = list(shape) or [1]
     if r == 1:
@@ -92,6 +95,7 @@ def block_axes(shape: torch.Size, tile: tuple[int, int], axis: int, across: int 
         raise ValueError(
             f"axis and across are both {axis}. The rows of a tile run along another axis than its columns."
         )
+    # R is the axis that comes first in memory, so that a kernel walks through tiles of either orientation alike.
     first, second = sorted((axis, across))
     sides = (r, c) if across < axis else (c, r)
     return BlockAxes(
@@ -108,7 +112,8 @@ def runs_elsewhere(f: BlockFormat, x: Tensor, axis: int) -> bool:
     """Return whether a tensor is moved before the cut: blocks with a second scale must be contiguous in memory."""
     rank = x.dim()
     if isinstance(f.tensor_scale, bool) or type(axis) is not int or not -rank <= axis < rank:
-        return False  # an invalid axis is refused at the cut
+        # An invalid axis is refused at the cut.
+        return False
     return axis % rank != rank - 1
 
 
@@ -123,6 +128,14 @@ def second_amaxes(x: Tensor, f: BlockFormat, counted: int) -> Tensor:
         return patterns.amax(-1, keepdim=True)
     length = int(f.tensor_scale)
     return torch.nn.functional.pad(patterns, (0, -patterns.shape[-1] % length)).unflatten(-1, (-1, length)).amax(-1)
+
+
+def second_amaxes_along(x: Tensor, f: BlockFormat, counted: int, axis: int) -> Tensor:
+    """Return the amaxes of `second_amaxes` for any float32 in blocks along `axis`: float32, one for each part there."""
+    if not x.dim():
+        return second_amaxes(x, f, counted).view(torch.float32).view(())
+    moved = x.movedim(axis, -1).contiguous()
+    return second_amaxes(moved, f, counted).view(torch.float32).view(*moved.shape[:-1], -1).movedim(-1, axis)
 
 
 def of_each_element(scales: Tensor, f: BlockFormat, shape: torch.Size, axis: int, across: int | None) -> Tensor:
@@ -141,7 +154,7 @@ def of_each_element(scales: Tensor, f: BlockFormat, shape: torch.Size, axis: int
 
 
 def second_of_each_element(second: Tensor, f: BlockFormat, shape: torch.Size, axis: int) -> Tensor:
-    """Expand second scales, or their amaxes, likewise: those of parts lie along `axis`."""
+    """Expand second scales, or their amaxes, to the elements: those of parts lie along `axis`."""
     if isinstance(f.tensor_scale, bool) or not shape:
         return second
     along = axis % len(shape)

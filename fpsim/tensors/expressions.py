@@ -79,9 +79,12 @@ class Patterns:
         n = Numbers._make(map(_signed, numbers))
         magnitude = u & c(~_SIGN)
         negative = u < c(0)
-        a = m.minimum(magnitude, c(_INFINITY))  # a NaN is put back below; no sum overflows
+        # No sum overflows int32, which a NaN's would; a NaN is put back below.
+        a = m.minimum(magnitude, c(_INFINITY))
         if draws_noise(rule):
             noise = self._drawn(noise, rule, n.used)
+        # The usual rounding has a shorter way for subnormals than `_grid`, which computes with a spacing of each
+        # element.
         if rule == NEAREST_EVEN and shape in (GRID, UNSIGNED_ZERO_GRID):
             subnormal = a < c(n.origin + (n.ulp_shift << 23))
             flat = self._flat(a, negative, None, rule, n)
@@ -101,15 +104,15 @@ class Patterns:
             r = m.where(magnitude == c(masks[0]), u, r)
         return m.where(u == c(_signed(BINARY32.bits(-torch.inf))), u, r) if masks[1] else r
 
-    def _differ(self, a: Any, b: Any) -> Any:
-        """Return whether patterns differ, without !=.
+    # For AVX2 torch 2.13's inductor compiles !=, <=, >= and logical_not of int32 to their negation: only <, > and ==
+    # are right (`test_inductor_has_the_bits_of_the_kernels_on_other_processors`).
 
-        For AVX2 torch 2.13's inductor compiles !=, <=, >= and logical_not of int32 to their negation: only <, > and ==
-        are right (`test_inductor_has_the_bits_of_the_kernels_on_other_processors`).
-        """
+    def _differ(self, a: Any, b: Any) -> Any:
+        """Return whether patterns differ, without !=."""
         return self.m.logical_or(a < b, a > b)
 
     def _not(self, mask: Any) -> Any:
+        """Return the negation of a mask, without logical_not."""
         return self.m.where(mask, self.constant(0), self.constant(1)) > self.constant(0)
 
     def _drawn(self, noise: Any, rule: int, used: int) -> Any:
@@ -161,11 +164,9 @@ class Patterns:
         return (a + added) & c(-ulp)
 
     def _subnormal_nearest(self, a: Any, smallest: int) -> Any:
-        """Round to multiples of `smallest`: a sum with 2^23 of it has no finer digits, and ties go to even.
-
-        The float32 unit rounds here, and no compiler changes that: a multiply-add needs a product, and a float32
-        subnormal that is flushed to zero would become zero anyway.
-        """
+        """Round to multiples of `smallest`: a sum with 2^23 of it has no finer digits, and ties go to even."""
+        # The float32 unit rounds here, and no compiler changes that: a multiply-add needs a product, and a float32
+        # subnormal that is flushed to zero would become zero anyway.
         shifter = self.as_float(self.constant(smallest + (23 << 23)))
         return self.as_bits((self.as_float(a) + shifter) - shifter)
 
@@ -199,7 +200,8 @@ class Patterns:
             left = m.minimum(m.maximum(c(32) - discarded, c(0)), c(31))
             right = m.minimum(m.maximum(discarded - c(32), c(0)), c(31))
             fraction = m.bitwise_right_shift(m.bitwise_left_shift(significand, left), right)
-            if rule != STOCHASTIC:  # the bits cut off decide ties
+            # Under the other variants, the bits cut off from the fraction decide ties.
+            if rule != STOCHASTIC:
                 left_over = m.bitwise_left_shift(m.bitwise_right_shift(significand, right), right)
                 cut = m.logical_and(self._differ(left_over, significand), self._differ(a, c(0)))
                 fraction = fraction | m.where(cut, c(1), c(0))
@@ -290,10 +292,8 @@ def _cast_in_inductor(ops: Any, dtype: torch.dtype, x: Any, narrow: torch.dtype,
 
 
 def _is_a_cast(x: Tensor, spec: RoundingSpec) -> bool:
-    """Return whether a cast to float16 has the same bits, except for masks and for the payload of NaN.
-
-    Not on a card, where memory bounds the time of a rounding, and Triton's code for two casts was not examined.
-    """
+    """Return whether a cast to float16 has the same bits, except for masks and for the payload of NaN."""
+    # Not on a card, where memory bounds the time of a rounding, and Triton's code for two casts was not examined.
     is_native = spec.dtype is torch.float16 and spec.rounding == "nearest_even" and spec.overflow == "inf"
     return is_native and x.dtype is torch.float32 and x.device.type == "cpu"
 
@@ -307,9 +307,8 @@ def _round_by_cast(x: Tensor, keep_masks: bool) -> Tensor:
 
 @cache
 def _version() -> int:
-    """Return a digest of this file and of the meaning of its arguments: compilers cache programs by an operator's
-    arguments.
-    """
+    """Return a digest of this file and of the meaning of its arguments."""
+    # An argument of each operator, because compilers cache programs by an operator's arguments, and not by its code.
     return zlib.crc32(Path(__file__).read_bytes() + Path(core.__file__).read_bytes())
 
 
@@ -324,7 +323,8 @@ def round_traced(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_i
         return x.clone()
     plan = any_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width, spec.variant)
     is_stochastic = draws_noise(plan.rule)
-    if is_stochastic and x.device.type == "cpu":  # inductor draws 64 bits for each element: 16 ns, a kernel takes 0.5
+    # Inductor draws 64 bits for each element, which takes 16 ns; a kernel takes 0.5.
+    if is_stochastic and x.device.type == "cpu":
         return _by_kernel(x, spec, keep_masks, keep_infinity, new_compiled_key())
     if (
         width != 32
@@ -359,11 +359,10 @@ def _by_kernel(x: Tensor, spec: RoundingSpec, keep_masks: bool, keep_infinity: b
 
 
 def round_here_(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_infinity: bool = True) -> None:
-    """Do `launch.round_memory_`, also under a compiler's tracing: a tensor that autograd saved of `x` has the rounded
-    values.
-    """
+    """Round the memory of `x` as `launch.round_memory_` does, under a compiler's tracing too."""
     if not is_traced(x):
         round_memory_(x, spec, keep_masks=keep_masks, keep_infinity=keep_infinity)
         return
+    # Written to the memory of `x`, so that a tensor that autograd saved of it has the rounded values too.
     with torch.no_grad():
         x.data.copy_(round_traced(x.detach(), spec, keep_masks, keep_infinity))

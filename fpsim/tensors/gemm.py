@@ -29,7 +29,8 @@ __all__ = ["accumulate", "apply_accumulate_operator", "matmul"]
 
 # Below this many terms a second thread costs more than it saves: 30 us for the hand-over, about 1 ns a term.
 PARALLEL_FROM = 1 << 17
-NARROW = 32  # columns: a narrower product of more rows than columns is computed as its transpose, on whole vectors
+# Columns. A narrower product of more rows than columns is computed as its transpose, on whole vectors.
+NARROW = 32
 
 
 class Summation:
@@ -52,7 +53,7 @@ class Summation:
         grouped = 0 if accumulator.group is None else 1 if accumulator.sum_bits is None else 2
         self.code = Code(p.rule, p.shape, q.rule, q.shape, o.rule, o.shape, grouped)
         self.plans = p.numbers, q.numbers, o.numbers
-        # fields of Sizes from `chunk` on; exponents as exponent fields of a float64
+        # The fields of Sizes from `chunk` on; exponents as exponent fields of a float64.
         a, b, *others = (0 if e is None else e + 1023 for e in accumulator.counted_exponents)
         lengths = tuple(
             n or 0 for n in (accumulator.chunk, accumulator.group, accumulator.group_bits, accumulator.sum_bits)
@@ -68,16 +69,14 @@ class Summation:
 
 
 def _noise(accumulator: Accumulator, fmt: FloatFormat | None, rounding: str) -> tuple[int | None, int, str]:
-    """Random bits, width and variant of a Plan. fmt: of a sum; None for products, which offer all bits."""
+    """Return random bits, width and variant of a Plan. fmt: of a sum; None for products, which offer all bits."""
     if rounding != "stochastic":
         return None, 64, "A"
     bits = accumulator.random_bits if fmt is None else accumulator.random_bits_of(fmt)
     return bits, 64, accumulator.variant
 
 
-@cache
-def summation_of(accumulator: Accumulator) -> Summation:
-    return Summation(accumulator)
+summation_of = cache(Summation)
 
 
 def accumulate(
@@ -104,7 +103,8 @@ def accumulate(
     if out.numel() == 0:
         return out
     target, ends = out, summation.ends
-    if n < NARROW and m > n:  # multiplication commutes: the wide side goes along the vectors
+    # Multiplication commutes: the wide side goes along the vectors.
+    if n < NARROW and m > n:
         a, b, bias, target, m, n = b.mT, a.mT, None if bias is None else bias.mT, out.mT, n, m
         ends = summation.turned_ends
     of_bias = (0, 0, 0) if bias is None else bias.stride()
@@ -127,7 +127,8 @@ def _in_splits(a: Tensor, b: Tensor, accumulator: Accumulator, bias: Tensor | No
         rounded(accumulate(*pair, inner, None, None if key is None else key + rank), spec)
         for rank, pair in enumerate(pairs)
     ]
-    parts += [torch.zeros_like(parts[0])] * (ranks - len(parts))  # ranks that have no term
+    # `chunk` returns fewer parts than ranks if there are few terms: the others send zeros.
+    parts += [torch.zeros_like(parts[0])] * (ranks - len(parts))
     total = reduced(parts, spec, accumulator.split_order)
     return total if bias is None else rounded(total.double() + bias.double(), spec).float()
 
@@ -146,6 +147,7 @@ def _run_on_cpu(summation: Summation, sizes: Sizes, key: Tensor | None, *tensors
     work = sizes.batches * sizes.rows * sizes.columns * sizes.terms
     threads = min(count, torch.get_num_threads()) if work >= PARALLEL_FROM else 1
     ends = [count * i // threads for i in range(threads + 1)]
+    # Allocated here, one part for each thread: the loops allocate nothing but small tiles.
     memory, size = np.empty(threads * memory_of(sizes), np.uint8), memory_of(sizes)
     parts = [(*addresses, ends[i], ends[i + 1], *rest, memory.ctypes.data + i * size) for i in range(threads)]
     run_parts(summation.loop, parts, *tensors, numbers, key, memory)
@@ -180,11 +182,13 @@ def _(
     n = info.batch_size
     a, b = _with_batch(a, in_dims[0], n), _with_batch(b, in_dims[1], n)
     bias = None if bias is None else _with_batch(bias, in_dims[2], n)
-    if key is not None and in_dims[4] is None:  # randomness="same": every sample starts from the same noise
+    # randomness="same": every sample starts from the same noise.
+    if key is not None and in_dims[4] is None:
         biases = [None] * n if bias is None else bias.unbind()
         samples = zip(a.unbind(), b.unbind(), biases, strict=True)
         return torch.stack([torch.ops.fpsim.accumulate(x, y, c, accumulator, key) for x, y, c in samples]), 0
-    if key is not None:  # one key is enough, as noise differs by element
+    # randomness="different": one key is enough, as noise differs by element.
+    if key is not None:
         key = key.select(in_dims[4], 0)
     flat = (None if x is None else x.flatten(0, 1) for x in (a, b, bias))
     return torch.ops.fpsim.accumulate(*flat, accumulator, key).unflatten(0, (n, a.shape[1])), 0
@@ -311,7 +315,8 @@ def matmul(
     if is_plain(a) and is_plain(b) and not is_captured(a):
         _require_operands(a, b, as_accumulator(accumulator))
     m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-    if right.ndim == 2:  # one matrix for the whole batch: the batch becomes rows
+    # One matrix for the whole batch: the batch becomes rows.
+    if right.ndim == 2:
         batches, m = 1, math.prod(batch) * m
     else:
         batches = math.prod(batch)

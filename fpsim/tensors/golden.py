@@ -25,8 +25,10 @@ from fpsim.undoing import Undo, undone
 __all__ = ["BLOCKS_VERSION", "FILE", "STREAM", "BlockCase", "Case", "block_cases", "cases", "replay"]
 
 FILE = Path(__file__).with_name("golden.json")
-STREAM = 1  # version of the noise: another number means other outputs of stochastic rounding for the same seed
-BLOCKS_VERSION = 1  # of the section of blocks: another number means other codes, scales or outputs
+# Version of the noise: another number means other outputs of stochastic rounding for the same seed.
+STREAM = 1
+# Version of the section of blocks: another number means other codes, scales or outputs.
+BLOCKS_VERSION = 1
 
 
 class Case(NamedTuple):
@@ -152,7 +154,8 @@ def _wrong_part(case: BlockCase, device: str) -> str:
     for name, part, expected in (("codes", stored.codes, case.codes), ("scales", stored.scales, case.scales)):
         found = part.cpu().numpy()
         is_nan = found != found
-        if name == "scales" and is_nan.any():  # of float32: any NaN stands for every NaN
+        # Scales in float32: any NaN stands for every NaN.
+        if name == "scales" and is_nan.any():
             found = np.where(is_nan, np.float32(np.nan), found)
         if found.tobytes() != expected:
             byte = next(i for i, (a, b) in enumerate(zip(found.tobytes(), expected, strict=True)) if a != b)
@@ -169,6 +172,8 @@ def _wrong_part(case: BlockCase, device: str) -> str:
 
 
 def _rounded(case: Case, device: str) -> Tensor:
+    """Round the numbers of a case; the streams of random numbers are as before afterwards."""
+
     def rounded(undo: Undo) -> Tensor:
         if case.seed is not None:
             seed_here(undo, case.seed, case.seed)

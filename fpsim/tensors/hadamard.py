@@ -22,7 +22,7 @@ __all__ = ["Hadamard", "apply_hadamard_operator", "hadamard", "padded_to_groups"
 
 SIGNS = (None, "fixed", "random")
 LARGEST_SIZE = 1024
-# NVIDIA TransformerEngine's signs for groups of 16: bit i is set where sign i is minus
+# NVIDIA TransformerEngine's signs for groups of 16: bit i is set where sign i is minus.
 FIXED_SIGNS = sum(1 << i for i, sign in enumerate("+++-+------+-+--") if sign == "-")
 
 
@@ -167,6 +167,7 @@ def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, i
         return transformed(x.float(), transform, axis, key, is_inverse).to(x.dtype)
     x = x.detach()
     out = torch.empty_like(x)
+    # Memory with holes cannot be seen as (groups, size, inner): the copy is transformed in place.
     if not has_no_holes(x):
         x = out.copy_(x)
     lines = x.numel() // transform.size
@@ -187,6 +188,7 @@ def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, i
     key_address = NO_KEY_ADDRESS if key is None else key.data_ptr()
     source, target = address_of(x), address_of(out)
     threads = torch.get_num_threads() if x.numel() >= PARALLEL_FROM else 1
+    # Whole vectors of lines, so that only the last thread has lanes without a line.
     per_thread = -(-lines // (threads * LANES)) * LANES
     parts = [
         (source, target, first, min(first + per_thread, lines), *words, key_address)
@@ -199,13 +201,9 @@ def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, i
 # The operator that autograd, torch.compile, FakeTensorMode and functorch see.
 
 
-def _named(size: int, signs: str) -> Hadamard:
-    return Hadamard(size, None if signs == "none" else signs)
-
-
 @torch.library.custom_op("fpsim::hadamard", mutates_args=())
 def _hadamard_op(x: Tensor, size: int, signs: str, axis: int, is_inverse: bool, key: Tensor | None) -> Tensor:
-    return transformed(x, _named(size, signs), axis, key, is_inverse)
+    return transformed(x, Hadamard(size, None if signs == "none" else signs), axis, key, is_inverse)
 
 
 @_hadamard_op.register_fake
@@ -238,7 +236,7 @@ def _backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
         return None, None, None, None, None, None
     size, signs, axis, is_inverse = ctx.words
     (key,) = ctx.saved_tensors
-    # orthogonal, and H symmetric: the adjoint is the inverse
+    # The transform is orthogonal: its adjoint is the inverse.
     return torch.ops.fpsim.hadamard(gradient, size, signs, axis, not is_inverse, key), None, None, None, None, None
 
 

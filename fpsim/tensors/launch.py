@@ -53,7 +53,7 @@ class Kernel:
 
     @cached_property
     def on_card(self) -> tuple[CudaKernel, int, tuple[int, ...]]:
-        """The CUDA kernel, the number of elements that a block of its threads rounds, and the plan's numbers."""
+        """CUDA kernel, the number of elements that a block of its threads rounds, and the plan's numbers."""
         rule, shape, width, numbers = self.plan
         return cuda_loop(rule, shape, width, self.masks), elements_of_block(rule, width), numbers
 
@@ -78,7 +78,8 @@ def masks_of(spec: RoundingSpec, dtype: torch.dtype, width: int, keep_infinity: 
     keep_infinity: whether -inf is a mask, and was not computed from numbers.
     """
     if dtype is not torch.float32 and dtype is not torch.float64:
-        return NO_MASKS  # a real dtype: the model asked for its range
+        # A real dtype: the model asked for its range.
+        return NO_MASKS
     container = BINARY32 if width == 32 else BINARY64
     return Masks(container.bits(torch.finfo(dtype).max), keep_infinity and spec.saturates)
 
@@ -103,29 +104,37 @@ _BEYOND_FLOAT64 = 4400  # log2 of a scale beyond all of float64, which spans 2**
 
 _NO_KEY = np.zeros(2, np.uint32)
 _NO_SCALE = np.zeros(1, np.int64)
-NO_KEY_ADDRESS, _NO_SCALE_ADDRESS = _NO_KEY.ctypes.data, _NO_SCALE.ctypes.data  # cached: asking takes 0.8 us
+# Cached, as asking NumPy for an address takes 0.8 us.
+NO_KEY_ADDRESS, _NO_SCALE_ADDRESS = _NO_KEY.ctypes.data, _NO_SCALE.ctypes.data
 
 
 class _Pool(ThreadPoolExecutor):
-    submit = ThreadPoolExecutor.submit  # bound now: the emulation patches `submit` to watch other pools
+    # Bound now: the emulation patches ThreadPoolExecutor.submit to watch other pools.
+    submit = ThreadPoolExecutor.submit
 
 
 _pools: dict[int, _Pool] = {}
 
 
 def thread_pool() -> _Pool:
+    """Return the threads that run the parts of a large tensor."""
     # Keyed by process: a forked DataLoader worker inherits the object, but not its threads.
     pid = os.getpid()
     pool = _pools.get(pid)
-    if pool is None:  # two Python threads may come here at once; an executor without work has no threads
+    # Two Python threads may come here at once; the executor that loses has no work, and so no threads.
+    if pool is None:
         pool = _pools.setdefault(pid, _Pool(os.cpu_count() or 1, thread_name_prefix="fpsim"))
     return pool
 
 
 def _run_part(future: Future[Any], loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> None:
-    """Run one thread's part. It holds the tensors: Ctrl-C in the caller must not free memory that is written to."""
+    """Run one thread's part.
+
+    kept_alive: the tensors. Ctrl-C in the caller must not free memory that a thread writes to.
+    """
+    # The caller has cancelled the part, and runs it.
     if not future.set_running_or_notify_cancel():
-        return  # the caller has cancelled it, and runs it
+        return
     try:
         future.set_result(loop(*arguments))
     except BaseException as error:
@@ -135,7 +144,8 @@ def _run_part(future: Future[Any], loop: Any, arguments: tuple[Any, ...], *kept_
 def _hand_over(loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> Future[Any]:
     # A future of its own: if a thread cannot be started, submit raises although it may have queued the part.
     future: Future[Any] = Future()
-    with suppress(RuntimeError):  # at the interpreter's end, or at a limit of threads: the part stays with the caller
+    # RuntimeError at the interpreter's end, or at a limit of threads: the part stays with the caller.
+    with suppress(RuntimeError):
         thread_pool().submit(_run_part, future, loop, arguments, *kept_alive)
     return future
 
@@ -143,8 +153,9 @@ def _hand_over(loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> Futur
 def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_scale: Tensor | None = None) -> None:
     """Round the memory of `src` into that of `dst`: same dtype, device and order, both without holes."""
     n = src.numel()
+    # An address on another device would crash the process.
     if log2_scale is not None and log2_scale.device != src.device:
-        log2_scale = log2_scale.to(src.device)  # an address on another device would crash the process
+        log2_scale = log2_scale.to(src.device)
     if src.is_cuda:
         launch_on_card(src, dst, n, kernel, key, log2_scale)
         return
@@ -189,6 +200,7 @@ def rounded_number(x: float, spec: RoundingSpec) -> float:
 def parts_of(n: int) -> list[tuple[int, int]]:
     """Return where each thread's part of `n` elements begins, at a multiple of NOISE_BLOCK, and its length."""
     threads = torch.get_num_threads() if n >= PARALLEL_FROM else 1
+    # Whole blocks of noise, so that random bits do not depend on the number of threads.
     per_thread = -(-n // (threads * NOISE_BLOCK)) * NOISE_BLOCK
     return [(first, min(per_thread, n - first)) for first in range(0, max(n, 1), max(per_thread, 1))]
 
@@ -258,7 +270,8 @@ def _copied(address: int, x: Tensor) -> Tensor:
         )
     words = table_at(address)
     copied = torch.from_numpy(words.view(np.int32 if words.itemsize == 4 else np.int64)).to(x.device)
-    torch.cuda.current_stream(x.device).synchronize()  # other streams read it too
+    # The table is cached, and other streams read it too.
+    torch.cuda.current_stream(x.device).synchronize()
     return copied
 
 
@@ -296,13 +309,15 @@ def round_memory_(
     key: of the noise; None draws one. log2_scale: an int64 on the device of `x`, within `log2_scale_limits`: round(x *
     2**log2_scale) / 2**log2_scale. keep_masks: masks stay as they are, see masks_of, also for `keep_infinity`.
     """
-    known = _known.get((spec.text, x.dtype, keep_masks, keep_infinity))  # a string keeps its hash
+    # Looked up by the text of the spec, as a string keeps its hash.
+    known = _known.get((spec.text, x.dtype, keep_masks, keep_infinity))
     kernel, container = known or _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
     if kernel is None or x.numel() == 0:
         return
     if spec.rounding == "stochastic":
         key = new_key_for(x) if key is None else key
-        direct = x.is_contiguous()  # noise goes by the logical index, so memory order must be logical order
+        # Noise goes by the logical index, so that memory has to be in logical order.
+        direct = x.is_contiguous()
     else:
         direct = x.is_contiguous() or has_no_holes(x)
     if direct and x.dtype is container:
@@ -348,7 +363,7 @@ def round_fitting_(x: Tensor, spec: RoundingSpec, log2_scale: Tensor, ceiling: f
     """Do `round_memory_` and return the largest magnitude, found in the same pass; inf if an element is not finite.
 
     Elements above `ceiling` stay as they are; if there is one, the caller has to round all at another scale. Returns
-    None, and does nothing, if there is no such loop: on a card, in another dtype than the container's, or with holes.
+    None, and does nothing, on a card, in another dtype than the container's, and with holes: no loop does it there.
     """
     n, width = x.numel(), container_width(spec, x.dtype)
     is_stochastic = spec.rounding == "stochastic"
@@ -375,7 +390,7 @@ def rounded(
     keep_infinity: bool = True,
 ) -> Tensor:
     """Return a rounded copy of `x` with its dtype and, without holes, its strides. Arguments as in round_memory_."""
-    known = _known.get((spec.text, x.dtype, keep_masks, keep_infinity))  # a string keeps its hash
+    known = _known.get((spec.text, x.dtype, keep_masks, keep_infinity))
     kernel, container = known or _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
     if kernel is None:
         return x.detach().clone()
@@ -413,12 +428,15 @@ def _narrower(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def ldexp(x: Tensor, log2_scale: Tensor) -> Tensor:
     """Return a float64 tensor times 2**log2_scale, on any device, rounded at most once. torch.ldexp overflows early."""
-    left, powers = log2_scale.long().clamp(-2100, 2100), []  # beyond, all but zero becomes inf or 0
+    # Beyond 2100, all but zero becomes inf or 0.
+    left, powers = log2_scale.long().clamp(-2100, 2100), []
     for _ in range(3):
         part = left.clamp(-1022, 1023)
         left = left - part
         powers.append(((part + 1023) << 52).view(torch.float64))  # a power of two by its pattern
-    last, *first = powers  # the largest comes last: all intermediate products are normal, unless the result is 0
+    # The largest comes last, so that a number is rounded once: intermediate products are normal, unless the result is
+    # 0.
+    last, *first = powers
     for power in first:
         x = x * power
     return x * last
@@ -440,7 +458,8 @@ def to_float64(x: Tensor, log2_scale: int | Tensor = 0) -> Tensor:
     if x.dtype is torch.float64:
         out = x.clone(memory_format=torch.contiguous_format) if is_scaled else x.contiguous()
     else:
-        x = x.to(torch.float32).contiguous()  # from 16 bits torch shifts the pattern, and flushes nothing
+        # From 16 bits torch shifts the pattern, and flushes nothing.
+        x = x.to(torch.float32).contiguous()
         out = torch.empty_like(x, dtype=torch.float64)
         source, target = address_of(x), address_of(out)
         parts = [(source + 4 * first, target + 8 * first, length) for first, length in parts_of(x.numel())]

@@ -41,6 +41,7 @@ PARALLEL_FROM = {True: 1 << 21, False: 1 << 19}  # by whether only amax is wante
 
 def join_rows(rows, only_amax, out):  # type: ignore[no-untyped-def]
     """Join the moments of a tensor's parts, in Python over the memory. On a card the last block does it."""
+    # Sums, not means, are added: parts differ in length.
     infinity = float("inf")
     count, nonzero, total, squares, logs, log_squares = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     lowest, highest, amax, amin = infinity, -infinity, 0.0, infinity
@@ -101,6 +102,7 @@ def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tenso
 
         size, source = x.element_size(), address_of(x)
         blocks, integers, floats = partial_words(n, size)
+        # Zeros, because the first integer counts the blocks that are done.
         rows = torch.zeros(integers, dtype=torch.int64, device=x.device)
         sums = torch.empty(floats, dtype=torch.float64, device=x.device)
         words = array_words(rows.data_ptr(), (integers,), 8)

@@ -101,12 +101,14 @@ def _forget(entries: list[Any], entry: object) -> None:
         entries.remove(entry)
 
 
+# A forked process has this thread alone: the blocks of others would never be left in it.
 def _forget_other_threads() -> None:
     thread = threading.get_ident()
     _inside[:] = [block for block in _inside if block.thread == thread]
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+# Not on Windows, where nothing forks.
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_other_threads)
 
 
@@ -133,17 +135,18 @@ def replayed_noise(state: Tensor | None) -> AbstractContextManager[None]:
 
 def replay_noise(state: Tensor | None, undo: Undo) -> None:
     """Do as `replayed_noise`, until it is undone."""
-    source = _source_at(state)
+    stream = None
+    if state is not None:
+        stream = torch.Generator()
+        stream.set_state(state)
+    _draw_here(stream, undo)
+
+
+def _draw_here(stream: torch.Generator | None, undo: Undo) -> None:
+    """Let this thread draw keys from a stream, until it is undone. None: from torch's."""
+    source = _Source(stream)
     undo.by(partial(_forget, _here.streams, source))
     _here.streams.append(source)
-
-
-def _source_at(state: Tensor | None) -> _Source:
-    if state is None:
-        return _Source(None)
-    stream = torch.Generator()
-    stream.set_state(state)
-    return _Source(stream)
 
 
 def keep_random_numbers(undo: Undo) -> None:
@@ -157,9 +160,7 @@ def keep_random_numbers(undo: Undo) -> None:
 def seed_here(undo: Undo, seed: int, noise: int) -> None:
     """Seed torch's random numbers and this thread's noise; the earlier states are restored."""
     keep_random_numbers(undo)
-    source = _Source(torch.Generator().manual_seed(noise))
-    undo.by(partial(_forget, _here.streams, source))
-    _here.streams.append(source)
+    _draw_here(torch.Generator().manual_seed(noise), undo)
     torch.manual_seed(seed)
 
 
@@ -174,6 +175,7 @@ def is_captured(x: Tensor) -> bool:
         return False
     if x.get_device() == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
+    # torch looks at the stream of the current device alone.
     with torch.cuda.device(x.get_device()):
         return torch.cuda.is_current_stream_capturing()
 
@@ -190,9 +192,10 @@ def new_key_for(x: Tensor) -> Tensor:
 
 
 def new_traceable_key(x: Tensor) -> Tensor:
-    """Return the same key by one operation that returns a tensor, as tracers and transforms require."""
+    """Return a key as `new_key_for` does, by one operation that returns a tensor: tracers and transforms require it."""
     if not torch.compiler.is_compiling() and is_captured(x):
         return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=x.device)
+    # Compiled code always follows torch.manual_seed, whatever stream was chosen.
     stream = None if torch.compiler.is_compiling() else _stream()
     chosen: dict[str, Any] = {} if stream is None else {"generator": stream}
     return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu", **chosen)

@@ -39,7 +39,8 @@ def _require_out(out: Any, x: Any) -> None:
     """Raise ValueError if `out` does not fit `x`: two tensors, or two arrays."""
     library = "torch" if isinstance(x, Tensor) else "numpy"
     for what in ("dtype", "device", "shape"):
-        given, wanted = getattr(out, what, None), getattr(x, what, None)  # NumPy 1 has no devices
+        # None, because arrays of NumPy 1 have no device.
+        given, wanted = getattr(out, what, None), getattr(x, what, None)
         if given != wanted:
             if what == "shape":
                 given, wanted = tuple(out.shape), tuple(x.shape)
@@ -211,6 +212,7 @@ def _round_blocks(x: Any, spec: BlockSpec, out: Any, axis: int | tuple[int, int]
     along, across = (-1, None) if axis is None else axis_pair(axis)
     if isinstance(x, np.ndarray):
         return _round_blocks_of_ndarray(x, spec, out, along, across)
+    # A float32 of the CPU needs no check: blocks of every format fit.
     if type(x) is not Tensor or x.dtype is not torch.float32 or not x.is_cpu or x.layout is not torch.strided:
         require_floating(x)
         if not holds_blocks(x.dtype, spec.fmt):
@@ -327,13 +329,14 @@ class Rounder(nn.Module):
     ) -> None:
         super().__init__()
         backward_rounding = rounding if backward_rounding is None else backward_rounding
-        # arguments without a format are checked against one that has inf and NaN
+        # Arguments without a format are checked against one that has inf and NaN.
         onward = rounding_spec("e5m2" if forward is None else forward, rounding, overflow)
         back = rounding_spec("e5m2" if backward is None else backward, backward_rounding, backward_overflow)
         if random_bits is not None or variant != "A":
             used = [spec for fmt, spec in ((forward, onward), (backward, back)) if fmt is not None] or [onward]
             first = next((spec for spec in used if spec.rounding == "stochastic"), used[0])
-            rounding_spec(first.fmt, first.rounding, first.overflow, random_bits, variant)  # refuses unused arguments
+            # Refuses random bits and a variant that no rounding uses.
+            rounding_spec(first.fmt, first.rounding, first.overflow, random_bits, variant)
             onward, back = (
                 rounding_spec(spec.fmt, spec.rounding, spec.overflow, random_bits, variant)
                 if spec.rounding == "stochastic"

@@ -41,9 +41,11 @@ def rounded_by_function(
     if is_traced(x):
         rounded, passes = torch.ops.fpsim.own_operand(x, _key_of(fmt), axis, site, clips)
         return rounded, passes if clips else None
+    # Without the modes around: the function replaces a rounding, and its own operations are not emulated.
     with torch.no_grad(), without_torch_function():
         kept = x.detach().to(torch.float32)
-        given = kept.clone(memory_format=torch.contiguous_format)  # a copy, as it may write in place
+        # A copy, because the function may write in place.
+        given = kept.clone(memory_format=torch.contiguous_format)
         out: Any = fmt.function(given, axis % max(x.dim(), 1))
         where = f"The operand function {fmt.label} at {site}"
         passes = None
@@ -81,6 +83,7 @@ _by_key: dict[str, OwnFormat] = {}
 
 
 def _key_of(fmt: OwnFormat) -> str:
+    """Return the string that stands for a function in a program; two functions of one name get different ones."""
     base = f"{getattr(fmt.function, '__module__', '')}:{fmt.label}"
     key, number = base, 1
     while _by_key.setdefault(key, fmt) != fmt:

@@ -41,6 +41,7 @@ def _tree(parts: Sequence[Tensor], add: Add, _: int) -> Tensor:
 def _ring(parts: Sequence[Tensor], add: Add, size: int) -> Tensor:
     """Add chunk c of the flat tensor from rank c - 1 downwards, as gloo's all_reduce was measured to do."""
     ranks, count, shape = len(parts), parts[0].numel(), parts[0].shape
+    # A chunk is a whole number of segments: its length decides at which rank the sum of an element begins.
     segments = max(SEGMENTS, -(-count * size // (ranks * SEGMENT_BYTES)))
     chunk = segments * -(-count // (segments * ranks))
     flat = [part.reshape(-1) for part in parts]
@@ -97,7 +98,8 @@ def all_reduce(
     >>> all_reduce(halves, "bf16", "linear"), all_reduce(halves, "bf16", "linear").equal(sum(halves))
     (tensor([256., 256.]), False)
     """
-    require_word("rounding", rounding, ("nearest_even", "stochastic"))  # a float64 is not exact enough for the others
+    # Sums are float64, which is not exact enough for the other roundings.
+    require_word("rounding", rounding, ("nearest_even", "stochastic"))
     spec = rounding_spec(fmt, rounding)
     if not isinstance(order, str) or order not in REDUCTIONS:
         raise ValueError(refuse(f"Unknown order {shown(order)}", REDUCTIONS, word=order))

@@ -43,11 +43,13 @@ def rounded_in_float64(
         a, negative = np.abs(wide), np.signbit(wide)
         finite = np.where(np.isfinite(a), a, 0.0)
         exponent = np.maximum(np.frexp(finite)[1] - 1, fmt.min_exponent)
+        # A power of two, by which float64 divides every float32 exactly.
         unit = np.ldexp(1.0, exponent - fmt.mantissa_bits)
         r = _whole(finite / unit, negative, rounding, noise, few) * unit
         if not fmt.subnormals:
             gap = finite < fmt.smallest
             r = np.where(gap, _beside_a_gap(finite, fmt.smallest, negative, rounding, noise, few), r)
+        # A scale cannot be zero: numbers below the smallest power become that.
         if not fmt.has_zero:
             r = np.maximum(r, fmt.smallest)
         r = np.where(np.isinf(a), np.inf, r)
@@ -85,6 +87,7 @@ def _goes_up(part: Array, whole: float, noise: Array, random_bits: int, variant:
     Exact: products with powers of two, a remainder, and a quotient that is an integer below 2**32.
     """
     random, top = (noise >> np.uint32(32 - random_bits)).astype(np.float64), 2.0**random_bits
+    # To round to nearest, ties away, is to add a half and cut off: both sides are counted in halves.
     if variant == "B":
         random, top = 2 * random + 1, 2 * top
     rest = np.fmod(part * top, whole)
@@ -131,14 +134,15 @@ def _beyond(a: Array, fmt: FloatFormat, rounding: str, negative: Array) -> Array
     return np.where(outwards, overflow, fmt.largest)
 
 
-# Threefry-4x32 with 12 rounds: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011
+# Threefry-4x32 with 12 rounds: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 _ROTATIONS = ((10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20))
 
 
 def noise_of(n: int, key: int) -> Array:
     """Return the noise of the first n elements of a call with this key of 64 bits, as uint32."""
     counters = np.arange(-(-n // 128) * 16, dtype=np.uint64)
-    words = _threefry(counters, key)  # (4, counters): word w of counter 16 b + l is for elements 128 b + 32 w + l
+    # (4, counters): word w of counter 16 b + l is for element 128 b + 32 w + l.
+    words = _threefry(counters, key)
     blocks = words.reshape(4, -1, 16).transpose(1, 0, 2)  # block, word, lane
     exchanged = (blocks << np.uint32(16)) | (blocks >> np.uint32(16))  # for the elements 16 further on
     return np.stack([blocks, exchanged], axis=2).reshape(-1)[:n]
@@ -210,6 +214,7 @@ def _block(v: Array, fmt: BlockFormat) -> Array:
     elif not np.isfinite(amax):
         return np.full(v.shape, np.nan)
     scale = fmt.scale_of_infinity if amax == np.inf else 2.0 ** _log2_scale(amax, element.largest, str(fmt.scale_rule))
+    # Elements saturate: OCP MX v1.0, 6.3.
     with np.errstate(over="ignore"):
         elements = rounded_in_float64(np.clip(v / scale, -element.largest, element.largest), element, "nearest_even")
         rounded = (elements * scale).astype(np.float32).astype(np.float64)
@@ -224,4 +229,5 @@ def _log2_scale(amax: float, largest: float, rule: str) -> int:
     wanted = math.frexp(amax)[1] - 1 - emax
     if rule == "ceil":
         wanted += int(amax > math.ldexp(largest, wanted))
+    # Clamped to the powers of e8m0fnu, and to those at which a float32 holds the largest element.
     return max(least, min(127 - emax, wanted))

@@ -47,7 +47,8 @@ def block_plan(spec: BlockSpec, of: BlockFormat | None = None) -> blocks.BlockPl
     f, element = spec.fmt, spec.element
     words = element.fmt, element.rounding, element.overflow, element.random_bits
     plans = [any_plan(*words, width, element.variant) for width in (32, 64)]
-    if plans[0].shape != plans[1].shape:  # searched in one container only, and a kernel has one shape
+    # A code book may be searched in one container only, and a kernel has one shape.
+    if plans[0].shape != plans[1].shape:
         plans = [any_plan(*words, width, element.variant, search=True) for width in (32, 64)]
     scale = make_plan(f.scale, "nearest_even", "saturate", None, 32)
     emax = math.frexp(f.element.largest)[1] - 1
@@ -87,7 +88,8 @@ def block_plan(spec: BlockSpec, of: BlockFormat | None = None) -> blocks.BlockPl
 def _of_infinity(f: BlockFormat, overflow: str) -> tuple[int, int, int, int]:
     """Return the parameters COUNTED, INFINITE_SCALE, INFINITE_EXPONENT and INFINITE_ELEMENT of a plan."""
     every_nan, infinity, nan = int(blocks.MAGNITUDE), int(blocks.INFINITY), int(blocks.NAN)
-    if f.is_delayed:  # its scale is older, and each infinite element is treated alone
+    # A delayed scale is older than the tensor: each infinite element is treated alone.
+    if f.is_delayed:
         is_nan = f.nonfinite == "nan" and f.element.has_nan and overflow == "saturate"
         return every_nan, BINARY32.bits(1.0), 0, nan if is_nan else 0
     if f.nonfinite == "nan":
@@ -116,7 +118,7 @@ def _saturates(plan: blocks.BlockPlan) -> int:
 
 
 def _amax_on_card(x: Tensor, asked: int, largest: float = 1.0) -> Tensor:
-    """Results of one pass over a contiguous tensor, int64 at the places of kernels.block_dense. asked: its flags."""
+    """Return the results of one pass over a tensor, int64 at the places of kernels.block_dense. asked: its flags."""
     from fpsim.compiling.card import array_words
 
     out = torch.full((block_dense.PLACES,), -1, dtype=torch.int64, device=x.device)
@@ -127,7 +129,7 @@ def _amax_on_card(x: Tensor, asked: int, largest: float = 1.0) -> Tensor:
 
 
 def _amax_on_cpu(x: Tensor, plan: blocks.BlockPlan) -> tuple[int, int]:
-    """Return the same, and 1 if there is a mask, an infinity or NaN, else 0."""
+    """Return the number of `amax_pattern`, and 1 if there is a mask, an infinity or NaN, else 0."""
     loop, address, counted = block_loops.cpu_amax().native, address_of(x), plan.parameters[blocks.COUNTED]
     if x.numel() < PARALLEL_FROM:
         found = loop(address, x.numel(), counted)
@@ -171,6 +173,7 @@ def rounds_blocks(spec: BlockSpec, axis: int, across: int | None) -> Callable[[T
 
     def round_blocks(x: Tensor) -> Tensor:
         source = x.data_ptr()
+        # Under a negation that torch has put off (`is_neg`), the memory holds other numbers.
         is_usual = x.is_cpu and x.dtype is torch.float32 and x.is_contiguous() and not x.is_neg()
         if not is_usual or not source or not 0 < x.numel() < PARALLEL_FROM:
             return round_any(x)
@@ -238,15 +241,16 @@ def _shared_on_cpu(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, lands
     """Return `shared_numbers` of a tensor that is one block without a second scale. lands_on: of the format."""
     number, has_specials = _amax_on_cpu(source, plan)
     if plan.kind == blocks.DIVIDED:
+        # The scale of an infinite tensor is NaN or 1, which are their own inverses.
         if number >= blocks.INFINITY:
-            number = BINARY32.bits(f.scale_of_infinity)  # NaN or 1, which are their own inverses
+            number = BINARY32.bits(f.scale_of_infinity)
         else:
             number = _multiplier_on_cpu(number, lands_on)
     return number, -1, has_specials
 
 
 def asked_of(f: BlockFormat, plan: blocks.BlockPlan) -> int:
-    """The flags of kernels.block_dense for values shared by all blocks; 0 where no pass over it is needed."""
+    """Return the flags of kernels.block_dense for values that all blocks share; 0 where no pass is needed."""
     asked = block_dense.OF_TENSOR if f.tensor_scale else 0
     if f.block == "tensor" and not f.is_delayed:
         asked |= block_dense.MULTIPLIER if plan.kind == blocks.DIVIDED else block_dense.AMAX
@@ -279,7 +283,8 @@ def rounded_with_scales(
             else f"A scale was given for {f}, which computes its own. Omit scale."
         )
     if type(axis) is not int or (across is not None and type(across) is not int):
-        block_axes(x.shape, f.tile, axis, across)  # raises for an invalid axis, which may not be hashable
+        # Raises for an invalid axis, which may not be hashable, as the cache below requires.
+        block_axes(x.shape, f.tile, axis, across)
     if type(f.tensor_scale) is not bool and runs_elsewhere(f, x, axis):
         moved, scales = rounded_with_scales(x.movedim(axis, -1), spec, -1, None, key, scale, wants_scales, None, of)
         moved = moved.movedim(-1, axis)
@@ -350,10 +355,8 @@ def _round_by_choice(
 
 def take(choice: Choice, number: int, source: Tensor, out: Tensor) -> None:
     """Copy the blocks that take candidate `number` from `source` to `out`; both contiguous float32."""
-    (outer, rows, middle, columns, inner, r, c), by_block = (
-        choice.axes,
-        (choice.chosen == number).view(choice.axes.blocks),
-    )
+    outer, rows, middle, columns, inner, r, c = choice.axes
+    by_block = (choice.chosen == number).view(choice.axes.blocks)
     is_taken = by_block.repeat_interleave(r, 1)[:, :rows].repeat_interleave(c, 3)[:, :, :, :columns]
     shape = outer, rows, middle, columns, inner
     out.view(shape).copy_(torch.where(is_taken, source.view(shape), out.view(shape)))
@@ -395,7 +398,8 @@ def _by_candidates(
             run_on_card(nearer, source, grid, words)
 
 
-_AT_ONCE = 1 << 16  # elements that go through all candidates before the next ones, to stay in the cache
+# Elements that go through all candidates before the next ones, to stay in the cache.
+_AT_ONCE = 1 << 16
 
 
 def _by_candidates_on_cpu(
@@ -430,7 +434,8 @@ def _by_candidates_on_cpu(
         other, errors = torch.empty(at_once * size), torch.empty(at_once * in_group * axes.inner, dtype=torch.float64)
         rest = NO_KEY_ADDRESS if key is None else key.data_ptr(), shared.data_ptr(), 0
         for i in range(first, last, at_once):
-            beside = other.data_ptr() - 4 * begin(i)  # as if the part were a whole tensor
+            # Addresses as if the part were a whole tensor, in which the loops count units from its beginning.
+            beside = other.data_ptr() - 4 * begin(i)
             known = errors.data_ptr() - 8 * i * in_group * axes.inner
             part = i * units, min(i + at_once, last) * units
             for number, work in enumerate(works):
@@ -459,7 +464,7 @@ def _narrowed(x: Tensor, to_odd: bool) -> Tensor:
     narrow = torch.where(near.isfinite(), narrow.clamp(-_BELOW_MASK, _BELOW_MASK), near)
     magnitude = x.abs()
     is_mask = (magnitude == _MASK) | (magnitude == torch.finfo(torch.float64).max)
-    # `where` gives its result the strides of the mask, which are those of x
+    # `where` gives its result the strides of the mask, which are those of x.
     return torch.where(is_mask, x.sign().to(torch.float32) * _MASK, narrow).contiguous()
 
 
@@ -476,7 +481,8 @@ def _multiplier_on_cpu(amax: int, largest: float) -> int:
     field, mantissa = amax >> 23, amax & 0x7FFFFF
     value = math.ldexp(mantissa | (0x800000 if field else 0), max(field, 1) - 150)  # no flushed subnormals
     quotient = largest / value
-    if 2.0**-126 <= quotient < 2.0**127:  # normal: the processor finds the pattern faster
+    # Of a normal number, the processor finds the pattern faster.
+    if 2.0**-126 <= quotient < 2.0**127:
         return int(_PATTERN.unpack(_NUMBER.pack(quotient))[0])
     return min(BINARY32.bits(quotient), _LARGEST)
 
@@ -517,7 +523,8 @@ def launch_of(plan: blocks.BlockPlan, axes: BlockAxes, f: BlockFormat, threads: 
     return Launch(kernel, block_dense.grid_of(count, threads or kernel.threads), (count,), (), True)
 
 
-@lru_cache(1 << 12, typed=True)  # True is not an axis
+# typed, because True is not an axis.
+@lru_cache(1 << 12, typed=True)
 def _kept(
     spec: BlockSpec,
     shape: torch.Size,

@@ -16,8 +16,7 @@ from fpsim.checks import is_whole, refuse, shown
 from fpsim.formats.blocks import BlockFormat, Element, Format, as_element, as_format
 from fpsim.formats.codebook import Codebook
 from fpsim.formats.floats import CATALOGUE, ROUNDINGS_OF_OTHERS, FloatFormat
-from fpsim.kernels.core import ROUNDINGS, needs_wider_container, scale_limits
-from fpsim.kernels.variants import require_variant
+from fpsim.kernels.core import ROUNDINGS, needs_wider_container, require_variant, scale_limits
 
 CONTAINERS = {32: torch.float32, 64: torch.float64}  # by width
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -49,7 +48,7 @@ class RoundingSpec:
     rounding: str = "nearest_even"
     overflow: str = "inf"
     random_bits: int | None = None
-    variant: str = "A"  # of variants.VARIANTS
+    variant: str = "A"  # of core.VARIANTS
     text: str = field(init=False, compare=False, repr=False)
     format_text: str = field(init=False, compare=False, repr=False)
     is_float32: bool = field(init=False, compare=False, repr=False)  # nothing is rounded
@@ -64,7 +63,8 @@ class RoundingSpec:
             words.append(f"{self.random_bits} random bits")
         if self.variant != "A":
             words.append(f"variant {self.variant}")
-        object.__setattr__(self, "text", " ".join(words))  # equal for equal specifications
+        # Equal for equal specifications: caches look roundings up by it, as a string keeps its hash.
+        object.__setattr__(self, "text", " ".join(words))
         object.__setattr__(self, "format_text", repr(self.fmt))
         object.__setattr__(self, "is_float32", self.fmt == CATALOGUE["fp32"] and self.overflow == "inf")
         names = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -77,7 +77,8 @@ class RoundingSpec:
         return self.text
 
     def __hash__(self) -> int:
-        return hash(self.text)  # the string caches it, and every call looks the kernel up
+        # The string caches its hash, and every call looks the kernel up.
+        return hash(self.text)
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,11 @@ def any_spec(
     variant: str = "A",
 ) -> Spec:
     """Check and complete the arguments of `round_to`, for a format of single numbers or of blocks."""
+    # As in rounding_spec.
     try:
         return _known_any_spec(fmt, rounding, overflow, random_bits, variant)
     except TypeError:
-        pass  # as in rounding_spec
+        pass
     return _new_any_spec(fmt, rounding, overflow, random_bits, variant)
 
 
@@ -149,7 +151,8 @@ def _new_any_spec(
 ) -> Spec:
     f = as_format(fmt)
     if isinstance(f, BlockFormat):
-        overflow = "saturate" if overflow is None else overflow  # elements do by default: OCP MX v1.0, 6.3
+        # Elements saturate by default: OCP MX v1.0, 6.3.
+        overflow = "saturate" if overflow is None else overflow
         return _block_spec(f, rounding_spec(f.element, rounding, overflow, random_bits, variant))
     return rounding_spec(f, rounding, overflow, random_bits, variant)
 
@@ -157,9 +160,7 @@ def _new_any_spec(
 _known_any_spec = lru_cache(maxsize=None, typed=True)(_new_any_spec)
 
 
-@cache
-def _block_spec(fmt: BlockFormat, element: RoundingSpec) -> BlockSpec:
-    return BlockSpec(fmt, element)
+_block_spec = cache(BlockSpec)
 
 
 def rounding_spec(
@@ -170,10 +171,11 @@ def rounding_spec(
     variant: str = "A",
 ) -> RoundingSpec:
     """Check and complete the arguments of `round_to`, for a format of single numbers."""
+    # TypeError for an argument that cannot be hashed: the checks of `_new_spec` raise for it, in words of ours.
     try:
         return _known_spec(fmt, rounding, overflow, random_bits, variant)
     except TypeError:
-        pass  # an argument that is not hashable: the checks below raise for it
+        pass
     return _new_spec(fmt, rounding, overflow, random_bits, variant)
 
 
@@ -203,11 +205,12 @@ def _new_spec(
     return RoundingSpec(f, rounding, f.resolve_overflow(overflow), random_bits, variant)
 
 
+# typed, because True is not a number of bits.
+_known_spec = lru_cache(maxsize=None, typed=True)(_new_spec)
+
+
 class ContainerError(TypeError):
     """A tensor's dtype cannot hold every value of a format."""
-
-
-_known_spec = lru_cache(maxsize=None, typed=True)(_new_spec)  # typed: True is not a number of bits
 
 
 @cache
@@ -244,7 +247,8 @@ def _how_to_have_float32(dtype: torch.dtype) -> str:
             f"torch.autocast casts to it. Leave it out, the emulation has its own formats: precision='{bits}-mixed' of "
             f"Lightning, mixed_precision='{short}' of Accelerate, {short}=True of transformers' Trainer."
         )
-    if torch.get_default_dtype() is dtype:  # set while Lightning's forward runs
+    # Lightning sets the default dtype while a forward runs.
+    if torch.get_default_dtype() is dtype:
         return f"It is the default dtype. Leave precision='{bits}-true' of Lightning, or torch.set_default_dtype, out."
     return "Convert it with x.float() first, and a model that has half parameters with model.float()."
 
@@ -337,7 +341,8 @@ def holds_numbers(x: Tensor) -> bool:
     """
     if type(x) is Tensor:
         return not x.is_meta and (x.data_ptr() != 0 or x.numel() == 0)
-    storage = x.untyped_storage()  # a fake tensor says that it is on the CPU
+    # A fake tensor says that it is on the CPU; its storage is on device meta.
+    storage = x.untyped_storage()
     return storage.device.type != "meta" and (x.numel() == 0 or storage.data_ptr() != 0)
 
 

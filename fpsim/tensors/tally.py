@@ -73,7 +73,8 @@ __all__ = [
 
 SMALL_EXPONENT = -64
 SMALL = 2.0**SMALL_EXPONENT  # a tensor below it is scaled to normal numbers before `shape_between`
-CHUNK = 2**16  # elements of an update counted at once on a CPU, so that intermediate tensors stay in its cache
+# Elements of an update that are counted at once on a CPU, so that intermediate tensors stay in its cache.
+CHUNK = 2**16
 
 
 class ErrorShares(NamedTuple):
@@ -112,7 +113,7 @@ class Tally:
         nonfinite: elements that were inf or NaN before.
         exact: finite elements that stay as they were.
         amax: the largest finite magnitude.
-        signal: the sum of squares of the values, over elements finite before and after that are no masks (float32's
+        signal: the sum of squares of the values, over elements finite before and after, without masks (float32's
             largest number); a square up to 2**-1022 counts 0.
         noise: the sum of squares of their changes, over the same elements.
         dead_zone: the sum of squares of those that become zero.
@@ -157,12 +158,12 @@ class Tally:
 
     @property
     def underflow_fraction(self) -> float:
-        """Share of the non-zero elements that became zero; 0 if there are none."""
+        """Share of the non-zero elements that became zero; 0 without such elements."""
         return self.underflow / self.nonzero if self.nonzero else 0.0
 
     @property
     def overflow_fraction(self) -> float:
-        """Share of all elements that overflowed or saturated; 0 if there are none."""
+        """Share of all elements that overflowed or saturated; 0 without elements."""
         return self.overflow / self.count if self.count else 0.0
 
     @property
@@ -192,6 +193,7 @@ class Tally:
         if not self.noise:
             return ErrorShares(0.0, 0.0, 0.0)
         scale = self.along * self.scale_bias / self.noise
+        # Of a number that became zero, the second part of the error is -(1 + b) x.
         left = 1 + self.scale_bias
         dead_zone = self.dead_zone * left * left / self.noise
         return ErrorShares(scale, dead_zone, max(1 - scale - dead_zone, 0.0))
@@ -216,9 +218,11 @@ class Accumulator:
             doubles the time. None leaves them out.
         """
         self.calls += 1
-        if self.counts.device != before.device:  # a recording was loaded, or the model was moved
+        # A recording was loaded, or the model was moved.
+        if self.counts.device != before.device:
             self._move(before.device)
         if row is not None:
+            # A gradient that is all zero has no shape, NaN here, and is not counted.
             shape = shape_between(before, after, row)
             self.shape += torch.cat([shape, shape.new_ones(1)]).masked_fill(shape.isnan().any(), 0.0)
         x, r = _comparable(before.detach(), after.detach())
@@ -255,11 +259,13 @@ class Accumulator:
         arguments = address_of(x), address_of(r), n, *limits, *words, address_of(sums)
         run_on_card(cuda_tally(size), x, blocks, arguments)
         total = sums.sum(0)
-        self.sums[TALLY_SIGNAL : TALLY_NOISE + 1] += total[:2]  # a list of indices would be copied to the card
+        # Slices, because a list of indices would be copied to the card.
+        self.sums[TALLY_SIGNAL : TALLY_NOISE + 1] += total[:2]
         self.sums[TALLY_DEAD_ZONE : TALLY_ALONG + 1] += total[2:]
         self.sums[TALLY_AMAX] = torch.maximum(self.sums[TALLY_AMAX], amax.view(torch.float64)[0])
 
     def result(self) -> Tally:
+        """Return the tally, by a copy of all sums to the host."""
         exponents = self.exponents.cpu()
         present = exponents.nonzero().flatten().tolist()
         sums = dict(zip(TALLY_SUMS, self.sums.tolist(), strict=True))
@@ -280,8 +286,9 @@ def _comparable(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def _limits(fmt: Format) -> tuple[float, float, float]:
     """Return the smallest normal, the magnitude from which saturation is counted, and the largest value."""
+    # The limits of an element in a block depend on its scale: see blocks_between.
     if isinstance(fmt, BlockFormat):
-        return 0.0, math.inf, math.inf  # an element's limits depend on its scale: see blocks_between
+        return 0.0, math.inf, math.inf
     return 0.0 if isinstance(fmt, FixedPoint | Codebook) else fmt.smallest_normal, saturated_from(fmt), fmt.largest
 
 
@@ -425,7 +432,7 @@ class UpdateCounts:
 
     @property
     def edq(self) -> float | None:
-        """The effective over the intended update (Collage, arXiv 2405.03637): 1 if nothing is lost."""
+        """Effective over the intended update (Collage, arXiv 2405.03637): 1 if nothing is lost."""
         return self.inner / self.norm if self.norm else None
 
     def add(self, other: UpdateCounts) -> None:
@@ -477,14 +484,16 @@ def shape_between(before: Tensor, after: Tensor, row: int = -1) -> Tensor:
     [0.5, 3.25]
     """
     x, r = (t.detach() if t.dtype == torch.float64 else t.detach().float() for t in (before, after))
+    # The processor may flush subnormals to zero. Both statistics are the same at any scale.
     if x.is_cpu and x.dtype is torch.float32 and float(amax_of(x)[AMAX]) < SMALL:
-        x, r = (to_float64(t, -SMALL_EXPONENT).float() for t in (x, r))  # the processor may flush subnormals to zero
+        x, r = (to_float64(t, -SMALL_EXPONENT).float() for t in (x, r))
     error = r - x
     both = error.isfinite()
     nonzero = (x.view(torch.int32 if x.dtype is torch.float32 else torch.int64) << 1 != 0) & both
     error, magnitude = torch.where(both, error, 0.0), torch.where(both, x, 0.0).abs()
     largest = magnitude.amax() if x.numel() else magnitude.sum()
-    error, magnitude = error / largest, magnitude / largest  # a fourth power of 1e-20 would underflow
+    # Scaled to 1, as a fourth power of 1e-20 would underflow.
+    error, magnitude = error / largest, magnitude / largest
     rows = error.sum(row) if -x.dim() <= row < x.dim() else error.sum()
     squares = (magnitude * magnitude).flatten()
     kurtosis = torch.dot(squares, squares).double() * nonzero.count_nonzero() / squares.sum().double() ** 2

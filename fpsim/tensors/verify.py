@@ -19,8 +19,7 @@ from torch import Tensor
 from fpsim.formats.blocks import BLOCKS
 from fpsim.formats.codebook import CODEBOOKS, Codebook
 from fpsim.formats.floats import CATALOGUE, FloatFormat
-from fpsim.kernels.core import ROUNDINGS
-from fpsim.kernels.variants import VARIANTS
+from fpsim.kernels.core import ROUNDINGS, VARIANTS
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.moments import moments_of
 from fpsim.tensors.reference import noise_of, rounded_in_blocks, rounded_in_float64, rounded_to_codebook
@@ -29,8 +28,9 @@ from fpsim.tensors.spec import BlockSpec, RoundingSpec, any_spec, rounding_spec
 
 __all__ = ["FULL_FORMATS", "Row", "milliseconds", "on_card", "patterns", "verify"]
 
-FULL_FORMATS = ("fp16", "bf16", "tf32", "e4m3fn", "e5m2", "dlfloat16")  # one of each shape of the kernels and more
-# With scales that are powers of two, which `reference.py` covers, under both rules for inf and NaN
+# One of each shape of the kernels, and more.
+FULL_FORMATS = ("fp16", "bf16", "tf32", "e4m3fn", "e5m2", "dlfloat16")
+# With scales that are powers of two, which `reference.py` covers, under both rules for inf and NaN.
 BLOCKS_OF_POWERS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "e4m3fn per 32 ceil saturate", "e4m3fn per row ceil")
 KEY = 0x9E3779B97F4A7C15 >> 1  # of the noise; a key has 63 bits
 FEW_BITS = 4  # of the variants
@@ -164,7 +164,8 @@ def _blocks() -> Iterator[Row]:
     for name in (*BLOCKS, "e4m3fn per row fp32", "e4m3fn per 128x128 fp32"):
         for rounding in ("nearest_even", "stochastic"):
             spec, wrong, first = _block_spec(name, rounding), 0, ""
-            numbers = x.nan_to_num(0.0, 9.0) if spec.fmt.tensor_scale else x  # or all would be NaN
+            # An infinity makes a tensor's own scale NaN, and with it every number.
+            numbers = x.nan_to_num(0.0, 9.0) if spec.fmt.tensor_scale else x
             for cut, axis in ((numbers, 0), (numbers, 1), (numbers, 2), (numbers[..., :64].contiguous(), 2)):
                 expected = rounded_blocks(cut, spec, axis, None, key)
                 result = rounded_blocks(cut.cuda(), spec, axis, None, key).cpu()
@@ -203,7 +204,8 @@ def _graph_replays() -> Iterator[Row]:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            rounded(x, spec)  # compiled and loaded before the capture
+            # Compiled and loaded now: neither is possible during the capture.
+            rounded(x, spec)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -224,6 +226,7 @@ def _graph_replays() -> Iterator[Row]:
 
 def milliseconds(run: Callable[[], object], times: int) -> float:
     """Return the time of one call on the card, by events around many."""
+    # The first call compiles and loads, and is not measured.
     run()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

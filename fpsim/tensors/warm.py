@@ -11,7 +11,7 @@ from fpsim.formats.blocks import BLOCKS, Format
 from fpsim.formats.codebook import CODEBOOKS
 from fpsim.formats.floats import CATALOGUE
 from fpsim.kernels.block_dense import SIZES
-from fpsim.kernels.variants import require_variant
+from fpsim.kernels.core import require_variant
 from fpsim.tensors.cuts import Cut
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.moments import amax_of, binades, moments_of
@@ -66,8 +66,10 @@ def warm_up(
     variants = require_iterable("variants", variants, "['A']")
     for variant in variants:
         require_variant(variant, True, 1)  # a word that exists, used or not
+    # A key is given to each rounding, so that no noise is drawn.
     x, key = torch.zeros(1, device=device), torch.zeros((), dtype=torch.int64)
-    whole = torch.zeros(SIZES[-1], device=device)  # blocks without a remainder
+    # Blocks without a remainder have kernels of their own on a card.
+    whole = torch.zeros(SIZES[-1], device=device)
     specs = [
         any_spec(fmt, rounding, None, None if variant == "A" else 8, variant)
         for fmt in formats
@@ -82,7 +84,8 @@ def warm_up(
             continue
         rounded(x, spec, key)
         Accumulator(spec, device).add(x, x)
-        for keep_infinity in (False, True):  # roundings of an emulated model keep masks
+        # Roundings of an emulated model keep masks, by kernels of their own.
+        for keep_infinity in (False, True):
             rounded(x, spec, key, None, True, keep_infinity)
     lost_between(x, x, 1.0, torch.zeros(1, dtype=torch.int64, device=device))
     for logs in (False, True):

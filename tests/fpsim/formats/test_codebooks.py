@@ -18,8 +18,7 @@ import fpsim
 from fpsim import CODEBOOKS, BlockFormat, Codebook, as_format, decode, encode, round_to
 from fpsim.formats.codebook import TIES
 from fpsim.kernels.codebooks import any_plan, make_round_in_book
-from fpsim.kernels.core import BOOK, SEARCHED_BOOK, Numbers
-from fpsim.kernels.variants import VARIANTS
+from fpsim.kernels.core import BOOK, SEARCHED_BOOK, VARIANTS, Numbers
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.reference import noise_of, rounded_to_codebook
 from fpsim.tensors.shared_scales import block_scales

@@ -64,7 +64,7 @@ def test_it_is_taken_wherever_a_format_is() -> None:
     "other", [torch.int8, torch.complex64, ml_dtypes.int4, np.int32, np.dtype("U3"), float, 3, None]
 )
 def test_what_is_no_floating_dtype_is_refused(other: Any) -> None:
-    with pytest.raises(TypeError, match=r"A format is wanted, not .* Expected: a name .* a floating dtype of torch"):
+    with pytest.raises(TypeError, match=r"Expected a format, got .* Use a name .* a floating dtype of torch"):
         fpsim.as_format(other)
 
 

@@ -221,9 +221,9 @@ def test_fields_from_numpy_are_pythons_integers() -> None:
 def test_near_names_are_suggested_and_other_types_refused() -> None:
     with pytest.raises(ValueError, match="Did you mean 'fp16"):
         as_format("fp61")
-    with pytest.raises(TypeError, match="A format is wanted, not 16 of type int"):
+    with pytest.raises(TypeError, match="Expected a format, got 16 of type int"):
         as_format(16)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="A format is wanted, not 16 of type int"):
+    with pytest.raises(TypeError, match="Expected a format, got 16 of type int"):
         as_float_format(16)  # type: ignore[arg-type]
 
 

@@ -86,7 +86,7 @@ def test_dtypes_are_formats_and_no_steps() -> None:
     by_name = fpsim.compare(model, None, "bf16", (X, Y))
     assert list(fpsim.compare(model, torch.float32, torch.bfloat16, (X, Y))) == list(by_name)
     assert list(fpsim.compare(model, step_of(model), np.float32, torch.bfloat16)) == list(by_name)
-    with pytest.raises(TypeError, match="A format is wanted, not"):
+    with pytest.raises(TypeError, match="Expected a format, got"):
         fpsim.compare(model, lambda: None, "bf16", X)
 
 

@@ -17,8 +17,7 @@ from format_cases import GFLOAT, oracle_format
 
 from fpsim import FloatFormat, as_format
 from fpsim.formats.fixed_point import FixedPoint
-from fpsim.kernels.core import Numbers, make_plan, make_round
-from fpsim.kernels.variants import VARIANTS
+from fpsim.kernels.core import VARIANTS, Numbers, make_plan, make_round
 from fpsim.tensors.launch import rounded
 from fpsim.tensors.reference import rounded_in_float64
 from fpsim.tensors.spec import RoundingSpec, rounding_spec

@@ -19,8 +19,7 @@ from test_variants import KEY, decided, words_op
 
 import fpsim
 from fpsim import Accumulator, FloatFormat, Operand, Policy, Products, as_accumulator, as_format, round_to
-from fpsim.kernels.core import make_plan
-from fpsim.kernels.variants import VARIANTS
+from fpsim.kernels.core import VARIANTS, make_plan
 from fpsim.tensors.expressions import _in_inductor, round_traced
 from fpsim.tensors.gemm import accumulate
 from fpsim.tensors.launch import rounded

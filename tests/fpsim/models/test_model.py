@@ -416,7 +416,7 @@ def test_roundings_may_differ_by_role() -> None:
             r"Linear matches no module.*\(none: the model has no submodules\); the model itself",
         ),
         (lambda: quantize(lambda x: x, "fp16"), TypeError, r"function.*torch\.nn\.Module.*emulate"),
-        (lambda: quantize(Net(), 16), TypeError, "A format is wanted"),
+        (lambda: quantize(Net(), 16), TypeError, "Expected a format, got"),
         (lambda: quantize(Net(), {"error": "e5m2"}), TypeError, r"is the mapping .* fpsim\.Policy\(\*\*mapping\)"),
         (lambda: quantize(Net(), fpsim.Products.all("mxfp4")), TypeError, r"Use fpsim\.Policy\(products=\.\.\.\)"),
         (lambda: quantize(Net(), "fp9"), ValueError, "Unknown format 'fp9'"),

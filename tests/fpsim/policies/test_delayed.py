@@ -264,7 +264,7 @@ def test_several_quantised_models_inside_of_one_keep_their_states_apart() -> Non
     fpsim.load_scaling_state(whole, state)
     assert [scale_of(whole["a"]), scale_of(whole["b"][0])] == [64.0, 16.0]
     with pytest.raises(
-        ValueError, match=r"The state names 'c\.a:linear fprop\.x', and quantised are only: a\., b\.0\."
+        ValueError, match=r"The state names 'c\.a:linear fprop\.x'\. Expected: names that begin with a\., b\.0\."
     ):
         fpsim.load_scaling_state(whole, {"c.a:linear fprop.x": {}})
 

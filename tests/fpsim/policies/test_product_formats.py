@@ -52,7 +52,7 @@ def test_all_operands_get_one_format_but_for_products_that_differ() -> None:
         (lambda: Products(fprop="e4m3fn"), r"fprop='e4m3fn' is not a pair of operands. Expected: \(x, w\)"),
         (lambda: Products(wgrad=("e4m3fn",)), r"is not a pair of operands. Expected: \(dy, x\)"),
         (lambda: Products(dgrad=("mxfp9", None)), "dgrad: dy='mxfp9' is not an operand. Unknown format"),
-        (lambda: Products(output="mxfp4"), "a format of single numbers is wanted"),
+        (lambda: Products(output="mxfp4"), "a format of single numbers is expected"),
         (lambda: Products(attention=1), "attention=1 is invalid. Expected: True, False"),  # type: ignore[arg-type]
         (lambda: Operand("e5m2", "nearest"), "Unknown rounding 'nearest'"),
         (lambda: Operand("e5m2", random_bits=8), "only 'stochastic' uses it"),

@@ -165,7 +165,7 @@ def test_names() -> None:
         ({"operands": "fp16"}, r"operands='fp16' was given without a group.*Give group=8"),
         ({"zero_exponent": -9}, r"zero_exponent=-9 was given without a group"),
         ({"group": 8, "group_bits": 9, "operands": ("fp16",)}, r"operands=\('fp16',\) has 1. Expected: .* a pair"),
-        ({"group": 8, "group_bits": 9, "operands": "mxfp4"}, r"operands='mxfp4' is no format of an operand"),
+        ({"group": 8, "group_bits": 9, "operands": "mxfp4"}, r"operands='mxfp4' is not a format of an operand"),
         ({"group": 8, "group_bits": 9, "operands": ("fp16", "fp17")}, r"operands='fp17' .* Did you mean 'fp16"),
         ({"group": 8, "group_bits": 9, "zero_exponent": -299}, r"zero_exponent=-299 .* from -298 to 255"),
         ({"format": "fp32", "order": "torch", "operands": "fp16"}, r"operands='fp16' was given without a group"),
@@ -196,7 +196,7 @@ def test_an_unknown_name_is_refused_with_near_matches(name: str, error: str) -> 
 
 
 def test_what_is_no_name_is_refused() -> None:
-    with pytest.raises(TypeError, match="An accumulator is wanted, not 16 of type int"):
+    with pytest.raises(TypeError, match="Expected an accumulator, got 16 of type int"):
         as_accumulator(16)  # type: ignore[arg-type]
 
 

@@ -72,7 +72,7 @@ BAD = [
     ({"element": "e8m0fnu", "block": 32}, "no zero and no sign"),
     ({"element": "bf16", "block": 32}, "no room for a scale"),
     ({"element": Codebook([-(2.0**-95), 0.0, 2.0**-95]), "block": 32}, r"2\*\*-95, which leaves no room"),
-    ({"element": "mxfp4", "block": 32}, "format of single numbers is wanted"),
+    ({"element": "mxfp4", "block": 32}, "format of single numbers is expected"),
 ]
 
 

@@ -715,7 +715,7 @@ def test_unknown_words_are_refused() -> None:
 @pytest.mark.parametrize("word", [[], {}, {"a"}, [[]], np.array([1.0, 2.0]), slice(1), torch.ones(2), object(), b"up"])
 def test_words_that_are_none_are_refused_as_unknown_ones_are(word: object) -> None:
     x = torch.ones(2)
-    with pytest.raises(TypeError, match="A format is wanted, not"):
+    with pytest.raises(TypeError, match="Expected a format, got"):
         round_to(x, word)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"Unknown rounding .*Known: nearest_even"):
         round_to(x, "fp16", word)  # type: ignore[call-overload]
