@@ -467,7 +467,7 @@ def _compare_outputs(runs: _Runs, result: Mismatch) -> tuple[Measured, Measured,
         floors.append(compared(runs.of_a[i], runs.likelihoods(i, "a", "a", floor, Permuted), runs.eps))
     result.figures, result.weights = joined(parts), truncated(torch.cat(changes))
     candidates = [joined(floors), runs.figures("a", Split)]
-    # For a part of the batch, a scale of a whole tensor and random numbers are others, which no order of sums explains.
+    # A part of the batch has another scale of the whole tensor, and draws other numbers: that is no order of sums.
     alone = None if pair.has_drawn or _has_scales_of_tensors(pair.models["a"]) else runs.one_by_one("a")
     candidates += [] if alone is None else [alone]
     result.floor = max(candidates, key=lambda f: f.mean_dlogp)

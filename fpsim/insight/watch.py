@@ -82,7 +82,7 @@ def watch(
     Args:
         model: not quantised; a quantised one is recorded by `fpsim.record`.
         step: a function without arguments, or a batch where the output has a `.loss` or with `loss`. Formats may be
-            given in its place.
+            given instead.
         loss: a function from the model's output to a scalar, for a batch.
         formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last
             axis.
