@@ -29,6 +29,8 @@ from fpsim.models.storing import states_in
 
 __all__ = ["Finding", "causes_first", "comes_to_nothing", "find", "reaches_a_loss"]
 
+WIDE = ("float32", "float64", "fp32")  # float32 gives the same as these, so that it need not be run
+
 
 @dataclass
 class Finding:
@@ -111,7 +113,7 @@ class _Checks:
         self.losses = self.seen.losses()
         result, seen = self.result, self.seen
         result.loss, result.operations, result.calls = self.was.loss, seen.operations, seen.calls
-        result.checked = _checked(self.model, self.trials, seen, self.updates, self.buffers)
+        result.checked = _checked(self.model, self.trials, seen, self.updates)
 
     def _note_cleared(self) -> None:
         """Drop the gradients from `held` that the step has cleared before it added to them."""
@@ -435,7 +437,8 @@ def _chain(cause: Event, seen: Keeping) -> list[str]:
     return [o.site for o in way_to(loss, at) if o.computes]
 
 
-def _checked(model: nn.Module, trials: Trials, seen: Keeping, updates: Updates, buffers: list[Event]) -> list[str]:
+def _checked(model: nn.Module, trials: Trials, seen: Keeping, updates: Updates) -> list[str]:
+    """Describe the checks that were made."""
     gradients = sum("gradient" in o.notes for o in seen.operations)
     wanted, moved = sum(r["wanted"] for r in updates.rows), sum(r["moved"] for r in updates.rows)
     lines = [
@@ -452,10 +455,6 @@ def _checked(model: nn.Module, trials: Trials, seen: Keeping, updates: Updates, 
     return lines
 
 
-# Infinities and NaN that come to nothing: they reach no loss and no gradient of a parameter
-_WIDE = ("float32", "float64", "fp32")
-
-
 def causes_first(
     events: list[Event], losses: list[Operation], is_finite: bool, is_so_in_float32: Callable[[Event], bool]
 ) -> list[Event]:
@@ -468,7 +467,7 @@ def causes_first(
     dying = [event for event in events if _dies(event, losses)]
     if is_finite:
         # An overflow stays: its effect on the numbers that follow is not known.
-        harmless = [e for e in dying if not _overflows(e) and (e.fmt in _WIDE or is_so_in_float32(e))]
+        harmless = [e for e in dying if not _overflows(e) and (e.fmt in WIDE or is_so_in_float32(e))]
         return [event for event in events if not any(event is other for other in harmless)]
     living = [event for event in events if not any(event is other for other in dying)]
     return [*living, *dying]
