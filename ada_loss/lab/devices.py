@@ -30,7 +30,8 @@ def device_problem(device: str) -> str:
     kind, _, index = device.partition(":")
     if kind == "cpu":
         return ""
-    import torch  # the check of a name needs none
+    # Imported late: the check of a device's name must not wait for torch.
+    import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
@@ -42,7 +43,9 @@ def device_problem(device: str) -> str:
 
 
 _full = threading.Lock()
-_inside: list[tuple[Any, ...]] = []  # for each training on a GPU that runs now, the settings before the first
+# One entry for each training on a GPU that runs now: the settings before the first. Trainings may run in several
+# threads and end in any order; the last one to end restores the settings that the first one found.
+_inside: list[tuple[Any, ...]] = []
 
 
 @contextmanager
@@ -67,7 +70,8 @@ def float32_in_full(device: str) -> Iterator[None]:
 
 
 def _cudnn() -> Any:
-    from torch.backends import cudnn  # the check of a device's name needs none
+    # As above: the check of a device's name must not wait for torch.
+    from torch.backends import cudnn
 
     return cudnn
 
@@ -76,13 +80,15 @@ def _settings() -> tuple[bool | None, str, str]:
     cudnn = _cudnn()
     try:
         both: bool | None = cudnn.allow_tf32
-    except RuntimeError:  # torch refuses to say it in one word of two settings that differ
+    # torch raises where the two settings below differ, as this one name stands for both.
+    except RuntimeError:
         both = None
     return both, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
 
 
 def _set(both: bool | None, convolutions: str, recurrent: str) -> None:
     cudnn = _cudnn()
-    if both is not None:  # the older of two interfaces, which writes to the settings of the newer
+    # The older of two interfaces writes to the settings of the newer, so it goes first.
+    if both is not None:
         cudnn.allow_tf32 = both
     cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = convolutions, recurrent

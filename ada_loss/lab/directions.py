@@ -23,18 +23,19 @@ __all__ = [
 
 MINIMIZE, MAXIMIZE = "minimize", "maximize"
 FILE = "directions.json"  # in the folder of a sweep
-# The words that tell a direction. Few, and each means one thing: what is not known is not judged, and a statement costs
-# one option, where a wrong guess would turn a verdict around.
+# The words that tell a direction. Few, and each means one thing: an unknown metric is not judged, and stating its
+# direction costs one option, where a wrong guess would turn a verdict around.
 LARGER = "accuracy acc precision iou f1 auc bleu".split()
 SMALLER = "loss error perplexity ppl entropy nll bits mse".split()
-COLUMNS = ("underflow", "skipped", "seconds")  # of every sweep, by their whole name; smaller is better
-TURNED = {"neg", "negative", "negated", "minus", "inverse"}  # a name with one of these tells nothing
+COLUMNS = ("underflow", "skipped", "seconds")  # columns of every sweep, whose smaller values are better
+# A name with one of these words tells nothing.
+TURNED = {"neg", "negative", "negated", "minus", "inverse"}
 
 
 def by_name(metric: str) -> str | None:
     """The direction that a metric's name tells by its last word; None where that is not one of fifteen.
 
-    Digits, "rate", the "score" of what is to be large, and what the word is counted by may follow it.
+    Digits, "rate", "score" (of a metric to maximize) and a unit behind "per" may follow it.
 
     >>> by_name("val_loss"), by_name("top5_acc"), by_name("F1Score"), by_name("bits_per_character")
     ('minimize', 'maximize', 'maximize', 'minimize')
@@ -44,6 +45,7 @@ def by_name(metric: str) -> str | None:
     if metric in COLUMNS:
         return MINIMIZE
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])\d*|[A-Z]?[^\W\d_A-Z]+\d*|\d+", metric)]
+    # "bits_per_character" is counted in bits: the unit behind "per" says nothing.
     if "per" in words:
         words = words[: words.index("per")]
     is_score = words[-1:] == ["score"]
@@ -64,7 +66,7 @@ def goals_of(goal: object, first: str | None = None) -> dict[str, str]:
 
     goal: "minimize" or "maximize", of the first metric; or a mapping of metrics to these; None for none.
     first: the name of the first metric.
-    Raises TypeError and ValueError for what is neither.
+    Raises TypeError for another type, ValueError for another direction.
     """
     if goal is None:
         return {}
@@ -86,7 +88,7 @@ def goals_of(goal: object, first: str | None = None) -> dict[str, str]:
 def stated(minimize: object = (), maximize: object = ()) -> dict[str, str]:
     """The directions that two lists of metrics state.
 
-    Raises TypeError for what is not a list of names, ValueError for a metric in both.
+    Raises TypeError for anything but lists of names, ValueError for a metric in both.
 
     >>> stated(["wer"], ["speed"])
     {'wer': 'minimize', 'speed': 'maximize'}
@@ -120,7 +122,8 @@ class Directions:
     def of(self, metric: str) -> str | None:
         """The direction of a metric; None where it is not known."""
         name = metric
-        while name.startswith("metric.") and name not in self.said:  # the column of a metric named as another column
+        # Such is the column of a metric whose name another column has; see `Results`.
+        while name.startswith("metric.") and name not in self.said:
             name = name.removeprefix("metric.")
         return self.said.get(name) or by_name(name)
 
@@ -129,7 +132,7 @@ class Directions:
         return {MAXIMIZE: 1, MINIMIZE: -1, None: 0}[self.of(metric)]
 
     def words(self, metric: str) -> str:
-        """What stands beside a metric of which smaller is better; "" for others."""
+        """Note for a metric of which smaller is better, "lower is better"; "" for others."""
         return "lower is better" if self.of(metric) == MINIMIZE else ""
 
     def __or__(self, other: Mapping[str, str]) -> Directions:
@@ -137,7 +140,7 @@ class Directions:
 
 
 def hint_for(metric: str) -> str:
-    """How to state the direction of a metric, for an error."""
+    """Advice on stating the direction of a metric, for an error."""
     return (
         f"State it: minimize=[{metric!r}] or maximize=[{metric!r}] in the sweep or in ada_loss.Results, --minimize or "
         f"--maximize {metric} on the command line, or Task(goal=...)."
@@ -145,14 +148,14 @@ def hint_for(metric: str) -> str:
 
 
 def read_directions(folder: Path) -> dict[str, str]:
-    """The directions that are kept in the folder of a sweep; those of them that are none are passed over."""
+    """Read the directions stored in the folder of a sweep; invalid ones are skipped."""
     return {
         name: direction for name, direction in mapping_in(folder / FILE).items() if direction in (MINIMIZE, MAXIMIZE)
     }
 
 
 def keep_directions(folder: Path, said: Mapping[str, str]) -> None:
-    """Keep stated directions in the folder of a sweep, in addition to those that it has."""
+    """Store stated directions in the folder of a sweep, in addition to those already there."""
     kept = read_directions(folder)
     if said and {**kept, **said} != kept:
         write_atomically(folder / FILE, strict_json({**kept, **said}).encode())

@@ -15,7 +15,9 @@ from fpsim.checks import DISTRIBUTION
 
 __all__ = ["environment", "versions"]
 
-FILTER_OFF = {"clean": "", "process": "", "required": "false"}  # git runs them to see whether a file was changed
+# git runs the filters of a repository to see whether a file was changed. `required` is off too, or git would fail
+# without them.
+FILTER_OFF = {"clean": "", "process": "", "required": "false"}
 PACKAGES = (DISTRIBUTION, "torch", "numpy", "numba", "distributed")
 
 
@@ -38,7 +40,8 @@ def versions() -> dict[str, str | None]:
     return {package: _version(package) for package in PACKAGES}
 
 
-@cache  # each cell asks, and a look takes milliseconds
+# Cached: each cell asks, and reading a package's metadata takes milliseconds.
+@cache
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -51,6 +54,7 @@ def _commit() -> str | None:
 
     Nothing that the repository configures is run: a downloaded folder may bring a .git of someone else.
     """
+    # Only filters of the repository itself are switched off: those of the user and of the system are trusted.
     listed = _git("config", "-z", "--show-scope", "--includes", "--name-only", "--get-regexp", r"^filter\.").split("\0")
     own = {name.rpartition(".")[0] for scope, name in zip(listed[::2], listed[1::2]) if scope in ("local", "worktree")}
     off = {f"{name}.{key}": value for name in own for key, value in FILTER_OFF.items()}
@@ -58,9 +62,10 @@ def _commit() -> str | None:
 
 
 def _git(*words: str, config: Mapping[str, str] | None = None) -> str:
-    """What git prints; "" where it fails. config: settings that win over the repository's."""
+    """Output of git; "" where it fails. config: settings that win over the repository's."""
     command = ["git", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", *words]
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # the index is not written
+    # `git describe --dirty` would refresh the index, a file of the user's repository.
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     for i, (name, value) in enumerate((config or {}).items()):
         environment |= {f"GIT_CONFIG_KEY_{i}": name, f"GIT_CONFIG_VALUE_{i}": value, "GIT_CONFIG_COUNT": str(i + 1)}
     try:

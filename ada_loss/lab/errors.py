@@ -24,7 +24,8 @@ def printable(text: object) -> str:
     a\x1b]0;title\x07 \ud800 b
     """
     words = str(text)
-    if words.isprintable():  # as most are, and it is 50 times as quick
+    # Most texts are printable, and this test is 50 times as quick as the loop.
+    if words.isprintable():
         return words
     return "".join(c.encode("unicode_escape").decode() if _is_control(c) else c for c in words)
 

@@ -29,7 +29,8 @@ COLOURS = {
     "Every training:": "bold",
 }
 WIDEST = 10_000
-NARROWEST = 24  # columns of names, where a table is wider than its terminal
+# Columns that names keep in a table that is wider than its terminal.
+NARROWEST = 24
 ROW = re.compile(r"\|(.*)\|")
 RULE = re.compile(r"\|(?::?-+:?\|)+")
 
@@ -41,7 +42,8 @@ def show(text: object) -> None:
         return
     console = _console()
     lines, table = str(text).splitlines(), []
-    for i, line in enumerate([*lines, ""]):  # the last ends a table
+    # The empty line behind the last one ends a table there.
+    for i, line in enumerate([*lines, ""]):
         if ROW.fullmatch(line):
             table.append(line)
             continue
@@ -50,7 +52,7 @@ def show(text: object) -> None:
             table = []
         if line or i < len(lines):
             colour = next((c for words, c in COLOURS.items() if line.startswith(words)), "")
-            # as it is: brackets of intervals are no markup, and paths are not wrapped
+            # Printed unchanged: rich would read the brackets of intervals as markup, and wrap paths.
             console.print(line, style=colour, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -66,7 +68,8 @@ def show_table(table: Any) -> None:
         means = [sign * table.mean(row, column) for column in table.across]
         best = max((mean for mean in means if mean == mean), default=None) if sign else None
         rows.append([row, *(table.text(row, column) for column in table.across)])
-        many = len({mean for mean in means if mean == mean}) > 1  # the only one is not the best of anything
+        # A single mean, or several equal ones, are not the best of anything.
+        many = len({mean for mean in means if mean == mean}) > 1
         styles.append(["", *("bold green" if many and mean == best else "" for mean in means)])
     _draw(
         console, [f"{table.rows} \\ {table.columns}", *table.across], rows, [False] + [True] * len(table.across), styles
@@ -95,7 +98,8 @@ def _console(width: int | None = None) -> Console:
         raise ImportError(
             f"The command line needs {error.name}, which is not installed: {pip_install('lab')}."
         ) from None
-    return Console(width=width)  # which heeds NO_COLOR
+    # rich heeds NO_COLOR by itself.
+    return Console(width=width)
 
 
 def _parsed(lines: Sequence[str]) -> tuple[list[str], list[list[str]], list[bool]]:
@@ -120,7 +124,7 @@ def _draw(
 
     table = Table(box=box.SIMPLE_HEAD, header_style="bold cyan", pad_edge=False, show_edge=False)
     for i, (head, is_right) in enumerate(zip(heads, to_the_right)):
-        # a long name breaks, and a number does not
+        # The first column has the names, which may break. A number must not.
         table.add_column(Text(head), justify="right" if is_right else "left", overflow="fold", no_wrap=i > 0)
     for i, row in enumerate(rows):
         words = [Text(cell, style=styles[i][j] if styles else "") for j, cell in enumerate(row)]
@@ -130,7 +134,9 @@ def _draw(
         table.add_row(*words)
     natural = Measurement.get(console, console.options.update(width=WIDEST), table).maximum
     longest = max(len(cells[0]) for cells in (heads, *rows))
+    # The least width: names may break down to NARROWEST columns, and everything else stays whole.
     needed = natural - longest + min(longest, NARROWEST)
-    if needed > console.width:  # the terminal breaks lines; rich would cut numbers off
+    # rich would cut off numbers that do not fit. Drawn wider, the terminal itself breaks the lines.
+    if needed > console.width:
         console = _console(needed)
     console.print(table)

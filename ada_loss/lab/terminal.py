@@ -12,7 +12,8 @@ from fpsim.checks import pip_install
 
 try:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "IProgress not found")  # without widgets a notebook gets a bar of letters
+        # Without widgets a notebook gets a bar of letters, and the warning says nothing more.
+        warnings.filterwarnings("ignore", "IProgress not found")
         from tqdm.auto import tqdm
 except ImportError as error:
     raise ImportError(f"A sweep needs {error.name}, which is not installed: {pip_install('lab')}.") from None
@@ -25,6 +26,7 @@ def say(words: str) -> None:
     tqdm.write(printable(words), file=sys.stderr)
 
 
+# A list, so that the functions below share one changeable value without `global`.
 _is_offering = [True]
 
 

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 import fpsim
-from ada_loss.lab.cells.cell_updates import UPDATE, canonical_update, split, update_label
-from ada_loss.lab.cells.own_operands import as_operand, is_path, operand_word
+from ada_loss.lab.cells.cell_updates import UPDATE, canonical_update, format_words, split, update_label
+from ada_loss.lab.tasks import imported
 from ada_loss.lab.training.format_schedule import SCHEDULE, FormatSchedule, Stage, as_schedule
 from ada_loss.lab.training.methods import fits_few_bits
 from ada_loss.lab.training.native import canonical_native, is_native, native_label, require_native
 from ada_loss.lab.training.rollouts import ROLLOUT, WEIGHTS_KEY, Rollout, as_rollout
-from fpsim import ROLES, Policy, Products
+from fpsim import ROLES, Operand, Policy, Products
 from fpsim.checks import shown
 from fpsim.scaling import FEW_BITS, gradients_have_scales
 
 __all__ = [
     "BASELINE",
     "STOCHASTIC_GRADIENTS",
+    "ImportedOperand",
     "canonical_format",
     "has_own_rounding",
     "label",
     "needs_no_scaling",
+    "operand_functions",
     "policy_of",
     "rollout_of",
     "rollout_words",
@@ -35,9 +40,11 @@ __all__ = [
 BASELINE = "fp32"  # the format that the others are compared with
 # The rounding of a cell whose gradients alone are rounded stochastically, and all else to the nearest.
 STOCHASTIC_GRADIENTS = "stochastic_gradients"
-CACHED = ("k", "v")  # of a policy's cache
-ANY_BITS = 64  # of no format more
-WORDS = ("accumulator", "backward", "attention", "block_kv", "p_scale")  # of products, which are no operands
+CACHED = ("k", "v")  # the tensors in a policy's cache
+# More bits than any format has: all gradients are rounded stochastically.
+ANY_BITS = 64
+# Fields of `Products` and `Attention` that are words, not operands.
+WORDS = ("accumulator", "backward", "attention", "block_kv", "p_scale")
 
 
 def label(value: Any) -> str:
@@ -72,7 +79,8 @@ def label(value: Any) -> str:
     if UPDATE in value:
         return f"{label(value.get('format'))}, update {update_label(value[UPDATE])}"
     if SCHEDULE in value:
-        with suppress(TypeError, ValueError):  # a ledger of someone else may hold anything
+        # A ledger of someone else may hold anything under this key; then the fields are listed below.
+        with suppress(TypeError, ValueError):
             return str(
                 FormatSchedule(tuple(stage._replace(fmt=label(stage.fmt)) for stage in as_schedule(value).stages))
             )
@@ -80,7 +88,7 @@ def label(value: Any) -> str:
 
 
 def rollout_words(rollout: Any, name: Callable[[Any], str]) -> str:
-    """A rollout in canonical form as words. name: what formats are called."""
+    """Words for a rollout in canonical form. name: gives the name of a format."""
     fmt, weights = (rollout.get("format"), rollout.get(WEIGHTS_KEY)) if isinstance(rollout, Mapping) else (rollout, "")
     words = [f"rollouts {name(fmt)}" if fmt is not None else "", f"weights {weights}" if weights else ""]
     return ", ".join(filter(None, words))
@@ -91,26 +99,18 @@ def _spoken(value: Any) -> str:
     return str(fpsim.as_format(value)) if isinstance(value, str) and "Codebook(" in value else str(value)
 
 
-def _words(fmt: Any) -> str:
-    """The words that `as_format` reads: a format's name; the values of a code book that has none."""
-    parsed = fpsim.as_format(fmt)
-    element = parsed.element if isinstance(parsed, fpsim.BlockFormat) else parsed
-    has_name = not isinstance(element, fpsim.Codebook) or str(element) in fpsim.CODEBOOKS
-    return str(parsed) if has_name else repr(parsed)
-
-
 def _operands_label(value: Mapping[str, Any]) -> str:
-    """Operands, or products, with those in one format together."""
+    """Label of operands or products, with those of one format together."""
     names: dict[str, list[str]] = {}
     for name, fmt in value.items():
-        if isinstance(fmt, Mapping):  # the points of an attention
+        if isinstance(fmt, Mapping):  # the operands of an attention
             fmt = f"({_operands_label(fmt)})"
         names.setdefault("float32" if fmt is None else _spoken(fmt), []).append(name)
     return " ".join(f"{','.join(map(str, together))}={fmt}" for fmt, together in names.items())
 
 
 def _is_recipe(fmt: Any) -> bool:
-    """Whether a format is the name of a recipe, which has roundings of its own."""
+    """True if a format is the name of a recipe, which has roundings of its own."""
     return isinstance(fmt, str) and fmt.startswith(fpsim.RECIPE_PREFIX)
 
 
@@ -148,12 +148,13 @@ def canonical_format(fmt: Any) -> Any:
         schedule = as_schedule(fmt)
         return _canonical_schedule(schedule) if SCHEDULE in fmt else _canonical_policy(fmt)
     if isinstance(fmt, str):
-        fpsim.as_policy(fmt)  # a recipe without its prefix has an error of its own
-    return _words(fmt)
+        # Only for its error: it tells that a recipe's name lacks the prefix, which `as_format` does not.
+        fpsim.as_policy(fmt)
+    return format_words(fmt)
 
 
 def _canonical_rollout(own: Any, given: Any) -> dict[str, str] | None:
-    """A rollout beside the canonical format of its trainer; None for one that is drawn as if there were none."""
+    """Canonical form of a rollout beside its trainer's format; None for one that changes nothing."""
     rollout = as_rollout(given)
     canonical: dict[str, Any] = {}
     if rollout.fmt is not None:
@@ -165,6 +166,7 @@ def _canonical_rollout(own: Any, given: Any) -> dict[str, str] | None:
                 f"A rollout was given with {shown(fmt if is_native(fmt) else own)}, which emulates nothing. Use fp16 "
                 f"for both, or leave the rollout's format out: it is the trainer's then."
             )
+        # A rollout in the trainer's own format is the default. Left out, both spellings are one cell.
         canonical |= {} if fmt == own else {"format": fmt}
     if rollout.weights != Rollout.weights:
         canonical[WEIGHTS_KEY] = rollout.weights
@@ -180,7 +182,7 @@ def rollout_of(fmt: Any) -> Rollout | None:
 
 
 def _canonical_schedule(schedule: FormatSchedule) -> Any:
-    """A schedule as pairs of start and format; what a start does not change is left out, and one format is alone."""
+    """Pairs of start and format, without starts that change nothing; a single format stands alone."""
     stages: list[list[Any]] = []
     for stage in schedule.stages:
         fmt = canonical_format(stage.fmt)
@@ -194,26 +196,28 @@ def _canonical_policy(fmt: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("A format has 'rounding' in it. The sweep varies it: give roundings=[...].")
     try:
         _policy(fmt)
+        # None and variant "A" are defaults: a policy that names them is the one that does not.
         given = {k: v for k, v in fmt.items() if v is not None and (k, v) != ("variant", "A")}
         canonical = {k: word for k, v in given.items() if (word := _canonical(k, v)) is not None}
+        # What JSON cannot hold has no identity; here it still raises with the format in the message.
         json.dumps(canonical)
     except TypeError as error:
         raise ValueError(
             f"The format {shown(dict(fmt))} is not a policy: {error}. Expected: a name, or the fields of fpsim.Policy "
-            f"in numbers and words. Take {{'error': 'e5m2'}}, for instance."
+            f"in numbers and words. Use {{'error': 'e5m2'}}, for instance."
         ) from None
     return canonical
 
 
 def _canonical(field: str, value: Any) -> Any:
-    """A field of a policy, in the words that stand for all that mean the same."""
+    """Canonical form of a policy's field: one spelling for all that mean the same."""
     if field == "products" and isinstance(value, Mapping):
         defaults = (("backward", "original"), ("attention", False))
         return {k: _canonical_of_products(k, v) for k, v in value.items() if v is not None and (k, v) not in defaults}
     if field == "cache":
         stored = value if isinstance(value, Mapping) else dict.fromkeys(CACHED, value)
         return {name: _operands(stored[name]) for name in CACHED if stored.get(name) is not None} or None
-    return _words(value) if field in ROLES else value
+    return format_words(value) if field in ROLES else value
 
 
 def _canonical_of_products(field: str, value: Any) -> Any:
@@ -225,29 +229,29 @@ def _canonical_of_products(field: str, value: Any) -> Any:
 
 
 def _accumulator(value: Any) -> Any:
-    if isinstance(value, list | tuple):  # of the three products
+    if isinstance(value, list | tuple):  # one for each of the three products
         return [None if v is None else _accumulator(v) for v in value]
     if isinstance(value, fpsim.Accumulator):
         return str(value)
-    with suppress(ValueError):  # such as "hopper_fp8", which is no format
-        return _words(value)
+    with suppress(ValueError):  # raised for names that only accumulators have, such as "hopper_fp8"
+        return format_words(value)
     return value
 
 
 def _operands(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_operands(v) for v in value]
-    value = operand_word(value)
-    if is_path(value):
+    value = _operand_word(value)
+    if _is_path(value):
         return value
-    return _words(value) if isinstance(value, str | fpsim.Codebook | fpsim.BlockFormat) else value
+    return format_words(value) if isinstance(value, str | fpsim.Codebook | fpsim.BlockFormat) else value
 
 
 def _policy(fields: Mapping[str, Any]) -> Policy:
     """A policy from the fields of a cell's format."""
     if (cache := fields.get("cache")) is not None:
         pairs = cache.items() if isinstance(cache, Mapping) else [(name, cache) for name in CACHED]
-        fields = {**fields, "cache": {name: as_operand(v) for name, v in pairs}}
+        fields = {**fields, "cache": {name: _as_operand(v) for name, v in pairs}}
     products = fields.get("products")
     if not isinstance(products, Mapping):
         return Policy(**fields)
@@ -259,7 +263,7 @@ def _policy(fields: Mapping[str, Any]) -> Policy:
 
 
 def _operands_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v if k in WORDS else as_operand(v) for k, v in fields.items()}
+    return {k: v if k in WORDS else _as_operand(v) for k, v in fields.items()}
 
 
 def needs_no_scaling(fmt: Any) -> bool:
@@ -300,13 +304,14 @@ def usual_rounding(fmt: Any, method: str | float) -> str:
 
 
 def policy_of(fmt: Any, rounding: str) -> FormatSchedule:
-    """The formats of a cell as `train` takes them, without its update, each with the rounding, unless it has its own.
+    """Return the formats of a cell as `train` takes them, without its update; recipes keep their own roundings.
 
     Raises ValueError for an unknown rounding, and for one that a native format does not have.
     """
     if is_native(fmt):
         require_native(rounding, {})
         return FormatSchedule((Stage(0, fmt),))
+    # "stochastic_gradients" is written into each policy by role, so that the stage itself has no rounding.
     is_mixed = rounding == STOCHASTIC_GRADIENTS
     return FormatSchedule(
         tuple(
@@ -325,7 +330,93 @@ def _policy_of(fmt: Any, rounding: str) -> Any:
         return fmt if _is_recipe(fmt) else _as_policy(fmt).with_stochastic_gradients(ANY_BITS)
     policy = _policy(fmt) if isinstance(fmt, Mapping) else fmt
     if isinstance(policy, Policy):
-        policy.with_rounding(rounding)  # random bits and variants that the rounding cannot use are an error now
+        # Only for its error: random bits and variants that the rounding cannot use are refused when planning.
+        policy.with_rounding(rounding)
     is_name = isinstance(fmt, str) and not _is_recipe(fmt)
-    fpsim.as_policy(policy if is_name else None, rounding)  # an unknown rounding is an error now
+    # Only for its error, likewise: an unknown rounding.
+    fpsim.as_policy(policy if is_name else None, rounding)
     return policy
+
+
+# Operands of products given as functions of the user: "module:function", imported when called
+
+
+EXPECTED = "Expected: a function of a module on Python's path, as 'module:function'."
+
+
+@dataclass(frozen=True)
+class ImportedOperand:
+    """A function of a tensor and an axis by its import path. No policy imports it: reading a ledger runs nothing.
+
+    A call raises ValueError for a path that leads to no function.
+    """
+
+    path: str
+
+    def __call__(self, x: Tensor, axis: int) -> Any:
+        return self.function(x, axis)
+
+    @property
+    def function(self) -> Callable[[Tensor, int], Any]:
+        """The function itself, imported."""
+        found = imported("operand", self.path)
+        if not callable(found):
+            raise ValueError(f"The operand {shown(self.path)} is a {type(found).__name__}. {EXPECTED}")
+        return found  # type: ignore[no-any-return]
+
+
+def _is_path(value: object) -> bool:
+    """True if a value has the form of a function's import path.
+
+    >>> _is_path("mine:rounded"), _is_path("recipe:"), _is_path("e5m2 per tensor")
+    (True, False, False)
+    """
+    module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
+    return bool(colon) and all(word.isidentifier() for word in (*module.split("."), name))
+
+
+def _operand_word(value: Any) -> Any:
+    """An operand for a configuration: the import path of a function; anything else unchanged.
+
+    Raises ValueError for a function that cannot be imported by its name.
+    """
+    if not callable(value) or isinstance(value, type | Operand):
+        return value
+    path = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+    module = sys.modules.get(path.partition(":")[0])
+    if path.startswith("__main__:") or not _is_path(path) or getattr(module, path.partition(":")[2], None) is not value:
+        raise ValueError(
+            f"The operand {shown(value)} is a function that a worker cannot import: a lambda, one of a notebook or a "
+            f"script, or one inside of another. {EXPECTED}"
+        )
+    return path
+
+
+def _as_operand(value: Any) -> Any:
+    """An operand of a configuration as `Products` takes it."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_as_operand, value))
+    word = _operand_word(value)
+    return Operand(ImportedOperand(word), name=word) if _is_path(word) else value
+
+
+def operand_functions(fmt: Any) -> Iterator[str]:
+    """The import paths of operands anywhere in a format of a cell."""
+    if isinstance(fmt, Mapping):
+        for key, value in fmt.items():
+            if key in ("products", "cache"):
+                yield from _paths([*value.values()] if isinstance(value, Mapping) else value)
+            else:
+                yield from operand_functions(value)
+    elif isinstance(fmt, list | tuple):
+        for value in fmt:
+            yield from operand_functions(value)
+
+
+def _paths(value: Any) -> Iterator[str]:
+    value = [*value.values()] if isinstance(value, Mapping) else value
+    for each in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(each, list | tuple | Mapping):
+            yield from _paths(each)
+        elif _is_path(each):
+            yield each

@@ -1,7 +1,7 @@
 """Updates of cells (formats that an optimizer stores): canonical form, label, and `fpsim.Update`.
 
 A cell whose optimizer stores float32 has only its format, as if there were no updates. With an update, {"format":
-format, "update": update} takes the place of the format.
+format, "update": update} replaces the format.
 """
 
 from __future__ import annotations
@@ -20,9 +20,19 @@ from ada_loss.lab.training.rollouts import ROLLOUT
 from fpsim import UPDATES, Update
 from fpsim.checks import did_you_mean, shown
 
-__all__ = ["UPDATE", "canonical_update", "require_update", "split", "update_label", "update_of", "with_updates"]
+__all__ = [
+    "UPDATE",
+    "canonical_update",
+    "format_words",
+    "require_update",
+    "split",
+    "update_label",
+    "update_of",
+    "with_updates",
+]
 
-UPDATE = "update"  # the key beside "format" of a mapping that stands where a format may stand
+# The key beside "format" in a mapping that is given for a format.
+UPDATE = "update"
 FORMAT = "format"
 FLOAT32 = "float32"  # the name of an update that rounds nothing
 FIELDS = {field.name: field for field in fields(Update)}
@@ -64,7 +74,7 @@ def with_updates(formats: Sequence[Any], updates: Sequence[Any] | None) -> list[
 
 
 def _joined(entry: Any, given: Any) -> Any:
-    """An entry of formats with an entry of updates."""
+    """Combine an entry of formats with an entry of updates."""
     update, name = given, ""
     if isinstance(given, Mapping) and "name" in given:
         name, rest = given["name"], {key: value for key, value in given.items() if key != "name"}
@@ -73,6 +83,7 @@ def _joined(entry: Any, given: Any) -> Any:
         update = rest[UPDATE] if {*rest} == {UPDATE} else rest
     if isinstance(entry, Mapping) and UPDATE in entry:
         raise ValueError(f"The format {shown(dict(entry))} has an update of its own. Give it in formats or in updates.")
+    # The identity of a cell without an update must not tell whether updates were asked for.
     if canonical_update(update) is None:
         return entry
     own = entry if isinstance(entry, Mapping) and "name" in entry else None
@@ -80,6 +91,7 @@ def _joined(entry: Any, given: Any) -> Any:
     joined = {FORMAT: fmt, UPDATE: update}
     if isinstance(entry, Mapping) and ROLLOUT in entry:
         fmt = split({key: value for key, value in entry.items() if key != "name"})[0]
+        # A rollout stays beside the format and the update, on one level: that is the canonical form.
         joined = {FORMAT: fmt, UPDATE: update, ROLLOUT: entry[ROLLOUT]}
     if not name and own is None:
         return joined
@@ -103,6 +115,7 @@ def canonical_update(update: Any) -> Any:
     if parsed.is_float32:
         return None
     fields = _as_json(parsed)
+    # The name, where the fields are those of a known update: both spellings are one cell.
     return next((name for name, known in UPDATES.items() if _as_json(known) == fields), fields)
 
 
@@ -135,7 +148,7 @@ def _update(update: Any) -> Update:
 
 
 def _as_json(update: Update) -> dict[str, Any]:
-    """The fields of an update that are not the default, in words that `Update` reads."""
+    """Fields of an update that differ from the default, in words that `Update` reads."""
     changed: dict[str, Any] = {}
     plain = Update()
     for name in FIELDS:
@@ -143,9 +156,10 @@ def _as_json(update: Update) -> dict[str, Any]:
         if value == getattr(plain, name):
             continue
         if name in ("weight", "master"):
-            value = _words(value)
+            value = format_words(value)
         elif name == "states":
-            value = {state: _words(fmt) for state, fmt in update.state_patterns.items()}
+            patterns = update.state_patterns.items()
+            value = {state: None if fmt is None else format_words(fmt) for state, fmt in patterns}
             value = value["*"] if {*value} == {"*"} else value
         elif name == "overrides":
             if wrong := [pattern for pattern in value if not isinstance(pattern, str)]:
@@ -161,10 +175,12 @@ def _as_json(update: Update) -> dict[str, Any]:
     return changed
 
 
-def _words(fmt: Any) -> str | None:
-    """The words that `as_format` reads: a format's name; the values of a code book that has none."""
-    if fmt is None:
-        return None
+def format_words(fmt: Any) -> str:
+    """Words that `as_format` reads: a format's name; the values of a code book that has none.
+
+    >>> format_words("half"), format_words("mxfp4"), format_words(fpsim.Codebook((-1.0, 0.0, 1.0)))
+    ('fp16', 'mxfp4', "Codebook(values=(-1.0, 0.0, 1.0), ties='even', borders=None)")
+    """
     parsed = fpsim.as_format(fmt)
     element = parsed.element if isinstance(parsed, fpsim.BlockFormat) else parsed
     has_name = not isinstance(element, fpsim.Codebook) or str(element) in fpsim.CODEBOOKS
@@ -201,7 +217,7 @@ def update_of(fmt: Any) -> Update | None:
 def require_update(fmt: Any, options: Mapping[str, Any]) -> None:
     """Raise ValueError for an update that the optimizer of these options does not support.
 
-    A step of a small optimizer tells: names of states, and the arithmetic of a step. Names in overrides are a model's.
+    Takes one step of a tiny model. Overrides are not checked: they name modules of the real model.
     """
     update = update_of(fmt)
     if update is None:
@@ -214,6 +230,8 @@ def require_update(fmt: Any, options: Mapping[str, Any]) -> None:
             )
     model = torch.nn.Linear(1, 1)
     optimizer = make_optimizer(TrainOptions(**options), model)
+    # A step of a tiny model, because states have their names only after one. Overrides name modules of the real model,
+    # and `min_size` would leave two weights alone.
     fpsim.quantize_optimizer(optimizer, replace(update, overrides={}, min_size=0))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)

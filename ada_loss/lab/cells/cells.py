@@ -46,9 +46,12 @@ __all__ = [
     "stored_cell",
 ]
 
-MOST_CELLS = 1_000_000  # of a grid: a cell takes a kilobyte
-MANY_CELLS = 50_000  # take a second to plan
+# The limit of a grid: a cell takes a kilobyte.
+MOST_CELLS = 1_000_000
+# From here on planning takes a second or more, and is announced.
+MANY_CELLS = 50_000
 AXES = ("task", "format", "rounding", "scaling", "seed")
+# Not options of a cell: two are axes, and its identity does not depend on the device.
 SET_BY_THE_SWEEP = ("scaling", "seed", "device")
 OPTIONS = {name: default for name, default in asdict(TrainOptions()).items() if name not in SET_BY_THE_SWEEP}
 
@@ -106,9 +109,9 @@ def plan(
     task: a name, "module:function", or a function from a seed to a Task.
     formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`, of which "products" is a
         mapping too: of "x", "w" and "dy" to the formats of operands, or of the fields of `fpsim.Products`. With "name"
-        in a mapping that is what the format is called: {"name": "mine", "format": "mxfp4"}. Several in
+        in a mapping it is the name of the format: {"name": "mine", "format": "mxfp4"}. Several in
         turn are {"schedule": {start: format}}, where a start is 0, and either a fraction of all steps, 0.8, or a step,
-        500. Trainings that begin alike are trained once until their formats part. {"native": "fp16"} is no emulation:
+        500. Trainings that begin alike are trained once until their formats part. {"native": "fp16"} does not emulate:
         the model trains in real float16, under torch.autocast.
     scaling: the scaling methods; see `make_scaling`.
     roundings: names, one for all roles each; "stochastic_gradients" rounds gradients alone stochastically. None is
@@ -119,8 +122,8 @@ def plan(
     train: a training function of the user instead of a task; its options are any mapping of numbers and
         words.
     updates: the optimizer's storage: names of `fpsim.UPDATES`, or mappings with the fields of `fpsim.Update`, with
-        "name" in one as in a format; "float32" is an optimizer as it is, and so is None, for all cells. The format and
-        the update together are the cell's format: {"format": "fp32", "update": "bf16_sr"}.
+        "name" in one as in a format; "float32" leaves the optimizer unchanged, and so does None for all cells. The
+        format and the update together are the cell's format: {"format": "fp32", "update": "bf16_sr"}.
     Raises ValueError for an unknown task, format, method, rounding or option, for an empty grid, and for combinations
     that are the same training; TypeError for anything but lists, and for seeds that are not integers.
 
@@ -154,10 +157,12 @@ def plan(
         if train is None:
             require_update(fmt, full)
             if full["steps"]:
-                as_schedule(split(fmt)[0]).steps(full["steps"])  # which raises where a format has none
+                # Only for its error: a start that rounds to the same step as the next leaves a format without steps.
+                as_schedule(split(fmt)[0]).steps(full["steps"])
     methods = [_method(method) for method in scaling]
     if any(map(is_native, canonical)):
         _require_native(methods, full, train)
+    # Before any cell is made: a grid can have more cells than fit into memory.
     count = math.prod(map(len, (canonical, given, methods, seeds)))
     if count > MOST_CELLS:
         raise ValueError(f"The grid has more than {MOST_CELLS:,} cells. Give fewer formats, scaling methods or seeds.")
@@ -165,6 +170,8 @@ def plan(
         say(f"Planning {count:,} cells.")
     cells = []
     for fmt, named, method, seed in itertools.product(canonical, given, methods, seeds):
+        # A value that changes nothing would train the same again: such a format has one cell, under the first of the
+        # values.
         if has_own_rounding(fmt) and named != given[0]:
             continue
         if needs_no_scaling(fmt):
@@ -197,7 +204,8 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
         or not all(isinstance(g, Mapping) for g in also)
     ):
         raise TypeError(f"also is {shown(also)}. Expected: a list of mappings, [{{'formats': ['fp16']}}] for instance.")
-    known_names = [name for name in grid if name != "train"]  # one training function for all
+    # `train` is not among the names: one function trains the cells of all grids.
+    known_names = [name for name in grid if name != "train"]
     grids = [dict(grid)]
     for changes in also:
         for name in changes:
@@ -207,12 +215,14 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
             raise TypeError("also was given with a task that is not a name. Give both as 'module:function'.")
         other_task = changes.get("task", grid["task"]) != grid["task"]
         grids.append({**grid, **({"task_options": None} if other_task else {}), **changes})
-    if not isinstance(baseline, bool):  # YAML 1.2 reads `no` as a word
+    # A flag from a file: YAML 1.2 reads `no` as a word, which would count as true.
+    if not isinstance(baseline, bool):
         raise ValueError(f"baseline={shown(baseline)} is invalid. Expected: true or false.")
     asked = [_planned(one) for one in grids]
     planned = [cell for cells in asked for cell in cells]
     _require_different(planned)
     require_different({label(cell.config["format"]): cell.name for cell in planned if cell.name})
+    # A float32 that any grid asks for itself is not added once more.
     known = {cell.id for cells in asked for cell in cells}
     all_cells: list[Cell] = []
     for one, cells in zip(grids, asked, strict=True):
@@ -263,13 +273,14 @@ def _task_and_options(
 
 
 def _require_rollouts(fmt: Any, task: str | MakeTask | None, train: object) -> None:
-    """Raise ValueError for a format with a rollout that nothing draws; a task of one's own says it when it runs."""
-    if rollout_of(fmt) is None:  # which raises for a format that is none
+    """Raise ValueError for a format with a rollout that nothing draws; a user's task raises when it runs."""
+    # This raises for an invalid format, too.
+    if rollout_of(fmt) is None:
         return
     if train is not None:
         raise ValueError(
-            f"The format {shown(label(fmt))} has a rollout, and a training function draws its own. Leave it out, and "
-            f"quantise a second model in the function."
+            f"The format {shown(label(fmt))} has a rollout, and a training function draws its own. Omit the rollout, "
+            f"and quantise a second model in the function."
         )
     function = find_task(task) if isinstance(task, str) else task
     if isinstance(task, str) and is_of_library(task) and not getattr(function, "plays", False):
@@ -277,7 +288,7 @@ def _require_rollouts(fmt: Any, task: str | MakeTask | None, train: object) -> N
 
 
 def _require_native(methods: Sequence[str | float], options: Mapping[str, Any], train: object) -> None:
-    """Raise ValueError for what a grid with a native format cannot have."""
+    """Raise ValueError for settings that a grid with a native format cannot have."""
     if train is not None:
         raise refused_with_native(
             "train",
@@ -290,8 +301,9 @@ def _require_native(methods: Sequence[str | float], options: Mapping[str, Any], 
 
 
 def _require_task(function: Any) -> None:
-    """Raise TypeError for a training function in the place of a task's: its first parameter is a job."""
+    """Raise TypeError for a training function given as a task: its first parameter is a job."""
     try:
+        # Found by name or annotation: called with a seed, such a function would fail in a worker, long after.
         first = next(iter(inspect.signature(function).parameters.values()), None)
     except (TypeError, ValueError):
         return
@@ -301,7 +313,7 @@ def _require_task(function: Any) -> None:
 
 
 def _other_name(value: Any) -> Any:
-    """The first name in nested mappings that is not a string, which JSON would make one; None where all are."""
+    """First name in nested mappings that is not a string; None where all are."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if not isinstance(name, str):
@@ -315,11 +327,13 @@ def _other_name(value: Any) -> Any:
 
 def _own_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a training function, which are part of a cell's identity."""
+    # JSON would turn such a name into a string, and the function would not find its option.
     if (name := _other_name(options)) is not None:
         raise TypeError(
             f"task_options is {shown(dict(options))}, with {shown(name)} as a name. Expected: strings as names."
         )
     try:
+        # JSON and back, so that tuples are lists, as they are when read from the ledger. The id must be the same.
         own: dict[str, Any] = json.loads(json.dumps(options, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ValueError(
@@ -333,7 +347,7 @@ def _own_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_configuration(config: object) -> bool:
-    """True if this has the form of a cell's configuration, with values of any kind."""
+    """True if a value has the form of a cell's configuration, with values of any kind."""
     if not isinstance(config, dict) or config.keys() != {*AXES, "options"}:
         return False
     words = isinstance(config["task"], str) and isinstance(config["rounding"], str)
@@ -344,7 +358,8 @@ def is_intact(cell: str, config: dict[str, Any]) -> bool:
     """True if an id is the hash of this configuration."""
     try:
         return Cell(config).id == cell
-    except ValueError:  # NaN, which no configuration holds
+    # JSON refuses NaN, which no configuration holds.
+    except ValueError:
         return False
 
 
@@ -357,6 +372,7 @@ def stored_cell(cell: str, config: dict[str, Any]) -> Cell:
     problem = "its configuration is not the one of which the id was made."
     if is_configuration(config) and is_intact(cell, config):
         checked = ("task", "format", "rounding", "scaling", "options")
+        # As text without the seed, so that the cache below serves all seeds of a setting.
         problem = _problem_of(json.dumps({name: config[name] for name in checked}))
     if problem:
         raise ValueError(
@@ -368,7 +384,7 @@ def stored_cell(cell: str, config: dict[str, Any]) -> Cell:
 
 @lru_cache(maxsize=1024)
 def _problem_of(text: str) -> str:
-    """Why the settings of a cell, as JSON, make none; "" where they do. The cells of a sweep share most of them."""
+    """Problem of the settings of a cell, given as JSON; "" where they are valid."""
     settings = json.loads(text)
     try:
         policy_of(canonical_format(settings["format"]), settings["rounding"])
@@ -414,7 +430,7 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
         if not is_allowed(name, value):
             raise ValueError(
                 f"task_options.{name} is {shown(value)}.{hint(name, value)} Expected: {possible(name)}. "
-                f"Leave it out for {OPTIONS[name]!r}."
+                f"Omit it for {OPTIONS[name]!r}."
             )
     full = asdict(TrainOptions(**given))
     return {name: full[name] for name in OPTIONS}

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ada_loss.lab.tasks import Task, find_task
-from ada_loss.lab.tasks.own_data import is_of_own_data, with_hash
+from ada_loss.lab.tasks import Task, find_task, is_of_own_data, with_hash
 from ada_loss.lab.training.job import Job
 from fpsim.checks import shown
 
@@ -20,7 +19,8 @@ __all__ = ["MakeTask", "TrainFunction", "is_local", "is_own", "own_training", "p
 
 MakeTask = Callable[[int], Task]
 TrainFunction = Callable[[Job], Mapping[str, Any]]
-OWN = "train "  # before the name of a training function, where a task's name would stand
+# Stands before the name of a training function, in the field of a task's name.
+OWN = "train "
 
 
 def own_training(train: str | TrainFunction) -> str:
@@ -74,33 +74,38 @@ def task_of(task: str | MakeTask) -> str:
     module = sys.modules.get(name.partition(":")[0])
     if not name.startswith("__main__:") and getattr(module, name.partition(":")[2], None) is task:
         return name
-    if not inspect.isfunction(task):  # the arguments of a partial or a method are in no name
+    # The arguments of a partial, and the object of a method, are in no name.
+    if not inspect.isfunction(task):
         raise TypeError(
             f"task is {type(task).__name__}. Expected: a name, 'module:function', or a function. "
             f"Write one around it: def mine(seed): return make(seed, ...)."
         )
+    # A notebook's function keeps its name when it is edited. The hash tells that its cells are others.
     return name + "@" + hashlib.sha256("\n".join(_sources(task, task.__module__, set())).encode()).hexdigest()[:8]
 
 
 def _sources(thing: Any, module: str, seen: set[int]) -> Iterator[str]:
-    """The source of a function or class, then that of what it uses."""
+    """Yield the source of a function or class, then of everything that it uses."""
     if id(thing) in seen:
         return
     seen.add(id(thing))
     try:
         yield inspect.getsource(thing)
     except (OSError, TypeError):
+        # Without a source (typed into a REPL, built by `type`) the byte code stands for it.
         yield repr(getattr(getattr(thing, "__code__", None), "co_code", thing.__qualname__))
     for name, value in sorted((_used(thing) if inspect.isfunction(thing) else _members(thing)).items()):
         yield from _values(name, value, module, seen)
 
 
 def _used(function: Any) -> dict[str, Any]:
-    """The globals and closed-over variables that a function and those inside it use, and its defaults."""
+    """Return the globals and closed-over variables that a function and its inner functions use, and its defaults."""
     codes, names = [function.__code__], set()
-    for code in codes:  # the list grows
+    # The list grows while it is gone through: code of inner functions is a constant of the outer one.
+    for code in codes:
         names |= {*code.co_names}
         codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    # Not of the function that a decorator wraps: its own defaults count.
     parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
     return {
         **{name: value for name, value in function.__globals__.items() if name in names},
@@ -114,11 +119,13 @@ def _members(cls: Any) -> dict[str, Any]:
 
 
 def _values(name: str, value: Any, module: str, seen: set[int]) -> Iterator[str]:
-    """A value as text that is the same in every process; nothing for objects that are not covered."""
+    """Yield a value as text that is the same in every process; nothing for objects that are not covered."""
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        value = value.tolist()  # its bytes would be addresses
+        # The bytes of an array of objects are addresses.
+        value = value.tolist()
     elif isinstance(value, torch.Tensor) and value.is_nested:
-        value = value.unbind()  # it has no shape
+        # A nested tensor has no shape.
+        value = value.unbind()
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         yield f"{name} = {_digest(value)}"
     elif _is_plain(value):
@@ -138,12 +145,13 @@ def _digest(data: Any) -> str:
         if data.is_meta:
             return words
         flat = data.detach().to_dense().cpu().resolve_conj().resolve_neg().flatten().contiguous()
-        data = flat.view(torch.uint8).numpy()  # NumPy has no bfloat16
+        # As bytes, since NumPy has no bfloat16.
+        data = flat.view(torch.uint8).numpy()
     return f"{words} {hashlib.sha256(data.tobytes()).hexdigest()}"
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether its repr is the same in every process."""
+    """True if the repr of a value is the same in every process."""
     if isinstance(value, dict):
         value = [*value.items()]
     return (

@@ -32,14 +32,17 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 3
-FIRST_VERSION = 2  # which had no version of the numbers; 1, without digests, was never in a release
+# Version 2 had no version of the numbers; 1, without digests, was never in a release.
+FIRST_VERSION = 2
 APPLICATION_ID = 0x4C6F7373  # "Loss", in the header of the file
 CannotWrite = sqlite3.OperationalError  # raised for a full disk or a missing permission
 STATES = ("planned", "running", "done", "failed")
-BESIDE = ("-wal", "-shm", "-journal")  # what SQLite opens beside a file
-MOST_BYTES = 1 << 32  # of the file: 100,000 cells that were done take 100 MB
+BESIDE = ("-wal", "-shm", "-journal")  # suffixes of the files that SQLite opens beside the ledger
+# The largest file that is opened: 100,000 finished cells take 100 MB.
+MOST_BYTES = 1 << 32
 MOST_BYTES_OF_A_ROW = 1 << 26
-TRUNCATE_EVERY = 60.0  # seconds between two moments at which the log is brought into the file: a damaged log loses less
+# Seconds between two moments at which the log is written into the file: a damaged log then loses less.
+TRUNCATE_EVERY = 60.0
 
 SCHEMA = """
 CREATE TABLE cells (
@@ -64,9 +67,9 @@ CREATE TABLE cells (
 CREATE INDEX cells_by_state ON cells (state);
 CREATE TABLE sessions (started REAL NOT NULL, environment TEXT NOT NULL, digest TEXT) STRICT;
 """
-# What was planned, as JSON, with its digest. Ledgers without it are read, and get it from the next driver.
+# The plan as JSON, with its digest. Ledgers without one are read, and get it from the next driver.
 PLAN_SCHEMA = "CREATE TABLE IF NOT EXISTS plan (content TEXT NOT NULL, digest TEXT NOT NULL) STRICT"
-FIRST_BITS = 1  # the version of numbers that were written without one; see `fpsim.BITS`
+FIRST_BITS = 1  # the version of numbers that were stored without a version; see `fpsim.BITS`
 TEXTS = ("error", "traceback")
 RESULT = (
     "seconds",
@@ -80,7 +83,8 @@ RESULT = (
     "bits",
 )
 COLUMNS = ("id", "position", "config", "state", "attempts", "finished", *RESULT)
-SEALED = COLUMNS[:-1]  # in every digest; the last one where there is one
+# Columns in every digest. "bits" is in it only where it is set: digests of version 2 were made without it.
+SEALED = COLUMNS[:-1]
 DAMAGED = "its row of the ledger was changed by something else than a sweep; run the sweep again: it repeats the cell"
 
 
@@ -123,7 +127,8 @@ class Ledger:
     def __init__(self, path: Path | str, *, readonly: bool = False, bits: int | None = None) -> None:
         self.bits = bits
         self.path, self.readonly, self._is_open = Path(path), readonly, False
-        self._file: tuple[int, int] | None = None  # what is written to; None in memory, and for readers
+        # Identity of the file that is written; None in memory, and for readers.
+        self._file: tuple[int, int] | None = None
         memory = str(path) == ":memory:"
         if readonly and not self.path.exists():
             raise FileNotFoundError(f"There is no ledger at {self.path}. Name the folder of a sweep, its `out`.")
@@ -136,7 +141,8 @@ class Ledger:
             self._open()
         except sqlite3.OperationalError as error:
             self._sql.close()
-            if not readonly:  # disk full, no permission: the content may be fine
+            # A full disk, or a missing permission: the content may be fine.
+            if not readonly:
                 raise
             if not self._is_at_rest():
                 raise self._unreadable(error) from None
@@ -147,10 +153,9 @@ class Ledger:
         self._file = None if memory or readonly else _identity(self.path)
 
     def _require_files(self) -> None:
-        """Raise UnreadableLedger unless SQLite will open files alone, and none of another folder.
-
-        It waits for the other end of a pipe, reads a device without an end, and writes to what a link leads to.
-        """
+        """Raise UnreadableLedger unless SQLite will open regular files only, and none of another folder."""
+        # SQLite itself would wait for the other end of a pipe, read a device without an end, and write to the target of
+        # a link.
         for suffix in ("", *BESIDE):
             path = self.path.with_name(self.path.name + suffix)
             if path.is_symlink():
@@ -168,18 +173,19 @@ class Ledger:
             is_there = False
         if not is_there:
             raise ChangedFolder(
-                f"{self.path} was deleted, or another file was put in its place, while the sweep ran. Put it there "
-                f"again, or begin again in another folder."
+                f"{self.path} was deleted, or another file was put in its place, while the sweep ran. Put it "
+                f"back, or begin again in another folder."
             )
 
     def _connect(self, uri: str) -> None:
         self._sql = sqlite3.connect(uri, uri=uri != ":memory:", isolation_level=None, timeout=10)
         self._sql.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES_OF_A_ROW)
         self._sql.row_factory = sqlite3.Row
-        self._sql.text_factory = partial(str, encoding="utf-8", errors="backslashreplace")  # digests find what is wrong
+        # Text that is not UTF-8 must not raise here: the digest finds the damaged row.
+        self._sql.text_factory = partial(str, encoding="utf-8", errors="backslashreplace")
 
     def _is_at_rest(self) -> bool:
-        """Whether no transaction waits beside the file, so that it can be read alone."""
+        """True if no transaction waits in the log, so that the file can be read alone."""
         log = self.path.with_name(self.path.name + "-wal")
         return not log.exists() or log.stat().st_size == 0
 
@@ -196,7 +202,7 @@ class Ledger:
             raise
 
     def _unreadable(self, error: object) -> UnreadableLedger:
-        remedy = "Name another folder, or put its ledger.sqlite there again."
+        remedy = "Name another folder, or put its ledger.sqlite back."
         return UnreadableLedger(f"The ledger cannot be read: {error}. It is {self.path}. {remedy}")
 
     def _open(self) -> None:
@@ -222,15 +228,18 @@ class Ledger:
                 f"its rows. This release reads {FIRST_VERSION} to {SCHEMA_VERSION}. Run that sweep again into another "
                 f"folder."
             )
-        self._query("PRAGMA trusted_schema = OFF")  # a file of someone else may hold views and triggers
+        # A file of someone else may hold views and triggers, whose functions would run.
+        self._query("PRAGMA trusted_schema = OFF")
         if version == 0:
             self._create()
         else:
             self._require_sound(version)
             if self.bits is not None:
-                self._require_bits(version)  # before anything in the folder changes
+                # Here, before anything in the folder changes.
+                self._require_bits(version)
         if not self.readonly:
-            self._query("PRAGMA synchronous = FULL")  # 2 transactions a cell: safety costs little
+            # Two transactions a cell: safety costs little.
+            self._query("PRAGMA synchronous = FULL")
             if 0 < version < SCHEMA_VERSION:
                 self._bring_up()
         self._is_open = True
@@ -247,7 +256,7 @@ class Ledger:
     def _require_sound(self, version: int) -> None:
         """Raise UnreadableLedger unless SQLite finds the file whole, with the columns of its version."""
         for kind, name, text in map(tuple, self._query("SELECT type, name, sql FROM sqlite_master")):
-            # a trigger changes what is written, and a view or a virtual table may compute for ever
+            # A trigger changes written rows, and a view or a virtual table may compute forever.
             is_plain = kind == "index" or (kind == "table" and str(text).upper().startswith("CREATE TABLE"))
             if not is_plain:
                 raise self._unreadable(f"it holds the {kind} {name!r}, which no sweep writes")
@@ -258,7 +267,7 @@ class Ledger:
         cells = {*COLUMNS, "digest"} - ({"bits"} if version == FIRST_VERSION else set())
         expected = {"cells": cells, "sessions": {"started", "environment", "digest"}}
         for table, columns in expected.items():
-            # xinfo: columns that are computed are hidden from table_info
+            # xinfo, as table_info hides computed columns.
             there = {row["name"] for row in self._query(f"PRAGMA table_xinfo({table})")}
             if there != columns:
                 raise self._unreadable(f"its table {table} has not the columns of version {version}")
@@ -284,7 +293,8 @@ class Ledger:
             if self.readonly and self._is_open:
                 raise self._unreadable(error) from None
             raise
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter for names of columns
+        # UnicodeDecodeError: of names of columns, which the text factory does not decode.
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise self._unreadable(error) from None
 
     def _transaction(self) -> _Transaction:
@@ -328,7 +338,7 @@ class Ledger:
         return Plan(frozenset(content["cells"]), content["sessions"])
 
     def _plan_or_rows(self) -> Plan:
-        """What was planned, or where that is not known, what is there."""
+        """Return the stored plan, or where that is lost, one of all rows and sessions."""
         plan = self.plan()
         if plan is None or not plan.is_intact:
             plan = Plan(frozenset(row["id"] for row in self.rows() if not row["damaged"]), len(self.sessions()))
@@ -418,6 +428,7 @@ class Ledger:
     def _truncate_log(self) -> None:
         """Bring the log into the file, and empty it; not now if a reader is in the way."""
         self._truncated = time.monotonic()
+        # A reader blocks the truncation. The driver must not wait for it: the next one will do.
         (patience,) = self._query("PRAGMA busy_timeout")[0]
         self._query("PRAGMA busy_timeout = 50")
         self._query("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -435,8 +446,10 @@ class Ledger:
 
         state: only cells in this state; None for all.
         """
-        where = "" if state in (None, "failed") else "WHERE state = :state"  # a row that was changed has failed
+        # A changed row counts as failed, whatever its state says: for "failed" all are read.
+        where = "" if state in (None, "failed") else "WHERE state = :state"
         found = self._query(f"SELECT rowid AS number, * FROM cells {where} ORDER BY position, id", {"state": state})
+        # Names once for all rows: asking each sqlite3.Row for them takes longer than decoding it.
         configs, names = Configs(), found[0].keys() if found else []
         with _without_collector():
             rows = [self._decoded(dict(zip(names, row)), configs) for row in found]
@@ -503,7 +516,7 @@ def counted(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """A block in which Python looks for no cycles: while 100,000 rows are made, that is a quarter of the time."""
+    """Switch the cycle collector off in a block: it takes a quarter of the time in which 100,000 rows are made."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -514,7 +527,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Which file it is, whatever it is called."""
+    """Identity of a file that does not depend on its name."""
     found = path.stat()
     return found.st_dev, found.st_ino
 
@@ -535,12 +548,14 @@ class _Transaction:
         self._sql, self._query = sql, query
 
     def __enter__(self) -> None:
-        if self._sql.in_transaction:  # Ctrl-C came between BEGIN and the block
+        # Ctrl-C came between an earlier BEGIN and its block.
+        if self._sql.in_transaction:
             self._query("ROLLBACK")
         self._query("BEGIN IMMEDIATE")
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self._query("COMMIT")
-        elif self._sql.in_transaction:  # a full disk has ended it
+        # Not in a transaction: a full disk has ended it.
+        elif self._sql.in_transaction:
             self._query("ROLLBACK")

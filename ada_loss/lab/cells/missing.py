@@ -19,7 +19,8 @@ __all__ = ["CELL_ID", "Missing", "Plan", "Snapshot", "is_driven", "lock_path", "
 
 try:
     import fcntl
-except ImportError:  # there is none on Windows
+# Windows has no fcntl. There a folder never counts as driven.
+except ImportError:
     fcntl = None  # type: ignore[assignment]
 
 
@@ -40,7 +41,8 @@ def is_driven(out: Path) -> bool:
     False
     """
     path = lock_path(out)
-    if not path.is_file() or path.is_symlink():  # no driver locks what is not a file; a pipe would be waited for
+    # A driver locks only a regular file. Opening a pipe would wait for its other end.
+    if not path.is_file() or path.is_symlink():
         return False
     try:
         file = os.open(path, os.O_RDONLY | NO_LINK | NO_WAIT)
@@ -50,7 +52,8 @@ def is_driven(out: Path) -> bool:
         return True
     try:
         if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: a driver that starts tries for longer
+            # A shared lock for a moment: a driver that starts now tries for longer than that.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
     except OSError:
         pass
@@ -60,7 +63,7 @@ def is_driven(out: Path) -> bool:
 
 
 CELL_ID = re.compile("[0-9a-f]{16}")
-FILE = re.compile(rf"({CELL_ID.pattern})\.npz")  # of telemetry
+FILE = re.compile(rf"({CELL_ID.pattern})\.npz")  # a file of telemetry
 
 
 class Plan(NamedTuple):
@@ -78,7 +81,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Missing:
-    """Losses of a sweep's folder; false if there are none. `str` describes them.
+    """Losses of a sweep's folder; false without any. `str` describes them.
 
     cells: the ids of cells that were planned, or have telemetry, but have no row.
     planned: the number of cells that should exist.
@@ -126,7 +129,7 @@ trains them again.
 
 
 class Snapshot(NamedTuple):
-    """A ledger's rows and sessions at one moment, and what is missing."""
+    """A ledger's rows and sessions at one moment, and its losses."""
 
     rows: list[dict[str, Any]]
     sessions: list[dict[str, Any]]
@@ -140,14 +143,16 @@ class _Ledger(Protocol):
 
 
 def read_snapshot(ledger: _Ledger, out: Path, *, drives: bool = False) -> Snapshot:
-    """Read a folder's ledger, and find what is missing. Changes nothing, and reads no telemetry.
+    """Read a folder's ledger, and find its losses. Changes nothing, and reads no telemetry.
 
     ledger, out: of the sweep. Without a plan, missing rows are only found by their telemetry.
     drives: whether the caller is the folder's driver. While another driver runs, only planned cells count as missing,
         because it writes telemetry before the row.
     """
+    # Asked before and after: a driver that starts or ends in between has written telemetry without a row.
     driven = not drives and is_driven(out)
-    plan = ledger.plan()  # before the rows: a driver that adds some meanwhile is to be missing none
+    # The plan before the rows: cells that a driver adds meanwhile then have rows, and do not count as missing.
+    plan = ledger.plan()
     rows, sessions = ledger.rows(), ledger.sessions()
     files = _with_telemetry(out, {row["id"] for row in rows if _is_done(row)})
     if driven or (not drives and is_driven(out)):
@@ -159,7 +164,9 @@ def _missing(rows: Iterable[Mapping[str, Any]], sessions: int, plan: Plan | None
     known = {row["id"]: row for row in rows}
     expected = files if plan is None else files | plan.cells
     strangers = [cell for cell, row in known.items() if row["damaged"] and cell not in expected]
-    lost = sorted(expected - known.keys())[len(strangers) :]  # a row whose id was changed is told as damaged
+    # A damaged row of an unknown id is probably one of the lost cells. Each such row takes one from the list, or that
+    # cell would be reported twice.
+    lost = sorted(expected - known.keys())[len(strangers) :]
     return Missing(
         cells=tuple(lost),
         planned=len(known) + len(lost),
@@ -170,17 +177,19 @@ def _missing(rows: Iterable[Mapping[str, Any]], sessions: int, plan: Plan | None
 
 
 def _with_telemetry(out: Path, done: Collection[str]) -> set[str]:
-    """The ids of the cells that have a file, which is not empty where they are not done."""
+    """Ids of cells with telemetry; an empty file counts only where the cell is done."""
     ids = set()
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(out / "telemetry") as entries:
         for entry in entries:
-            with suppress(FileNotFoundError):  # a driver that has just begun deletes some
+            # A driver that has just begun deletes leftovers.
+            with suppress(FileNotFoundError):
                 found = FILE.fullmatch(entry.name)
-                if found and (found[1] in done or entry.stat().st_size):  # no look at each of 100,000 files
+                # `stat` only where it is needed, not for each of 100,000 files.
+                if found and (found[1] in done or entry.stat().st_size):
                     ids.add(found[1])
     return ids
 
 
 def _is_done(row: Mapping[str, Any]) -> bool:
-    """Whether a row has a result, or had one before it was damaged, which is told elsewhere."""
+    """True if a row has a result, or may have had one before it was damaged, which is reported elsewhere."""
     return bool(row["damaged"]) or row["state"] == "done"

@@ -19,7 +19,7 @@ from fpsim.checks import shown
 __all__ = ["file_name", "keep_names", "names_of", "read_names", "require_different", "short_name", "unnamed"]
 
 FILE = "names.json"  # in the folder of a sweep
-LONGEST = 60  # letters of a name
+LONGEST = 60  # letters in a name
 ELEMENTS = {"e4m3fn": "FP8", "e5m2": "FP8 e5m2", "e2m3fn": "FP6 e2m3", "e3m2fn": "FP6 e3m2", "e2m1fn": "FP4"}
 BLOCKS = {"mxfp8_e4m3": "MXFP8", "mxfp8_e5m2": "MXFP8 e5m2", "mxfp6_e2m3": "MXFP6 e2m3", "mxfp6_e3m2": "MXFP6 e3m2"}
 OPERANDS = ("x", "w", "dy")
@@ -45,6 +45,7 @@ def unnamed(entry: Any) -> tuple[Any, str]:
             f"Got the name {shown(name)} with {', '.join(map(str, rest)) or 'nothing'}. "
             f"Use {{name: ..., format: ...}}, or a name with the fields of fpsim.Policy."
         )
+    # With an update or a rollout the mapping itself stands for the format; see `cell_formats`.
     fmt = rest if {UPDATE, ROLLOUT} & {*rest} else rest.get("format", rest)
     is_baseline = name.lower() in (BASELINE, "float32")
     if is_baseline and canonical_format(fmt) != BASELINE:
@@ -83,7 +84,8 @@ def short_name(fmt: Any) -> str:
     if SCHEDULE in fmt:
         try:
             stages = tuple(stage._replace(fmt=short_name(stage.fmt)) for stage in as_schedule(fmt).stages)
-        except (TypeError, ValueError):  # a ledger of someone else may hold anything
+        # A ledger of someone else may hold anything under this key.
+        except (TypeError, ValueError):
             return label(fmt)
         return str(FormatSchedule(stages))
     products = fmt.get("products")
@@ -132,9 +134,11 @@ def _of_operands(products: Mapping[str, str]) -> str:
         return ""
     parts = {name: _parts(fmt) for name, fmt in products.items()}
     elements = {element for element, _ in parts.values()}
+    # Blocks have names of their own, which hold element and scale in one word.
     if len(elements) > 1 or any(fmt in fpsim.BLOCKS for fmt in products.values()):
         return ""
     (element,) = elements
+    # A gradient without a scale of its own is scaled by the method of the cell.
     if not parts["dy"][1]:
         return f"{element}, gradients by method" if parts["x"][1] == parts["w"][1] else ""
     if all(fmt.endswith(TILES) for fmt in products.values()) and len({*products.values()}) > 1:
@@ -154,6 +158,7 @@ def names_of(formats: Iterable[Any], given: Mapping[str, str] = {}) -> dict[str,
     """
     names = {label(fmt): short_name(fmt) for fmt in formats}
     names |= {words: name for words, name in given.items() if words in names}
+    # Without case, since `where={"format": ...}` finds a name in other letters, too.
     used = Counter(word for words, name in names.items() for word in {words.lower(), name.lower()})
     return {words: name if used[name.lower()] == 1 else words for words, name in names.items()}
 

@@ -13,9 +13,10 @@ from typing import Any
 
 __all__ = ["Configs", "as_float64", "digest_of", "is_json_number", "json_object", "storable"]
 
-MOST_TEXT = 20_000  # characters of an error or a traceback
-ENCODE, DECODE = json.JSONEncoder().encode, json.JSONDecoder().decode  # json.dumps and loads ask more of each call
-SEED = re.compile(r'"seed": (-?[0-9]{1,18})(?=[,}])')  # in a configuration
+MOST_TEXT = 20_000  # characters kept of an error or a traceback
+# The methods, since json.dumps and json.loads check their options in each call.
+ENCODE, DECODE = json.JSONEncoder().encode, json.JSONDecoder().decode
+SEED = re.compile(r'"seed": (-?[0-9]{1,18})(?=[,}])')  # the seed in a configuration's JSON
 
 
 def digest_of(values: Sequence[Any]) -> str:
@@ -52,14 +53,16 @@ class Configs:
         self._known: dict[str, dict[str, Any]] = {}
 
     def decoded(self, text: str) -> dict[str, Any] | None:
-        """The configuration in a text; None if it is no JSON object."""
+        """The configuration in a text; None for anything but a JSON object."""
         parts = SEED.split(text, 2)
-        if len(parts) != 3:  # there is no seed, or an option has one too
+        # Without a seed, or with an option of that name, the text is decoded as a whole.
+        if len(parts) != 3:
             return json_object(text)
         before, seed, after = parts
         known = self._known.get(before + after)
         if known is None:
             known = json_object(text)
+            # Nor is it shared if the number found belongs to another "seed", nested deeper.
             if known is None or known.get("seed") != int(seed):
                 return known
             self._known[before + after] = known
@@ -87,7 +90,8 @@ def as_float64(value: Any) -> Any:
     (inf, -inf, 3)
     """
     if isinstance(value, int) and abs(value) > sys.float_info.max:
-        return math.inf if value > 0 else -math.inf  # nothing can be computed with an integer that is no float
+        # Statistics would raise OverflowError on such an integer.
+        return math.inf if value > 0 else -math.inf
     return value
 
 

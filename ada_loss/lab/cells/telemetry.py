@@ -41,7 +41,8 @@ __all__ = [
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 Curves = dict[str, tuple[Numbers, Numbers]]  # {name: (steps, values)}
 NAMES = {"loss": "losses", "scale": "scales"}  # the arrays of every training
-MOST_BYTES = 1 << 29  # of a file, packed or not: losses and scales of ten million steps take 160 MB
+# The largest file, packed or unpacked: losses and scales of ten million steps take 160 MB.
+MOST_BYTES = 1 << 29
 HEADS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 OF_CURVES = {"losses", "scales", "sites.role", "history.steps", "history.underflow", "history.nonzero"}
 ROLES = ("error", "weight_grad", "activation", "weight")
@@ -93,7 +94,8 @@ def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
             for name in ("lost", "at_first")
         }
     if run.rows:
-        for name in run.rows[0]:  # counts under the names that they had in the first files; no shares
+        # "underflow" is a count here, as in the first files, where the rows have the share under that name.
+        for name in run.rows[0]:
             if not name.endswith("_count"):
                 key = f"{name}_count" if f"{name}_count" in run.rows[0] else name
                 arrays[f"sites.{name}"] = _column(row[key] for row in run.rows)
@@ -115,23 +117,20 @@ def _column(values: Iterable[Any]) -> np.ndarray[Any, Any]:
 def curves_of(arrays: Mapping[str, np.ndarray[Any, Any]]) -> Curves:
     """The curves of a training, each number at the step it belongs to, {name: (steps, values)}.
 
-    "loss" and "scale" of every step, counted from 0; what was logged, at the steps that were named ("loss" too, where
-    it was); metrics that were computed on the way; and "underflow/ROLE", the share of a role's numbers that were lost
+    "loss" and "scale" of every step, counted from 0; logged values, at the steps that were named (also a logged
+    "loss"); metrics that were computed on the way; and "underflow/ROLE", the share of a role's numbers that were lost
     up to a step, with those of "error" that enter products; "updates/lost" and "updates/edq". Arrays of another kind
     are passed over.
     """
     curves: Curves = {}
     for name, key in NAMES.items():
-        _add(
-            curves,
-            name,
-            np.arange(len(arrays[key])) if key in arrays and arrays[key].ndim == 1 else None,
-            arrays.get(key),
-        )
+        steps = np.arange(len(arrays[key])) if key in arrays and arrays[key].ndim == 1 else None
+        _add(curves, name, steps, arrays.get(key))
     for key, values in arrays.items():
         kind, _, name = key.partition(".")
         if kind == "evaluations" and name != "steps":
             _add(curves, name, arrays.get("evaluations.steps"), values)
+    # A second pass, so that a logged curve replaces a computed one of the same name.
     for key, values in arrays.items():
         kind, _, name = key.partition(".")
         if kind == "curves" and values.ndim == 2 and len(values) == 2:
@@ -149,7 +148,7 @@ def curves_of(arrays: Mapping[str, np.ndarray[Any, Any]]) -> Curves:
 
 
 def _add(curves: Curves, name: str, steps: Any, values: Any) -> None:
-    """Add a curve, unless its arrays are none of a curve; a later one of a name takes the place of the first."""
+    """Add a curve if its arrays fit together; a later one replaces an earlier one of the same name."""
     if steps is None or values is None or steps.ndim != 1 or steps.shape != values.shape or not len(steps):
         return
     if all(np.issubdtype(part.dtype, np.number) and part.dtype.kind != "c" for part in (steps, values)):
@@ -174,7 +173,7 @@ def telemetry_digest(content: bytes) -> str:
 
 
 def is_whole(content: bytes, size: int | None, digest: str | None) -> bool:
-    """Whether a file is the one of the ledger."""
+    """True if a file is the one of the ledger."""
     return len(content) == size and digest == telemetry_digest(content)
 
 
@@ -197,7 +196,8 @@ def read_telemetry(
         if digest not in (None, telemetry_digest(content)):
             raise ValueError("it has not the digest that the ledger has")
         return arrays_of(content, is_wanted)
-    except Exception as error:  # without a digest: an archive with a flipped bit may raise anything
+    # Everything is caught: without a digest, an archive with a flipped bit may raise anything.
+    except Exception as error:
         raise ValueError(
             f"The telemetry {path} is missing or damaged ({printable(error)}). Run the sweep again: it repeats that "
             f"cell."
@@ -224,7 +224,8 @@ def arrays_of(content: bytes, is_wanted: Callable[[str], bool] | None = None) ->
             left -= entry.file_size
             if left < 0:
                 raise ValueError(f"it unpacks to more than {MOST_BYTES:,} bytes")
-            with archive.open(entry) as packed:  # no more than file_size is unpacked, whatever is in there
+            # zipfile unpacks no more than file_size, whatever the archive holds.
+            with archive.open(entry) as packed:
                 arrays[name] = _array(packed.read())
     return arrays
 
@@ -236,16 +237,17 @@ def _array(content: bytes) -> np.ndarray[Any, Any]:
     if version not in HEADS:
         raise ValueError(f"it has an array in version {version}")
     shape, is_fortran, dtype = HEADS[version](file)
-    # numpy would make an array of any shape before it reads, and one whose elements have no size is a loop without end
+    # numpy would allocate an array of any shape before it reads, and loop forever over elements without a size.
     if dtype.hasobject or math.prod(shape) * max(dtype.itemsize, 1) != len(content) - file.tell():
         raise ValueError(f"it has an array of {shape} elements in {len(content)} bytes")
     values = np.frombuffer(content, dtype, offset=file.tell()) if math.prod(shape) else np.empty(0, dtype)
     return values.reshape(shape, order="F" if is_fortran else "C").copy("K")
 
 
-MOST_AT_ONCE = 1 << 25  # bytes that are read of the lines of a training
-EVERY = 1.0  # seconds, at least
-LEISURE = 50  # a worker waits so many times as long as it took to write: 2 % of its time at most
+MOST_AT_ONCE = 1 << 25  # bytes read at once from the lines of a training
+EVERY = 1.0  # least seconds between two writes
+# A worker waits this many times as long as it took to write: writing takes 2 % of its time at most.
+LEISURE = 50
 
 
 def live_path(checkpoint: Path) -> Path:
@@ -289,7 +291,7 @@ class LiveFile:
 
 
 class LiveReader:
-    """Read what a worker appends to its file. A restarted worker writes the same from the start.
+    """Read the lines that a worker appends to its file. A restarted worker writes the same from the start.
 
     path: of the file, which may not exist yet.
     """
@@ -305,21 +307,19 @@ class LiveReader:
                     self._at = 0
                 file.seek(self._at)
                 content = file.read(MOST_AT_ONCE)
-        except (OSError, ValueError):  # not there yet, not there any more, or nothing that a worker wrote
+        # The file does not exist yet or any more, or a worker did not write it.
+        except (OSError, ValueError):
             return {}
         whole = content[: content.rfind(b"\n") + 1]
-        self._at += len(whole) or len(content) // MOST_AT_ONCE * MOST_AT_ONCE  # no worker writes a line as long
+        # A full buffer without a newline is skipped, or reading would never go on: no worker writes a line as long.
+        self._at += len(whole) or len(content) // MOST_AT_ONCE * MOST_AT_ONCE
         gained: Curves = {}
         for line in whole.splitlines():
             try:
                 name, first, steps, values = json.loads(line)
                 new = self._new(name, first, np.array(steps, float), np.array(values, float))
-            except (
-                ValueError,
-                TypeError,
-                OverflowError,
-                RecursionError,
-            ):  # the worker began again
+            # A line that was cut off: the worker began again in the middle of it.
+            except (ValueError, TypeError, OverflowError, RecursionError):
                 continue
             if len(new[0]):
                 before = gained.get(name, (np.empty(0), np.empty(0)))
@@ -334,7 +334,8 @@ class LiveReader:
     def _new(self, name: str, first: int, steps: Numbers, values: Numbers) -> tuple[Numbers, Numbers]:
         told = self.told.get(name, 0)
         skip = max(told - first, 0)
-        if first > told:  # a line is lost: what follows is told in the end
+        # A line is lost. The rest is left for the end, when the whole curve is there.
+        if first > told:
             return steps[:0], values[:0]
         self.told[name] = max(told, first + len(steps))
         return steps[skip:], values[skip:]

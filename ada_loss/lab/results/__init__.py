@@ -30,7 +30,7 @@ class Results(StoredResults):
         FileNotFoundError: without a ledger.
     """
 
-    # what needs more than NumPy is imported on use: a sweep needs neither SciPy nor matplotlib nor Jinja
+    # Modules that need more than NumPy are imported on use: a sweep needs neither SciPy nor matplotlib nor Jinja.
 
     def compare(
         self, a: str | Mapping[str, Any], b: str | Mapping[str, Any], metric: str | None = None, level: float = 0.05

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import fpsim
 from ada_loss.lab.cells.telemetry import Curves, curves_of
-from ada_loss.lab.results.charts import heat_png
+from ada_loss.lab.results.figures import heat_png
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.training.run import is_of_role
 
@@ -23,8 +23,9 @@ __all__ = ["cell_page", "error_rows", "gradient_rows", "lost_by_site", "paramete
 ALL = "100.0 %"
 POINTS = 120
 MOST_SITES = 40
-MOST_ERRORS = 20  # tensors whose error is shown: those of the lowest SQNR
-MOST_NAMES = 8  # curves of a cell that the page keeps
+# Tensors whose error is shown, those of the lowest SQNR.
+MOST_ERRORS = 20
+MOST_NAMES = 8  # most curves of a cell on the page
 
 
 def cell_page(
@@ -48,7 +49,8 @@ def cell_page(
             arrays = results.telemetry(cell["id"])
             curves, heat, gradients = _shown(curves_of(arrays)), _heat(arrays), gradient_rows(arrays)
             parameters, errors = parameter_rows(arrays), error_rows(arrays)
-        except Exception as error:  # arrays of another kind than a training gives
+        # Telemetry of another origin may hold any arrays. The page shows the damage, and the other cells.
+        except Exception as error:
             damage = str(error)
     return {
         "number": place + 1,
@@ -71,7 +73,7 @@ def cell_page(
 
 
 def _shown(curves: Curves) -> Curves:
-    """The curves that tell something: those with two points at least, and no scale that stays."""
+    """Curves worth drawing: those with at least two points, without a constant scale."""
     telling = {
         name: points
         for name, points in curves.items()
@@ -81,7 +83,7 @@ def _shown(curves: Curves) -> Curves:
 
 
 def _points(steps: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[list[float], list[float | None]]:
-    """Steps and means of at most POINTS stretches, with four digits; None where there is no number."""
+    """Steps and means of at most POINTS intervals, with four digits; None for an interval without a number."""
     xs, ys = [], []
     for part in np.array_split(np.arange(len(steps)), min(POINTS, len(steps))):
         known = values[part][np.isfinite(values[part])]
@@ -104,7 +106,9 @@ def lost_by_site(
     if role in ("error", "weight_grad"):
         chosen = chosen[::-1]  # gradients are recorded from the output to the input
     lost, nonzero = (
-        np.diff(arrays[f"history.{name}"][:, chosen], axis=0, prepend=0) for name in ("underflow", "nonzero")
+        # The history holds cumulative counts: differences are the losses between two points.
+        np.diff(arrays[f"history.{name}"][:, chosen], axis=0, prepend=0)
+        for name in ("underflow", "nonzero")
     )
     with np.errstate(invalid="ignore"):
         shares = np.where(nonzero > 0, lost / nonzero, np.nan)
@@ -135,6 +139,7 @@ def error_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
     Site and role, format, SQNR, the shares of scale, dead zone and grid, and the bias of the scale. Empty without a
     recording, or with one of a version without the shares; tensors without an error are left out.
     """
+    # The names of the columns in the file; a file of an earlier version lacks some.
     shares = [f"{part}_share" for part in ("scale", "dead_zone", "grid")]
     names = [f"sites.{name}" for name in ("site", "role", "format", "sqnr_db", *shares, "scale_bias")]
     if not arrays.keys() >= set(names):
@@ -161,6 +166,7 @@ def parameter_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
 def _percent(share: float) -> str:
     if not math.isfinite(share):
         return "-"
+    # 99.96 % must not read as all: only a share of exactly 1 does.
     return ALL if share == 1 else f"{min(100 * share, 99.9):.1f} %"
 
 
@@ -172,6 +178,7 @@ def _heat(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any] | None:
     steps, sites, shares = lost
     more = len(sites) - MOST_SITES
     if more > 0:
+        # Evenly spaced, so that the whole depth of the network is shown.
         chosen = np.linspace(0, len(sites) - 1, MOST_SITES).round().astype(int)
         sites, shares = [sites[i] for i in chosen], shares[:, chosen]
     address = f"data:image/png;base64,{base64.b64encode(heat_png(shares.T)).decode()}"
@@ -183,7 +190,8 @@ def _value(value: Any) -> tuple[str, str]:
     if isinstance(value, bool):
         return ("yes" if value else "no"), str(int(value))
     if isinstance(value, int | float):
-        if isinstance(value, int) and abs(value) > sys.float_info.max:  # an option may be any integer
+        # An option may be any integer, and one beyond float64 cannot be a key to sort by.
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
             return str(value), ""
         if not math.isfinite(value):
             return str(value), ""

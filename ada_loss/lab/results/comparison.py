@@ -23,7 +23,7 @@ except ImportError as error:
 __all__ = ["Comparison", "compare", "in_units", "per_cent", "require_level", "rows_of_side"]
 
 
-MOST_DIGITS = 12  # decimals of points
+MOST_DIGITS = 12  # most decimals of percentage points
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Comparison:
 
     @property
     def mean(self) -> float:
-        """The mean difference; NaN if there is none, or if one is not a number."""
+        """The mean difference; NaN without differences, or if one is not a number."""
         return mean_of(self.differences.values()) if self.differences else math.nan
 
     @property
@@ -68,6 +68,7 @@ class Comparison:
         values = [*self.differences.values()]
         if len(values) < 2 or not all(map(math.isfinite, values)):
             return math.nan
+        # Differences in steps can be equal by chance. A deviation of 0 would make any difference significant.
         return max(statistics.stdev(values), PART_OF_STEP * self.step) / math.sqrt(len(values))
 
     @property
@@ -97,7 +98,7 @@ class Comparison:
 
     def plot(self) -> Any:
         """Plot the difference of each seed, their mean and its interval; needs matplotlib."""
-        from ada_loss.lab.results.charts import plot_differences
+        from ada_loss.lab.results.figures import plot_differences
 
         row = {"name": self.a, "differences": [*self.differences.values()], "interval": self.interval}
         words = f"{self.metric}: difference from {self.b}" + (f", {self.note}" if self.note else "")
@@ -139,8 +140,10 @@ def in_units(metric: str, value: float, unit: bool = True, tolerance: float | No
     if is_share(metric):
         seen = seen or tolerance or 0.0
         digits = max(1, 1 - math.floor(math.log10(100 * seen))) if seen > 0 and math.isfinite(seen) else 1
-        return f"{100 * value:z.{min(digits, MOST_DIGITS)}f}{' points' * unit}"  # z: no "-0.0"
+        # "z" prints -0.0 as 0.0.
+        return f"{100 * value:z.{min(digits, MOST_DIGITS)}f}{' points' * unit}"
     if tolerance is not None and tolerance > 0 and math.isfinite(value):
+        # Two digits beyond the first of the tolerance: smaller ones decide nothing.
         value = round(value, 2 - math.floor(math.log10(tolerance)))
     return f"{value:z.3g}"
 
@@ -170,6 +173,7 @@ def compare(
     """See `Results.compare`."""
     require_level(level)
     name = results.named(metric)
+    # One cell for each seed on each side: only then are the differences paired.
     left, right = (_by_seed(results, chosen) for chosen in (a, b))
     for row in (*left.values(), *right.values()):
         if not is_number(row.get(name)):
@@ -185,6 +189,7 @@ def compare(
     diverged, diverged_too = (sum(side[seed]["diverged"] for seed in common) for side in (left, right))
     note = results.directions.words(name)
     tasks = {side[seed]["task"] for side in (left, right) for seed in common}
+    # The step is estimated from all cells of the task, as in the verdict: a few differences do not show it.
     counted = [row[name] for row in results.rows() if row["task"] in tasks and is_finite_number(row.get(name))]
     size = max((abs(side[seed][name]) for side in (left, right) for seed in common), default=0.0)
     step = smallest_step(counted, size if math.isfinite(size) else None)
@@ -202,7 +207,7 @@ def _by_seed(results: StoredResults, chosen: str | Mapping[str, Any]) -> dict[in
     if not isinstance(where, Mapping):
         raise TypeError(
             f"A side of the comparison is {shown(chosen)}. Expected: a format, or the columns that choose cells. "
-            f"Take {{'format': 'e5m2', 'scaling': 'torch'}}, for instance."
+            f"Use {{'format': 'e5m2', 'scaling': 'torch'}}, for instance."
         )
     rows = results.chosen_rows(where)
     for axis in results.settings:

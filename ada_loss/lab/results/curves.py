@@ -19,7 +19,7 @@ from fpsim.insight.rows import Rows
 
 __all__ = ["Curve", "CurveReader", "Curves", "curves"]
 
-MOST_BYTES = 1 << 28  # of curves that are kept
+MOST_BYTES = 1 << 28  # of curves kept in the cache
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Curves(list[Curve]):
 
     def plot(self) -> Any:
         """Plot mean and standard deviation over the seeds, a line for each combination; needs matplotlib."""
-        from ada_loss.lab.results.charts import plot_curves
+        from ada_loss.lab.results.figures import plot_curves
 
         lines = [(one.name, one.steps, one.mean, one.deviation) for one in self]
         return plot_curves(lines, ", ".join(filter(None, (self.curve, self.note))))
@@ -96,12 +96,13 @@ class Curves(list[Curve]):
 
 def _over_seeds(reduce: Any, values: NDArray[np.float64]) -> NDArray[np.float64]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of a point where no seed has a number
+        # numpy warns of a point where no seed has a number. NaN is the answer there.
+        warnings.simplefilter("ignore", RuntimeWarning)
         return reduce(values, axis=0)  # type: ignore[no-any-return]
 
 
 class CurveReader:
-    """Bounded cache of the curves of cells, by id."""
+    """Bounded cache of the curves of cells, by id. Beyond `MOST_BYTES` files are read again."""
 
     def __init__(self, results: StoredResults) -> None:
         self._results, self._known, self._left = results, dict[str, CurvesOfCell](), MOST_BYTES
@@ -143,6 +144,7 @@ def curves(
     for row in rows:
         group = tuple(str(row.get(axis)) for axis in axes)
         seen[group] = seen.get(group, 0) + 1
+        # Before the file is read: reading is what takes the time.
         if most_seeds is not None and seen[group] > most_seeds:
             continue
         there = read(row["id"])
@@ -162,6 +164,7 @@ def _curve(
     settings: dict[str, str], series: Mapping[int, tuple[NDArray[np.float64], NDArray[np.float64]]], points: int
 ) -> Curve:
     seeds = tuple(sorted(series))
+    # A training that diverged ends early: the longest one gives the axis, and the others are NaN behind their end.
     longest = max((steps for steps, _ in series.values()), key=len)
     stretches = np.array_split(np.arange(len(longest)), min(points, len(longest)))
     values = np.full((len(seeds), len(stretches)), np.nan)

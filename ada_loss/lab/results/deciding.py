@@ -1,4 +1,4 @@
-"""What a sweep of a task can decide, in words, from how much the task's metric differs from seed to seed.
+"""Tolerances that a sweep of a task can decide, in words, from the spread of its metric over the seeds.
 
 `benchmarks/tasks.py` measured the spread.
 """
@@ -20,7 +20,9 @@ __all__ = ["FILE", "PAIRED", "SEEDS", "Spread", "decidable", "spread_of", "sprea
 
 SEEDS = (3, 5, 10)
 FILE = Path(__file__).with_name("spread.json")
-PAIRED = "gradients in e5m2, adaptive"  # the setting whose differences from float32 are measured
+# The setting whose differences from float32 were measured. A verdict is on paired differences, whose spread is not that
+# of the metric.
+PAIRED = "gradients in e5m2, adaptive"
 
 
 def decidable(task: str, seeds: int, settings: int = 1) -> str:

@@ -15,23 +15,25 @@ from numpy.typing import NDArray
 from ada_loss.lab.cells.cell_formats import BASELINE
 from ada_loss.lab.results.comparison import in_units
 from ada_loss.lab.results.curves import Curve, CurveReader, curves
-from ada_loss.lab.results.figures import MOST_DOTS, evenly
+from ada_loss.lab.results.figures import FACTOR, MOST_DOTS, evenly
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.results.table import heading, is_share
 from ada_loss.lab.results.verdict import Combination, Verdict
 
 __all__ = ["curve_panels", "difference_panels"]
 
-EVEN = 2.0  # tolerances on both sides of float32 up to which the axis of differences is even; beyond, logarithmic
-LEAST = 3.0  # tolerances that it reaches, at least
-MARGIN = 0.5  # of its ends, in its own units
-APART = 11.0  # per cent of the width between two numbers of the axis
-LETTER, GAP = 3.7, 4.0  # in per cent of 170 pixels: letters of 6.2 pixels, and what is between two numbers
+# Tolerances on both sides of float32 up to which the axis is linear; beyond, it is logarithmic.
+EVEN = 2.0
+LEAST = 3.0  # tolerances that the axis reaches at least
+MARGIN = 0.5  # at both ends of the axis, in its own units
+APART = 11.0  # least distance between two numbers of the axis, in per cent of its width
+# Widths on a phone, in per cent of an axis of 170 pixels: a letter of 6.2 pixels, and the space between two numbers.
+LETTER, GAP = 3.7, 4.0
 POINTS = 80
 MOST_LINES = 7
 MOST_PANELS = 24
-CLOSE = 0.6  # of a panel's height of 100: closer curves cover one another
-STRIPE = 7  # pixels of each of the curves that are drawn as one
+CLOSE = 0.6  # in units of a panel's height of 100: closer curves cover one another
+STRIPE = 7  # pixels of each curve in a striped line
 
 
 def difference_panels(verdict: Verdict, listed: Collection[str] | None = None) -> dict[str, Any] | None:
@@ -66,8 +68,8 @@ def difference_panels(verdict: Verdict, listed: Collection[str] | None = None) -
 class _Axis:
     """The axis of differences from float32: places from 0 to 100 from left to right, of smaller to larger values.
 
-    It is even up to `EVEN` tolerances on both sides, and beyond that a factor of two is as long as a tolerance. It
-    reaches from the smallest to the largest difference of a seed, so that none stands at its edge.
+    It is linear up to `EVEN` tolerances on both sides, and beyond that a factor of two is as long as a tolerance. It
+    reaches from the smallest to the largest difference of a seed, so that no dot lies at its edge.
     """
 
     def __init__(self, verdict: Verdict) -> None:
@@ -78,13 +80,14 @@ class _Axis:
         self.high = _bent(max([*values, LEAST])) + MARGIN
 
     def place(self, difference: float) -> float:
-        """Where a difference in the units of the metric stands; within the axis."""
+        """Place of a difference in the units of the metric, within the axis."""
         place = 100 * (_bent(difference / self.tolerance) - self.low) / (self.high - self.low)
         return round(min(max(place, 0.0), 100.0), 2)
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
         """Numbers and their places: 0, the tolerance, and 2, 5, 10, 20, 50 ... tolerances where there is room."""
+        # In order of importance: a number is left out where it would overlap an earlier one.
         sizes = [1.0, *(k * 10.0**n for n in range(6) for k in (2, 5, 10))]
         values = [0.0, *(sign * size for size in sizes for sign in (-1, 1))]
         ticks: list[tuple[float, str]] = []
@@ -99,7 +102,7 @@ class _Axis:
 
 
 def _apart(*words: str) -> float:
-    """How far the middles of two numbers are from each other at least, in per cent of the axis of a phone."""
+    """Least distance between the middles of two numbers, in per cent of the axis of a phone."""
     return max(APART, GAP + LETTER * sum(map(len, words)) / 2)
 
 
@@ -120,6 +123,7 @@ def _tick(verdict: Verdict, value: float) -> str:
 
 def _line(one: Combination, axis: _Axis, listed: Collection[str] | None) -> dict[str, Any]:
     comparison, sign = one.comparison, axis.verdict.sign
+    # Judgements are positive where the setting is better; the drawing has the metric's own direction.
     low, high = (math.nan, math.nan) if one.judgement is None else sorted(sign * b for b in one.judgement.interval)
     words = (
         in_units(comparison.metric, comparison.mean, False, axis.tolerance)
@@ -149,7 +153,7 @@ def curve_panels(
     most_seeds: int | None = None,
     listed: Collection[str] | None = None,
 ) -> dict[str, Any] | None:
-    """A panel for each format, a line for each other setting: mean and deviation over the seeds, beside float32's.
+    """A panel for each format, a line for each other setting: mean and deviation over the seeds, with float32's.
 
     Curves that coincide are drawn as one striped line, and named: "torch = adaptive". None if no cell has such a curve
     of two points.
@@ -165,10 +169,11 @@ def curve_panels(
     finite = np.concatenate([curve.mean[np.isfinite(curve.mean)] for curve in drawn] or [np.empty(0)])
     if not len(finite):
         return None
-    is_log = bool(finite.min() > 0 and finite.max() / finite.min() > 8)
+    is_log = bool(finite.min() > 0 and finite.max() / finite.min() > FACTOR)
     low, high = float(finite.min()), float(finite.max())
     float32 = [curve for curve in drawn if curve.settings.get("format") == results.float32]
-    if len({_task_and_options(curve) for curve in float32}) > 1:  # then none of them is that of all others
+    # With several tasks or options none of these lines is the float32 of all other curves.
+    if len({_task_and_options(curve) for curve in float32}) > 1:
         float32 = []
     others = [curve for curve in drawn if not any(curve is one for one in float32)]
     methods = [*dict.fromkeys(map(_rest, others))]
@@ -185,8 +190,10 @@ def curve_panels(
             }
         )
     panels = panels or {BASELINE: []}
+    better = results.directions.words(name.split("/")[0])
     seeds = "the seeds" if most_seeds is None else f"the first {most_seeds} seeds"
-    lines = [  # float32 is one line, though several grids may have trained it
+    # float32 is one line, even if several grids trained it.
+    lines = [
         {"name": "float32", "colour": "float32", "cells": "", **_paths(curve, low, high, last, is_log), "band": ""}
         for curve in float32[:1]
     ]
@@ -196,7 +203,7 @@ def curve_panels(
     ]
     return {
         "name": name,
-        "title": f"{', '.join(filter(None, (name, _direction(results, name))))}: mean over {seeds}, and deviation",
+        "title": f"{', '.join(filter(None, (name, better)))}: mean over {seeds}, and deviation",
         "panels": shown,
         "legend": [(i, word or "all") for i, word in enumerate(methods[:MOST_LINES])],
         "float32": bool(float32),
@@ -207,16 +214,12 @@ def curve_panels(
     }
 
 
-def _direction(results: StoredResults, name: str) -> str:
-    """What stands beside the name of a curve of which lower is better; "" for others."""
-    return results.directions.words(name.split("/")[0])
-
-
 def _cells(
     results: StoredResults, drawn: Sequence[Curve], listed: Collection[str] | None
 ) -> Callable[[Curve], list[str]]:
-    """Finds the ids of the cells of a curve, of those that the page has."""
-    axes = [axis for axis in drawn[0].settings if axis in results.settings]  # the same of all
+    """Return a function that finds the ids of a curve's cells, of those that the page has."""
+    # All curves have the same settings.
+    axes = [axis for axis in drawn[0].settings if axis in results.settings]
     found: dict[tuple[str, ...], list[str]] = {}
     for row in results.chosen_rows(None):
         if listed is None or row["id"] in listed:
@@ -233,7 +236,7 @@ def _rest(curve: Curve) -> str:
 
 
 def _striped(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The lines of a panel, with stripes for those that cover one another, and which these are in words."""
+    """Lines of a panel, with stripes for curves that cover one another, and the names of these."""
     groups: list[list[dict[str, Any]]] = []
     for line in lines:
         same = next((group for group in groups if _covers(group[0], line, ("mean",))), None)
@@ -246,6 +249,7 @@ def _striped(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for group in groups:
         for i, line in enumerate(group):
             is_one = len(group) == 1
+            # Each curve of a group shows one stripe in turn: the dash is as long as one stripe, the gap as all others.
             line["dashes"] = "" if is_one else f"{STRIPE} {STRIPE * (len(group) - 1)}"
             line["offset"] = -STRIPE * i
             striped.append(line)
@@ -254,7 +258,7 @@ def _striped(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _covers(a: dict[str, Any], b: dict[str, Any], names: Sequence[str]) -> bool:
-    """Whether two curves are so close everywhere that one hides the other."""
+    """True if two curves are so close everywhere that one hides the other."""
     return all(
         a[name].shape == b[name].shape
         and bool((np.isnan(a[name]) == np.isnan(b[name])).all())

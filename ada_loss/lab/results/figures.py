@@ -1,4 +1,4 @@
-"""Figures for a paper, drawn with matplotlib in colours that the colour-blind can tell apart."""
+"""Figures of results, drawn with matplotlib in colours that the colour-blind can tell apart."""
 
 from __future__ import annotations
 
@@ -10,47 +10,65 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fpsim.checks import pip_install
 from fpsim.insight.pictures import apart_from_pyplot, new_axes, new_picture
 
 try:
-    from matplotlib import rc_context, rcParams
+    from matplotlib import colormaps, rc_context, rcParams
     from matplotlib.figure import Figure
+    from PIL import Image
 except ImportError as error:
     raise ImportError(f"A figure needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
 __all__ = [
     "COLOURS",
     "DASHES",
+    "FACTOR",
     "LETTERS_AN_INCH",
     "MOST_DOTS",
     "colour",
     "evenly",
     "far_off",
     "figure_bytes",
+    "heat_png",
     "in_the_dark",
     "ink",
     "is_constant",
     "method_words",
     "plain",
+    "plot_curves",
     "plot_depth",
+    "plot_differences",
+    "plot_front",
+    "plot_heat",
     "plot_methods",
     "plot_scales",
     "plot_table",
 ]
 
 # Okabe and Ito 2008
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # and the ink
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # in addition to the ink
 MARKERS = "osD^vP*X<>h"
-DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))  # each line can be told from the others in print
-# where a training diverged, at the edge of a panel
+# Dashes too, so that lines can be told apart in a black-and-white print.
+DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))
+# Marks a training that diverged, at the edge of a panel.
 CROSS = {"marker": "x", "markersize": 7, "color": COLOURS[5], "linestyle": "", "label": "diverged", "clip_on": False}
-FAR = 5  # times the distance of the setting before, from which on settings are off the axis
-MOST_DOTS = 200  # seeds of a place that are drawn
+# From this many times the distance of the setting before, settings are off the axis.
+FAR = 5
+MOST_DOTS = 200  # most seeds of a place that are drawn
 PANELS_A_ROW = 4
-LETTERS_AN_INCH = 13  # of the labels of plot_table
-SHORT = 18  # letters of a name for which one panel has room
-LETTERS = 28  # of a line in a legend
+LETTERS_AN_INCH = 13  # in the labels of plot_table
+SHORT = 18  # letters of a name that fit beside one panel
+LETTERS = 28  # most letters in a line of a legend
+# An axis is logarithmic from this factor between the largest and the smallest number on.
+FACTOR = 8.0
+HEAT = "cividis"  # colours of heat maps
+SHOWN_SITES = 60
+# Steps of the colours. The last entry of the palette is transparent, for NaN.
+STEPS = 255
 DARK = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#e6e9ed"),
     **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor"), "none"),
@@ -100,6 +118,7 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
     for fmt, axes in zip(formats, panels, strict=True):
         for i, method in enumerate(methods):
             by_gain = {r["gain"]: r["error"] for r in rows if (r["format"], r["method"]) == (fmt, method)}
+            # An error of inf cannot be drawn: it stands at the top, as the label of the axis says.
             errors = [min(by_gain[g], 3.0) if math.isfinite(by_gain[g]) else 3.0 for g in gains]
             style = {"color": colour(i), "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.3}
             dashes = "-" if i <= len(COLOURS) else "--"
@@ -121,10 +140,10 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
 def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, factor: float = 1.0) -> Figure:
     """Plot a line over the constant loss scales, next to the methods that choose theirs; a panel for each format.
 
-    A setting with a value that is not finite is marked at the lower edge; of float32 the other values are drawn.
+    A setting with a value that is not finite is marked at the lower edge; for float32 the finite values are drawn.
 
     places: {(format, method): values}; the format "fp32" is the baseline, a band of mean and deviation.
-    title: what the values are, for the axis.
+    title: name of the values, for the axis.
     factor: 100 for values shown in %.
     """
     formats = [fmt for fmt in dict.fromkeys(fmt for fmt, _ in places) if fmt != "fp32"]
@@ -144,11 +163,13 @@ def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, 
             0 if m == "none" else round(math.log2(float(m))): m for m in methods if m == "none" or is_constant(m)
         }
         chosen = [m for m in methods if m not in constant.values()]
+        # The methods stand to the right of the constants, with a gap of one place.
         positions = [max(constant, default=0) + 2 + i for i in range(len(chosen))]
         line = {"color": COLOURS[0], "marker": "o", "markersize": 3.5, "linewidth": 1.2}
         dots = {"color": COLOURS[5], "marker": "D", "markersize": 5, "linestyle": "", "capsize": 2}
         for x, drawn, style in (([*constant], [*constant.values()], line), (positions, chosen, dots)):
-            if drawn:  # a sweep of constants alone has no others
+            # A sweep of constants alone has no other methods, and zip(*()) cannot be unpacked.
+            if drawn:
                 means, deviations = zip(*(spread(fmt, method) for method in drawn), strict=True)
                 axes.errorbar(x, means, deviations, **style)
                 lost = [place for place, mean in zip(x, means, strict=True) if math.isnan(mean)]
@@ -225,11 +246,11 @@ def plot_table(
     """Plot a dot for each seed, mean and standard deviation: methods as rows, a panel for each format.
 
     Values that are not finite are marked at the left edge. If two fifths of the panels' rows or more would be empty,
-    and with only one method, formats and methods share the rows of one panel. A metric that is no share has no limits:
-    settings far off float32 are marked at the edge, by an arrow and their mean, and the axis fits the others.
+    and with only one method, formats and methods share the rows of one panel. Only shares have limits: with another
+    metric, settings far off float32 are marked at the edge by an arrow and their mean, and the axis fits the others.
 
     places: {(format, method): values}.
-    title: what the values are, for the axis.
+    title: name of the values, for the axis.
     factor: 100 for values shown in %.
     baseline: the values of float32, for a line through all panels.
     """
@@ -249,6 +270,7 @@ def plot_table(
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     line = factor * statistics.fmean(baseline) if baseline else math.nan
     means = {place: statistics.fmean(values) for place, values in places.items() if values}
+    # A factor of 100 says that the metric is a share, which has limits: nothing is far off there.
     far = far_off({place: mean - line for place, mean in means.items()}) if factor == 1 else set()
     finite = [v for place, values in places.items() if place not in far for v in _spread(values)]
     lowest, highest = (min(finite), max(finite)) if finite else (0.0, 1.0)
@@ -310,6 +332,145 @@ def evenly(values: Sequence[float], most: int) -> list[float]:
     return [ordered[round(i * (len(ordered) - 1) / (most - 1))] for i in range(most)]
 
 
+def plot_differences(rows: Sequence[Mapping[str, Any]], title: str, tolerance: float = 0.0, factor: float = 1.0) -> Any:
+    """Plot differences from float32: a dot for each seed, the mean and its interval, and the tolerance as a band.
+
+    rows: for each setting "name", "differences" and the "interval" of their mean, NaN for none.
+    """
+    figure, axes = new_axes(7.2, 1.0 + 0.3 * len(rows))
+    axes.axvspan(-factor * tolerance, factor * tolerance, color=COLOURS[2], alpha=0.15, linewidth=0)
+    axes.axvline(0, color=ink(), linewidth=0.8)
+    for y, row in enumerate(rows):
+        dots = [factor * value for value in row["differences"] if math.isfinite(value)]
+        axes.plot(dots, [y] * len(dots), "o", markersize=3, color=COLOURS[4])
+        if dots:
+            axes.plot([statistics.fmean(dots)], [y], "D", markersize=5, color=COLOURS[0])
+        if all(map(math.isfinite, row["interval"])):
+            axes.plot([factor * bound for bound in row["interval"]], [y, y], color=COLOURS[0], linewidth=1.4)
+    axes.set_yticks(range(len(rows)), [plain(str(row["name"])) for row in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel(plain(title), fontsize=9)
+    axes.spines["left"].set_visible(False)
+    return figure
+
+
+def plot_front(
+    rows: Sequence[Mapping[str, Any]],
+    front: Sequence[Mapping[str, Any]],
+    baseline: float,
+    bits: float,
+    title: str,
+    factor: float = 1.0,
+) -> Any:
+    """Plot the metric by bits of a search: a dot for each try, a line through the front, float32 dashed.
+
+    rows, front: of a `SearchResult`.
+    baseline: float32's metric.
+    bits: of the answer, to mark it.
+    title: of the metric, with its unit.
+    factor: 100 for values shown in %.
+    """
+    figure, axes = new_axes(7.2, 4.0, grid="both")
+    for chosen, style in (
+        (rows, {"marker": "o", "markersize": 4, "linestyle": "", "color": COLOURS[4], "label": "tried"}),
+        (front, {"marker": "o", "drawstyle": "steps-post", "color": COLOURS[0], "label": "front"}),
+    ):
+        known = [row for row in chosen if math.isfinite(row["accuracy"])]
+        axes.plot([row["bits"] for row in known], [factor * row["accuracy"] for row in known], **style)
+    axes.axhline(factor * baseline, color=ink(), linewidth=0.8, linestyle=(0, (4, 2)), label="float32")
+    axes.axvline(bits, color=COLOURS[5], linewidth=0.8, linestyle=":", label="smallest found")
+    axes.set_xlabel("bits")
+    axes.set_ylabel(plain(title))
+    axes.set_title("what was tried, and what no other beats in both", fontsize=9)
+    axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def plot_curves(
+    lines: Sequence[tuple[str, NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]], title: str
+) -> Any:
+    """Plot curves over the steps, each with its standard deviation as a band.
+
+    lines: name, steps, means, deviations (NaN where unknown) of each.
+    title: the label of the axis.
+    """
+    figure, axes = new_axes(7.2, 3.8, grid="both")
+    for i, (name, steps, mean, deviation) in enumerate(lines):
+        spread = np.where(np.isfinite(deviation), deviation, 0.0)
+        dashes = DASHES[i // (len(COLOURS) + 1) % len(DASHES)]
+        axes.plot(steps, mean, color=colour(i), linestyle=dashes, linewidth=1.3, label=plain(name))
+        axes.fill_between(steps, mean - spread, mean + spread, color=colour(i), alpha=0.15, linewidth=0)
+    known = np.concatenate([mean[np.isfinite(mean)] for _, _, mean, _ in lines] or [np.empty(0)])
+    if len(known) and known.min() > 0 and known.max() / known.min() > FACTOR:
+        axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel(plain(title))
+    axes.set_title("mean over the seeds, and standard deviation", fontsize=9)
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def heat_png(shares: NDArray[np.float64]) -> bytes:
+    """The content of a PNG of shares between 0 and 1.
+
+    shares: (rows, columns), at least one of each; NaN is transparent.
+
+    >>> content = heat_png(np.array([[0.0, np.nan], [0.5, 1.0]]))
+    >>> content[:8], len(content) < 1200
+    (b'\\x89PNG\\r\\n\\x1a\\n', True)
+    """
+    known = np.isfinite(shares)
+    indices = np.full(shares.shape, STEPS, dtype=np.uint8)
+    indices[known] = np.round(np.clip(shares[known], 0, 1) * (STEPS - 1)).astype(np.uint8)
+    palette = (colormaps[HEAT](np.linspace(0, 1, STEPS))[:, :3] * 255).round().astype(np.uint8)
+    picture, content = Image.fromarray(indices, "P"), io.BytesIO()
+    picture.putpalette(palette.tobytes() + bytes(3))
+    picture.save(content, "png", transparency=STEPS, optimize=True)
+    return content.getvalue()
+
+
+def plot_heat(
+    steps: Sequence[int],
+    sites: Sequence[str],
+    values: NDArray[np.float64],
+    title: str,
+    words: str,
+    limits: tuple[float | None, float | None] = (None, None),
+) -> Any:
+    """Plot values by site and step, as colours.
+
+    steps: the steps at which a column ends.
+    sites: from input to output.
+    values: (steps, sites); NaN is hatched.
+    title: of the figure.
+    words: the label of the colour bar.
+    limits: the values of the first and the last colour.
+    """
+    if len(sites) > SHOWN_SITES:
+        title += f"; {SHOWN_SITES} of {len(sites)} sites"
+        chosen = np.linspace(0, len(sites) - 1, SHOWN_SITES).round().astype(int)
+        sites, values = [sites[i] for i in chosen], values[:, chosen]
+    figure = new_picture(7.2, 1.1 + 0.19 * len(sites))
+    axes = figure.subplots()
+    edges = [0, *steps]
+    low, high = limits
+    mesh = axes.pcolormesh(edges, range(len(sites) + 1), values.T, cmap=HEAT, vmin=low, vmax=high)
+    # Without an edge, viewers of vector pictures draw hairlines between the cells.
+    mesh.set(edgecolor="face", linewidth=0.2)
+    axes.set_facecolor("0.85" if ink() == "black" else "0.3")
+    is_empty = bool(np.isnan(values).any())
+    axes.patch.set(hatch="////" if is_empty else None, edgecolor=ink())
+    axes.set_yticks([i + 0.5 for i in range(len(sites))], [*map(plain, sites)], fontsize=7)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("step (hatched: nothing arrives here)" if is_empty else "step", fontsize=9)
+    axes.set_title(textwrap.fill(plain(title), round(LETTERS_AN_INCH * figure.get_figwidth())), fontsize=9)
+    bar = figure.colorbar(mesh, ax=axes, pad=0.02)
+    bar.set_label(words, fontsize=9)
+    bar.ax.tick_params(labelsize=8)
+    return figure
+
+
 def _draw(axes: Any, y: int, values: Sequence[float], edge: float) -> None:
     finite = [v for v in values if math.isfinite(v)]
     plot = axes.plot
@@ -324,7 +485,8 @@ def _draw(axes: Any, y: int, values: Sequence[float], edge: float) -> None:
         deviation = statistics.stdev(finite)
         plot([mean - deviation, mean + deviation], [y, y], color=COLOURS[0], linewidth=1.4, zorder=3)
     plot([mean], [y], marker="D", markersize=5, color=COLOURS[0], zorder=4)
-    behind = {"pad": 0.7, "facecolor": axes.get_facecolor(), "edgecolor": "none"}  # hides the line of float32 there
+    # A background, which hides the line of float32 behind the number.
+    behind = {"pad": 0.7, "facecolor": axes.get_facecolor(), "edgecolor": "none"}
     place = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "fontsize": 6.5}
     axes.annotate(f"{mean:#.3g}".rstrip("."), (mean, y), **place, bbox=behind, zorder=2.5)
 

@@ -10,14 +10,14 @@ from typing import Any
 from ada_loss.lab.cells.cell_formats import BASELINE
 from ada_loss.lab.results import figures
 from ada_loss.lab.results.cell_pages import lost_by_site
-from ada_loss.lab.results.charts import plot_heat
 from ada_loss.lab.results.results import StoredResults
 from ada_loss.lab.training.methods import scales_by_layer
 
 __all__ = ["NothingToShow", "picture_layer_scales", "picture_metric", "picture_scales", "picture_underflow"]
 
-MOST_READ = 500  # files that are looked into for a picture
-MANY_CONSTANTS = 6  # constant scales that make a line
+# Files that are opened at most to find data for a picture.
+MOST_READ = 500
+MANY_CONSTANTS = 6  # from this many constant scales on they are drawn as a line
 
 
 class NothingToShow(ValueError):
@@ -28,6 +28,7 @@ def picture_metric(results: StoredResults, metric: str | None = None, where: Map
     """See `Results.plot_accuracy`."""
     table = results.table(metric=metric, where=where)
     own = results.float32
+    # The figures know float32 by its usual name, under any name that the sweep gave it.
     table.places = {(BASELINE if fmt == own else fmt, method): v for (fmt, method), v in table.places.items()}
     factor = 100.0 if table.is_share else 1.0
     constants = [column for column in table.across if figures.is_constant(column)]
@@ -51,13 +52,14 @@ def picture_underflow(results: StoredResults, cell: str | None = None, role: str
     if lost is None:
         raise NothingToShow(f"The cell {cell} recorded no sites. Give the sweep task_options={{'record_every': 4}}.")
     steps, sites, shares = lost
-    return plot_heat(steps, sites, 100 * shares, _words(known[cell]), "gradients lost in %", (0, 100))
+    return figures.plot_heat(steps, sites, 100 * shares, _words(known[cell]), "gradients lost in %", (0, 100))
 
 
 def _lossiest(results: StoredResults, known: Mapping[str, Mapping[str, Any]]) -> str:
     """The id of the recorded cell that lost the largest share of its gradients."""
     lossy = sorted((row for row in known.values() if row["underflow"]), key=lambda row: -row["underflow"])
     ids = [str(row["id"]) for row in lossy]
+    # Lazily: files are opened one by one until one has a recording.
     recorded = (cell for cell in ids[:MOST_READ] if has_array(results, cell, "history.steps"))
     return next(recorded, ids[0] if ids else "with underflow")
 
@@ -80,13 +82,14 @@ def picture_scales(results: StoredResults, where: Mapping[str, Any] | None = Non
 
 def picture_layer_scales(results: StoredResults, where: Mapping[str, Any] | None = None) -> Any:
     """See `Results.plot_layer_scales`."""
-    rows = [row for row in results.chosen_rows(where) if scales_by_layer(row["scaling"])]  # others need not be read
+    # Other methods have no scales by layer; their files are not opened.
+    rows = [row for row in results.chosen_rows(where) if scales_by_layer(row["scaling"])]
     for row in rows[:MOST_READ]:
         arrays = results.readable_telemetry(row["id"])
         if "layers.steps" in arrays:
             sites = [str(site) for site in arrays["layers.site"]]
             steps, scales = arrays["layers.steps"].tolist(), arrays["layers.log2_scale"]
-            return plot_heat(steps, sites, scales, _words(row), "log2 of the scale")
+            return figures.plot_heat(steps, sites, scales, _words(row), "log2 of the scale")
     raise NothingToShow(
         f"No recorded cell of {results.words} scaled layer by layer. Give the sweep the method 'adaptive', and "
         f"task_options={{'record_every': 4}}."

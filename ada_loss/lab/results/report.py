@@ -45,13 +45,17 @@ except ImportError as error:
 
 __all__ = ["OverviewRow", "overview", "write_report"]
 
-MOST_CELLS = 5000  # that the page lists: each takes 2 kB and a millisecond
-MOST_READ = 2000  # files that are read for the curves of a name
-MOST_FAILURES, MOST_LINKS = 200, 30  # that are told apart, and cells of each
-MOST_CURVES = 500  # cells whose curves are drawn: a curve takes 2 kB
+# Cells that the page lists: each takes 2 kB and a millisecond.
+MOST_CELLS = 5000
+# Files that are read for the curves of one name.
+MOST_READ = 2000
+# Failures that are told apart, and links to the cells of each.
+MOST_FAILURES, MOST_LINKS = 200, 30
+# Cells whose curves are drawn: a curve takes 2 kB.
+MOST_CURVES = 500
 MOST_NAMES = 8  # curves of different names that are drawn
-MANY = 5  # formats that the question does not name
-PHONE = 4.4  # inches of a figure that is read on a phone
+MANY = 5  # from this many on formats are counted, not named
+PHONE = 4.4  # width of a figure on a phone, in inches
 PARTS = {"style": "css", "script": "js"}  # files beside the template
 
 
@@ -67,6 +71,7 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
         raise ValueError(f"{results.words} has nothing to report. Run the sweep first.")
     environment = Environment(
         loader=PackageLoader("ada_loss.lab.results", "."),
+        # Names and errors may come from someone else's task or ledger.
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -123,7 +128,7 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
 def _listed(results: StoredResults, rows: Mapping[str, Mapping[str, Any]]) -> list[int]:
     """The places of the cells that the page lists: all of them, or of more than `MOST_CELLS` some, in their order.
 
-    Those that failed or diverged, then the first of the others.
+    Failed and diverged cells come first, then the first of the others.
     """
     if len(results.cells) <= MOST_CELLS:
         return [*range(len(results.cells))]
@@ -201,7 +206,8 @@ def _lines(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
         known = {column: sign * mean for column, mean in means.items() if sign and math.isfinite(mean)}
         best = max(known, key=lambda column: known[column], default="")
         spread = table.deviation(row, best) if len(known) > 1 else math.nan
-        least = known.get(best, math.nan) - spread  # NaN, and so nothing in bold, for a single place or seed
+        # NaN for a single place or seed: no comparison with it is true, so that nothing is bold.
+        least = known.get(best, math.nan) - spread
         texts = [(table.text(row, column), known.get(column, math.nan) >= least) for column in table.across]
         lines.append((row, texts))
     return lines
@@ -230,7 +236,8 @@ def _pictures(results: StoredResults, with_metrics: bool) -> list[dict[str, Any]
                 variants["dark"] = _addresses(plot)
         except NothingToShow:
             continue
-        except Exception as error:  # telemetry of another origin, names that cannot be drawn: the rest is shown
+        # Telemetry of another origin, or names that cannot be drawn: the rest of the report is shown.
+        except Exception as error:
             drawn.append({"words": words, "variants": {}, "problem": f"{type(error).__name__}: {error}"})
         else:
             drawn.append({"words": words, "variants": variants, "problem": ""})
@@ -238,7 +245,7 @@ def _pictures(results: StoredResults, with_metrics: bool) -> list[dict[str, Any]
 
 
 def _has_a_moving_scale(results: StoredResults, fmt: str) -> bool:
-    """Whether a loss scale of a format's trainings changes: a picture of constants tells nothing."""
+    """True if a loss scale of a format's trainings changes: a picture of constants tells nothing."""
     rows = [row for row in results.chosen_rows(None) if row["format"] == fmt and row["scaling"] != "none"]
     for row in rows[:MOST_CURVES]:
         scales = results.readable_telemetry(row["id"], {"scales"}.__contains__).get("scales", np.empty(0))
@@ -270,6 +277,7 @@ def _shared(results: StoredResults) -> dict[str, str]:
 def _data(cells: Sequence[dict[str, Any]]) -> str:
     """The curves of the cells for the page's script, as JSON that ends no element."""
     points = {cell["id"]: cell["points"] for cell in cells if cell["points"]}
+    # "</script>" in a curve's name would end the element; "\u003c" is the same character in JSON.
     return strict_json(points).replace("<", "\\u003c")
 
 
@@ -286,7 +294,7 @@ def _curves(results: StoredResults, cells: Sequence[dict[str, Any]]) -> list[dic
     rows, listed = results.chosen_rows(None), {cell["id"] for cell in cells}
     axes = telling_axes(results.settings, rows)
     settings = Counter(tuple(str(row.get(axis)) for axis in axes) for row in rows)
-    seeds = max(MOST_READ // max(len(settings), 1), 1)  # of each setting
+    seeds = max(MOST_READ // max(len(settings), 1), 1)  # for each setting
     most_seeds = seeds if max(settings.values(), default=0) > seeds else None
     read = CurveReader(results)
     drawn = (curve_panels(results, name, read, most_seeds, listed) for name in wanted)
@@ -310,6 +318,7 @@ def _failures(
         if cell["id"] in listed and listed[cell["id"]]["damage"]:
             words.append(("telemetry lost", "its file is missing or damaged; run the sweep again: it repeats the cell"))
         for state, error in words:
+            # Every message may differ (an address, a number). Beyond the limit they share one entry.
             if f"{state}: {error}" not in failures and len(failures) == MOST_FAILURES:
                 state, error = "failed", "for other reasons"
             failure = failures.setdefault(
@@ -335,7 +344,8 @@ def _session(session: dict[str, Any]) -> dict[str, str]:
     """The environment of a driver's session, a string for each entry."""
     try:
         started = datetime.fromtimestamp(session["started"], UTC).strftime("%Y-%m-%d %H:%M UTC")
-    except (OverflowError, OSError, ValueError):  # of a row that no sweep wrote
+    # A changed row of the ledger may hold any number.
+    except (OverflowError, OSError, ValueError):
         started = str(session["started"])
     known = session.get("versions")
     versions = ", ".join(f"{name} {v}" for name, v in known.items() if v) if isinstance(known, dict) else ""
@@ -388,8 +398,11 @@ def _row(
     def differences(one: Combination) -> list[float]:
         return [value for value in one.comparison.differences.values() if math.isfinite(value)]
 
+    # Without float32 (or with none of its seeds) the means themselves are compared.
     are_paired = all(differences(one) for one in chosen if numbers(one))
 
+    # The share of seeds with a number comes first: the mean of the other seeds alone would flatter a setting that
+    # diverges.
     def worth(one: Combination) -> tuple[float, float]:
         values = differences(one) if are_paired else numbers(one)
         seeds = one.seeds - len(one.silent) if len(numbers(one)) >= LEAST_SEEDS else one.asked

@@ -30,10 +30,13 @@ from fpsim.insight.rows import Rows
 
 __all__ = ["REASONS", "StoredResults", "first_metric", "read_reasons", "since", "telling_axes"]
 
-BITS = "bits_version"  # the column of rows with numbers of another version
-REASONS = "reasons.json"  # why cells diverged or fell short, by id; beside the ledger, whose rows stay
+# Column of rows in a folder with numbers of several versions.
+BITS = "bits_version"
+# Reasons why cells diverged or fell short, by id. Beside the ledger, so that its rows and their digests stay.
+REASONS = "reasons.json"
 OF_A_CELL = ("skipped", "underflow", "seconds")  # columns of a row besides its settings and metrics
-ROUNDED = 1e-5  # a mean of float32 shares may be as far above 1
+# A mean of shares in float32 may be this far above 1.
+ROUNDED = 1e-5
 RESULTS = ("id", "diverged", "reason", BITS, *OF_A_CELL)  # columns that no option and no metric has
 
 
@@ -65,10 +68,13 @@ class StoredResults:
         if self.missing:
             warnings.warn(f"{self.out}: {self.missing}", stacklevel=2)
         for cell in self.cells:
+            # A damaged row may have no configuration, and one with a valid digest another object. Both are shown as
+            # failures.
             if not is_configuration(cell["config"]):
                 cell |= {"state": "failed", "metrics": {}, "error": DAMAGED, "damaged": 1}
                 cell["config"] = {**dict.fromkeys(AXES, "?"), "options": {}}
         self._label, self._options = _OnceEach(lambda value: in_line(label(value))), _OnceEach(_columns_of)
+        # Names of columns are settled once for all cells: a metric named "format" must not replace the format.
         columns = {*AXES, *RESULTS, *self._option_names()}
         named: dict[str, str] = {}
         for cell in self.cells:
@@ -79,6 +85,7 @@ class StoredResults:
         self.reasons = read_reasons(self.out)
         formats = {self._label(fmt): fmt for fmt in (cell["config"]["format"] for cell in self.cells)}
         names = names_of(formats.values(), read_names(self.out))
+        # Escaped here, once: names reach terminals, tables and the report.
         self.names = {in_line(words): in_line(name) for words, name in names.items()}
 
     @property
@@ -90,7 +97,7 @@ class StoredResults:
 
     @property
     def old(self) -> str:
-        """The number of results of another version of the numbers, and what changed; "" if there are none."""
+        """The number of results of another version of the numbers, and the changes; "" without any."""
         done = [cell["bits"] for cell in self.cells if cell["state"] == "done"]
         others = Counter(bits for bits in done if bits != fpsim.BITS)
         if not others:
@@ -160,7 +167,8 @@ class StoredResults:
         for name, value in (where or {}).items():
             value = self._named_format(value) if name == "format" else value
             rows = chosen
-            is_known = any(name in row for row in every)  # an option that some cells have is None of the others
+            # A cell without the option, which other cells have, has None there.
+            is_known = any(name in row for row in every)
             chosen = Rows(row for row in rows if is_known and _word(row.get(name)) == _word(value))
             if rows and not chosen:
                 known = ", ".join(dict.fromkeys(str(row.get(name)) for row in rows if is_known))
@@ -305,7 +313,8 @@ class StoredResults:
         others = [*AXES[:1], "rounding", *self._option_names()]
         varying: list[str] = []
         for axis in others:
-            before = [*varying, "format", "scaling"] if axis == "rounding" else varying  # it may follow from them
+            # The usual rounding follows from format and scaling: then the rounding distinguishes nothing.
+            before = [*varying, "format", "scaling"] if axis == "rounding" else varying
             if _count(all_rows, [*before, axis]) > max(_count(all_rows, before), 1):
                 varying.append(axis)
         groups = dict.fromkeys(tuple((axis, str(row.get(axis))) for axis in varying) for row in all_rows)
@@ -330,7 +339,7 @@ class StoredResults:
         return {cell["id"]: cell for cell in self.cells}
 
     def telemetry(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
-        """The arrays of a cell's file: "losses" and "scales" of each step, "skipped", and what was recorded.
+        """The arrays of a cell's file: "losses" and "scales" of each step, "skipped", and recordings.
 
         With `record_every`, "history.underflow" and its like have a row for each step of "history.steps" and a column
         for each place in "sites.site" and "sites.role". Where each layer has a scale, "layers.log2_scale" has a row for
@@ -376,7 +385,7 @@ def since(versions: Iterable[int]) -> str:
 
 
 def _count(rows: list[dict[str, Any]], axes: list[str]) -> int:
-    """How many combinations of values the rows have in some columns."""
+    """Number of combinations of values that the rows have in some columns."""
     return len({tuple(map(str, map(row.get, axes))) for row in rows})
 
 
@@ -396,7 +405,7 @@ def telling_axes(axes: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list
 
 
 class _OnceEach:
-    """Calls a function once for each object: cells share their settings, but for the seed; see `Ledger.rows`."""
+    """Call a function once for each object: cells share their settings except the seed; see `Ledger.rows`."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
@@ -405,7 +414,8 @@ class _OnceEach:
     def __call__(self, value: Any) -> Any:
         key = value if isinstance(value, str) else id(value)
         if key not in self._known:
-            self._known[key] = value, self._function(value)  # the object is kept, or another could get its id
+            # The object is kept: its id could otherwise go to another one.
+            self._known[key] = value, self._function(value)
         return self._known[key][1]
 
 
@@ -437,5 +447,6 @@ def _word(value: Any) -> str:
     """A value as a word, the same however it was written: 0, 0.0 and "0.0" are one number, None is "None"."""
     try:
         return label(value if isinstance(value, bool) else float(value))
-    except (TypeError, ValueError, OverflowError):  # the latter for an integer beyond float64
+    # OverflowError: of an integer beyond float64.
+    except (TypeError, ValueError, OverflowError):
         return in_line(label(value))

@@ -1,4 +1,4 @@
-"""What a verdict says: settings against float32 in lists, with what was tested in the end."""
+"""The statements of a verdict: settings against float32 in lists, and the tests in the end."""
 
 from __future__ import annotations
 
@@ -26,12 +26,18 @@ from ada_loss.lab.results.table import heading, is_share, latex, mean_and_deviat
 
 __all__ = ["SECTIONS", "WORSE", "Combination", "Section", "Verdict", "as_html", "as_latex", "as_text"]
 
-MOST_NAMED = 20  # settings of one kind of which something is said
-MOST_LISTED = 12  # formats of those that are only listed
-NOISE = 1e-9  # of the tolerance: smaller amounts are those of float64, and are shown as 0
-NOTABLE = 0.005  # shares of lost gradients that are said
-ENOUGH = 5  # seeds that tell most collapses; docs/verdict.md has how many
-SECTIONS = {  # where each outcome stands
+# Settings of one list that are described.
+MOST_NAMED = 20
+# Formats of a list without descriptions.
+MOST_LISTED = 12
+# Of the tolerance: smaller amounts are float64's own error, and are shown as 0.
+NOISE = 1e-9
+# Shares of lost gradients that are mentioned.
+NOTABLE = 0.005
+# Seeds that reveal most collapses; docs/verdict.md has the numbers.
+ENOUGH = 5
+# The lists of a verdict in their order, with the outcomes of each.
+SECTIONS = {
     "match": ("match",),
     "above": ("above",),
     "short": ("short",),
@@ -39,18 +45,19 @@ SECTIONS = {  # where each outcome stands
     "counted": ("diverged", "worse"),
     "open": ("undecided", "few", "failed"),
 }
-WORSE = (*SECTIONS["short"], *SECTIONS["collapsed"], *SECTIONS["counted"])  # of which a reason is worth knowing
+# Outcomes whose reason is worth knowing.
+WORSE = (*SECTIONS["short"], *SECTIONS["collapsed"], *SECTIONS["counted"])
 
 
 @dataclass(frozen=True)
 class Combination:
-    """A format with its scaling method, and whatever else differs, against float32.
+    """A format with its scaling method, and all other settings that differ, against float32.
 
     fmt, rest: the format, and the other settings that differ, as words.
     outcome: "match" (no more than the tolerance worse), "short" (more), "above" (better by more, of a test for
-        equivalence), "collapsed" (some seeds are none of those that the others are), "undecided"; and, of what is
-        not tested, "diverged", "worse" (with every seed, and much worse with one), "failed" (no result) or "few"
-        (results of fewer than three seeds).
+        equivalence), "collapsed" (some seeds do not belong to the others), "undecided"; and without a test
+        "diverged", "worse" (with every seed, and much worse with one), "failed" (no result) or "few" (results of
+        fewer than three seeds).
     comparison: with float32; without differences where it failed.
     seeds: how many trainings are done.
     shares: what its trainings lost, {"underflow", "overflow", "skipped steps": a share}, as means over the seeds.
@@ -81,7 +88,7 @@ class Combination:
 
     @property
     def reasons(self) -> str:
-        """What its trainings lost, in words; "" where that is nothing."""
+        """Losses of its trainings and the reason, in words; "" without any."""
         diverged = self.comparison.diverged
         words = [f"{diverged} of {self.seeds} diverged"] if diverged else []
         text = ", ".join([*words, *self.losses])
@@ -89,21 +96,21 @@ class Combination:
 
     @property
     def losses(self) -> list[str]:
-        """What its trainings lost, in words."""
+        """Losses of its trainings, in words."""
         return [f"{name} {per_cent(round(share, 3))}" for name, share in self.shares.items() if share >= NOTABLE]
 
     @property
     def asked(self) -> int:
-        """How many seeds were trained, or failed to be."""
+        """Number of seeds that were trained or failed."""
         return self.seeds + len(self.failed)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a sweep says of float32 and the others. Its `str` is a few lists, `_repr_html_` the same for a notebook.
+    """Verdict of a sweep on all settings against float32. Its `str` is a few lists, as is `_repr_html_`.
 
     A setting collapses if the other seeds exclude that some belong to them. Each other setting is tested once,
-    two-sided, at the tolerance below float32: it is no more than that below, it falls short by more, or that is open.
+    two-sided, at the tolerance below float32: it stays within that, it falls short by more, or the test is open.
     `judgement.py` has the tests and their simulated errors. A setting of which a seed diverged is counted and not
     tested, and one with fewer than three seeds is not judged.
 
@@ -112,7 +119,7 @@ class Verdict:
     tolerance: in units of the metric.
     level: the bound for a wrong statement anywhere, if differences are normal.
     combinations: in the order of the sweep.
-    subject: what the verdict is about where a sweep has several: the task, the options that differ.
+    subject: the part of the sweep that it is about, where there are several: the task, the options that differ.
     sign: 1 where a larger metric is better, -1 where a smaller is; 0 where it is not known: nothing is judged then.
     equivalence: whether "match" is within the tolerance on both sides.
     lost: seeds of float32 that diverged or failed.
@@ -136,7 +143,7 @@ class Verdict:
 
     @property
     def problem(self) -> str:
-        """Why there is no verdict, as a sentence; "" where there is one."""
+        """Reason why a verdict is impossible, as a sentence; "" otherwise."""
         if not self.baseline and self.lost:
             return f"No verdict: float32 itself gave no finite {self.metric}, so there is nothing to compare with."
         if not self.baseline:
@@ -159,7 +166,7 @@ class Verdict:
 
     @property
     def head(self) -> str:
-        """float32's metric, or why there is no verdict."""
+        """float32's metric, or the reason why a verdict is impossible."""
         words = self.problem
         if not words:
             better = ", lower is better" * (self.sign < 0)
@@ -189,10 +196,11 @@ class Verdict:
 
     @property
     def foot(self) -> str:
-        """What was tested, and the chance of a wrong statement."""
+        """The tests, and the chance of a wrong statement."""
         judged = [one for one in self.combinations if one.judgement is not None or one.collapsed]
         if not judged:
             return ""
+        # A setting that collapsed has no judgement, though it was tested for collapses.
         tested = [one.judgement for one in judged if one.judgement is not None]
         counts = [len(one.comparison.differences) for one in judged]
         fewest, seeds = min(counts), max(counts)
@@ -247,7 +255,7 @@ class Verdict:
 
     def plot(self) -> Any:
         """A figure: the differences from float32, with their intervals and the tolerance; needs matplotlib."""
-        from ada_loss.lab.results.charts import plot_differences
+        from ada_loss.lab.results.figures import plot_differences
 
         rows = []
         for one in self.combinations:
@@ -275,12 +283,13 @@ class Verdict:
         return as_latex(self.head, self.sections, self.foot)
 
     def statement(self, one: Combination) -> str:
-        """What is said of a combination, in a sentence without its name."""
+        """Statement on a combination, a sentence without its name."""
         (title,) = [self._title(kind) for kind, outcomes in SECTIONS.items() if one.outcome in outcomes]
         title = title[0].lower() + title[1:]
         if one.outcome in ("match", "above"):
             return ", ".join(filter(None, (f"{title}: {self._estimate(one)}", self._words(one))))
-        is_told = one.outcome in (*SECTIONS["collapsed"], *SECTIONS["counted"])  # by words that need no title
+        # Their descriptions need no title.
+        is_told = one.outcome in (*SECTIONS["collapsed"], *SECTIONS["counted"])
         return self._words(one) if is_told else f"{title}: {self._words(one)}"
 
     @property
@@ -290,7 +299,8 @@ class Verdict:
     @property
     def amount(self) -> str:
         """The tolerance in words."""
-        if is_share(self.metric):  # the tolerance itself: all of its digits
+        # Of the tolerance itself all digits are shown: it was given, not measured.
+        if is_share(self.metric):
             words = f"{100 * self.tolerance:.4g}"
             return "1 point" if words == "1" else f"{words if '.' in words or 'e' in words else words + '.0'} points"
         return _bare(self.metric, self.tolerance)
@@ -315,7 +325,7 @@ class Verdict:
         return f"No more than {self.amount} {self._side} float32"
 
     def _named(self, chosen: Sequence[Combination]) -> list[tuple[str, str]]:
-        """The formats with what is said of their settings, a line for each."""
+        """Formats with descriptions of their settings, a line for each."""
         lines = []
         shown = chosen[:MOST_NAMED]
         for fmt in dict.fromkeys(one.fmt for one in shown):
@@ -343,7 +353,7 @@ class Verdict:
         return [(word, "") for word in words]
 
     def _words(self, one: Combination) -> str:
-        """What is said of a combination besides the title of its list; "" for nothing."""
+        """Description of a combination in addition to the title of its list; "" for none."""
         parts = []
         if one.outcome in ("match", "above") and one.judgement is not None:
             far = one.judgement.mean > self.tolerance
@@ -360,7 +370,8 @@ class Verdict:
             parts.append("gave no result")
         elif one.outcome == "few":
             few = len(one.comparison.differences)
-            of = f" of {one.asked}" if few < one.asked else ""  # a sweep that goes on has not asked for the others yet
+            # A running sweep has not asked for the other seeds yet: "2 of 2" would say nothing.
+            of = f" of {one.asked}" if few < one.asked else ""
             parts.append(f"gave too few results, {few}{of} seed{'s' * (few > 1 or bool(of))}; {LEAST_SEEDS} are needed")
         elif len(one.comparison.differences) < one.asked and one.outcome != "diverged":
             parts.append(f"over {len(one.comparison.differences)} of {one.asked} seeds")
@@ -371,7 +382,7 @@ class Verdict:
         return f"{words}: {one.why}" if one.why else words
 
     def _counted(self, one: Combination) -> str:
-        """How many seeds diverged or collapsed, and what the others are."""
+        """Number of seeds that diverged or collapsed, and the range of the others."""
         differences = one.comparison.differences
         if one.outcome == "diverged":
             words, out = f"diverges with {one.comparison.diverged} of {one.asked} seeds", set[int]()
@@ -395,7 +406,7 @@ class Verdict:
         return f"{side} with each of {len(losses)} seeds, by {low} to {high}"
 
     def _far(self, one: Combination) -> str:
-        """The seeds of an open setting that are far below the others; "" where there are none."""
+        """Describe the seeds of an open setting that are far below the others; "" without any."""
         if one.judgement is None or not one.judgement.low:
             return ""
         seeds, values = [*one.comparison.differences], [*one.comparison.differences.values()]
@@ -428,6 +439,7 @@ class Verdict:
         low, high = sorted(sign * bound for bound in one.judgement.interval)
         seen = self.tolerance or high - low or abs(one.judgement.mean)
         least = NOISE * self.tolerance
+        # Otherwise 1e-17 would be shown for 0, with an exponent.
         values = (value if abs(value) >= least else 0.0 for value in (sign * one.judgement.mean, low, high))
         words = [in_units(self.metric, value, unit=False, seen=seen) for value in values]
         return f"{words[0]} [{words[1]}, {words[2]}]"
@@ -457,7 +469,8 @@ def _bare(metric: str, value: float, seen: float = 0.0) -> str:
 
 WIDTH = 110
 WIDEST_LABEL = 44
-APART = " · "  # between names, which have commas of their own
+# Not a comma: names have commas of their own.
+APART = " · "
 
 
 @dataclass(frozen=True)
@@ -466,7 +479,7 @@ class Section:
 
     kind: one of `SECTIONS`, which chooses the colour.
     title: without a full stop.
-    lines: (label, what is said of it, in lines); all labels of which nothing is said are printed in a row.
+    lines: (label, its description, in lines); labels without a description are printed in a row.
     """
 
     kind: str
@@ -475,12 +488,12 @@ class Section:
 
     @property
     def named(self) -> list[tuple[str, str]]:
-        """The lines in which something is said of the label."""
+        """Lines with a description."""
         return [line for line in self.lines if line[1]]
 
     @property
     def listed(self) -> list[str]:
-        """The other labels."""
+        """Labels without a description."""
         return [label for label, words in self.lines if not words]
 
 
@@ -490,7 +503,7 @@ def as_text(head: str, sections: Sequence[Section], foot: str) -> str:
     for section in sections:
         lines.append(f"{section.title}:")
         if section.listed:
-            # no break before the dot: a line does not begin with it
+            # A no-break space before the dot: a line must not begin with it.
             names = APART.replace(" ", "\N{NO-BREAK SPACE}", 1).join(section.listed)
             wrapped = textwrap.wrap(names, WIDTH, initial_indent="  ", subsequent_indent="  ", break_long_words=False)
             lines += [line.replace("\N{NO-BREAK SPACE}", " ") for line in wrapped]
@@ -504,7 +517,7 @@ def as_text(head: str, sections: Sequence[Section], foot: str) -> str:
 
 
 def as_html(head: str, sections: Sequence[Section], foot: str) -> str:
-    """A block of HTML, for a notebook and for the report; the report brings the style. No line ends before a %."""
+    """A block of HTML, for a notebook and for the report, which brings the style. A % is never alone on a line."""
     parts = [f"<p>{html.escape(head)}</p>"] if head else []
     for section in sections:
         parts.append(f'<div class="{section.kind}"><b>{html.escape(section.title)}</b><ul>')

@@ -14,9 +14,12 @@ from fpsim.checks import refuse
 
 __all__ = ["NoShare", "Share", "Table", "heading", "is_share", "is_share_by_name", "mean_and_deviation", "mean_of"]
 
-SHARES = ("accuracy", "underflow")  # metrics that are shown in %
-LEAST_PLAIN, MOST_PLAIN = 1e-4, 1e7  # between which a metric is shown without a power of ten
-SHARE_WORDS = {"acc", "accuracy"}  # in the names of metrics that are shown in % where all values are between 0 and 1
+# Metrics that are shown in % by their whole name.
+SHARES = ("accuracy", "underflow")
+# Between these a metric is shown without a power of ten.
+LEAST_PLAIN, MOST_PLAIN = 1e-4, 1e7
+# Words in names of metrics that are shown in % if all values are between 0 and 1.
+SHARE_WORDS = {"acc", "accuracy"}
 
 
 class Share(str):
@@ -24,11 +27,11 @@ class Share(str):
 
 
 class NoShare(str):
-    """The name of a metric that is called as a share and is none, as an accuracy that counts from 0 to 100."""
+    """The name of a metric that is not a share despite its name, such as an accuracy from 0 to 100."""
 
 
 def is_share(metric: str) -> bool:
-    """Whether a metric is shown in %.
+    """True if a metric is shown in %.
 
     >>> is_share("accuracy"), is_share("acc"), is_share(Share("acc")), is_share(NoShare("accuracy"))
     (True, False, True, False)
@@ -37,7 +40,7 @@ def is_share(metric: str) -> bool:
 
 
 def is_share_by_name(metric: str) -> bool:
-    """Whether a metric may be a share by its name: its values tell.
+    """True if a metric may be a share by its name; its values decide.
 
     >>> [name for name in ("val_acc", "testAccuracy", "top5_acc", "accelerate", "loss") if is_share_by_name(name)]
     ['val_acc', 'testAccuracy', 'top5_acc']
@@ -53,7 +56,7 @@ class Table:
     metric: the name of the metric.
     down, across: the values of the columns, in order.
     places: {(row, column): the values of its cells}.
-    where: what the cells were chosen by, for the title.
+    where: the values by which the cells were chosen, for the title.
     directions: which tell whether larger or smaller is better; by the metric's name unless given.
     names: {description: name} of formats, so that a place is found by either.
     """
@@ -76,12 +79,12 @@ class Table:
         self.down, self.across, self.places = list(down), list(across), places
 
     def mean(self, row: str, column: str) -> float:
-        """The mean of a place; NaN where a value is NaN, or where there is none."""
+        """The mean of a place; NaN where a value is NaN, or without values."""
         values = self.places.get(self._place(row, column))
         return mean_of(values) if values else math.nan
 
     def count(self, row: str, column: str) -> int:
-        """How many cells a place has."""
+        """Number of cells in a place."""
         return len(self.places.get(self._place(row, column), ()))
 
     def _place(self, row: str, column: str) -> tuple[str, str]:
@@ -95,19 +98,19 @@ class Table:
         return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
 
     def text(self, row: str, column: str, plus_minus: str = " ± ") -> str:
-        """A place as text: mean and deviation in the unit of `heading`; "-" where there is no cell."""
+        """A place as text: mean and deviation in the unit of `heading`; "-" without cells."""
         if self._place(row, column) not in self.places:
             return "-"
         return mean_and_deviation(self.metric, self.mean(row, column), self.deviation(row, column), plus_minus)
 
     @property
     def is_share(self) -> bool:
-        """Whether the metric is shown in %."""
+        """True if the metric is shown in %."""
         return is_share(self.metric)
 
     @property
     def title(self) -> str:
-        """The metric with its unit, "lower is better" where it is, and what the cells were chosen by."""
+        """The metric with its unit, "lower is better" if so, and the values by which the cells were chosen."""
         better = self.directions.words(self.metric)
         words = [
             heading(self.metric),
@@ -132,7 +135,7 @@ class Table:
         ]
 
     def to_json(self) -> str:
-        """`lines` as JSON; null for what is not a finite number."""
+        """`lines` as JSON; null for numbers that are not finite."""
         return strict_json(self.lines()) + "\n"
 
     def __str__(self) -> str:
@@ -202,17 +205,19 @@ def mean_of(values: Collection[float]) -> float:
     (1.5, inf, nan)
     """
     if not all(map(math.isfinite, values)):
+        # math.fsum raises for inf beside -inf, where the mean is NaN.
         return sum(values) / len(values)
     try:
         return math.fsum(values) / len(values)
-    except OverflowError:  # the sum is beyond float64, and the mean is not
+    # The sum is beyond float64, the mean is not.
+    except OverflowError:
         return math.fsum(value / len(values) for value in values)
 
 
 def mean_and_deviation(metric: str, mean: float, deviation: float = math.nan, plus_minus: str = " ± ") -> str:
     """A mean with its deviation, in the unit of `heading`; the mean alone where the deviation is NaN.
 
-    What is not a share has four decimals, more where it is below 0.1, and is in powers of ten where it is tiny or huge.
+    A metric that is not a share has four decimals, more below 0.1, and a power of ten where it is tiny or huge.
 
     >>> mean_and_deviation("accuracy", 0.975, 0.004), mean_and_deviation("loss", 0.975)
     ('97.5 ± 0.4', '0.9750')
@@ -223,6 +228,7 @@ def mean_and_deviation(metric: str, mean: float, deviation: float = math.nan, pl
         mean, deviation, form, small = 100 * mean, 100 * deviation, ".1f", ".1f"
     else:
         size = max(abs(value) for value in (mean, deviation, 0.0) if math.isfinite(value))
+        # By the larger of mean and deviation, so that both have the same decimals.
         is_plain = not size or LEAST_PLAIN <= size < MOST_PLAIN
         digits = max(4, 3 - math.floor(math.log10(size))) if size and is_plain else 4
         form, small = (f".{digits}f",) * 2 if is_plain else (".3e", ".1e")

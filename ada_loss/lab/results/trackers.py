@@ -38,15 +38,17 @@ __all__ = [
     "TRACKERS", "About", "MLflow", "Notifier", "TensorBoard", "Tracker", "TrackerOfRuns", "WandB", "make_trackers",
 ]  # fmt: skip
 
-AT_ONCE = 1000  # numbers that MLflow takes in a call
-LONGEST_TAG = 64  # letters, of Weights & Biases
+# The most numbers that MLflow takes in one call.
+AT_ONCE = 1000
+# The longest tag that Weights & Biases takes, in letters.
+LONGEST_TAG = 64
 LOWER = "lower is better"
 
 
 class Tracker(Protocol):
-    """The driver tells it of each cell that is done, once the ledger has the cell.
+    """Receiver of finished cells. The driver calls it once for each cell, after the ledger has it.
 
-    One with the methods of `TrackerOfRuns` is told of cells while they train, too.
+    One with the methods of `TrackerOfRuns` also gets the curves of cells while they train.
     """
 
     def known(self) -> set[str]:
@@ -100,7 +102,7 @@ class About:
 
     @property
     def group(self) -> str:
-        """What the cells of all seeds have in common: "e4m3fn torch"."""
+        """Name that the cells of all seeds share: "e4m3fn torch"."""
         return " ".join(filter(None, (self.format, self.rounding, self.scaling)))
 
     @property
@@ -109,7 +111,7 @@ class About:
         return f"{self.group} seed {self.seed}"
 
     def lower(self, names: Sequence[str]) -> list[str]:
-        """Those of some metrics and curves of which lower is better."""
+        """Return the metrics and curves of which lower is better."""
         return [name for name in dict.fromkeys(names) if self.directions.of(name.split("/")[0]) == MINIMIZE]
 
 
@@ -138,7 +140,7 @@ class TrackerOfRuns:
         raise NotImplementedError
 
     def add(self, cell: str, curves: Curves) -> None:
-        """Take in what the curves of a cell have gained, {name: (steps, values)}."""
+        """Take in the new points of a cell's curves, {name: (steps, values)}."""
         raise NotImplementedError
 
     def finish(self, cell: str, row: Mapping[str, Any], telemetry: Path) -> None:
@@ -158,7 +160,7 @@ class TrackerOfRuns:
 
 
 class TensorBoard(TrackerOfRuns):
-    """A run for each cell: every curve, underflow by role, and the hyperparameters. Of what is lower better it says so.
+    """A run for each cell: every curve, underflow by role, and the hyperparameters; "lower is better" where it is.
 
     Args:
         folder: of the runs. A run is a folder with the cell's name; the file "cell" in it has the id, once it is
@@ -180,6 +182,7 @@ class TensorBoard(TrackerOfRuns):
         return {_cell_in(path) for path in self.folder.glob("*/cell")}
 
     def begin(self, cell: str, config: Mapping[str, Any], about: About) -> None:
+        # A run that a killed driver left. The cell begins again, and its old points would stand among the new.
         for begun in self.folder.glob("*/begun"):
             if _cell_in(begun) == cell:
                 shutil.rmtree(begun.parent)
@@ -216,14 +219,13 @@ class TensorBoard(TrackerOfRuns):
         (folder / "begun").rename(folder / "cell")
 
     def abandon(self, cell: str) -> None:
-        _, writer, _, _ = self._open.pop(cell)
-        writer.close()
+        self._open.pop(cell)[1].close()
 
 
 class MLflow(TrackerOfRuns):
     """A run for each cell: parameters, every curve, underflow by role, and the telemetry file; the cell's id is a tag.
 
-    There is no curve for each layer: a row in MLflow's store takes long. `Results.telemetry` has them.
+    Curves of layers are left out: a row in MLflow's store takes long. `Results.telemetry` has them.
 
     Args:
         uri: of the tracking store.
@@ -239,17 +241,13 @@ class MLflow(TrackerOfRuns):
             from mlflow.tracking import MlflowClient
         except ImportError:
             raise ImportError(f"MLflow is not installed: {pip_install('mlflow')}.") from None
-        logging.getLogger("alembic").setLevel(logging.WARNING)  # it would print a line for each table
+        # alembic, with which MLflow makes its tables, would print a line for each.
+        logging.getLogger("alembic").setLevel(logging.WARNING)
         self._client = MlflowClient(uri)
-        existing = self._client.get_experiment_by_name(experiment)
-        self._experiment = (
-            existing.experiment_id
-            if existing
-            else self._client.create_experiment(experiment, artifact_location=artifacts)
-        )
-        self._open: dict[str, tuple[str, About]] = {}
-        self._last: dict[str, dict[str, float]] = {}  # of each curve of a cell the last step
-        self._infinite: dict[str, set[str]] = {}  # the curves of a cell that have an infinity
+        known = self._client.get_experiment_by_name(experiment)
+        self._experiment = known.experiment_id if known else self._client.create_experiment(experiment, artifacts)
+        # By cell: the run, the cell in words, the last step of each curve, and the curves that have an infinity.
+        self._open: dict[str, tuple[str, About, dict[str, float], set[str]]] = {}
 
     def known(self) -> set[str]:
         return {cell for cell, _ in self._runs("attributes.status = 'FINISHED'")}
@@ -275,43 +273,42 @@ class MLflow(TrackerOfRuns):
         run = self._client.create_run(self._experiment, run_name=about.name, tags=tags).info.run_id
         parameters = [Param(name, value) for name, value in _parameters(config, about).items()]
         self._client.log_batch(run, [], parameters)
-        self._open[cell], self._last[cell], self._infinite[cell] = (run, about), {}, set()
+        self._open[cell] = run, about, {}, set()
 
     def add(self, cell: str, curves: Curves) -> None:
         from mlflow.entities import Metric
 
-        run, _ = self._open[cell]
+        run, _, last, infinite = self._open[cell]
         now = int(1000 * time.time())
         points = []
         for name, (steps, values) in curves.items():
             points += [Metric(_key(name), float(v), now, int(step)) for step, v in zip(steps, values)]
-            self._last[cell][name] = float(steps.max())
+            last[name] = float(steps.max())
             if any(map(math.isinf, values)):
-                self._infinite[cell].add(name)
+                infinite.add(name)
         for first in range(0, len(points), AT_ONCE):
             self._client.log_batch(run, points[first : first + AT_ONCE])
 
     def finish(self, cell: str, row: Mapping[str, Any], telemetry: Path) -> None:
         from mlflow.entities import Metric, RunTag
 
-        (run, about), last, infinite = self._open.pop(cell), self._last.pop(cell), self._infinite.pop(cell)
+        run, about, last, infinite = self._open.pop(cell)
         now, numbers = int(1000 * time.time()), _numbers(row)
         end = int(max(last.values(), default=0))
-        # behind the points of a curve with the same name: what is shown of a run is its last number
+        # Behind the points of a curve with the same name: MLflow shows the last number of a run.
         metrics = [Metric(_key(name), value, now, max(end, int(last.get(name, 0)))) for name, value in numbers.items()]
         lower = about.lower([*numbers, *last])
         tags = [RunTag("mlflow.note.content", f"{LOWER.capitalize()}: {', '.join(lower)}.")] if lower else []
         infinite |= {name for name, value in numbers.items() if math.isinf(value)}
-        if infinite:  # MLflow's databases have the largest float64 in the place of an infinity
+        # MLflow's databases store the largest float64 instead of an infinity. The tag names those curves.
+        if infinite:
             tags.append(RunTag("infinite", ", ".join(sorted(infinite))))
         self._client.log_batch(run, metrics, [], tags)
         self._client.log_artifact(run, str(telemetry))
         self._client.set_terminated(run)
 
     def abandon(self, cell: str) -> None:
-        run, _ = self._open.pop(cell)
-        del self._last[cell], self._infinite[cell]
-        self._client.set_terminated(run, "KILLED")
+        self._client.set_terminated(self._open.pop(cell)[0], "KILLED")
 
 
 def _key(name: str) -> str:
@@ -326,8 +323,8 @@ def _key(name: str) -> str:
 class WandB(TrackerOfRuns):
     """A run of Weights & Biases for each cell: every curve, underflow by role, final metrics and parameters.
 
-    The cells of all seeds are a group, "e4m3fn torch"; the format and the scaling method are tags. As it is, nothing is
-    sent: `wandb sync FOLDER/offline-run-*` uploads what is there.
+    The cells of all seeds are a group, "e4m3fn torch"; the format and the scaling method are tags. By default nothing
+    is sent: `wandb sync FOLDER/offline-run-*` uploads the runs.
 
     Args:
         folder: of the runs.
@@ -350,26 +347,21 @@ class WandB(TrackerOfRuns):
         if mode not in ("offline", "online"):
             raise ValueError(f"Got mode={shown(mode)}. Use 'offline' or 'online'.")
         self.folder, self.group, self.project, self.mode, self._wandb = Path(folder), group, project, mode, wandb
-        self._open: dict[str, tuple[Any, About]] = {}
-        self._seen: dict[str, set[str]] = {}  # the curves of each cell
+        # By cell: the run, the cell in words, and the names of its curves.
+        self._open: dict[str, tuple[Any, About, set[str]]] = {}
 
     def known(self) -> set[str]:
-        return {self._cell(path) for path in self._folders()} - {path.name[1:] for path in self.folder.glob(".*")}
-
-    def _folders(self) -> list[Path]:
-        return [path for path in self.folder.glob("*run-*") if path.is_dir()]
-
-    def _cell(self, folder: Path) -> str:
-        return folder.name.rpartition("-")[2]
+        runs = {path.name.rpartition("-")[2] for path in self.folder.glob("*run-*/")}
+        return runs - {path.name[1:] for path in self.folder.glob(".*")}
 
     def begin(self, cell: str, config: Mapping[str, Any], about: About) -> None:
-        begun = self.folder / f".{cell}"  # there as long as the run is not finished
-        for path in self._folders() if begun.exists() else ():
-            if self._cell(path) == cell:
-                shutil.rmtree(path)
+        # This file exists as long as the run is not finished.
+        begun = self.folder / f".{cell}"
+        for path in self.folder.glob(f"*run-*-{cell}/") if begun.exists() else ():
+            shutil.rmtree(path)
         write_atomically(begun, b"")
         settings = {"silent": True, "console": "off", "disable_git": True, "x_disable_stats": True}
-        # the library adds "wandb" to the folder that it is given
+        # The library appends "wandb" to the folder that it gets.
         home = self.folder.parent if self.folder.name == "wandb" else self.folder
         run = self._wandb.init(
             project=self.project,
@@ -386,24 +378,25 @@ class WandB(TrackerOfRuns):
         )
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
-        self._open[cell], self._seen[cell] = (run, about), set()
+        self._open[cell] = run, about, set()
 
     def add(self, cell: str, curves: Curves) -> None:
-        run, _ = self._open[cell]
-        self._seen[cell] |= curves.keys()
-        # a column "step" of its own: the library drops what comes with a smaller step than what came before
+        run, _, seen = self._open[cell]
+        seen |= curves.keys()
+        # A column "step" of its own: the library drops numbers with a smaller step than the one before.
         rows: dict[tuple[float, int], dict[str, float]] = {}
         for name, (steps, values) in curves.items():
             times: dict[float, int] = {}
             for step, value in zip(steps.tolist(), values.tolist()):
+                # A row for each time that a user's training logs a curve at one step, or the last would win.
                 times[step] = times.get(step, -1) + 1
                 rows.setdefault((step, times[step]), {})[name] = value
         for (step, _), numbers in sorted(rows.items()):
             run.log({"step": int(step), **numbers})
 
     def finish(self, cell: str, row: Mapping[str, Any], telemetry: Path) -> None:
-        run, about = self._open.pop(cell)
-        lower = about.lower([*row["metrics"], *sorted(self._seen.pop(cell))])
+        run, about, seen = self._open.pop(cell)
+        lower = about.lower([*row["metrics"], *sorted(seen)])
         if lower:
             run.notes = f"{LOWER.capitalize()}: {', '.join(lower)}."
         run.summary.update({f"final/{name}": value for name, value in _numbers(row).items()})
@@ -411,9 +404,7 @@ class WandB(TrackerOfRuns):
         (self.folder / f".{cell}").unlink(missing_ok=True)
 
     def abandon(self, cell: str) -> None:
-        run, _ = self._open.pop(cell)
-        del self._seen[cell]
-        run.finish(exit_code=1)
+        self._open.pop(cell)[0].finish(exit_code=1)
 
 
 def _cell_in(path: Path) -> str:
@@ -436,22 +427,23 @@ def make_trackers(wanted: Sequence[str | Tracker], out: Path) -> list[Tracker]:
     made: list[Tracker] = []
     for tracker in wanted:
         if tracker in TRACKERS:
-            require_own(out / str(tracker))  # it would delete runs that were begun elsewhere
+            # Through a link, a tracker would delete runs in another folder.
+            require_own(out / str(tracker))
         if tracker == "tensorboard":
             made.append(TensorBoard(out / "tensorboard"))
         elif tracker == "mlflow":
             folder = (out / "mlflow").absolute()
             folder.mkdir(parents=True, exist_ok=True)
-            for suffix in ("", *BESIDE):  # MLflow would wait for a pipe, and try a folder again and again
+            # MLflow would wait for the other end of a pipe, and retry a folder again and again.
+            for suffix in ("", *BESIDE):
                 require_own_file(folder / f"mlflow.db{suffix}")
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
             made.append(MLflow(uri, out.absolute().name, artifacts))
         elif tracker == "wandb":
             made.append(WandB(out / "wandb", out.absolute().name))
         elif not (hasattr(tracker, "known") and hasattr(tracker, "log")):
-            hint = did_you_mean(tracker, TRACKERS)
-            known = ", ".join(TRACKERS)
-            raise ValueError(f"Unknown tracker {shown(tracker)}.{hint} Known: {known}, or an object of your own.")
+            known = f"{did_you_mean(tracker, TRACKERS)} Known: {', '.join(TRACKERS)}"
+            raise ValueError(f"Unknown tracker {shown(tracker)}.{known}, or an object of your own.")
         else:
             made.append(tracker)
     return made
@@ -464,8 +456,8 @@ METHODS = ("begin", "add", "finish", "abandon")
 class Notifier:
     """Report each finished cell to trackers once. A tracker that fails is dropped: it must not cost a result.
 
-    Trackers of running cells get what the workers write, every second, if driver and workers share the folder;
-    otherwise they get the whole at the end.
+    Trackers of running cells get new points every second if driver and workers share the folder; otherwise
+    they get whole curves at the end.
 
     trackers: the receivers.
     out: the folder of the sweep.
@@ -473,10 +465,12 @@ class Notifier:
 
     def __init__(self, trackers: Sequence[Tracker], out: Path) -> None:
         self.trackers, self.out = [*trackers], out
-        self._known: dict[int, set[str]] = {}  # by tracker: a cell whose file was damaged runs again, and is known
+        # Ids of cells by tracker. A cell whose file was damaged runs again, and is not reported twice.
+        self._known: dict[int, set[str]] = {}
         self._training: dict[str, tuple[Mapping[str, Any], LiveReader]] = {}
         self._begun: dict[int, set[str]] = {}
-        self._lock = threading.RLock()  # trackers are told by the thread that follows, and by the driver's
+        # Two threads call trackers: the one that follows the files, and the driver's.
+        self._lock = threading.RLock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._names: dict[str, str] = {}
@@ -502,7 +496,8 @@ class Notifier:
         if not self.is_live:
             return
         with self._lock:
-            if cell not in self._training:  # one whose worker died goes on as it was
+            # A cell whose worker died goes on with its reader: no point is told twice.
+            if cell not in self._training:
                 self._training[cell] = config, LiveReader(live_path(self.out / "checkpoints" / f"{cell}.pt"))
         if self._thread is None:
             self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -575,7 +570,8 @@ class Notifier:
         def finish() -> None:
             told = dict(reader.told)
             rest = reader.rest(curves_of(read_telemetry(self.out, cell)))
-            reader.told = told  # another tracker has as much to come
+            # `rest` marks the points as told, and the next tracker still needs them.
+            reader.told = told
             tracker.add(cell, rest)
             tracker.finish(cell, complete, path)
 
@@ -586,11 +582,12 @@ class Notifier:
             return None
         try:
             return work()
-        except Exception as error:  # a store may raise anything; the ledger has the cell
+        # A store may raise anything. The ledger has the cell, so nothing is lost.
+        except Exception as error:
             self.trackers.remove(tracker)
             warnings.warn(
-                f"{type(tracker).__name__} failed ({type(error).__name__}: {error}) and is told no more. The results "
-                f"are in {self.out}. Repair it and run the same again: it is told of what it missed.",
+                f"{type(tracker).__name__} failed ({type(error).__name__}: {error}) and gets no more cells. The "
+                f"results are in {self.out}. Repair it and run the same again: it gets the cells that it missed.",
                 stacklevel=2,
             )
             return None

@@ -1,4 +1,4 @@
-"""The verdict of a sweep: which settings are no worse than float32 by a tolerance, which are, and what is open."""
+"""The verdict of a sweep: settings worse than float32 by more than a tolerance, settings that are not, open ones."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from fpsim.checks import is_finite_number, is_number, shown
 
 __all__ = ["LEAST_SEEDS", "Combination", "Verdict", "compare", "default_tolerance", "verdicts"]
 
-TOLERANCE = 0.01  # a point of a share; of another metric, a hundredth of float32's mean
-NEAR_ZERO = 3.0  # deviations of float32 from 0 up to which a hundredth of its mean is no amount that says anything
-MOST_READ = 100  # seeds of a setting whose files say what it lost
+# One point of a share; for another metric a hundredth of float32's mean.
+TOLERANCE = 0.01
+# A mean of float32 within this many deviations of 0 gives no tolerance: a hundredth of it is noise.
+NEAR_ZERO = 3.0
+# Seeds of a setting whose files are read for its losses.
+MOST_READ = 100
 OF_SHARES = {"losses", "sites.role", "sites.nonzero", "sites.underflow", "sites.overflow"}
 GRADIENTS = {"weight_grad": " of weight gradients", "error": ""}  # roles, in words
 
@@ -100,9 +103,11 @@ def _verdict(
             one = replace(one, outcome="few")
         combinations.append(one)
     if is_judged:
-        size = max(map(abs, baseline.values())) + tolerance  # of what is at the tolerance
+        # The size of a metric that is worse by the tolerance.
+        size = max(map(abs, baseline.values())) + tolerance
         step = smallest_step([value for row in rows if math.isfinite(value := _number(row, metric))], size)
         combinations = _judged(combinations, baseline, tolerance, level, sign, equivalence, step)
+    # Files are read only for settings whose losses will be shown.
     by_id = {row["id"]: row for row in rows}
     combinations = [
         replace(
@@ -134,9 +139,9 @@ def default_tolerance(metric: str, float32: Sequence[float]) -> float | None:
 
 
 def _words_of_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What tells the setting of each row besides its format: its rounding and its scaling, where several are.
+    """Words for the setting of each row without its format: its rounding and its scaling, where these differ.
 
-    That gradients are rounded stochastically follows from the format and the scaling, and is said where it is so.
+    Stochastic rounding of gradients follows from format and scaling, and is always mentioned.
     """
     told = {axis: len({row[axis] for row in rows} - {STOCHASTIC_GRADIENTS}) > 1 for axis in ("rounding", "scaling")}
     roundings: dict[tuple[str, str], set[str]] = {}
@@ -155,8 +160,9 @@ def _words_of_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _combination(
     fmt: str, rest: str, rows: Sequence[Mapping[str, Any]], metric: str, baseline: Mapping[int, float], level: float
 ) -> Combination:
-    """The differences of a setting from float32, and what needs no test: divergences and failures are counted."""
-    finished = [row for row in rows if "diverged" in row]  # the others failed
+    """The differences of a setting from float32, with an outcome where no test is needed: it diverged or failed."""
+    # Only rows of cells that are done have the column; the others failed.
+    finished = [row for row in rows if "diverged" in row]
     silent = [row for row in finished if not row["diverged"] and not is_number(row.get(metric))]
     told = [row for row in finished if row not in silent]
     differences = {r["seed"]: _number(r, metric) - baseline[r["seed"]] for r in told if r["seed"] in baseline}
@@ -178,10 +184,11 @@ def _judged(
     equivalence: bool,
     step: float,
 ) -> list[Combination]:
-    """The combinations, with those of which nothing is known so far judged together."""
+    """The combinations, with the undecided ones judged together."""
     chosen = [i for i, one in enumerate(combinations) if one.outcome == "undecided"]
     differences = [[sign * value for value in combinations[i].comparison.differences.values()] for i in chosen]
     judged = [*combinations]
+    # All at once: the level of each test depends on their number.
     found = judge_sweep(differences, [*baseline.values()], tolerance, level, equivalence, step)
     for i, judgement in zip(chosen, found, strict=True):
         seeds = [*combinations[i].comparison.differences]
@@ -194,15 +201,15 @@ def _judged(
 
 
 def _number(row: Mapping[str, Any], metric: str) -> float:
-    """The metric of a row; NaN where its training gave none that is finite, or diverged, whatever it gave then."""
+    """The metric of a row; NaN where it is not finite, and for a training that diverged, whatever its metric."""
     value: Any = row.get(metric)
     return float(value) if is_finite_number(value) and not row.get("diverged") else math.nan
 
 
 def _shares(results: StoredResults, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What the trainings lost: steps that were skipped, and gradients that underflowed or overflowed.
+    """Losses of trainings: skipped steps, and gradients that underflowed or overflowed.
 
-    Of the gradients of activations and those of weights, the ones that lost more.
+    Only the role that lost more is kept, gradients of activations or of weights.
     """
     lost: dict[str, list[float]] = {}
     for row in rows:

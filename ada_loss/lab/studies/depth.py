@@ -59,7 +59,7 @@ def depth_trial(
     seed: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> list[dict[str, Any]]:
-    """One backward pass of each network for each format and method, and what became of the gradients.
+    """Run one backward pass of each network for each format and method, and measure its gradients.
 
     The gradients of activations are rounded to the format, nothing else. A row holds:
         format, gain, method.
@@ -68,7 +68,7 @@ def depth_trial(
         error: the norm of the first layer's weight gradient minus float32's, over the norm of float32's.
         log2_scale: that of the loss, or of the first layer.
 
-    formats, gains, methods: what is tried; see METHODS.
+    formats, gains, methods: the ones to try; see METHODS.
     depth, width, batch: of the networks and of the data.
     seed: of the weights and of the data.
     progress: called with 1 after each row.
@@ -79,13 +79,15 @@ def depth_trial(
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, width, generator=generator)
-    gradient = torch.randn(batch, width, generator=generator) * 2.0**-10  # as small as those of a mean loss
+    # As small as the gradients of a mean loss.
+    gradient = torch.randn(batch, width, generator=generator) * 2.0**-10
     rows = []
     for gain in gains:
         network = relu_network(gain, depth, width, seed)
         network(x).backward(gradient)
         reference = _first_gradient(network)
         for fmt in formats:
+            # Gradients alone are rounded, so that the forward pass is the same for all methods.
             model = fpsim.quantize(network, fpsim.Policy(error=fmt))
             for method in methods:
                 rows.append(
@@ -99,8 +101,8 @@ def depth_trial(
 def layer_errors(network: nn.Module, x: Tensor, gradient: Tensor, fmt: str, scale: float | None = None) -> list[float]:
     """The error of each layer's weight gradient in one backward pass, its norm over the norm of float32's.
 
-    network, x: what is run; plain, in float32.
-    gradient: of what it gives, from which the backward pass begins.
+    network, x: the network, plain, in float32, and its input.
+    gradient: of its output, from which the backward pass begins.
     fmt: of the gradients of activations; nothing else is rounded.
     scale: of the loss; None for a scale of its own for each layer.
 
@@ -134,6 +136,7 @@ def _run(model: nn.Sequential, method: str | float, x: Tensor, gradient: Tensor,
         name, _, bounds = method.partition(" ")
         if name in LAYER_RULES:
             low, high = map(float, bounds.split("/")) if bounds else (None, None)
+            # The original's bounds go with the authors' limit on the factor, which the default leaves out.
             rule = layer_rule(name, **({"bound": "worst_case"} if name == "approx_range" and bounds else {}))
             scaled = AdaLossScaled(model, rule=rule, scale_upper_bound=low, accum_upper_bound=high)
         else:
@@ -167,7 +170,9 @@ def _settled(model: nn.Sequential, system: str, x: Tensor, gradient: Tensor) -> 
         largest = torch.stack([p.grad.abs().amax() for p in model.parameters() if p.grad is not None]).amax().item()
         ok = math.isfinite(largest)
         try:
+            # Some rules look at the largest unscaled gradient, which is unknown after an overflow.
             rule = rule.adjust(ok, largest / rule.scale if ok else None)
-        except FloatingPointError:  # its scale can fall no further
+        # FloatingPointError: its scale can fall no further.
+        except FloatingPointError:
             break
     return rule.scale

@@ -45,7 +45,7 @@ class Description:
         return str(self)
 
     def to_frame(self) -> Any:
-        """The sites as a pandas.DataFrame, or the modules where there are none."""
+        """The sites as a pandas.DataFrame, or the modules without sites."""
         return data_frame(self.sites or self.modules)
 
     def __str__(self) -> str:
@@ -68,8 +68,8 @@ class Description:
 def describe(name: str, fmt: FormatLike = "fp16") -> Description:
     """Quantise a model, and describe it.
 
-    name: that of a task, or "module:function" of a function that gives a task or a model. A function with a parameter
-        is called with the seed 0.
+    name: that of a task, or "module:function" of a function that returns a task or a model. A function with a
+        parameter is called with the seed 0.
     fmt: a format for every role, or a Policy.
     Raises ValueError for an unknown name, TypeError for a function that gives neither a task nor a model.
 
@@ -103,8 +103,10 @@ def _call(name: str, function: Any) -> Any:
 def _sites(task: Task, model: nn.Module) -> list[dict[str, Any]]:
     batch = task.train if is_pair(task.train) else next(iter(task.train))
     x, y = (t[:BATCH] for t in batch)
+    # Samples and dropout must not move the caller's random numbers.
     with torch.random.fork_rng(devices=[]):
-        if task.play is not None:  # the batch has what samples are drawn from, not what the loss takes
+        # The batch has prompts. The loss takes samples that are drawn from them.
+        if task.play is not None:
             x, y = task.play(model, x, y)
         with fpsim.record(model) as record:
             task.loss(model(x), y).backward()

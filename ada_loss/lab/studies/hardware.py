@@ -1,7 +1,7 @@
-"""Hardware by name: in which formats it trains, what its products are added up in, and what it flushes.
+"""Hardware by name: its formats of training, the accumulators of its products, and the numbers that it flushes.
 
-A preset is data with a source for each line, and with what it does not model. Its name has a version, `h100@1`: where a
-source changes, the preset gets the next one.
+A preset is data with a source for each line, and with the effects that it does not model. Its name has a version,
+`h100@1`: if a source changes, the preset gets the next one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Preset:
-    """What a model computes with on some hardware.
+    """The arithmetic of a model on some hardware.
 
     Args:
         name, version: of the preset; together they are its full name.
@@ -36,8 +36,8 @@ class Preset:
         make: given a model, or None, gives the policy. With True as a second argument, that of a step whose scales have
             settled: a scale that follows from earlier steps is that of the tensor itself.
         scaling: the loss scaling that goes with it, a system of `GradScaler`; None needs none.
-        lines: what is modelled, each with its source.
-        missing: what is not.
+        lines: the effects that are modelled, each with its source.
+        missing: the effects that are not.
     """
 
     name: str
@@ -84,7 +84,7 @@ def preset(name: str) -> Preset:
 
 
 def presets_in(names: str | Sequence[str]) -> list[Preset]:
-    """Those of names with commas between, each once.
+    """Return the presets of names with commas between, each once.
 
     >>> [one.full_name for one in presets_in("h100, tpu,h100")]
     ['h100@1', 'tpu@1']
@@ -115,6 +115,7 @@ def _hybrid(forward: str, gradient: str, scale: str) -> dict[str, Any]:
 
 
 def _h100(model: nn.Module | None, settled: bool) -> Policy:
+    # Only sums of gradients are promoted to float32 every 128 terms; see the lines of the preset.
     slow = "hopper_fp8_chunk128"
     return fpsim.recipe("fp8_current", model, accumulator=("hopper_fp8", slow, slow))
 
@@ -140,6 +141,7 @@ def _tpu(model: nn.Module | None, settled: bool) -> Policy:
 
 
 def _gaudi(model: nn.Module | None, settled: bool) -> Policy:
+    # One step has no history. Settled, its scales are those of the tensor itself.
     return fpsim.recipe("fp8_delayed", model, **_hybrid("e4m3", "e5m2", "current" if settled else "delayed"))
 
 

@@ -1,4 +1,4 @@
-"""What a model would do on other hardware: what fails, the error by site, a short training, the bits that move."""
+"""Behaviour of a model on other hardware: failures, errors by site, a short training, bytes that move."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ from fpsim.checks import require_number, require_whole, required_arguments, show
 
 __all__ = ["On", "OnRow", "function_at", "on", "runs"]
 
-LAST = 5  # the loss that a training ends with is the mean of its last fifth
+# The final loss of a training is the mean over its last fifth: of one step it depends on the batch.
+LAST = 5
 FLOAT32 = 32  # bits
-NOISE = 0.01  # of a gradient: where float32 itself misses more, the error of a format says nothing of the format
-WIDTH = 110  # of a printed line
-WORST = 3  # sites that are named
+# Of a gradient. Where float32 itself misses more, the error of a format says nothing about the format.
+NOISE = 0.01
+WIDTH = 110  # letters of a printed line
+WORST = 3  # sites that are printed
 
 Loss = Callable[..., Tensor]
 
@@ -45,13 +47,13 @@ class OnRow:
     failure: the first lines of `fpsim.why` on one step; "" where it finds nothing.
     losses: the loss of one step, in float32 and with the preset.
     results, gradients: the results of operations, and the gradients of parameters, with the largest relative errors.
-    breaks: the place where a result or a gradient becomes inf or vanishes entirely; "" if there is none.
+    breaks: the place where a result or a gradient becomes inf or vanishes entirely; "" without one.
     trained: the loss that each seed ends with; inf for one that diverged.
     float32: the same in float32.
     verdict: in words; "" where nothing was trained.
     weight_bits: the mean bits per element of weights that are operands of products.
     moved, moved_float32: bytes that the products of a step read and write, with the preset and in float32.
-    missing: what the preset does not model.
+    missing: the effects that the preset does not model.
     choices: the share of rows whose `topk` or `argmax` differs from float32: tokens that are routed to other experts.
     """
 
@@ -125,13 +127,13 @@ def on(
     sums: bool = True,
     progress: Callable[[], object] | None = None,
 ) -> On:
-    """Run a model as if on each hardware, beside float32.
+    """Run a model with the arithmetic of each hardware, and in float32.
 
     Args:
         hardware: names of presets, in a list or with commas between.
-        make: gives the model, of a seed, if it needs an argument, or of nothing.
-        batch: gives what the model is called with: a tensor, a tuple of arguments, or a mapping of named ones; of the
-            number of a step or of nothing. With a `loss` of two arguments a pair: that, and the target.
+        make: returns the model; called with a seed if it needs an argument.
+        batch: returns the input of the model: a tensor, a tuple of arguments, or a mapping of named ones; called with
+            the number of a step if it needs an argument. With a `loss` of two arguments a pair: input and target.
         loss: from the model's output, or from that and the target, to a scalar. None takes the output's `loss`, or an
             output that is one number.
         steps, seeds, learning_rate: of the trainings with AdamW; no seeds, no training.
@@ -140,7 +142,7 @@ def on(
 
     Raises:
         ValueError: for an unknown name, and numbers out of range.
-        TypeError: for functions that give something else.
+        TypeError: for functions that return something else.
 
     >>> def batch(): return torch.ones(4, 8), torch.zeros(4, 2)
     >>> found = on("tpu", lambda: nn.Linear(8, 2), batch, loss=nn.functional.mse_loss, seeds=0)
@@ -174,7 +176,7 @@ def on(
 
 
 def runs(hardware: str | Sequence[str], seeds: int) -> int:
-    """How often `on` calls its `progress`, where no training of float32 diverges.
+    """Number of calls of `progress` by `on`, if no training of float32 diverges.
 
     >>> runs("h100,tpu", 3)
     11
@@ -232,7 +234,8 @@ class _Subject:
         losses: list[float] = []
         for step in range(steps):
             given = self.data(step)
-            torch.manual_seed(steps * seed + step)  # of dropout: as in float32
+            # Dropout draws the same numbers as in float32, of its own for each step.
+            torch.manual_seed(steps * seed + step)
             total = self.total(model, given)
             losses.append(float(total.detach()))
             if not math.isfinite(losses[-1]):
@@ -279,7 +282,9 @@ def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float
     rows = fpsim.compare(model, step_of(model), None, policy)
     choices = _choices(subject, (model, quantised), given)
     roles = ("activation", "error")
-    if choices:  # a result of other tokens differs by all of itself, or from zeros, and nothing of it is lost
+    # An expert that gets other tokens differs entirely, or from zeros, though nothing is lost. Only inf counts as a
+    # break.
+    if choices:
         is_inf = [row for row in rows if row["relative"] == math.inf and row["amax_a"] and row["role"] in roles]
         breaks = min(is_inf, key=lambda row: roles.index(row["role"]), default=None)
     else:
@@ -305,7 +310,7 @@ def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float
 
 
 class _Choosing(TorchFunctionMode):
-    """Notes what `topk` and `argmax` choose, as the routers of experts do."""
+    """Record the choices of `topk` and `argmax`, which routers of experts make."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,17 +319,18 @@ class _Choosing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in (torch.topk, Tensor.topk):
-            self.chosen.append(out[1].sort(-1).values)  # the same experts in another order are no other choice
+            # Sorted: the same experts in another order are the same choice.
+            self.chosen.append(out[1].sort(-1).values)
         elif func in (torch.argmax, Tensor.argmax):
             self.chosen.append(out[..., None])
         return out
 
 
 def _choices(subject: _Subject, models: tuple[nn.Module, nn.Module], given: Any) -> float:
-    """The share of rows that choose otherwise in the second model; 0.0 where nothing is chosen."""
+    """The share of rows whose choice differs in the second model; 0.0 without choices."""
     runs = []
     for model in models:
-        torch.manual_seed(0)  # of dropout
+        torch.manual_seed(0)  # for dropout
         with torch.no_grad(), _Choosing() as choosing:
             subject.total(model, given)
         runs.append(choosing.chosen)
@@ -336,9 +342,9 @@ def _choices(subject: _Subject, models: tuple[nn.Module, nn.Module], given: Any)
 def _worst(
     rows: Sequence[Mapping[str, Any]], role: str, noise: Mapping[str, float] | None = None
 ) -> tuple[tuple[str, float], ...]:
-    """The sites of a role with the largest errors, the largest first.
+    """The sites of a role with the largest errors, the largest first, without those that float32 itself misses.
 
-    Not those that float32 itself misses: the gradient of a bias before a normalisation is zero but for roundings.
+    The gradient of a bias before a normalisation, for example, is zero except for rounding.
     noise: of parameters, as `_noise` gives it.
     """
     known = noise or {}
@@ -351,7 +357,7 @@ def _worst(
 
 
 def _noise(subject: _Subject, model: nn.Module, given: Any) -> dict[str, float]:
-    """The share of each parameter's gradient that float32 misses, beside float64.
+    """The share of each parameter's gradient that float32 misses, compared with float64.
 
     Empty for a model that runs in float32 alone, and for one that draws other random numbers in float64.
     """
@@ -359,14 +365,16 @@ def _noise(subject: _Subject, model: nn.Module, given: Any) -> dict[str, float]:
     for dtype in (torch.float32, torch.float64):
         run = copy.deepcopy(model).to(dtype)
         data = _in_dtype(given, dtype)
-        torch.manual_seed(0)  # of dropout
+        torch.manual_seed(0)  # for dropout
         try:
             total = subject.total(run, data)
             total.backward()
-        except (RuntimeError, TypeError):  # its forward makes tensors of float32
+        # Its forward creates float32 tensors, which do not mix with float64.
+        except (RuntimeError, TypeError):
             return {}
         losses.append(float(total.detach()))
         gradients.append({name: p.grad for name, p in run.named_parameters() if p.grad is not None})
+    # Other losses mean other random numbers in float64: the gradients are not comparable.
     if not math.isclose(*losses, rel_tol=1e-3):
         return {}
     narrow, wide = gradients
@@ -378,10 +386,8 @@ def _noise(subject: _Subject, model: nn.Module, given: Any) -> dict[str, float]:
 
 
 def _traffic(subject: _Subject, model: nn.Module, given: Any, policy: Policy) -> tuple[float, float, float]:
-    """Bits of a number of a weight, and the bytes that the products of modules with a weight read and write in a step.
-
-    A layer's x, w and y pass three times: y = x w^T, dx = dy w, dw = dy^T x.
-    """
+    """Bits per weight, and the bytes that products of modules with a weight read and write in a step."""
+    # A layer's x, w and y pass three times: y = x w^T, dx = dy w, dw = dy^T x.
     of_modules = policy.for_modules(model)
     sizes: list[tuple[str, int, int, int]] = []
 
@@ -428,7 +434,7 @@ def _bits_of(fmt: Any) -> float:
 
 
 def _operand_bits(operand: Any, wide: float) -> float:
-    """Bits of a number of an operand; of a function of one's own those of the role."""
+    """Bits per number of an operand; for a user's function those of the role."""
     if not isinstance(operand, Operand) or operand.is_own or operand.fmt is None:
         return wide
     return _bits_of(operand.fmt)
@@ -440,7 +446,7 @@ def _operand_bits(operand: Any, wide: float) -> float:
 def _verdicts(
     chosen: list[Preset], trained: dict[Preset, list[float]], float32: list[float], steps: int
 ) -> dict[Preset, str]:
-    """What the trainings say of each hardware, in words."""
+    """Verdict of the trainings on each hardware, in words."""
     if not float32:
         return {}
     if not all(map(math.isfinite, float32)):
@@ -452,6 +458,7 @@ def _verdicts(
         lost = sum(not math.isfinite(x) for x in trained[one])
         words[one] = f"{lost} of {len(float32)} seeds diverged" if lost else f"loss {_mean(trained[one])}"
         words[one] += f", {beside}"
+    # A hardware with a diverged seed has its statement, and is not tested.
     whole = [one for one in chosen if all(map(math.isfinite, trained[one]))]
     if tolerance is None:
         return {one: f"{text}. Too near to 0 for a verdict" if one in whole else text for one, text in words.items()}
@@ -480,13 +487,13 @@ def _in_words(found: Judgement, tolerance: float) -> str:
     }[found.outcome]
 
 
-# What is given on the command line
+# Functions named on the command line
 
 
 def function_at(word: str, what: str) -> Callable[..., Any]:
-    """The function of "file.py:name" or "package.module:name". what: what it is for, in an error.
+    """The function of "file.py:name" or "package.module:name". what: its purpose, for an error.
 
-    Raises ValueError where there is none.
+    Raises ValueError if it cannot be found.
     """
     place, colon, name = word.rpartition(":")
     if not colon or not place or not name.isidentifier():
@@ -507,7 +514,7 @@ _MODULES: dict[Path, Any] = {}
 
 
 def _module_of(path: Path, what: str) -> Any:
-    """The module of a file, which is run once."""
+    """Return the module of a file. Each file is run once, so that make and batch share its state."""
     place = path.resolve()
     if place in _MODULES:
         return _MODULES[place]
@@ -517,7 +524,8 @@ def _module_of(path: Path, what: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(place.parent))  # for what the file imports beside itself
+    # First on the path while the file runs: it may import modules beside it.
+    sys.path.insert(0, str(place.parent))
     try:
         spec.loader.exec_module(module)
     finally:

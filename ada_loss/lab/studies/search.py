@@ -32,7 +32,8 @@ from fpsim.checks import did_you_mean, is_number, is_whole, pip_install, refuse,
 
 __all__ = ["SETTABLE", "SearchResult", "StoredStudy", "require_optuna", "search"]
 
-HOPELESS = 5.0  # tolerances below float32 at which one seed is enough to reject a format
+# From this many tolerances below float32 on, one seed is enough to reject a format.
+HOPELESS = 5.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class SearchResult:
 
     formats: those of the smallest policy found, by role.
     bits: bits per number, summed over the roles; with `modules`, the mean over them, 32 for each role in float32.
-    accuracy: the mean of the metric over the seeds, for that policy, whatever the metric is.
+    accuracy: the mean of the metric over the seeds, for that policy, also of another metric than accuracy.
     baseline: the mean of the metric in float32.
     rows: the settings that were tried, in order: a format for each role, "bits", "accuracy" (the mean of the metric),
         "deviation", "seeds", "complete" (all seeds were trained) and "kept"; with `modules` also "float32", the modules
@@ -130,8 +131,8 @@ class SearchResult:
         return data_frame(self.rows)
 
     def plot(self) -> Any:
-        """A figure: the metric of what was tried by its bits, with the front and float32; needs matplotlib."""
-        from ada_loss.lab.results.charts import plot_front
+        """A figure: metric by bits of all tries, with the front and float32; needs matplotlib."""
+        from ada_loss.lab.results.figures import plot_front
 
         factor = 100.0 if is_share(self.metric) else 1.0
         title = heading(self.metric) + (", lower is better" if self.sign < 0 else "")
@@ -164,10 +165,10 @@ def search(
 ) -> SearchResult:
     """Find the smallest formats, a number of exponent and mantissa bits for each role, that keep the metric of float32.
 
-    A policy keeps it if the mean of the metric over the seeds is no worse than float32's, over the same seeds, by more
+    A policy keeps it unless the mean of the metric over the seeds is worse than float32's, over the same seeds, by more
     than `tolerance`. With few seeds that mean is itself uncertain by some deviation / sqrt(seeds), and of many policies
-    one has a good mean by chance. The answer says whether the seeds decide: it has what the verdict on all that was
-    tried says of it, `results.verdicts(tolerance=)`. Where it is not decided, choose a larger tolerance, or more seeds.
+    one has a good mean by chance. The answer says whether the seeds decide: it has its statement in the verdict on all
+    tries, `results.verdicts(tolerance=)`. If they do not decide, choose a larger tolerance, or more seeds.
     The size of a policy is the number of bits of one number, added over the roles: each role counts the same.
 
     First, Optuna's TPE sampler proposes `trials` policies; one that diverges with the first seed, or is five tolerances
@@ -176,12 +177,12 @@ def search(
     exist elsewhere. Every trial is cells of a sweep in `out`: run again after a crash, it goes the same way over them.
 
     With `modules` the search also decides which of them stay in float32. Of names it proposes any set, and takes the
-    modules back into the formats one at a time, as it takes bits. What `fpsim.sensitivity` found is where it starts
-    from: first it finds how many of the modules that cost most have to stay in float32 with the widest formats (0, 1,
-    2, 4 and so on). It proposes these or fewer, and takes back the one that costs least, the others only where that
-    does not keep the metric. The answer is a local minimum in either case: each module of it was tried in the formats.
+    modules back into the formats one at a time, as it takes bits. With a result of `fpsim.sensitivity` it first finds
+    how many of the costliest modules have to stay in float32 with the widest formats (0, 1, 2, 4 and so on). It
+    proposes these or fewer, and takes back the one that costs least, the others only where that does not keep the
+    metric. The answer is a local minimum in either case: each module of it was tried in the formats.
 
-    What was tried is a study of Optuna in `out` too: `optuna-dashboard sqlite:///runs/search/optuna.db` shows it.
+    All tries are also a study of Optuna in `out`: `optuna-dashboard sqlite:///runs/search/optuna.db` shows it.
 
     Args:
         task, train, task_options, engine, out, show_progress: as in `sweep`.
@@ -189,8 +190,8 @@ def search(
             in the format, at the largest power of two under which nothing saturates; without one where the format has
             float32's exponents.
         exponent_bits, mantissa_bits: the least and the largest number.
-        modules: those that may stay in float32: their names, or patterns as in `fpsim.Policy`; or what
-            `fpsim.sensitivity` found of the model. All others are in the formats.
+        modules: those that may stay in float32: their names, or patterns as in `fpsim.Policy`; or the result of
+            `fpsim.sensitivity` on the model. All others are in the formats.
         tolerance: how far the mean may be below float32's, in the units of the metric.
         scaling: the scaling method of all trials.
         rounding: that of all trials; None as in `sweep`.
@@ -222,13 +223,16 @@ def search(
     roundings = None if rounding is None else [rounding]
     grid: dict[str, Any] = {"roundings": roundings, "options": task_options, "train": train}
     formats = [space.fields(point) for point in space.widest()]
-    (first, *_) = plan(task, formats, [scaling], seeds=seeds, **grid)  # invalid cells are rejected before any work
+    # Only to reject invalid cells, before any work.
+    (first, *_) = plan(task, formats, [scaling], seeds=seeds, **grid)
     _require_states(roles, first.config["options"])
     if names:
         if train is not None:
             raise ValueError("Got modules with train=. They are those of a task's model: use a task, or no modules.")
         space.require_modules(_task_of(task)(first.config["seed"]).model)
-    track = options.pop("track", ())
+    told: dict[str, Any] = {"track": options.pop("track", ()), "show_progress": show_progress, "goals": said}
+    given = task if train is None else train
+    function = None if isinstance(given, str) else given
     _require_options(options)
     execution = Execution(workers=workers, engine=engine, **options)
     with _kept_open(execution) as opened:
@@ -238,10 +242,7 @@ def search(
         ) -> list[list[dict[str, float]]]:
             """The metrics of each format with each seed; empty where a training failed or diverged."""
             cells = plan(task, formats, [method], seeds=[*chosen], **grid)
-            given = task if train is None else train
-            function = None if isinstance(given, str) else given
-            words = {"track": track, "show_progress": show_progress, "title": title, "goals": said}
-            done = run_cells(cells, folder, opened, function, **words)
+            done = run_cells(cells, folder, opened, function, title=title, **told)
             metrics = {c["id"]: c["metrics"] for c in done.cells if c["state"] == "done" and not c["diverged"]}
             by_cell = [metrics.get(cell.id, {}) for cell in cells]
             return [by_cell[i : i + len(chosen)] for i in range(0, len(by_cell), len(chosen))]
@@ -257,7 +258,7 @@ def search(
 
 
 def _answer(trials_done: _Trials, best: Point, results: Results, cells: Collection[str]) -> SearchResult:
-    """What was found, with what the verdict says of it. cells: those of the best policy, by their ids."""
+    """The result, with the verdict on the best policy. cells: those of that policy, by their ids."""
     space, metric, tolerance = trials_done.space, trials_done.metric, trials_done.tolerance
     rows = [trials_done.row(point) for point in trials_done.tried]
     answer = space.formats(best), space.size(best), trials_done.mean(best), trials_done.baseline, rows, results
@@ -267,12 +268,12 @@ def _answer(trials_done: _Trials, best: Point, results: Results, cells: Collecti
 
 
 def _require_verdicts() -> None:
-    """Raise ImportError without what a verdict needs, before the first training and not behind the last one."""
+    """Raise ImportError if a verdict lacks a package, before the first training and not behind the last one."""
     import ada_loss.lab.results.verdict  # noqa: F401
 
 
 def _judged(results: Results, metric: str, tolerance: float, cells: Collection[str]) -> tuple[str, str]:
-    """What the verdict says of the setting that has these cells: its outcome and a statement; ("few", "") for none."""
+    """Return outcome and statement of the verdict on the setting with these cells; ("few", "") for none."""
     for verdict in results.verdicts(metric, tolerance):
         for one in verdict.combinations:
             if not {*cells} & {*one.cells}:
@@ -285,13 +286,14 @@ def _judged(results: Results, metric: str, tolerance: float, cells: Collection[s
 
 
 def _names_in(modules: Sequence[str] | fpsim.Sensitivity) -> Sequence[str]:
-    if isinstance(modules, fpsim.Sensitivity):  # an override of a module reaches all that is inside of it
+    # Only whole modules: an override of a module reaches all modules inside it.
+    if isinstance(modules, fpsim.Sensitivity):
         return [row["module"] for row in modules if not row["own"]]
     return modules
 
 
 def _require_states(roles: Sequence[str], trained: Mapping[str, Any]) -> None:
-    """Raise ValueError where the states of an optimizer without any are searched. trained: the options of a task's."""
+    """Raise ValueError if states are searched and the optimizer has none. trained: the options of the training."""
     if STATES in roles and trained.get("optimizer") == "sgd" and trained.get("momentum") == 0:
         raise ValueError(
             "Got 'states' among the roles, and SGD without momentum has none. Use task_options={'momentum': 0.9}, or "
@@ -299,7 +301,7 @@ def _require_states(roles: Sequence[str], trained: Mapping[str, Any]) -> None:
         )
 
 
-# What the command line may set: the arguments of `search`, those that it passes on to the execution among them.
+# Arguments of `search` that the command line may set, with those that it passes on to the execution.
 SETTABLE = [name for name in inspect.signature(search).parameters if name not in ("show_progress", "options")]
 SETTABLE += [f.name for f in fields(Execution) if f.name not in SETTABLE]
 
@@ -322,6 +324,8 @@ def _task_of(task: str | MakeTask | None) -> Any:
 def _sample(optuna: Any, trials_done: _Trials, most_wide: int, count: int, at_once: int, seed: int) -> None:
     """The first stage: Optuna proposes `count` policies, some at once, and each is tried."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # In memory, as the sampler proposes the same again for one seed. With a stored study it would continue, and a
+    # search that is resumed would not go the same way. constant_liar: proposals of one round must differ.
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=True))
     for first in range(0, count, at_once):
         asked = [study.ask() for _ in range(min(at_once, count - first))]
@@ -329,6 +333,7 @@ def _sample(optuna: Any, trials_done: _Trials, most_wide: int, count: int, at_on
         trials_done.phase = f"trials, {count - first} left at most"
         trials_done.evaluate(proposed)
         for trial, point in zip(asked, proposed):
+            # A constraint, not a penalty in the value: the sampler learns how far a policy is from being kept.
             trial.set_constraint("tolerance", trials_done.violation(point))
             study.tell(trial, trials_done.space.size(point))
 
@@ -353,9 +358,8 @@ def _kept_open(execution: Execution) -> Iterator[Execution]:
 class _Trials:
     """The policies that were tried, with their metric by seed.
 
-    results: as the folder tells them now.
-
-    run: trains formats with a scaling method and seeds; gives the metrics of each format with each seed.
+    run: trains formats with a scaling method and seeds; returns the metrics of each format with each seed.
+    results: returns the results of the folder now.
     The others are those of `search`.
     """
 
@@ -370,26 +374,28 @@ class _Trials:
         results: Callable[[], Results],
     ) -> None:
         self.run, self.space, self.scaling, self.seeds, self.tolerance = run, space, scaling, [*seeds], tolerance
-        self.phase = "float32"  # what is going on, in words
+        # A description of the current phase.
+        self.phase = "float32"
         self.tried: dict[Point, list[float]] = {}
         self.stored: StoredStudy | None = None
         (metrics,) = run(["fp32"], "none", self.seeds, self.phase)
         if not metrics[0]:
             raise ValueError(
-                "float32 itself gives no metric: its training failed, diverged or was stopped. Mend the task first."
+                "float32 itself gives no metric: its training failed, diverged or was stopped. Repair the task first."
             )
         self.metric = metric or next(iter(metrics[0]))
         if self.metric not in metrics[0]:
             raise ValueError(refuse(f"Unknown metric {metric!r}", metrics[0], word=metric))
         self.metric = results().shown(self.metric)
-        self.sign = results().directions.sign(self.metric)  # after float32: its task may state a goal
+        # Only after float32 was trained: its task may state a goal.
+        self.sign = results().directions.sign(self.metric)
         if not self.sign:
             raise ValueError(
                 f"Nothing tells whether a larger or a smaller {self.metric} is better. {hint_for(self.metric)}"
             )
         self.baseline = mean_of(self._values(metrics))
         if not math.isfinite(self.baseline):
-            raise ValueError(f"float32 itself gives {self.baseline} for {self.metric}. Mend the task first.")
+            raise ValueError(f"float32 itself gives {self.baseline} for {self.metric}. Repair the task first.")
 
     def mean(self, point: Point) -> float:
         return mean_of(self.tried[point])
@@ -398,7 +404,7 @@ class _Trials:
         return len(self.tried[point]) == len(self.seeds)
 
     def violation(self, point: Point) -> float:
-        """How far the mean is worse than what is to be kept; 0 or less where it is kept."""
+        """Distance of the mean beyond the tolerance; 0 or less where the metric is kept."""
         mean = self.mean(point)
         return self.sign * (self.baseline - mean) - self.tolerance if math.isfinite(mean) else 1e9
 
@@ -422,6 +428,7 @@ class _Trials:
         """Train the new policies with the first seed, and with the others unless the first already rejects them."""
         new = [point for point in dict.fromkeys(wanted) if point not in self.tried]
         self._train(new, self.seeds[:1])
+        # The rounding of the difference must not reject a policy at exactly the border.
         hopeful = [p for p in new if self.violation(p) <= (HOPELESS - 1) * self.tolerance + 1e-12]
         if len(self.seeds) > 1:
             self._train(hopeful, self.seeds)
@@ -488,7 +495,7 @@ def require_optuna() -> Any:
 
 
 class StoredStudy:
-    """Every policy that a search tried, with two values: its bits, which are to be few, and the metric.
+    """Stored study with every policy that a search tried, and two values: its bits and the metric.
 
     A search that goes on tries the same again, and writes the study again.
 
@@ -501,7 +508,9 @@ class StoredStudy:
     def __init__(self, folder: Path, space: Space, metric: str, sign: int) -> None:
         self._optuna, self.space, self.metric = require_optuna(), space, metric
         path = folder / FILE
-        for suffix in ("", *BESIDE):  # a pipe beside it would be waited for, and a journal is of the old file
+        # SQLite would wait for the other end of a pipe beside the file, and apply a journal of the old file to the new
+        # one.
+        for suffix in ("", *BESIDE):
             path.with_name(FILE + suffix).unlink(missing_ok=True)
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         self._storage = self._optuna.storages.RDBStorage(f"sqlite:///{path.absolute()}")
@@ -513,7 +522,7 @@ class StoredStudy:
         self.study.set_user_attr("values", ["bits", metric])
 
     def close(self) -> None:
-        """Close the file: Optuna does not, and since Python 3.13 a connection that is never closed is a warning."""
+        """Close the file. Optuna does not, and Python 3.13 warns of connections that are never closed."""
         self._storage.remove_session()
         self._storage.engine.dispose()
 

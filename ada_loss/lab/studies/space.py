@@ -1,4 +1,4 @@
-"""What a search goes through: exponent and mantissa bits of each role, and modules that stay in float32."""
+"""Space of a search: exponent and mantissa bits of each role, and modules that stay in float32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fpsim.checks import is_whole, shown
 __all__ = ["STATES", "Point", "Space", "update_of"]
 
 FLOAT32_BITS = 32
-STATES = "states"  # what is not a role of a model: the states of its optimizer, each at one scale
+# Not a role of a model: the states of its optimizer, each at one scale.
+STATES = "states"
 
 
 def update_of(states: str) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def update_of(states: str) -> dict[str, Any]:
 
 
 class Point(NamedTuple):
-    """A search space: exponent and mantissa bits per role, and the modules kept in float32."""
+    """A point of a search: exponent and mantissa bits per role, and the modules kept in float32."""
 
     bits: tuple[tuple[int, int], ...]
     wide: tuple[str, ...] = ()
@@ -43,7 +44,7 @@ class Space:
     exponent_bits, mantissa_bits: the least and the largest number.
     modules: those that may stay in float32.
     ranked: whether they are in the order of their costs, the largest first.
-    Raises ValueError for what is not a role, for invalid numbers of bits, for modules that are not names, and modules
+    Raises ValueError for unknown roles, for invalid numbers of bits, for modules that are not names, and for modules
     together with states.
 
     >>> space = Space(["weight"], (4, 4), (3, 3), ("stem", "head"))
@@ -81,7 +82,8 @@ class Space:
                     f"{name}={shown(span)} is invalid. Expected: least and most, within {least} and {most}."
                 )
         for e, m in itertools.product(self.exponent_bits, self.mantissa_bits):
-            fpsim.as_format(f"e{e}m{m}")  # raises for what a float32 cannot hold
+            # Only for its error: not every format fits into float32.
+            fpsim.as_format(f"e{e}m{m}")
         names = self.modules
         if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
             raise ValueError(
@@ -107,7 +109,8 @@ class Space:
 
     def formats(self, point: Point) -> dict[str, str]:
         names = {role: f"e{e}m{m}" for role, (e, m) in zip(self.roles, point.bits)}
-        has_scale = STATES in names and not names[STATES].startswith("e8")  # which has float32's range without one
+        # With 8 exponent bits states have float32's range, and need no scale.
+        has_scale = STATES in names and not names[STATES].startswith("e8")
         return {**names, STATES: f"{names[STATES]} per tensor"} if has_scale else names
 
     def numbers(self, point: Point) -> dict[str, int]:
@@ -122,7 +125,7 @@ class Space:
         return {name: tuple(spans.get(name.rpartition(" ")[2], (0, 1))) for name in self.numbers(point)}  # type: ignore[misc]
 
     def fields(self, point: Point) -> dict[str, Any]:
-        """What stands for a point among the formats of a sweep: fields of a Policy, with an update for states."""
+        """Entry for a point among the formats of a sweep: fields of a Policy, with an update for states."""
         overrides = {"overrides": dict.fromkeys(point.wide)} if point.wide else {}
         formats = self.formats(point)
         states = formats.pop(STATES, None)
@@ -139,7 +142,7 @@ class Space:
         return small + (FLOAT32_BITS * len(self.roles) - small) * count / len(self.modules)
 
     def proposal(self, trial: Any, most: int) -> Point:
-        """A point of Optuna's: of ranked modules at most so many that cost most are in float32, of others any."""
+        """Point that Optuna proposes: the costliest of ranked modules in float32, at most `most`, or any of others."""
         bits = tuple(
             (
                 trial.suggest_int(f"{role} exponent", *self.exponent_bits),
@@ -156,17 +159,19 @@ class Space:
         """Points of the widest formats to begin from, from no module in float32 to all of them."""
         bits = tuple((self.exponent_bits[1], self.mantissa_bits[1]) for _ in self.roles)
         count = len(self.modules)
+        # Doubled, so that the number of modules that have to stay is found in few trainings.
         doubled = [2**k for k in range(count.bit_length()) if 2**k < count] if self.ranked else []
         return [Point(bits, tuple(self.modules[:k])) for k in dict.fromkeys([0, *doubled, count])]
 
     def smaller(self, point: Point) -> list[list[Point]]:
-        """The points that have a bit less, or a module less in float32; those of a later list for want of an earlier.
+        """The points with one bit less, or one module less in float32; a later list is for when the earlier fail.
 
         Together the lists have every such point: where none keeps the metric, `point` is a local minimum.
         """
         reduced = []
         for i, (e, m) in enumerate(point.bits):
             for e2, m2 in ((e, m - 1), (e - 1, m)):
+                # e1m0 has only zero and infinity, and is no format of a float32.
                 if e2 >= self.exponent_bits[0] and m2 >= self.mantissa_bits[0] and (e2, m2) != (1, 0):
                     reduced.append(point._replace(bits=(*point.bits[:i], (e2, m2), *point.bits[i + 1 :])))
         taken = [point._replace(wide=tuple(n for n in point.wide if n != name)) for name in point.wide]
@@ -175,6 +180,6 @@ class Space:
         return [[*reduced, *taken]]
 
     def most_trials(self, point: Point) -> int:
-        """How many trials going down from a point takes at most."""
+        """The largest number of trials on the way down from a point."""
         steps = sum(e - self.exponent_bits[0] + m - self.mantissa_bits[0] for e, m in point.bits) + len(point.wide)
         return steps * (2 * len(point.bits) + len(point.wide))

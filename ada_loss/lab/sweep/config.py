@@ -28,8 +28,10 @@ __all__ = ["SHIPPED", "read_sweep", "text_of", "with_settings"]
 SHIPPED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 KEYS = [name for name in inspect.signature(sweep).parameters if name != "show_progress"]
 MOST_BYTES = 1 << 24
-DEEPEST, MOST_VALUES = 20, 100_000  # of a sweep: levels that values are nested, and values
-REQUIRED = (("task", "train"), ("formats",))  # one of each
+# The deepest nesting and the most values of a sweep's file.
+DEEPEST, MOST_VALUES = 20, 100_000
+# A file has one key of each group.
+REQUIRED = (("task", "train"), ("formats",))
 
 
 def text_of(name: str | Path) -> str:
@@ -42,7 +44,7 @@ def text_of(name: str | Path) -> str:
 
 
 def read_sweep(name: str | Path) -> dict[str, Any]:
-    """The arguments for `sweep` from a file. `sweep` itself checks the values.
+    """Read the arguments for `sweep` from a file. `sweep` itself checks the values.
 
     The file is YAML 1.2: `1e-3` is a number, `off` and `none` are words, a duplicate key is an error. The folder of a
     file whose task is "module:function" is put on Python's path, at its end: the module may lie beside the file.
@@ -61,7 +63,8 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
         _require_small(content)
     except RecursionError:
         raise ValueError(f"{path} is nested too deep. {DEEPEST} levels are possible.") from None
-    except Exception as error:  # the parser raises TypeError, IndexError and others for text that is not YAML
+    # Everything is caught: the parser raises TypeError, IndexError and others for text that is not YAML.
+    except Exception as error:
         raise ValueError(f"{path} is not YAML: {_one_line(error)}. Write `key: value` lines.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {_kind(content)}. It must hold `key: value` lines: {', '.join(KEYS)}.")
@@ -74,10 +77,12 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
         if not any(key in content for key in keys):
             needed = " and ".join(" or ".join(keys) for keys in REQUIRED)
             raise ValueError(f"{path}: the key {' or '.join(keys)} is missing. A sweep needs {needed}.")
+    # The module of a task may lie beside the file. At the end of the path, so that it hides no other module.
     if ":" in str(content.get("task")) or "train" in content:
         add_to_path(path.parent)
     if isinstance(content.get("out"), str):
-        content["out"] = os.path.expanduser(content["out"])  # no shell has done it
+        # A shell expands ~ in arguments, but not in a file.
+        content["out"] = os.path.expanduser(content["out"])
     return content
 
 
@@ -99,11 +104,11 @@ def _path_of(name: str | Path) -> Path:
 
 
 def with_settings(arguments: Mapping[str, Any], settings: Sequence[str], keys: Sequence[str] = KEYS) -> dict[str, Any]:
-    """The arguments with some of them set to other values. `sweep` itself checks the values.
+    """Return the arguments with some of them changed. `sweep` itself checks the values.
 
     settings: "key=value" or "key.inner=value"; the value is YAML, as in a file.
-    keys: those that there are.
-    Raises ValueError for what is not a setting, for an unknown key, and for a value that is not YAML.
+    keys: the known ones.
+    Raises ValueError for text that is not a setting, for an unknown key, and for a value that is not YAML.
 
     >>> with_settings({"task": "digits", "task_options": {"epochs": 6}}, ["task_options.epochs=3", "seeds=[1, 2]"])
     {'task': 'digits', 'task_options': {'epochs': 3}, 'seeds': [1, 2]}
@@ -134,9 +139,11 @@ def with_settings(arguments: Mapping[str, Any], settings: Sequence[str], keys: S
 
 
 def _require_small(content: Any) -> None:
-    """Raise RecursionError for what is nested too deep or without end, ValueError for what aliases make too large."""
+    """Raise RecursionError for deep or endless nesting, ValueError for too many values."""
     parts = [(content, 0)]
-    for part, depth in parts:  # the list grows
+    # The list grows while it is gone through, without recursion. Aliases multiply values: a few lines can mean
+    # billions.
+    for part, depth in parts:
         if depth > DEEPEST:
             raise RecursionError
         if len(parts) > MOST_VALUES:
@@ -148,7 +155,8 @@ def _require_small(content: Any) -> None:
 def _one_line(error: Exception) -> str:
     if isinstance(error, MarkedYAMLError):
         where = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        if isinstance(error, DuplicateKeyError):  # whose text shows lists and mappings as empty
+        # The text of this error shows lists and mappings as empty.
+        if isinstance(error, DuplicateKeyError):
             return f"{str(error.problem).partition(' with value')[0][: 5 * SHOWN]}{where}"
         return f"{str(error.problem)[: 5 * SHOWN]}{where}"
     return " ".join(str(error).split())[: 5 * SHOWN]

@@ -20,13 +20,12 @@ from typing import Any
 
 import fpsim
 from ada_loss.files import ChangedFolder, content_of, folder_at, require_own, strict_json, write_atomically
-from ada_loss.lab.cells.cell_formats import BASELINE, label
+from ada_loss.lab.cells.cell_formats import BASELINE, ImportedOperand, label, operand_functions
 from ada_loss.lab.cells.cells import OPTIONS, Cell, digest, plan_all, stored_cell
 from ada_loss.lab.cells.identity import MakeTask, TrainFunction, is_local, path_of
 from ada_loss.lab.cells.ledger import CannotWrite, Ledger, OtherBits, RowChanged
 from ada_loss.lab.cells.missing import lock_path, require_lockable
 from ada_loss.lab.cells.names import keep_names
-from ada_loss.lab.cells.own_operands import ImportedOperand, operand_functions
 from ada_loss.lab.cells.telemetry import telemetry_digest, telemetry_path
 from ada_loss.lab.directions import keep_directions, stated
 from ada_loss.lab.environment import environment
@@ -52,13 +51,16 @@ except ImportError as error:
     raise ImportError(f"A sweep needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
 
-MOST_DEATHS = 3  # how many workers may die while they run a cell; then the cell has failed
-MOST_LETTERS = 200  # of an error
-MOST_SAID = 5  # kinds of failures, and cells of one kind, that are said
+# A cell fails after this many deaths of workers that ran it.
+MOST_DEATHS = 3
+# Letters of an error that are printed.
+MOST_LETTERS = 200
+# Kinds of failures, and cells of each kind, that are printed.
+MOST_SAID = 5
 
 
 def _an_option(name: str) -> str:
-    """Where an option of the training belongs, for `known_arguments`."""
+    """Advice for an option of the training that was given as an argument, for `known_arguments`."""
     return f" It is an option of the training: task_options={{{name!r}: ...}}." if name in OPTIONS else ""
 
 
@@ -94,14 +96,14 @@ def sweep(
 ) -> Results:
     """Train the task once for each format, scaling method, rounding and seed, and return the results.
 
-    Run it again to go on where it was stopped: cells that are done in `out` do not run again, and those that failed
+    Run it again to resume: cells that are done in `out` do not run again, and those that failed
     only with `retry_failed`. A cell is its configuration: with any difference it is another cell. A training that
     diverges is a result; one that raises, hangs or kills its worker is a failure, and the others go on. A cell that was
-    interrupted goes on from its checkpoint in `out`, to the same bits.
+    interrupted resumes from its checkpoint in `out`, to the same bits.
 
     Args:
-        task: what is trained: the name of a task (`ada-loss tasks` lists them), "module:function", or a function from a
-            seed to a `Task`.
+        task: the name of a task (`ada-loss tasks` lists them), "module:function", or a function from a seed to a
+            `Task`.
         formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`. The field "products" is
             itself a mapping: from "x", "w" and "dy" to the formats of operands, or with the fields of `fpsim.Products`.
             {"schedule": {0: "fp16", 0.8: "bf16"}} switches formats during the training, each at a fraction of all steps
@@ -117,8 +119,8 @@ def sweep(
         seeds: the number of seeds, or the seeds.
         task_options: the options of the training: "optimizer", "learning_rate", "steps" and others, which the page
             "Configuring a sweep" lists.
-        updates: what the optimizer stores: names of `fpsim.UPDATES`, or mappings with the fields of `fpsim.Update`;
-            "float32" leaves the optimizer as it is.
+        updates: the formats that the optimizer stores: names of `fpsim.UPDATES`, or mappings with the fields of
+            `fpsim.Update`; "float32" leaves the optimizer as it is.
         also: further grids of cells for the same folder: mappings of those arguments above that differ. A grid with
             another task has that task's options.
         baseline: whether the float32 baseline of the report is trained with each seed too.
@@ -151,7 +153,7 @@ def sweep(
         ValueError: for invalid arguments, and for a folder with numbers of another version of this library, before any
             work.
         TypeError: for arguments of another type, before any work.
-        RuntimeError: if it cannot continue; the message says what to do.
+        RuntimeError: if it cannot continue; the message names the remedy.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)
@@ -189,15 +191,15 @@ def resume(
     show_progress: bool = True,
     trust: bool = False,
 ) -> Results:
-    """Go on with all cells of a ledger that are not done, and return the results.
+    """Run all cells of a ledger that are not done, and return the results.
 
     The other arguments are those of `sweep`.
 
     Args:
         out: the folder of the sweep.
         trust: whether a task or an operand that is not of this library is imported and run because the ledger names it.
-            Without, it is refused unless you have run it into this folder: whoever wrote the file would choose what
-            runs here.
+            Without it, such code is refused unless you have run it into this folder: the author of the file would
+            choose the code that runs here.
 
     Raises:
         ValueError: for a ledger whose cells cannot be read, or have the numbers of another version, for a task that is
@@ -209,6 +211,7 @@ def resume(
     folder = folder_at(out)
     with Ledger(folder / "ledger.sqlite", readonly=True) as ledger:
         cells = [stored_cell(row["id"], row["config"]) for row in ledger.rows()]
+    # Before anything runs: a ledger may come from someone else, and importing its task would run their code.
     for name in dict.fromkeys(cell.config["task"] for cell in cells):
         if is_local(name):
             raise ValueError(
@@ -226,7 +229,7 @@ def resume(
 
 
 def _offer_the_report(results: Results, show_progress: bool) -> None:
-    """Name what a sweep from Python has not written; the command line writes it."""
+    """Suggest the report, which a sweep from Python does not write; the command line does."""
     if show_progress and results.counts["done"]:
         offer(f"results.report() writes {results.out / 'report.html'}: verdict, tables, pictures and every cell.")
 
@@ -266,15 +269,17 @@ def run_cells(
 
     make_task: the task or the training of the cells, where it is a function that was passed to `sweep`.
     out, execution, track, show_progress: as in `sweep`.
-    title: what these cells are for, in front of the progress.
+    title: the purpose of these cells, in front of the progress.
     goals: the directions of metrics, as stated; see `ada_loss.lab.directions`.
     Raises SweepStopped where the folder is in use or cannot be written, or where the engine takes no more work.
     """
     refuse_in_a_starting_worker()
     functions = _functions_of(cells)
+    # For its error, before any work: a function that cannot be imported would fail in every cell.
     for path in functions:
-        ImportedOperand(path).function  # noqa: B018  # what cannot be imported is an error before any work
-    lock = FileLock(lock_path(out), timeout=1)  # `is_driven` holds it for a moment
+        ImportedOperand(path).function  # noqa: B018
+    # A second of patience, since `is_driven` of a reader holds the lock for a moment.
+    lock = FileLock(lock_path(out), timeout=1)
     try:
         require_lockable(out)
         trackers = make_trackers(track, out)
@@ -289,6 +294,7 @@ def run_cells(
         raise _stopped(out, error) from error
     try:
         with Ledger(out / "ledger.sqlite", bits=None if execution.keep_old else fpsim.BITS) as ledger:
+            # Only now, with the lock held and the numbers' version checked, is anything else in the folder written.
             keep_directions(out, goals)
             own = (name for cell in cells if not is_of_library(name := cell.config["task"]))
             remember(out, (*own, *functions))
@@ -312,6 +318,7 @@ def run_cells(
             f"folder as it is need neither."
         ) from None
     except (OSError, CannotWrite) as error:
+        # A scheduler's, which is an OSError too, and says more than that the folder cannot be written.
         if isinstance(error, ConnectionError):
             raise
         raise _stopped(out, error) from error
@@ -326,13 +333,15 @@ def run_cells(
 
 def _say_what_is_decidable(cells: Sequence[Cell]) -> None:
     """Say for each task that runs with its own options what so many seeds and settings can decide."""
-    from ada_loss.lab.results.deciding import decidable  # imports SciPy, which a sweep that says nothing does without
+    # Imported late: it needs SciPy, which a sweep without progress does not need.
+    from ada_loss.lab.results.deciding import decidable
 
     for task in dict.fromkeys(cell.config["task"] for cell in cells):
         chosen = [cell.config for cell in cells if cell.config["task"] == task]
         if not is_of_library(task):
             continue
         own = {**OPTIONS, **getattr(find_task(task), "options", {})}
+        # The spread was measured with the task's own options; others may have another.
         if any(one["options"] != own for one in chosen):
             continue
         seeds = {one["seed"] for one in chosen}
@@ -357,7 +366,8 @@ def _say_failures(results: Results, cells: Sequence[Cell]) -> None:
 
 
 def _stopped(out: Path, error: Exception) -> SweepStopped:
-    if isinstance(error, ChangedFolder):  # which says what to do
+    # Its message names the remedy.
+    if isinstance(error, ChangedFolder):
         return SweepStopped(f"The sweep stopped: {error} What was done is kept.")
     return SweepStopped(
         f"The sweep stopped, because {out} cannot be written: {error}. What was done is kept. "
@@ -366,14 +376,14 @@ def _stopped(out: Path, error: Exception) -> SweepStopped:
 
 
 class _Driver:
-    """Keeps as many cells running as the engine has slots, and writes their results; only this process writes.
+    """Driver that keeps as many cells running as the engine has slots. Only this process writes results.
 
-    ledger, out, engine, notifier: where results are written, where cells run, and who is told of finished cells.
-    order: what every worker is told besides a cell's configuration.
+    ledger, out, engine, notifier: where results are written, where cells run, and the trackers of finished cells.
+    order: instructions for every worker, in addition to a cell's configuration.
     running: the cells that were submitted, with the time at which they were.
     deaths: how many workers died while they ran a cell, by its id.
-    progress: is told of every cell.
-    branches: what cells share; a cell waits while another computes what it can begin from.
+    progress: the display, which counts every cell.
+    branches: states that cells share; a cell waits while another computes the state from which it can begin.
     """
 
     def __init__(
@@ -399,6 +409,7 @@ class _Driver:
                 while waiting or self.running:
                     while len(self.running) < self.engine.slots() and (cell := self._next(waiting)):
                         self._submit(cell)
+                    # With a timeout, as the engine may get more slots: workers of a cluster come and go.
                     finished, _ = wait(self.running, timeout=1, return_when=FIRST_COMPLETED)
                     for future in finished:
                         cell, started = self.running.pop(future)
@@ -409,7 +420,8 @@ class _Driver:
                             self.branches.finish(cell.id, (left.id for left in [*waiting, *self._cells()]))
                         else:
                             waiting.appendleft(cell)
-            finally:  # after Ctrl-C or on a full disk: the cells that ran have to run again
+            # Also after Ctrl-C and on a full disk. Cells that were running are planned again.
+            finally:
                 for future in self.running:
                     future.cancel()
                 self._try_to_release()
@@ -428,7 +440,9 @@ class _Driver:
         return [cell for cell, _ in self.running.values()]
 
     def _submit(self, cell: Cell) -> None:
+        # Asked before each cell: a link may have been put there since.
         require_own(self.out / "checkpoints")
+        # The ledger first: a driver that dies after it leaves a cell that counts as running, and is planned again.
         self._write(cell, "planned", lambda: self.ledger.start(cell.id))
         self.progress.start(cell.id)
         self.notifier.start(cell.id, cell.config)
@@ -458,12 +472,14 @@ class _Driver:
             ) from error
         except BrokenExecutor as error:
             raise self._refused(error) from error
-        except Exception as error:  # of the transport: `work` returns those of the cell
+        # Exceptions of the transport, such as a result that cannot be pickled: `work` returns those of the cell.
+        except Exception as error:
             result, telemetry, trace = {"error": said(error)}, b"", traceback.format_exc()
         if trace:
             self._fail(cell, result["error"], trace)
             return True
         self.ledger.require_the_same()
+        # The file before the row: a row that is done has its telemetry, whenever the driver dies.
         write_atomically(telemetry_path(self.out, cell.id), telemetry, is_own=True)
         written = {"telemetry_bytes": len(telemetry), "telemetry_sha256": telemetry_digest(telemetry)}
         self._write(cell, "running", lambda: self.ledger.finish(cell.id, {**result, **written}))
@@ -476,7 +492,7 @@ class _Driver:
         self._write(cell, "running", lambda: self.ledger.fail(cell.id, error, trace))
 
     def _write(self, cell: Cell, state: str, change: Callable[[], None]) -> None:
-        """Change the row of a cell; one that something else has changed is written again first: no result is lost."""
+        """Change the row of a cell; one that something else changed is written again first: no result is lost."""
         try:
             change()
         except RowChanged as error:
@@ -488,6 +504,7 @@ class _Driver:
         """Count the death of a cell's worker after some seconds. Returns False if the cell has to run again."""
         self.deaths[cell.id] += 1
         limit = self.order.time_limit
+        # The worker ends itself GRACE seconds after its limit: a death near that time is the limit, not a crash.
         if limit is not None and seconds >= limit + GRACE / 2:
             self._fail(cell, f"It did not end by its time limit of {limit:g} s: its worker was ended.")
             return True
@@ -501,20 +518,22 @@ class _Driver:
         return True
 
     def _try_to_release(self) -> None:
-        """Plan again whatever the ledger says is running."""
+        """Plan all cells again that are running in the ledger."""
         try:
-            # not only self.running: a cell may have been interrupted on its way there
+            # From the ledger: a cell interrupted between the ledger and self.running is in only one of them.
             running = self.ledger.rows("running")
             self.ledger.release([row["id"] for row in running])
         except (CannotWrite, ChangedFolder):
-            return  # the disk is full: the next driver finds them running, and plans them again
+            # On a full disk they stay running in the ledger, and the next driver plans them again.
+            return
 
 
-# Which tasks this user has run into which folder: what `resume` may import because its own user named it before
+# Tasks that this user has run into each folder. `resume` may import those, since their user named them before. They are
+# stored outside of the folder: a folder from someone else could bring any list.
 
 
 def _file(out: Path) -> Path:
-    """The file that has the tasks of a folder. XDG Base Directory 0.8: $XDG_STATE_HOME, or ~/.local/state."""
+    """Return the file with the tasks of a folder. XDG Base Directory 0.8: $XDG_STATE_HOME, or ~/.local/state."""
     given = os.environ.get("XDG_STATE_HOME", "")
     home = Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state"
     return home / "ada-loss" / f"{hashlib.sha256(os.fsencode(out.resolve())).hexdigest()[:32]}.json"
@@ -523,14 +542,15 @@ def _file(out: Path) -> Path:
 def _known(out: Path) -> list[str]:
     try:
         kept = json.loads(content_of(_file(out)))
-    except (OSError, ValueError, RuntimeError, RecursionError):  # RuntimeError: a user without a home
+    # RuntimeError: of a user without a home.
+    except (OSError, ValueError, RuntimeError, RecursionError):
         return []
     is_ours = isinstance(kept, dict) and kept.get("folder") == str(out.resolve())
     return [task for task in kept.get("tasks", []) if isinstance(task, str)] if is_ours else []
 
 
 def remember(out: Path, tasks: Iterable[str]) -> None:
-    """The user runs these tasks into a folder. A state folder that cannot be written is left out."""
+    """Remember that the user runs these tasks into a folder. A state folder that cannot be written is ignored."""
     together = [*dict.fromkeys([*_known(out), *tasks])]
     if together != _known(out):
         with suppress(OSError, RuntimeError):
@@ -538,5 +558,5 @@ def remember(out: Path, tasks: Iterable[str]) -> None:
 
 
 def is_trusted(out: Path, task: str) -> bool:
-    """Whether this user has run a task into this folder."""
+    """True if this user has run a task into this folder."""
     return task in _known(out)

@@ -25,16 +25,17 @@ __all__ = ["Engine", "keep_freed_memory", "open_engine", "refuse_in_a_starting_w
 
 # The certificates of the clusters that this process started, by address: nobody else can connect to them.
 _CERTIFICATES: dict[str, Any] = {}
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+# Constants of glibc's malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An executor, and what the driver has to know of it.
+    """An executor, and its properties for the driver.
 
     name: for the ledger.
     executor: takes the cells.
-    slots: gives the number of cells that it computes at once.
+    slots: returns the number of cells that it computes at once.
     worker_died: the exceptions by which it tells that a worker died.
     own_processes: whether a worker may end its process without ending the driver.
     """
@@ -47,7 +48,7 @@ class Engine:
 
 
 class Here(Executor):
-    """Computes at once, in the thread that submits, where Ctrl-C arrives."""
+    """Executor that computes at once in the submitting thread, where Ctrl-C arrives."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -60,8 +61,9 @@ class Here(Executor):
 
 def refuse_in_a_starting_worker() -> None:
     """End a process that multiprocessing has started and that is still importing the main script."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
-        raise SystemExit(  # a line, without a traceback
+    # Asked as multiprocessing itself does. SystemExit prints one line, an error would print a traceback in each worker.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise SystemExit(
             "A worker that is starting reached sweep(), because it imports the script that calls it. "
             "Put the call below `if __name__ == '__main__':`."
         )
@@ -69,11 +71,9 @@ def refuse_in_a_starting_worker() -> None:
 
 @cache
 def keep_freed_memory() -> None:
-    """In a worker's process: let the allocator keep freed memory for the next tensors, as it does by default.
-
-    Dask starts workers with MALLOC_TRIM_THRESHOLD_=65536. Then every large tensor gets new memory, page by page, and
-    the digits took twice the time. Does nothing where there is no glibc.
-    """
+    """Let the allocator of a worker keep freed memory for the next tensors, as it does by default. Needs glibc."""
+    # Dask starts workers with MALLOC_TRIM_THRESHOLD_=65536. Then every large tensor gets new memory, page by page, and
+    # the digits took twice the time.
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
@@ -84,13 +84,14 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def open_engine(execution: Execution) -> Iterator[Engine]:
-    """The engine of an execution. One that is started here is closed in the end.
+    """Open the engine of an execution. One that is started here is closed in the end.
 
     Raises ConnectionError for a scheduler that does not answer, that has no worker or none with the resources, and for
     local workers that do not start; ValueError where no worker has the device; ImportError without Dask.
     """
     engine = execution.chosen_engine
     if isinstance(engine, Executor):
+        # ThreadPoolExecutor and ProcessPoolExecutor have this attribute; of others only the caller knows the size.
         slots = max(execution.workers, getattr(engine, "_max_workers", 0) or 0)
         yield Engine(type(engine).__name__, engine, lambda: slots, (), own_processes=False)
     elif engine == "here":
@@ -116,12 +117,11 @@ def _distributed() -> Any:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Threads and processes that are started in this block never see Ctrl-C; this thread gets it behind the block.
-
-    A terminal sends SIGINT to every process of the sweep, and each worker would print its traceback. A signal that is
-    blocked stays blocked in what is started. It may still arrive in another thread of this process, and Python would
-    then raise in the main thread; so there its handler waits as well. The mask does nothing on Windows.
-    """
+    """Hide Ctrl-C from threads and processes that are started in this block; this thread gets it behind the block."""
+    # A terminal sends SIGINT to every process of the sweep, and each worker would print its traceback. A blocked signal
+    # stays blocked in the threads and processes started here (not on Windows, where the mask does nothing). It may
+    # still arrive in another thread of this process, and Python would then raise in the main thread: so its handler
+    # waits, too.
     arrived: list[Any] = []
     handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if callable(handler):
@@ -138,11 +138,12 @@ def _interrupts_held() -> Iterator[None]:
 
 @contextmanager
 def _masked() -> Iterator[None]:
-    """SIGINT is blocked in this thread, and in the threads and processes that it starts."""
+    """Block SIGINT in this thread, and in the threads and processes that it starts."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # it would unblock the signal in the thread that starts the first process
+    # Started now: multiprocessing's tracker would unblock the signal in the thread that starts the first process.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -152,11 +153,9 @@ def _masked() -> Iterator[None]:
 
 @contextmanager
 def _closed_at_the_end(start: Callable[[], Any]) -> Iterator[Any]:
-    """What `start` starts, closed behind the block. Ctrl-C never comes in the middle of either.
-
-    A client of Dask that is half closed closes itself once more when it is deleted, and waits for an event loop that
-    has ended: a minute later it printed a traceback.
-    """
+    """Start something and close it behind the block. Ctrl-C never comes in the middle of either."""
+    # A client of Dask that is half closed closes itself once more when it is deleted, and waits for an event loop that
+    # has ended: a minute later it printed a traceback.
     with ExitStack() as stack:
         with _interrupts_held():
             started = start()
@@ -171,14 +170,12 @@ def _close(started: Any) -> None:
 
 @contextmanager
 def _local_cluster(execution: Execution) -> Iterator[str]:
-    """The address of a Dask cluster in processes of this machine.
-
-    Its connections are encrypted, with certificates that only this process and its workers have: any user of the
-    machine can reach a port of the loopback, and whoever speaks to a scheduler can run code.
-    """
+    """Start a Dask cluster in processes of this machine; yield its address."""
     distributed = _distributed()
     import dask
 
+    # Encrypted, with certificates that only this process and its workers have: any user of the machine can reach a
+    # port of the loopback, and a client of a scheduler can run code.
     try:
         security = distributed.Security.temporary()
     except ImportError:
@@ -187,16 +184,21 @@ def _local_cluster(execution: Execution) -> Iterator[str]:
         ) from None
 
     settings = {
-        "distributed.scheduler.allowed-failures": 0,  # the driver counts deaths, and reports them
-        "distributed.worker.memory.pause": False,  # a cell that leaks memory would pause its worker for good
+        # The driver itself counts deaths of workers, and reports them.
+        "distributed.scheduler.allowed-failures": 0,
+        # A paused worker would wait for free memory forever if the cell leaks. Beyond the limit it is replaced.
+        "distributed.worker.memory.pause": False,
         "distributed.worker.memory.spill": False,
         "distributed.worker.memory.target": False,
         "distributed.admin.log-length": 0,
-        "distributed.admin.tick.interval": "1s",  # by default it checks the event loop every 20 ms
+        # By default workers check their event loops every 20 ms, which the training would pay for.
+        "distributed.admin.tick.interval": "1s",
         "distributed.admin.system-monitor.interval": "10s",
-        "distributed.scheduler.http.routes": [],  # HTTP knows no certificates
+        # HTTP routes are open to any user of the machine: they ask for no certificate.
+        "distributed.scheduler.http.routes": [],
         "distributed.worker.http.routes": [],
-        "distributed.worker.profile.enabled": False,  # it would sample the training every 10 ms
+        # The profiler would sample the training every 10 ms.
+        "distributed.worker.profile.enabled": False,
         "distributed.nanny.environ": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
     }
 
@@ -208,7 +210,8 @@ def _local_cluster(execution: Execution) -> Iterator[str]:
                 host="127.0.0.1",
                 protocol="tls://",
                 security=security,
-                dashboard_address="127.0.0.1:0",  # None means 8787, which another sweep may use
+                # With None Dask takes port 8787, which another sweep may use.
+                dashboard_address="127.0.0.1:0",
                 scheduler_kwargs={"dashboard": False},
                 memory_limit=execution.memory_limit,
                 resources=dict(execution.resources or {}),
@@ -231,7 +234,7 @@ def _local_cluster(execution: Execution) -> Iterator[str]:
 
 @contextmanager
 def _client(address: str, execution: Execution) -> Iterator[Engine]:
-    """The workers of a scheduler."""
+    """Connect to a scheduler, and yield its workers as an engine."""
     resources, timeout = execution.resources, execution.engine_timeout
     distributed = _distributed()
     security = _CERTIFICATES.get(address) or distributed.Security()
@@ -241,9 +244,11 @@ def _client(address: str, execution: Execution) -> Iterator[Engine]:
 
     with ExitStack() as stack:
         try:
-            _shake_hands(distributed, address, security, timeout)  # Ctrl-C ends the wait for a silent scheduler
+            # First, outside of the block that holds Ctrl-C back: it ends the wait for a silent scheduler.
+            _shake_hands(distributed, address, security, timeout)
             client = stack.enter_context(_closed_at_the_end(started))
-        except OSError as error:  # a timeout is one
+        # TimeoutError is an OSError, too.
+        except OSError as error:
             raise ConnectionError(
                 f"No Dask scheduler answered at {address} within {timeout:g} s ({type(error).__name__}). "
                 f"Start one with `dask scheduler --host HOST`, or give a higher engine_timeout."
@@ -261,7 +266,7 @@ def _client(address: str, execution: Execution) -> Iterator[Engine]:
             raise ConnectionError(
                 f"No worker of {address} offered {dict(resources or {})} within {timeout:g} s, so no cell could run. "
                 f"Start some with `dask worker {address} --resources {_words(resources or {})}`, "
-                f"or leave resources out."
+                f"or omit resources."
             )
         if execution.device != "cpu" and all(
             problems := client.run(device_problem, execution.device, workers=workers).values()
@@ -276,7 +281,8 @@ def _client(address: str, execution: Execution) -> Iterator[Engine]:
                 (distributed.KilledWorker, BrokenExecutor),
             )
         finally:
-            executor.shutdown(wait=False)  # not `with executor`: that waits for cells whose workers Ctrl-C has ended
+            # `with executor` would wait for cells whose workers Ctrl-C has ended.
+            executor.shutdown(wait=False)
 
 
 def _shake_hands(distributed: Any, address: str, security: Any, timeout: float) -> None:
@@ -287,12 +293,13 @@ def _shake_hands(distributed: Any, address: str, security: Any, timeout: float) 
         comm = await asyncio.wait_for(distributed.core.connect(address, timeout=timeout, **secrets), timeout)
         comm.abort()
 
-    with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop
+    # In another thread, since that of a notebook already runs an event loop.
+    with ThreadPoolExecutor(1) as thread:
         thread.submit(asyncio.run, connect()).result()
 
 
 def _offering(client: Any, resources: Mapping[str, float], timeout: float) -> list[str]:
-    """The addresses of the workers that have what a cell needs; waits for the first of them for some seconds."""
+    """Return the addresses of workers with the resources of a cell; waits for the first for some seconds."""
     end = time.monotonic() + timeout
     while True:
         workers = client.scheduler_info(n_workers=-1)["workers"]

@@ -1,4 +1,4 @@
-"""How cells are executed: on which engine and device, with how many workers, under which limits."""
+"""Execution of cells: engine, device, number of workers, and limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from fpsim.checks import is_finite_number, is_number, is_whole, shown
 __all__ = ["Execution"]
 
 MOST_WORKERS = 10_000
-LEAST_MEMORY = 2**20  # of a worker, in bytes: with less none comes up
+# Bytes of a worker's memory. With less no worker starts.
+LEAST_MEMORY = 2**20
 ADDRESS_FORMS = "tcp://HOST:PORT or tls://HOST:PORT"
 ENGINES = ("here", "local", ADDRESS_FORMS, "a concurrent.futures.Executor")
 ADDRESS = re.compile(r"(tcp|tls)://(\[[^\]]+\]|[^\s:/@]+):(?P<port>[0-9]+)")
@@ -25,10 +26,10 @@ ADDRESS = re.compile(r"(tcp|tls)://(\[[^\]]+\]|[^\s:/@]+):(?P<port>[0-9]+)")
 
 @dataclass(frozen=True)
 class Execution:
-    """How the cells of a sweep are executed. It is not part of what they are: results do not depend on it.
+    """Execution of a sweep's cells. It is not part of their identity: results do not depend on it.
 
     workers: the number of processes of a local engine, and of cells at once in an executor of unknown size.
-    engine: what computes the cells:
+    engine: it computes the cells:
         "here": this process, one cell at a time;
         "local": as many processes of this machine as there are workers;
         "tcp://HOST:PORT" or "tls://HOST:PORT": the workers of a Dask scheduler;
@@ -38,7 +39,7 @@ class Execution:
     time_limit: the seconds that one cell may take; None for no limit.
     memory_limit: of one local worker, beyond which it is replaced: "auto" divides the machine's memory among them, a
         number of bytes such as "4 GiB", 0 for no limit.
-    resources: what a cell needs of a Dask worker, such as {"GPU": 1}; each local worker has it.
+    resources: those that a cell needs of a Dask worker, such as {"GPU": 1}; each local worker has them.
     engine_timeout: the seconds to wait for a scheduler, and for its first worker.
     retry_failed: whether cells that failed run again.
     keep_states: whether the states at which formats change are kept in the folder, so that cells that are added later
@@ -87,10 +88,11 @@ class Execution:
             raise ValueError(
                 f"memory_limit={shown(self.memory_limit)} is invalid. Expected: 'auto', a number of bytes such as "
                 f"'4 GiB' and no less than 1 MiB, a share of the machine's such as 0.25, or 0 for "
-                f"no limit. Leave it out to divide the machine's memory among the workers."
+                f"no limit. Omit it to divide the machine's memory among the workers."
             )
         for name in ("retry_failed", "keep_states", "keep_old"):
-            if not isinstance(getattr(self, name), bool):  # YAML 1.2 reads `no` as a word
+            # A flag from a file: YAML 1.2 reads `no` as a word, which would count as true.
+            if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={shown(getattr(self, name))} is invalid. Expected: true or false.")
 
     @property
@@ -100,7 +102,7 @@ class Execution:
 
     @property
     def words(self) -> str:
-        """What starts now, in words.
+        """Description of the start, for the first line of the progress.
 
         >>> Execution(workers=2).words, Execution().words
         ('starting 2 workers', 'one at a time in this process')
@@ -113,7 +115,7 @@ class Execution:
 
     @property
     def is_on_this_machine(self) -> bool:
-        """Whether cells are known to compute on this machine; an executor of another kind may compute elsewhere."""
+        """True if cells compute on this machine for sure; an executor of another kind may compute elsewhere."""
         return self.chosen_engine in ("here", "local") or type(self.engine) in (ThreadPoolExecutor, ProcessPoolExecutor)
 
 
@@ -127,9 +129,7 @@ def _require_engine(engine: object) -> None:
     if isinstance(engine, Executor) or (isinstance(engine, str) and engine in ("here", "local")):
         return
     if not isinstance(engine, str) or not engine.startswith(("tcp://", "tls://")):
-        raise ValueError(
-            f"Unknown engine {shown(engine)}. Expected: {', '.join(ENGINES)}. Leave it out for the default."
-        )
+        raise ValueError(f"Unknown engine {shown(engine)}. Expected: {', '.join(ENGINES)}. Omit it for the default.")
     match = ADDRESS.fullmatch(engine)
     if match is None or not 0 < int(match["port"]) < 2**16:
         raise ValueError(
@@ -145,7 +145,8 @@ def _is_memory(value: object) -> bool:
             return True
         size = _bytes(value)
         return (isinstance(value, str) or is_number(value)) and (0 <= size <= 1 or LEAST_MEMORY <= size < math.inf)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of a tensor
+    # RuntimeError: of a tensor with several elements.
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         return False
 
 
@@ -159,5 +160,6 @@ def _bytes(value: Any) -> float:
     try:
         from dask.utils import parse_bytes
     except ImportError:
-        return 0.0  # without Dask there is no local worker either
+        # Without Dask no local worker starts, which has an error of its own.
+        return 0.0
     return float(parse_bytes(value))

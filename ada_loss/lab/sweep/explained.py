@@ -1,4 +1,4 @@
-"""Why cells diverged or fell short: one is trained again up to the step that fails, and `fpsim.why` is asked there."""
+"""Reasons why cells diverged or fell short: each is trained again up to the failing step, where `fpsim.why` runs."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ NOTHING = "fpsim.why finds nothing that is wrong with the step"
 
 
 def explain(out: Path, execution: Execution, make_task: MakeTask | TrainFunction | None) -> dict[str, str]:
-    """The reasons of a folder by cell, those that are new found and written beside the ledger, whose rows stay.
+    """Return the reasons of a folder by cell. New ones are found, and written beside the ledger.
 
-    Of a cell that diverged the step is looked at whose loss is not finite, and the one before, which may have made the
-    parameters so; of a setting that falls short its last step, else its first, of one seed. Where that fails, it is
-    told in a warning, and asked again the next time: what was trained is worth more than the reason.
+    For a cell that diverged, `fpsim.why` examines the step whose loss is not finite and the one before, which may have
+    spoilt the parameters; for a setting that falls short, the last step or else the first, of one seed. A failure is a
+    warning, and is tried again the next time: the results are worth more than the reason.
 
     execution: where the cells train again, and how long each may take.
     """
@@ -69,7 +69,8 @@ def explain(out: Path, execution: Execution, make_task: MakeTask | TrainFunction
         with open_engine(execution) as engine:
             order = order_of((configs[cell]["task"] for cell, _ in waiting), make_task, execution, engine)
             for cell, future in _as_they_end(engine, order, configs, waiting):
-                error = future.exception()  # a worker that died
+                # A worker that died, for instance: the exceptions of the cell itself are in the result.
+                error = future.exception()
                 reason, told = ("", said(error)) if error is not None else future.result()
                 if told:
                     config = configs[cell]
@@ -83,7 +84,7 @@ def explain(out: Path, execution: Execution, make_task: MakeTask | TrainFunction
 def _as_they_end(
     engine: Engine, order: WorkOrder, configs: Mapping[str, Any], waiting: deque[tuple[str, list[int]]]
 ) -> Iterator[tuple[str, Future[Any]]]:
-    """The cells that are asked about, as many at once as the engine has slots, with the futures that have ended."""
+    """Yield cells with their finished futures; as many run at once as the engine has slots."""
     running: dict[Future[Any], str] = {}
     try:
         while waiting or running:
@@ -98,17 +99,18 @@ def _as_they_end(
 
 
 def _ask(config: Mapping[str, Any], order: WorkOrder, steps: Sequence[int]) -> tuple[str, str]:
-    """In a worker: the reason of a cell, and an exception of the task or of `why` in words ("" without one)."""
+    """Return, in a worker, the reason of a cell, and an exception of the task or of `why` in words ("" without one)."""
     try:
         return obey(order, partial(_reason, config, order.device, order.make_task, steps)), ""
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever it is, the results of the sweep stay
+    # Everything is caught, even SystemExit of a task: the results of the sweep stay.
+    except BaseException as error:
         return "", said(error)
 
 
 def _asked(results: Results) -> list[str]:
-    """The cells of which a reason is asked: those that diverged, and one of each setting that falls short."""
+    """Return the cells that need a reason: those that diverged, and one of each setting that falls short."""
     cells = [row["id"] for row in results.rows() if row["diverged"]]
     done = {row["id"] for row in results.rows()}
     if any(row["metrics"] for row in results.cells):
@@ -120,29 +122,30 @@ def _asked(results: Results) -> list[str]:
 
 
 def _steps(losses: Sequence[float]) -> list[int]:
-    """The steps that are looked at, counted from 0; what is found in an earlier one of the list is said.
-
-    A network that learned nothing may have no gradient left in float32 either at the end: then the first step tells.
-    """
+    """Return the steps to examine, counted from 0, the most telling first."""
     bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    # The last step first. A network that learned nothing may have no gradient left there, in float32 either: then the
+    # first step tells.
     if bad is None:
         return [*dict.fromkeys((len(losses) - 1, 0))] if losses else []
     return [i for i in (bad - 1, bad) if i >= 0]
 
 
 class _ReachedError(Exception):
-    """The last step that is looked at was reached."""
+    """Raised when the last step to examine was reached."""
 
 
 def _reason(
     config: Mapping[str, Any], device: str, make_task: MakeTask | TrainFunction | None, steps: Sequence[int]
 ) -> str:
     function: Any = make_task or find_task(path_of(config["task"]))
-    unseen = {"record_every": 0, "evaluate_every": 0}  # a model that is being recorded is not looked at
+    # `why` does not examine a model that is being recorded, and evaluations only take time.
+    unseen = {"record_every": 0, "evaluate_every": 0}
     options = {name: unseen.get(name, value) for name, value in config["options"].items()}
     found: dict[int, list[str]] = {}
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the cell was trained
+    # One thread, as in the cell's training: the same sums in the same order lead to the same step.
+    torch.set_num_threads(1)
     try:
         with kept_generators([device] if device.startswith("cuda") else []), suppress(_ReachedError, Stopped):
             seed_generators(config["seed"])
@@ -163,7 +166,7 @@ def _reason(
 
 
 def _headline(training: Training, x: Tensor, y: Tensor) -> list[str]:
-    """What `why` says of a step, its first line and the first remedy that works; [] where nothing is found."""
+    """Return the first line of `why` on a step with the first remedy that works; [] if it finds nothing."""
     scaler = training.scaler
     state = scaler.state_dict()
 
@@ -171,8 +174,10 @@ def _headline(training: Training, x: Tensor, y: Tensor) -> list[str]:
         training.optimizer.zero_grad()
         loss = backward(training.task, training.forward, scaler, x, y, training.options.micro_batches)
         scaler.step(training.optimizer)
-        with suppress(FloatingPointError):  # whose scale can fall no further: that is what is asked about
+        # Raised where the scale can fall no further, which is the very failure to explain.
+        with suppress(FloatingPointError):
             scaler.update()
+        # `why` calls this several times, and each call must begin with the same scale.
         scaler.load_state_dict(state)
         return loss
 

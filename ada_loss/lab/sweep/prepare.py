@@ -1,4 +1,4 @@
-"""Before a sweep runs: its cells are planned, what is damaged or lost is planned again, leftovers are deleted.
+"""Preparation of a sweep: its cells are planned, damaged and lost ones are planned again, leftovers are deleted.
 
 Trainings whose formats begin alike are trained once until they part, and each goes on from that state: `Branches`.
 """
@@ -25,19 +25,21 @@ from ada_loss.lab.training.rollouts import ROLLOUT
 
 __all__ = ["Branches", "prepare"]
 
-MOST_NAMED = 5  # ids of lost cells
-NAME = re.compile(r"[0-9a-f]{16}\.branch")  # of a file: what `digest` gives
+# Ids of lost cells that are printed.
+MOST_NAMED = 5
+NAME = re.compile(r"[0-9a-f]{16}\.branch")  # of a file, made by `digest`
 
 
 def prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: bool) -> list[Cell]:
-    """Plan the cells, and give those that are to run.
+    """Plan the cells, and return those that have to run.
 
     Cells that a dead driver left running, and cells whose rows or files are lost or damaged, are planned again. Those
     of another sweep into the folder stay as they are. Raises ChangedFolder, before anything is planned, where a folder
     of the sweep is a link.
     """
     folders = out / "telemetry", out / "checkpoints"
-    for folder in folders:  # first: where a link leads nowhere, every result would count as lost
+    # First of all: behind a link that leads nowhere, every result would count as lost.
+    for folder in folders:
         require_own(folder)
     asked = {cell.id: cell for cell in cells}
     rows, _, missing = read_snapshot(ledger, out, drives=True)
@@ -60,7 +62,7 @@ def prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: bool
 
 
 def _say_lost(missing: Missing, asked: Collection[str]) -> None:
-    """Say which of the cells that are asked for the ledger has lost; `Results` tells of the others."""
+    """Print the cells of this sweep that the ledger has lost; `Results` reports the others."""
     rows, results = ([cell for cell in cells if cell in asked] for cells in (missing.cells, missing.results))
     if rows:
         say(
@@ -82,7 +84,7 @@ def _names(cells: Sequence[str]) -> str:
 
 
 def _repair(ledger: Ledger, rows: Sequence[Mapping[str, Any]], asked: Mapping[str, Cell]) -> set[str]:
-    """Plan damaged cells again, and delete the damaged rows whose ids are those of no cell; gives the ids of both."""
+    """Plan damaged cells again, and delete damaged rows whose ids match no cell; return the ids of both."""
     changed = [row for row in rows if row["damaged"]]
     ours = {row["id"]: asked[row["id"]].config for row in changed if row["id"] in asked}
     lost = {
@@ -107,15 +109,16 @@ def _has_telemetry(out: Path, row: Mapping[str, Any]) -> bool:
 
 
 def _remove_leftovers(out: Path, folders: Sequence[Path], states: Mapping[str, str]) -> None:
-    """Delete what a driver that died left behind: files half written, telemetry without a result, old checkpoints.
+    """Delete leftovers of a driver that died: unfinished files, telemetry without a result, old checkpoints.
 
-    Nothing but what a sweep names so is deleted, and nothing where a link leads.
+    Only files with a sweep's own names are deleted, and none behind a link.
     """
 
     def is_old(name: str) -> bool:
         cell, kind = os.path.splitext(name)
         was_running = kind in (".steps", ".live") and CELL_ID.fullmatch(cell) is not None
         state = states.get(cell)
+        # A cell without a result has no telemetry to keep, and one with a result needs no checkpoint.
         is_over = state is not None and (kind, state == "done") in ((".npz", False), (".pt", True))
         return was_running or is_over or is_leftover(name)
 
@@ -125,14 +128,14 @@ def _remove_leftovers(out: Path, folders: Sequence[Path], states: Mapping[str, s
 
 
 class Branches:
-    """The states that cells share, as files in a folder: the first cell that comes to one writes it.
+    """States that cells share, as files in a folder: the first cell that reaches one writes it.
 
     Cells share a state if they differ in nothing but their formats from there on. Their results are those of cells that
     share nothing, to the bit. A training function of the user's own shares none.
 
-    cells: those that are to run.
+    cells: the ones to run.
     folder: of the files.
-    keep: whether the files are kept, and written for cells to come too. Otherwise those that no cell needs are deleted.
+    keep: whether files are kept, and also written for later cells. Otherwise files that no cell needs are deleted.
     """
 
     def __init__(self, cells: Sequence[Cell], folder: Path, keep: bool = False) -> None:
@@ -149,12 +152,12 @@ class Branches:
         return dict(sorted(self._of.get(cell, {}).items()))
 
     def is_held(self, cell: str, running: Collection[str]) -> bool:
-        """Whether a cell waits, because one that runs is on its way to a state that this one can begin from."""
+        """True if a cell has to wait for a running one, on the way to a state from which this one can begin."""
         wanted = self._ahead(cell)
         return any(not wanted.isdisjoint(self._ahead(other)) for other in running) if wanted else False
 
     def finish(self, cell: str, left: Iterable[str]) -> None:
-        """A cell is over: what it has not written others do not wait for, and what none needs any more is deleted.
+        """Handle the end of a cell: nothing waits for states that it has not written, and unneeded states are deleted.
 
         left: the cells that run or wait.
         """
@@ -164,7 +167,7 @@ class Branches:
         self._remove_all_but({path for other in left for path in self.of(other).values()})
 
     def _ahead(self, cell: str) -> set[Path]:
-        """The files behind the last that exists: a cell that begins now writes them."""
+        """Return the files behind the last existing one: a cell that begins now writes them."""
         ahead: set[Path] = set()
         for path in self.of(cell).values() if cell in self._of else ():
             ahead = set() if path.exists() else {*ahead, path}
@@ -176,12 +179,14 @@ class Branches:
             remove_from(self.folder, lambda name: NAME.fullmatch(name) is not None and name not in names)
 
     def _shared(self, cells: Sequence[Cell]) -> list[tuple[Path, Start, list[str]]]:
-        """The file, the start and the cells of each state that is shared, there already, or to be kept."""
+        """Return file, start and cells of each state that is shared, exists already, or is to be kept."""
         alike: dict[str, list[tuple[str, FormatSchedule]]] = {}
         has_schedules = any(SCHEDULE in split(cell.config["format"])[0] for cell in cells)
         for cell in cells if has_schedules else ():
             if not is_own(cell.config["task"]):
                 fmt, update = split(cell.config["format"])
+                # Cells share a state if they differ in nothing but later formats: an update or a rollout counts from
+                # the start.
                 others = {name: value for name, value in cell.config.items() if name != "format"}
                 others |= {} if update is None else {UPDATE: update}
                 others |= {ROLLOUT: cell.config["format"][ROLLOUT]} if ROLLOUT in cell.config["format"] else {}
@@ -194,6 +199,8 @@ class Branches:
                     if _is_ordered(schedule, start):
                         name = digest([rest, schedule.before(start).stages, start])
                         path = self.folder / f"{name}.branch"
+                        # The next format as text, to count how many differ: cells that go on alike part at a later
+                        # start.
                         parting.setdefault(path, {})[cell_id] = json.dumps(_format_from(schedule, start))
                 for path, formats in parting.items():
                     if len({*formats.values()}) > 1 or path.exists() or self.keep:
@@ -202,7 +209,7 @@ class Branches:
 
 
 def _is_ordered(schedule: FormatSchedule, start: Start) -> bool:
-    """Whether a start can be compared with those of a schedule before the number of steps is known."""
+    """True if a start can be compared with those of a schedule: a fraction and a step cannot without the length."""
     return all(type(stage.start) is type(start) for stage in schedule.stages[1:])
 
 

@@ -1,4 +1,4 @@
-"""How far a sweep is: a bar on a terminal, plain lines elsewhere, with the steps of the cells that run."""
+"""Progress of a sweep: a bar on a terminal, plain lines elsewhere, with the steps of running cells."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ __all__ = ["Progress", "StepFile", "steps_path"]
 
 WRITTEN_EVERY = 0.5  # seconds
 READ_EVERY = 1.0
-FIRST_LINE, LINE_EVERY = 2.0, 10.0  # seconds until the first line; the pause doubles up to the second
+# Seconds until the first line, and the longest pause: it doubles from line to line up to that.
+FIRST_LINE, LINE_EVERY = 2.0, 10.0
 MOST_SHOWN = 4  # cells whose steps are shown
 
 
 def steps_path(checkpoint: Path) -> Path:
-    """The file, beside a cell's checkpoint, that says at which step the cell is."""
+    """Path of the file, beside a cell's checkpoint, with the number of its steps so far."""
     return checkpoint.with_suffix(".steps")
 
 
 class StepFile:
-    """Called with the number of new steps, it writes now and then how many are done. A file that cannot be is left out.
+    """Progress callback that writes the number of steps from time to time. A file that cannot be written is skipped.
 
     path: of the file; its folder is made.
-    total: the number of steps; 0 where nobody knows.
+    total: the number of steps; 0 if unknown.
     """
 
     def __init__(self, path: Path, total: int = 0) -> None:
@@ -56,11 +57,11 @@ class StepFile:
 
 
 class Progress:
-    """Shows how many cells are done, at which steps those are that run, and the best mean so far.
+    """Display of the finished cells, the steps of the running ones, and the best mean so far.
 
     total, done: the number of cells, and of those that are done already.
     out: the folder of the sweep, where workers write their steps.
-    title: what is going on, in words; "" for nothing.
+    title: a description of the work; "" for none.
     is_shown: whether anything is.
     goals: the directions of metrics, as stated; those of a task come with its results.
     """
@@ -73,13 +74,15 @@ class Progress:
         self.running: dict[str, None] = {}
         self.goals = dict(goals)
         self._metric, self._told = "", set[str]()
-        self._values: dict[str, tuple[str, bool, list[float]]] = {}  # (words, whether float32, of each seed) by setting
+        # By setting: its words, whether it is float32, and its values.
+        self._values: dict[str, tuple[str, bool, list[float]]] = {}
         self._bar, self._pause = None, FIRST_LINE
         self._over = threading.Event()
+        # A daemon: it must not keep a process alive whose driver was killed by an exception.
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def begin(self, words: str) -> None:
-        """Say at once what is about to happen."""
+        """Print the first line, before any cell runs."""
         if self.is_shown:
             before = f", {self._first} of {self.total} done before" if self._first else ""
             title = f"{self.title}: " if self.title else ""
@@ -94,6 +97,7 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._over.set()
+        # Not started where nothing is shown.
         if self._thread.is_alive():
             self._thread.join()
         if self._bar is not None:
@@ -103,24 +107,24 @@ class Progress:
             self._say_line()
 
     def start(self, cell: str) -> None:
-        """A cell runs."""
+        """Count a cell as running."""
         self.running[cell] = None
 
     def settle(self, cell: str, is_over: bool) -> None:
-        """A cell runs no more. is_over: whether it is done or failed, and does not run again."""
+        """Count a cell as stopped. is_over: whether it is done or failed, and does not run again."""
         self.running.pop(cell, None)
         self.done += is_over
         if self._bar is not None and is_over:
             self._bar.update()
 
     def compare(self, cell: str, result: Mapping[str, Any], setting: str = "", is_baseline: bool = False) -> None:
-        """Take a cell into the mean of its setting, by its first metric; keep the goals that its task states.
+        """Add a cell to the mean of its setting, by its first metric; store the goals that its task states.
 
-        Nothing is best where nobody knows whether a larger or a smaller value is. A training that diverged makes its
-        setting none of the best. The metric is that of the first cell: values of two metrics are not compared.
+        Without a direction of the metric no setting is best, nor is one of which a training diverged. The metric is
+        that of the first cell: values of two metrics are not compared.
 
         cell: in words, "fp16 nearest_even none seed 0".
-        setting: what it shares with the cells of other seeds, and with no others; its words without the seed if "".
+        setting: a name that only the cells of other seeds share; its words without the seed if "".
         is_baseline: whether it is float32's, which stands beside the best.
         """
         told = {name: goal for name, goal in result.get("goals", {}).items() if name not in self.goals}
@@ -143,7 +147,7 @@ class Progress:
             say(words)
 
     def _best_so_far(self) -> str:
-        """The setting with the best mean so far, and float32's mean; how many seeds stand behind each."""
+        """The setting with the best mean so far, and float32's mean, each with its number of seeds."""
         sign = Directions(self.goals).sign(self._metric) if self._metric else 0
         parts = []
         for wanted in (False, True):
@@ -172,13 +176,14 @@ class Progress:
         self._said = time.monotonic()
         seconds = time.monotonic() - self._began
         words = [f"{self.title + ': ' if self.title else ''}{self.done}/{self.total} cells", f"{seconds:.0f} s"]
+        # From the cells of this run alone: those done before took none of these seconds.
         if self._first < self.done < self.total:
             left = seconds / (self.done - self._first) * (self.total - self.done)
             words.append(f"about {left:.0f} s left")
         say("; ".join(filter(None, (", ".join(words), self._steps(), self.best))))
 
     def _steps(self) -> str:
-        """At which steps the running cells are."""
+        """The steps of the running cells, in words."""
         steps = []
         for cell in [*self.running]:
             with suppress(OSError, ValueError):
@@ -189,6 +194,6 @@ class Progress:
 
 
 def _shows_bars() -> bool:
-    """Whether a bar can be drawn over: on a terminal, and in a notebook with widgets."""
+    """True if a bar can be redrawn in place: on a terminal, and in a notebook with widgets."""
     in_a_notebook = any(base.__name__ == "tqdm_notebook" for base in tqdm.__mro__)
     return in_a_notebook or (sys.stderr.isatty() and os.environ.get("TERM") != "dumb")

@@ -1,4 +1,4 @@
-"""What a worker does: it trains one cell, and gives its result and its telemetry.
+"""Work of a worker: it trains one cell, and returns its result and its telemetry.
 
 A time limit raises an exception first, and then ends the process.
 """
@@ -49,12 +49,13 @@ __all__ = [
 
 Result = TypeVar("Result")
 
-ONE_AT_A_TIME = threading.Lock()  # torch's thread count and random numbers belong to the process, not to a thread
+# torch's thread count and random numbers belong to the process: two cells in its threads would disturb each other.
+ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True)
 class WorkOrder:
-    """What a worker is told besides a cell's configuration; it is pickled.
+    """Instructions for a worker in addition to a cell's configuration; it is pickled.
 
     make_task: the function of the task or of the training, where its name is not enough.
     device: where the cell computes.
@@ -79,7 +80,7 @@ def order_of(
     engine: Engine,
     is_live: bool = False,
 ) -> WorkOrder:
-    """What workers are told of cells with these tasks: a task by its name, if they can import it."""
+    """Return the instructions for cells with these tasks: a task by its name, if workers can import it."""
     names = [*dict.fromkeys(tasks)]
     is_importable = not any(map(is_local, names))
     folders = dict.fromkeys(folder for name in names if is_importable and (folder := folder_of(path_of(name))))
@@ -88,7 +89,7 @@ def order_of(
 
 
 def obey(order: WorkOrder, job: Callable[[], Result]) -> Result:
-    """Call what a worker is to do, one at a time in a process, within the time limit; TimeLimit is raised beyond it."""
+    """Call a job of a worker, one at a time in a process, within the time limit; beyond it TimeLimit is raised."""
     if order.ends_process:
         keep_freed_memory()
     for folder in order.folders:
@@ -100,7 +101,7 @@ def obey(order: WorkOrder, job: Callable[[], Result]) -> Result:
 def work(
     config: Mapping[str, Any], order: WorkOrder, checkpoint: Path, branches: Mapping[Start, Path] | None = None
 ) -> tuple[dict[str, Any], bytes, str]:
-    """The result of a cell, its telemetry, and the traceback of an exception ("" without one).
+    """Return the result of a cell, its telemetry, and the traceback of an exception ("" without one).
 
     An exception of the cell is returned, not raised: its traceback would be lost on the way. Ctrl-C is raised.
 
@@ -111,7 +112,8 @@ def work(
         return (*obey(order, train), "")
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever it is, it is this cell's failure
+    # Everything is caught, even SystemExit: it is this cell's failure, and other cells go on.
+    except BaseException as error:
         return {"error": said(error)}, b"", traceback.format_exc()
 
 
@@ -123,7 +125,8 @@ def said(error: BaseException) -> str:
     """
     try:
         text = str(error)
-    except Exception:  # its author's mistake
+    # A mistake in a user's exception class must not hide that the cell failed.
+    except Exception:
         text = "an exception without a readable text"
     return text if isinstance(error, TimeLimit) else f"{type(error).__name__}: {text}"
 
@@ -136,7 +139,7 @@ def run_cell(
     branches: Mapping[Start, Path] | None = None,
     is_live: bool = False,
 ) -> tuple[dict[str, Any], bytes]:
-    """Train a cell, and give its result for the ledger and its telemetry, the content of an .npz file.
+    """Train a cell; return its result for the ledger, and its telemetry as the content of an .npz file.
 
     A training whose loss ends as inf or NaN, or whose loss scale can fall no further, has diverged: that is a result.
 
@@ -146,11 +149,12 @@ def run_cell(
     checkpoint: a file from which an interrupted training goes on; see `Training.run`.
     branches: files that this cell shares with others; see `Training.run`. A training function of the user's has none.
     is_live: whether the curves are written beside the checkpoint while it trains.
-    Raises TypeError where the task's function gives no Task.
+    Raises TypeError if the task's function does not return a Task.
     """
     threads = torch.get_num_threads()
     steps, goals = None, {}
-    torch.set_num_threads(1)  # cells share a machine, and sums must not depend on how many cores it has
+    # One thread: cells share a machine, and sums must not depend on the number of its cores.
+    torch.set_num_threads(1)
     try:
         function: Any = make_task or find_task(path_of(config["task"]))
         if checkpoint is not None:
@@ -160,7 +164,8 @@ def run_cell(
             run, error = _run_own(_job(config, device, checkpoint, steps, live), function)
         else:
             with kept_generators([device] if device.startswith("cuda") else []):
-                seed_generators(config["seed"])  # for a task that does not seed itself
+                # For a task that does not seed itself.
+                seed_generators(config["seed"])
                 training = training_of(config, function, device)
                 goals = training.task.goals
                 if steps is not None:
@@ -180,7 +185,7 @@ def run_cell(
 
 
 def _both(steps: StepFile | None, live: Path | None, run: Callable[[], Run]) -> Callable[[int], object] | None:
-    """What is called after steps: writes how many are done, and the curves so far."""
+    """Combine the callbacks of a training: one writes the number of steps, the other the curves so far."""
     if steps is None or live is None:
         return steps
     file = LiveFile(live, run)
@@ -193,7 +198,7 @@ def _both(steps: StepFile | None, live: Path | None, run: Callable[[], Run]) -> 
 
 
 def training_of(config: Mapping[str, Any], make_task: MakeTask, device: str) -> Training:
-    """The training of a task. Raises TypeError where the function gives no Task."""
+    """Create the training of a task. Raises TypeError if the function does not return a Task."""
     task = make_task(config["seed"])
     if not is_dataclass(task):
         raise TypeError(f"The task gave {type(task).__name__}. It must give an ada_loss.lab.tasks.Task.")
@@ -206,7 +211,8 @@ def _run_own(job: Job, train: TrainFunction) -> tuple[Run, str | None]:
     """Call a training function. A checkpoint behind which it fails at once is deleted: a retry would fail again."""
     try:
         return run_job(job, train)
-    except (TimeLimit, MemoryError, torch.OutOfMemoryError):  # for which the checkpoint is not to blame
+    # The checkpoint is not to blame for these.
+    except (TimeLimit, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         if job.drop_checkpoint():
@@ -217,7 +223,7 @@ def _run_own(job: Job, train: TrainFunction) -> tuple[Run, str | None]:
 def _job(
     config: Mapping[str, Any], device: str, checkpoint: Path | None, steps: StepFile | None, live: Path | None
 ) -> Job:
-    """What a training function is given."""
+    """Create the job that a training function gets."""
     formats = policy_of(config["format"], config["rounding"])
     first, *others = formats.stages
     fmt, rounding = (formats, None) if others else (first.fmt, first.rounding)
@@ -233,6 +239,8 @@ def _result(run: Run, error: str | None) -> tuple[dict[str, Any], bytes]:
         if not isinstance(name, str):
             raise TypeError(f"The task names a metric {name!r}. Expected: a string.")
         require_storable(name)
+    # The last loss alone: an inf on the way is a skipped step. A user's training may log no loss; then its metrics
+    # count.
     last = run.losses[-1:] or [*run.metrics.values()]
     diverged = error is not None or not all(map(math.isfinite, last))
     result = {"metrics": run.metrics, "seconds": run.seconds, "diverged": diverged, "skipped": run.skipped}
@@ -250,7 +258,7 @@ class TimeLimit(Exception):
 def within_time(
     seconds: float | None, work: Callable[[], Result], *, end_process: bool = False, grace: float = GRACE
 ) -> Result:
-    """Call `work` and give its result. After `seconds` it raises TimeLimit, between two instructions of Python code.
+    """Call `work` and return its result. After `seconds` it raises TimeLimit, between two instructions of Python code.
 
     seconds: the time limit; None for no limit.
     end_process: end the process where the exception does not help: a call into C that never returns does not see it.
@@ -272,7 +280,7 @@ def within_time(
 
     timer = threading.Timer(seconds, interrupt)
     timer.daemon = True
-    # one frame and no context manager: the exception may come at any line, and must find its handler
+    # One frame and no context manager: the exception may come at any line, and must find its handler.
     try:
         if end_process:
             faulthandler.dump_traceback_later(seconds + grace, exit=True, file=2)
@@ -282,7 +290,8 @@ def within_time(
         finally:
             with lock:
                 over[0] = True
-            if fired[0]:  # the exception may still be pending, and would be raised in some later line
+            # The exception may still be pending, and would be raised in some later line.
+            if fired[0]:
                 _let_come()
     except TimeLimit:
         raise TimeLimit(f"It ran for longer than its time limit of {seconds:g} s.") from None
@@ -293,14 +302,13 @@ def within_time(
 
 
 def _let_come() -> None:
-    """Let an exception that is pending for this thread be raised here, where it ends.
-
-    Python would forget it if the thread were given None in its place, but would look for it at every call from then on
-    (https://github.com/python/cpython/blob/v3.11.7/Python/ceval.c, `_PyEval_SignalAsyncExc`): it is slower, and in
-    Python 3.11 a debugger or a trace of opcodes never ends.
-    """
+    """Let an exception that is pending for this thread be raised here, and end it."""
+    # Setting None instead would clear it, but Python would then look for an exception at every call from there on
+    # (https://github.com/python/cpython/blob/v3.11.7/Python/ceval.c, `_PyEval_SignalAsyncExc`): it is slower, and in
+    # Python 3.11 a debugger or a trace of opcodes never ends.
     try:
-        for _ in range(3):  # each turn looks for it
+        # The interpreter looks for a pending exception in each turn of a loop.
+        for _ in range(3):
             pass
     except TimeLimit:
         pass

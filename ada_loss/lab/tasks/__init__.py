@@ -1,10 +1,17 @@
-"""Tasks: functions from a seed to a model, data, a loss and metrics. Only CIFAR needs a network for its data."""
+"""Tasks by name: functions from a seed to a model, data, a loss and metrics. Only CIFAR needs a network for its data.
+
+A name may have a file or a folder of the user's own, with its hash, and settings: "chars=book.txt", "cifar10,depth=56",
+"pictures=FOLDER#0a1b2c3d,model=resnet18".
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +21,6 @@ from ada_loss.lab.tasks.detection import detection
 from ada_loss.lab.tasks.digits import deep_digits, digits
 from ada_loss.lab.tasks.image_files import fashion, mnist5k, pictures
 from ada_loss.lab.tasks.images import cifar10, cifar100, patches
-from ada_loss.lab.tasks.own_data import is_of_own_data, on_data, parted, settled
 from ada_loss.lab.tasks.phonemes import phonemes
 from ada_loss.lab.tasks.rl import rl
 from ada_loss.lab.tasks.segmentation import segmentation
@@ -37,6 +43,7 @@ __all__ = [
     "folder_of",
     "imported",
     "is_of_library",
+    "is_of_own_data",
     "mnist5k",
     "patches",
     "phonemes",
@@ -44,6 +51,7 @@ __all__ = [
     "rl",
     "segmentation",
     "trained_with",
+    "with_hash",
 ]
 
 TASKS: dict[str, Callable[[int], Task]] = {
@@ -55,12 +63,18 @@ TASKS: dict[str, Callable[[int], Task]] = {
 }
 
 
+# At the end of a name, and with these words only: a path may have commas.
+SETTING = re.compile(r",\s*(depth|version|model|size)=([\w.-]+)$")
+HASH_DIGITS = 8
+CHUNK = 1 << 20  # bytes that are read at once
+
+
 def find_task(name: str) -> Callable[[int], Task]:
     """The function of a task.
 
     name: that of a task of the library, or an import path "package.module:function". A task that takes data of the
         user's own is "chars=book.txt"; one with settings, "cifar10,depth=56".
-    Raises ValueError for an unknown name, and for a path that leads to no function; TypeError for what is not a word.
+    Raises ValueError for an unknown name, and for a path that leads to no function; TypeError for another type.
 
     >>> find_task("digits") is digits
     True
@@ -70,11 +84,11 @@ def find_task(name: str) -> Callable[[int], Task]:
     """
     if not isinstance(name, str):
         raise TypeError(f"The task is {shown(name)}. Expected: {', '.join(TASKS)}, or your own as 'module:function'.")
-    base, settings = parted(name)
+    base, settings = _parted(name)
     if settings:
-        return settled(find_task(base), name, settings)
+        return _settled(find_task(base), name, settings)
     if is_of_own_data(name):
-        return on_data(find_task(name.partition("=")[0]), name)
+        return _on_data(find_task(name.partition("=")[0]), name)
     module, colon, function = name.partition(":")
     if not colon:
         if name in TASKS:
@@ -96,7 +110,7 @@ def find_task(name: str) -> Callable[[int], Task]:
 
 
 def imported(kind: str, path: str) -> Any:
-    """What an import path "module:name" leads to. kind: what it is, for the error.
+    """Import the object of a path "module:name". kind: its description, for the error.
 
     Raises ValueError for a path that leads nowhere.
     """
@@ -104,6 +118,7 @@ def imported(kind: str, path: str) -> Any:
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
+        # The module itself may be fine, with a misspelt function: then its functions make the hint.
         there = vars(sys.modules[module]) if module in sys.modules else {}
         hint = did_you_mean(name, [word for word, value in there.items() if callable(value)])
         raise ValueError(
@@ -113,12 +128,12 @@ def imported(kind: str, path: str) -> Any:
 
 
 def is_of_library(name: str) -> bool:
-    """Whether the name of a task is one of this library's, with data of the user's own or without.
+    """True if the name of a task is one of this library's, with data of the user's own or without.
 
     >>> is_of_library("chars"), is_of_library("chars=book.txt"), is_of_library("mine:task")
     (True, True, False)
     """
-    base, _ = parted(name)
+    base, _ = _parted(name)
     return (base.partition("=")[0] if is_of_own_data(name) else base) in TASKS
 
 
@@ -126,6 +141,7 @@ def add_to_path(folder: str | os.PathLike[str]) -> None:
     """Let modules of a folder be imported, behind those that can be imported already."""
     place = str(Path(folder).absolute())
     if place not in sys.path:
+        # At the end: a file beside a user's task must not hide an installed module.
         sys.path.append(place)
 
 
@@ -143,5 +159,106 @@ def folder_of(name: str) -> str | None:
     file = getattr(module, "__file__", None)
     if ":" not in name or file is None:
         return None
+    # The file of a package is its __init__.py, one level deeper than that of a module.
     is_package = hasattr(module, "__path__")
     return str(Path(file).absolute().parents[name.partition(":")[0].count(".") + is_package])
+
+
+def _parted(name: str) -> tuple[str, dict[str, str]]:
+    """Split the name of a task into the name without settings, and the settings.
+
+    >>> _parted("pictures=my, own,model=resnet18,size=64")
+    ('pictures=my, own', {'model': 'resnet18', 'size': '64'})
+    """
+    settings: dict[str, str] = {}
+    while (found := SETTING.search(name)) is not None:
+        name, settings = name[: found.start()], {found[1]: found[2], **settings}
+    return name, settings
+
+
+def _settled(make_task: Callable[..., Task], name: str, settings: Mapping[str, str]) -> Callable[[int], Task]:
+    """The function of a task, bound to the settings in its name. Raises ValueError for those that it does not have."""
+    kinds: dict[str, type] = getattr(make_task, "settings", {})
+    values = {}
+    for word, text in settings.items():
+        if word not in kinds:
+            known = f"It has: {', '.join(kinds)}" if kinds else "It has none"
+            raise ValueError(f"The task {shown(name)} names {word}={text}, which is not one of its settings. {known}.")
+        try:
+            values[word] = kinds[word](text)
+        except ValueError:
+            raise ValueError(f"The task {shown(name)} has {word}={text}. Expected: a whole number.") from None
+    bound: Any = partial(make_task, **values)
+    bound.options, bound.plays = getattr(make_task, "options", {}), getattr(make_task, "plays", False)
+    return bound  # type: ignore[no-any-return]
+
+
+def is_of_own_data(name: str) -> bool:
+    """True if the name of a task has a path.
+
+    >>> is_of_own_data("chars=book.txt"), is_of_own_data("chars"), is_of_own_data("mine:task")
+    (True, False, False)
+    """
+    base, _ = _parted(name)
+    return ":" not in base.partition("=")[0] and "=" in base
+
+
+def _on_data(make_task: Callable[..., Task], name: str) -> Callable[[int], Task]:
+    """The function of a task, bound to the path in its name.
+
+    make_task: the function of the task without a path.
+    name: such as "chars=book.txt", or "chars=book.txt#0a1b2c3d" with the hash of the content.
+    Raises ValueError for a task that takes no path, and for content with another hash; FileNotFoundError for a missing
+    path.
+    """
+    argument = getattr(make_task, "made_of", None)
+    task, _, rest = name.partition("=")
+    path, known = _parts(rest)
+    if argument is None:
+        raise ValueError(f"The task {task} takes no data of your own. Got {shown(name)}. Use {task!r}.")
+    if not path:
+        raise ValueError(f"The task {shown(name)} has no path behind '='. Use '{task}=PATH', or {task!r}.")
+    # A sweep that is resumed on other data would mix the results of both in one table.
+    if known and (digest := _digest(path)) != known:
+        raise ValueError(
+            f"What is in {shown(path)} has changed since the sweep began: its hash is {digest}, and that of the cells "
+            f"is {known}. Put the old content back, or begin another sweep with '{task}={path}'."
+        )
+    bound: Any = partial(make_task, **{argument: path})
+    bound.options = getattr(make_task, "options", {})
+    bound.settings = getattr(make_task, "settings", {})
+    return bound  # type: ignore[no-any-return]
+
+
+def with_hash(name: str) -> str:
+    """Name of a task with data of the user's own and the data's hash, so that changed data make other cells.
+
+    Raises FileNotFoundError for a missing path.
+    """
+    base, _ = _parted(name)
+    task, _, rest = base.partition("=")
+    path, known = _parts(rest)
+    return name if known else f"{task}={path}#{_digest(path)}{name[len(base) :]}"
+
+
+def _parts(rest: str) -> tuple[str, str]:
+    """A path, and the hash behind it or ""."""
+    path, sign, known = rest.rpartition("#")
+    is_hash = sign and len(known) == HASH_DIGITS and not set(known) - set("0123456789abcdef")
+    return (path, known) if is_hash else (rest, "")
+
+
+def _digest(path: str) -> str:
+    """The hash of a file, or of the files of a folder with their names."""
+    place = Path(path)
+    if not place.exists():
+        raise FileNotFoundError(f"There is no {shown(path)}. Give the path of an existing file or folder.")
+    digest = hashlib.sha256()
+    for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
+        if file.is_file():
+            # Names too: the folder of a picture is its class.
+            digest.update(f"{file.relative_to(place).as_posix()}\0".encode())
+            with open(file, "rb") as content:
+                while chunk := content.read(CHUNK):
+                    digest.update(chunk)
+    return digest.hexdigest()[:HASH_DIGITS]

@@ -1,24 +1,57 @@
-"""Single-shot detection, Liu et al. 2016: what anchors are to say of an image, the loss, and mean average precision."""
+"""Single-shot detection, Liu et al. 2016: targets of anchors, the loss, and mean average precision."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["LARGEST_OVERLAP", "Anchors", "by_anchor", "corners", "iou"]
+__all__ = ["LARGEST_OVERLAP", "Anchors", "anchors_on", "corners", "iou", "predictions", "with_glorot_weights"]
 
-MATCHED = 0.5  # IoU from which on an anchor is an object's
-NEGATIVES = 3  # for each positive
-VARIANCES = (0.1, 0.2)  # of offsets and of logarithms of extents, as in SSD
-LEAST_SCORE, LARGEST_OVERLAP = 0.05, 0.45  # of what is found, and of two that are not the same
-RIGHT = 0.5  # IoU from which on a box is right
-LEVELS = 11  # of recall, in the metric of VOC 2007
+# An anchor belongs to an object from this IoU on.
+MATCHED = 0.5
+NEGATIVES = 3  # negative anchors for each positive one
+VARIANCES = (0.1, 0.2)  # scales of offsets and of logarithms of extents, as in SSD
+# The least score of a detection, and the largest IoU of two that count as different objects.
+LEAST_SCORE, LARGEST_OVERLAP = 0.05, 0.45
+RIGHT = 0.5  # a box is right from this IoU on
+LEVELS = 11  # levels of recall in the metric of VOC 2007
 
 
-def by_anchor(x: Tensor, numbers: int) -> Tensor:
+def anchors_on(
+    grid: int, step: float, extents: Iterable[tuple[float, float]]
+) -> list[tuple[float, float, float, float]]:
+    """Anchors of a grid, centre, width and height: all extents in each cell, row by row as `predictions` has them."""
+    return [
+        (step * (column + 0.5), step * (row + 0.5), width, height)
+        for row in range(grid)
+        for column in range(grid)
+        for width, height in extents
+    ]
+
+
+def predictions(maps: Sequence[Tensor], classes: nn.ModuleList, boxes: nn.ModuleList, labels: int) -> Tensor:
+    """Outputs of a detector, (batch, anchors, labels + 4), by one head for classes and one for boxes on each map."""
+    logits, offsets = (
+        [_by_anchor(head(x), numbers) for head, x in zip(heads, maps)]
+        for heads, numbers in ((classes, labels), (boxes, 4))
+    )
+    return torch.cat([torch.cat(logits, dim=1), torch.cat(offsets, dim=1)], dim=2)
+
+
+def _by_anchor(x: Tensor, numbers: int) -> Tensor:
     """(batch, anchors of a cell * numbers, height, width) -> (batch, anchors, numbers)."""
     return x.permute(0, 2, 3, 1).reshape(len(x), -1, numbers)
+
+
+def with_glorot_weights(model: nn.Module) -> None:
+    """Draw the weights of all convolutions as Glorot and Bengio 2010 do; their biases are zero."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
 
 
 def corners(boxes: Tensor) -> Tensor:
@@ -53,10 +86,10 @@ class Anchors:
         self.boxes, self.classes, self.most = boxes, classes, most
 
     def matched(self, boxes: Tensor, classes: Tensor) -> Tensor:
-        """What the anchors are to say of an image, (anchors, 5): the class, and the offsets of the box.
+        """Targets of the anchors for one image, (anchors, 5): the class, and the offsets of the box.
 
-        An anchor is the object's with which its IoU is largest, if it is 0.5 or more, or if it is that object's best
-        one.
+        An anchor belongs to the object with which its IoU is largest, if that is 0.5 or more, or if the anchor is that
+        object's best one.
         """
         anchors, there = self.boxes, classes > 0
         boxes, classes = boxes[there], classes[there]
@@ -65,6 +98,8 @@ class Anchors:
         overlaps = iou(corners(anchors), boxes)
         largest, owner = overlaps.max(dim=1)
         best = overlaps.argmax(dim=0)
+        # Each object keeps its best anchor, however small the overlap: otherwise some objects would not be learnt at
+        # all.
         owner[best], largest[best] = torch.arange(len(boxes)), 1.0
         own = boxes[owner]
         offsets = ((own[:, :2] + own[:, 2:]) / 2 - anchors[:, :2]) / anchors[:, 2:] / VARIANCES[0]
@@ -75,7 +110,7 @@ class Anchors:
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy of the classes and smooth L1 of the boxes, over the number of positive anchors (eq. 1).
 
-        Of the negative anchors of an image three times as many as it has positive ones count: the worst.
+        Only the worst negative anchors of an image count, three times as many as it has positive ones.
         """
         anchors = outputs.shape[1]
         targets = targets[:, : 5 * anchors].view(-1, anchors, 5)
@@ -83,6 +118,7 @@ class Anchors:
         positive = classes > 0
         each = F.cross_entropy(outputs[..., : self.classes].flatten(0, 1), classes.flatten(), reduction="none")
         each = each.view(-1, anchors)
+        # The rank of each anchor: argsort of an argsort. Positive ones rank last, as they count anyway.
         hard = each.detach().masked_fill(positive, -torch.inf).argsort(dim=1, descending=True).argsort(dim=1)
         counts = positive | (hard < NEGATIVES * positive.sum(dim=1, keepdim=True))
         box = F.smooth_l1_loss(outputs[..., self.classes :], targets[..., 1:], reduction="none").sum(dim=2)
@@ -108,6 +144,7 @@ class Anchors:
         scores = outputs[..., : self.classes].softmax(dim=2)
         anchors = self.boxes
         centres = anchors[:, :2] + VARIANCES[0] * outputs[..., self.classes : self.classes + 2] * anchors[:, 2:]
+        # Clamped: a network that diverges would give boxes of infinite size.
         extents = anchors[:, 2:] * torch.exp((VARIANCES[1] * outputs[..., self.classes + 2 :]).clamp(max=8))
         boxes = corners(torch.cat([centres, extents], dim=2))
         return [_curve(scores[..., k], boxes, truths, k) for k in range(1, self.classes)]
@@ -116,12 +153,13 @@ class Anchors:
 def _curve(scores: Tensor, boxes: Tensor, truths: Tensor, label: int) -> tuple[Tensor, Tensor]:
     """Recall and precision of one class, with every found box that is not a double, in the order of their scores.
 
-    A true object of the class -label is a difficult one: whether it is found counts for nothing.
+    A true object of the class -label is a difficult one: finding it counts neither as right nor as wrong.
     """
     detections: list[tuple[float, bool]] = []
     total = int((truths[..., 0] == label).sum())
     for score, box, truth in zip(scores, boxes, truths):
-        chosen = (score > LEAST_SCORE).nonzero().flatten()  # NaN is not
+        # Comparisons with NaN are false: such an anchor finds nothing.
+        chosen = (score > LEAST_SCORE).nonzero().flatten()
         order = chosen[score[chosen].argsort(descending=True)]
         own = truth[truth[:, 0].abs() == label]
         doubles, rights = iou(box[order], box[order]), iou(box[order], own[:, 1:])
@@ -144,7 +182,8 @@ def _curve(scores: Tensor, boxes: Tensor, truths: Tensor, label: int) -> tuple[T
     detections.sort(key=lambda one: -one[0])
     right = torch.tensor([float(is_right) for _, is_right in detections]).cumsum(dim=0)
     precision = right / torch.arange(1, len(detections) + 1)
-    precision = precision.flip(0).cummax(dim=0).values.flip(0)  # the largest at this recall or a larger one
+    # The largest precision at this recall or a larger one, as VOC interpolates.
+    precision = precision.flip(0).cummax(dim=0).values.flip(0)
     return right / total, precision
 
 
@@ -154,6 +193,7 @@ def _area(recall: Tensor, precision: Tensor) -> float:
 
 def _at_levels(recall: Tensor, precision: Tensor) -> float:
     """The mean precision at the levels of recall; 0 at those that are not reached."""
+    # A little less than each level, against rounding: 3 of 10 objects must reach the recall 0.3.
     steps = [level / (LEVELS - 1) - 1e-6 for level in range(LEVELS)]
     return (
         sum(float(precision[recall >= step].max()) if bool((recall >= step).any()) else 0.0 for step in steps) / LEVELS

@@ -15,14 +15,15 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from ada_loss.lab.tasks.image_files import read_labels, read_picture
-from ada_loss.lab.tasks.task import Task
+from ada_loss.lab.tasks.task import Task, seeded
 from fpsim.checks import shown
 
 __all__ = ["SegNetBasic", "camvid"]
 
 CLASSES = 11  # sky to cyclist
-VOID = 11  # the label of what belongs to none, in SegNet's version of CamVid
-IGNORED = -1  # the target of such pixels
+# The label of pixels without a class, in SegNet's version of CamVid.
+VOID = 11
+IGNORED = -1  # their target, which the loss ignores
 BATCH = 12  # pictures, as in the original
 SUFFIXES = (".jpeg", ".jpg", ".png")
 
@@ -45,7 +46,8 @@ class SegNetBasic(nn.Module):
         for block in self.encoder:
             x = torch.relu(block(x))
             shape = x.shape[2:]
-            x, place = F.max_pool2d(x, 2, ceil_mode=True, return_indices=True)  # 45 rows become 23, and 45 again
+            # Rounded up, as 45 rows are odd: they become 23, and 45 again by the shape that is kept.
+            x, place = F.max_pool2d(x, 2, ceil_mode=True, return_indices=True)
             places.append((place, shape))
         for block, (place, shape) in zip(self.decoder, reversed(places)):
             x = block(F.max_unpool2d(x, place, [2, 2], output_size=list(shape)))
@@ -92,14 +94,11 @@ def camvid(seed: int, path: str | os.PathLike[str], metrics: dict[str, Callable[
     """
     parts = {part: _files_of(Path(path), part) for part in ("train", "val")}
     weight = _median_frequencies([labels for _, labels in parts["train"]])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = SegNetBasic()
     train = CamVid(parts["train"], True)
     batch = min(BATCH, len(train))
     loader: Any = DataLoader(train, batch, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(seed))
     test = DataLoader(CamVid(parts["val"], False), BATCH)
-    return Task("segmentation", model, loader, test, partial(_loss, weight), metrics)
+    return Task("segmentation", seeded(seed, SegNetBasic), loader, test, partial(_loss, weight), metrics)
 
 
 def _loss(weight: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -107,7 +106,7 @@ def _loss(weight: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _median_frequencies(files: list[Path]) -> Tensor:
-    """The weight of each class: the median of the frequencies over its own (Eigen and Fergus 2015); 0 if it is absent.
+    """Weights of the classes: the median of the frequencies over its own (Eigen and Fergus 2015); 0 if absent.
 
     A class's frequency is its share of the pixels of the pictures that have it.
     """

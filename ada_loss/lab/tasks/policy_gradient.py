@@ -26,7 +26,8 @@ __all__ = [
 
 WEIGHTS = ("none", "token", "truncated")
 CUT = 2.0  # the largest weight of "truncated", as in fpsim.mismatch; Yao et al. 2025 take 2 as well
-WIDTHS = (0.01, 0.2)  # of the ratio, beyond which a token counts: of a gap that is seen, and of one that PPO clips
+# Distances of the ratio from 1 beyond which a token counts: a visible gap, and one that PPO clips.
+WIDTHS = (0.01, 0.2)
 
 
 class Targets(NamedTuple):
@@ -45,6 +46,7 @@ class Targets(NamedTuple):
 
     def packed(self) -> Tensor:
         """One tensor, (samples, tokens, 4), as a batch of a training has it."""
+        # Tokens are exact in it: float32 holds integers up to 2^24.
         return torch.stack([part.to(self.drawn.dtype) for part in self], dim=-1)
 
     @classmethod
@@ -54,10 +56,10 @@ class Targets(NamedTuple):
 
 
 def drawn(forward: Callable[[Tensor], Tensor], prompts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Prompts with `count` tokens behind each, drawn one by one at temperature 1, and the tokens' log-probabilities.
+    """Draw `count` tokens behind each prompt, one by one at temperature 1; return the texts and log-probabilities.
 
-    The random numbers are torch's of the CPU, so that a device draws what the CPU draws. The text is computed again for
-    each token: there is no cache.
+    The random numbers are torch's of the CPU, so that every device draws the same tokens. Without a cache: the text is
+    computed again for each token.
 
     forward: tokens, (samples, time) -> logits of the next ones.
     Returns (samples, time + count), and (samples, count) float64.
@@ -65,6 +67,7 @@ def drawn(forward: Callable[[Tensor], Tensor], prompts: Tensor, count: int) -> t
     text, known = prompts, []
     with torch.no_grad():
         for _ in range(count):
+            # In float64, so that two engines differ by their own rounding only, not by that of the softmax.
             last = torch.log_softmax(forward(text)[:, -1].double(), dim=-1)
             token = torch.multinomial(last.exp().cpu(), 1).to(text.device)
             known.append(last.gather(-1, token))
@@ -73,7 +76,7 @@ def drawn(forward: Callable[[Tensor], Tensor], prompts: Tensor, count: int) -> t
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Of each token, where `logits` has more rows than there are tokens under its last ones; (samples, tokens)."""
+    """Log-probabilities of tokens under the last logits, of which there may be more; (samples, tokens)."""
     return torch.log_softmax(logits[:, -tokens.shape[1] :], dim=-1).gather(-1, tokens[..., None])[..., 0]
 
 
@@ -84,11 +87,11 @@ def play(
     reward: Callable[[Tensor, Tensor], Tensor],
     group: int,
 ) -> tuple[Tensor, Tensor]:
-    """Samples of a policy, as a batch of which it learns.
+    """Draw samples of a policy as a batch from which it learns.
 
     forward: of the engine that draws.
     prompts, answers: (batch, time) and (batch, tokens).
-    reward: what was drawn and the answers, (samples, tokens) each -> (samples,).
+    reward: drawn tokens and answers, (samples, tokens) each -> (samples,).
     group: samples of each prompt. The mean reward of the others and itself is the baseline (Shao et al. 2024, GRPO);
         it is not divided by the deviation, which would weigh prompts by how hard they are (Liu et al. 2025).
     Returns the inputs of the trainer, (batch * group, time + tokens - 1), and `Targets.packed`.
@@ -107,7 +110,7 @@ def policy_gradient(outputs: Tensor, targets: Tensor, weights: str = "none") -> 
     """The loss whose gradient is that of the expected reward, of samples that another engine may have drawn.
 
     weights: "none"; "token", the ratio of the trainer's probability of a token to that of the engine that drew it; or
-        "truncated", the same, at most 2 (Yao et al. 2025). They are numbers: nothing is derived by them.
+        "truncated", the same, at most 2 (Yao et al. 2025). They are constants: no gradient flows through them.
 
     >>> outputs = torch.zeros(1, 1, 2)  # both tokens at 1/2; the one that was drawn had 1/4 in the other engine
     >>> targets = Targets(*(torch.tensor([[x]]) for x in (0.0, 1.0, -2 * 0.6931472, 1.0))).packed()
@@ -133,7 +136,7 @@ def _change(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def sampled_reward(outputs: Tensor, targets: Tensor) -> float:
-    """The mean reward of what was drawn."""
+    """The mean reward of the drawn samples."""
     return Targets.of(targets).rewards[:, 0].mean().item()
 
 
@@ -145,6 +148,7 @@ def dlogp(outputs: Tensor, targets: Tensor) -> float:
 def kl(outputs: Tensor, targets: Tensor) -> float:
     """The estimate of KL(q | p) from tokens that q drew, r - 1 - log r (k3 of fpsim.mismatch)."""
     change = _change(outputs, targets)
+    # expm1, as the ratio is near 1: exp(x) - 1 would cancel.
     return (change.expm1() - change).mean().item()
 
 

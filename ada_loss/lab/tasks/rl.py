@@ -10,15 +10,16 @@ from torch.nn import functional as F
 
 from ada_loss.lab.tasks.chars import SmallGPT
 from ada_loss.lab.tasks.policy_gradient import CURVES, expected_reward, play, policy_gradient
-from ada_loss.lab.tasks.task import Task, trained_with
+from ada_loss.lab.tasks.task import Task, seeded, trained_with
 
 __all__ = ["rl"]
 
 PLUS, EQUALS, SYMBOLS = 10, 11, 12
-DIGITS = 2  # of each number
+DIGITS = 2  # digits of each number
 TRAIN, TEST = 512, 512
-GROUP = 8  # samples of a prompt
-TAUGHT, BATCH, RATE = 300, 128, 3e-3  # the supervised training before: steps, sums of a step, learning rate
+GROUP = 8  # samples for each prompt
+# The supervised training before: steps, sums in a step, learning rate.
+TAUGHT, BATCH, RATE = 300, 128, 3e-3
 
 
 def sums(count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -31,28 +32,29 @@ def sums(count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def is_right(tokens: Tensor, answers: Tensor) -> Tensor:
-    """The reward: 1 where all of an answer is right, else 0; (samples,)."""
+    """Reward of answers: 1 where all of it is right, else 0; (samples,)."""
     return (tokens == answers).all(dim=1).double()
 
 
-@lru_cache(maxsize=64)  # all settings of a seed begin with the same model
+# Cached: all settings of a seed begin with the same model.
+@lru_cache(maxsize=64)
 def taught(seed: int, steps: int) -> nn.Module:
-    """The policy before: the model after a supervised training in float32, by sums of a random stream of its own."""
+    """Train the initial policy in float32, supervised, on sums from a random stream of its own."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums have one order
+    # One thread, so that sums have one order and a seed gives one model.
+    torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            learner = SmallGPT(SYMBOLS)
-            draw = torch.Generator().manual_seed(seed + 2)  # 0 and 1 are the seeds of the data
-            optimizer = torch.optim.AdamW(learner.parameters(), lr=RATE)
-            for _ in range(steps):
-                prompts, answers = sums(BATCH, draw)
-                outputs = learner(torch.cat([prompts, answers[:, :-1]], dim=1))[:, -answers.shape[1] :]
-                optimizer.zero_grad()
-                F.cross_entropy(outputs.flatten(0, 1), answers.flatten()).backward()
-                optimizer.step()
+        learner = seeded(seed, lambda: SmallGPT(SYMBOLS))
+        # Shifted by 2: 0 and 1 are the seeds of the data.
+        draw = torch.Generator().manual_seed(seed + 2)
+        optimizer = torch.optim.AdamW(learner.parameters(), lr=RATE)
+        for _ in range(steps):
+            prompts, answers = sums(BATCH, draw)
+            outputs = learner(torch.cat([prompts, answers[:, :-1]], dim=1))[:, -answers.shape[1] :]
             optimizer.zero_grad()
+            F.cross_entropy(outputs.flatten(0, 1), answers.flatten()).backward()
+            optimizer.step()
+        optimizer.zero_grad()
     finally:
         torch.set_num_threads(threads)
     return learner
@@ -86,4 +88,5 @@ def rl(seed: int = 0) -> Task:
     )
 
 
-rl.plays = True  # type: ignore[attr-defined]  # a format of a sweep may have a rollout
+# Formats of a sweep may have a rollout for this task.
+rl.plays = True  # type: ignore[attr-defined]

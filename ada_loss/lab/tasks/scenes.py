@@ -15,9 +15,9 @@ __all__ = ["MOST_SHAPES", "SHAPES", "SIDE", "Scenes", "drawn_scenes"]
 SIDE = 32  # pixels
 SHAPES = ("ellipse", "rectangle", "triangle")  # classes 1, 2 and 3; 0 is the background
 MOST_SHAPES = 3
-LEAST_EXTENT, MOST_EXTENT = 8, 18  # of a shape, in pixels
+LEAST_EXTENT, MOST_EXTENT = 8, 18  # sides of a shape, in pixels
 NOISE = 0.1  # its standard deviation; colours are between 0 and 1
-TRIES = 20  # to find a free place
+TRIES = 20  # most tries to find a free place
 
 
 class Scenes(NamedTuple):
@@ -25,8 +25,8 @@ class Scenes(NamedTuple):
 
     images: (n, 3, 32, 32) float32, about 0.
     pixels: (n, 32, 32) int64, the class of each pixel.
-    boxes: (n, 3, 4) float32, left, top, right and bottom in pixels; 0 where there is no shape.
-    classes: (n, 3) int64, of the boxes; 0 where there is no shape.
+    boxes: (n, 3, 4) float32, left, top, right and bottom in pixels; 0 without a shape.
+    classes: (n, 3) int64, of the boxes; 0 without a shape.
     """
 
     images: Tensor
@@ -53,13 +53,15 @@ def drawn_scenes(count: int, seed: int) -> Scenes:
         taken = np.zeros((SIDE, SIDE), bool)
         for place in range(rng.integers(1, MOST_SHAPES + 1)):
             box = _free_box(rng, taken)
+            # A full scene keeps fewer shapes: none is drawn over another, as each pixel has one class.
             if box is None:
                 continue
             taken[box[1] : box[3], box[0] : box[2]] = True
             shape = int(rng.integers(len(SHAPES)))
             inside = _inside(SHAPES[shape], box)
             pixels[i][inside] = shape + 1
-            images[i][:, inside] += rng.uniform(0.2, 0.8, (3, 1))  # brighter than the background
+            # Added, so that every shape is brighter than the background.
+            images[i][:, inside] += rng.uniform(0.2, 0.8, (3, 1))
             boxes[i, place], classes[i, place] = box, shape + 1
     images = (images - 0.45) / 0.35
     return Scenes(*map(torch.from_numpy, (images.astype(np.float32), pixels, boxes, classes)))
@@ -76,7 +78,7 @@ def _free_box(rng: np.random.Generator, taken: NDArray[np.bool_]) -> tuple[int, 
 
 
 def _inside(shape: str, box: tuple[int, int, int, int]) -> NDArray[np.bool_]:
-    """Which pixels are in the shape that fills a box."""
+    """Mask of the pixels in the shape that fills a box."""
     left, top, right, bottom = box
     y, x = np.mgrid[:SIDE, :SIDE] + 0.5
     across, down = (x - left) / (right - left), (y - top) / (bottom - top)  # 0 to 1 inside of the box

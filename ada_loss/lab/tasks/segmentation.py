@@ -11,13 +11,14 @@ from torch.nn import functional as F
 
 from ada_loss.lab.tasks.camvid import camvid
 from ada_loss.lab.tasks.scenes import SHAPES, drawn_scenes
-from ada_loss.lab.tasks.task import Task, made_of, trained_with
+from ada_loss.lab.tasks.task import Task, made_of, seeded, trained_with
 
 __all__ = ["segmentation"]
 
 TRAINED, TESTED = 768, 256  # scenes
 CLASSES = len(SHAPES) + 1
-BACKGROUND = 0.3  # the weight of its pixels, of which there are three or four for each of a shape
+# The weight of the background's pixels, of which there are three or four for each pixel of a shape.
+BACKGROUND = 0.3
 
 
 class SmallSegNet(nn.Module):
@@ -64,6 +65,7 @@ def mean_iou(outputs: Tensor, targets: Tensor) -> float:
     shares = []
     for k in range(outputs.shape[1]):
         union = int(((predicted == k) | (targets == k)).sum())
+        # A class that neither has would be 0 / 0, and is left out of the mean.
         if union:
             shares.append(int(((predicted == k) & (targets == k)).sum()) / union)
     return sum(shares) / max(len(shares), 1)
@@ -83,8 +85,8 @@ METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {"mean_iou": mean_iou, "
 def segmentation(seed: int = 0, path: str | os.PathLike[str] | None = None) -> Task:
     """The pixels of 768 drawn scenes, by a small SegNet, tested on 256 others; judged by the mean IoU of four classes.
 
-    The loss is the mean over all pixels of a batch, as SegNet's is: the gradient of one is divided by 10,000, which is
-    what small formats without scaling lose.
+    The loss is the mean over all pixels of a batch, as SegNet's is: the gradient of each is divided by 10,000, and
+    small formats lose it without scaling.
 
     Args:
         seed: of the weights.
@@ -97,8 +99,5 @@ def segmentation(seed: int = 0, path: str | os.PathLike[str] | None = None) -> T
     if path is not None:
         return camvid(seed, path, METRICS)
     train, test = drawn_scenes(TRAINED, 0), drawn_scenes(TESTED, 1)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = SmallSegNet()
     data = (train.images, train.pixels), (test.images, test.pixels)
-    return Task("segmentation", model, *data, balanced_cross_entropy, METRICS)
+    return Task("segmentation", seeded(seed, SmallSegNet), *data, balanced_cross_entropy, METRICS)

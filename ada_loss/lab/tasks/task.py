@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ada_loss.lab.directions import goals_of
 from fpsim.checks import did_you_mean, require_callable, require_mapping, shown
 
-__all__ = ["Task", "accuracy", "is_pair", "made_of", "settled_by", "trained_with", "types_of_pair"]
+__all__ = ["Task", "accuracy", "is_pair", "made_of", "seeded", "settled_by", "trained_with", "types_of_pair"]
 
 
 # Iterables of something else than batches.
@@ -21,23 +22,23 @@ NO_BATCHES = (tuple, list, dict, Tensor, np.ndarray, str, bytes, bytearray, rang
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained.
+    """A model with its data, loss and metrics, ready to be trained.
 
     Args:
         name: for errors and titles.
         model: is copied before it is trained.
-        train, test: inputs and targets, two tensors of one length each; or an iterable of batches that can be gone
-            through again and again, such as a torch DataLoader, each batch two tensors.
-        loss: takes outputs and targets, and gives a 0-d tensor.
-        metrics: {name: a function of outputs and targets that gives a float}; the first is the one that tables show.
-            Those of an iterable's batches are put together first.
+        train, test: inputs and targets, two tensors of one length each; or an iterable of batches that can be iterated
+            repeatedly, such as a torch DataLoader, each batch two tensors.
+        loss: takes outputs and targets, and returns a 0-d tensor.
+        metrics: {name: a function of outputs and targets that returns a float}; tables show the first. Batches of an
+            iterable are concatenated first.
         goal: "minimize" or "maximize", of the first metric, or {metric: "minimize" or "maximize"}, where the names of
             the metrics do not tell: "accuracy" and "bleu" are to be large, "loss" and "mse" small.
         augment: changes the inputs of each training batch, and may draw torch's random numbers; None leaves them.
-        play: for a model that learns from what it draws: takes the forward of the engine that draws, and inputs and
-            targets of a training batch, and gives those of which the model learns. None learns from the batch.
-        curves: {name: a function of outputs and targets of a training batch that gives a float}, measured in each step;
-            the mean over the steps is a metric too.
+        play: for a model that learns from its own samples: takes the forward of the engine that draws, and inputs and
+            targets of a training batch, and returns those from which the model learns. None learns from the batch.
+        curves: {name: a function of outputs and targets of a training batch that returns a float}, measured in each
+            step; the mean over the steps is a metric too.
 
     Raises:
         TypeError: for data that are neither.
@@ -62,6 +63,7 @@ class Task:
 
     def __post_init__(self) -> None:
         self._check_words()
+        # A goal for a misspelt metric would never be used, and the verdict would be missing without a reason.
         for metric in self.goals:
             known = [*self.metrics, *self.curves]
             if metric not in known:
@@ -79,7 +81,8 @@ class Task:
                     )
                 continue
             if isinstance(data, list) and data and all(isinstance(batch, tuple | list) for batch in data):
-                continue  # of batches
+                # A list of batches, which can be iterated again.
+                continue
             if not is_pair(data):
                 raise TypeError(
                     f"{part} of the task {self.name!r} is {types_of_pair(data)}. Expected: two tensors, "
@@ -120,20 +123,28 @@ class Task:
 
 
 def types_of_pair(data: Any) -> str:
-    """What was given in the place of two tensors, for an error: the types of two parts, or of the whole."""
+    """Types of an object given instead of two tensors, for an error: of its two parts, or of the whole."""
     is_two = isinstance(data, tuple | list) and len(data) == 2
     return " and ".join(type(part).__name__ for part in data) if is_two else type(data).__name__
 
 
 def is_pair(data: Any) -> TypeGuard[tuple[Tensor, Tensor]]:
-    """Whether data are two tensors."""
+    """True if data are two tensors."""
     return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
     """Share of the samples whose largest output is the target's; NaN outputs are wrong."""
+    # argmax takes NaN for the largest output, which could be the target's.
     right = (outputs.argmax(dim=1) == targets) & ~outputs.isnan().any(dim=1)
     return float(right.float().mean())
+
+
+def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
+    """Make a model with initial weights from the seed. torch's random numbers go on as if it had not been made."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
 
 
 Make = TypeVar("Make", bound=Callable[..., Task])

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from ada_loss.lab.tasks.boxes import Anchors, by_anchor
+from ada_loss.lab.tasks.boxes import Anchors, anchors_on, predictions, with_glorot_weights
 from ada_loss.lab.tasks.image_files import read_picture
-from ada_loss.lab.tasks.task import Task
+from ada_loss.lab.tasks.task import Task, seeded
 from fpsim.checks import shown
 
 __all__ = ["SSD", "anchors_of", "voc"]
@@ -26,9 +26,11 @@ NAMES = (
 )
 CLASSES = len(NAMES) + 1  # 0 is the background
 MOST = 64  # objects of one picture: VOC has at most 56
-MEANS = (123.0, 117.0, 104.0)  # of red, green and blue, which VGG-16 is given without (Simonyan and Zisserman 2015)
+# Means of red, green and blue, which are subtracted for VGG-16 (Simonyan and Zisserman 2015).
+MEANS = (123.0, 117.0, 104.0)
 BATCH = 8  # pictures: the smaller of the two of the originals
-SCALE = 20.0  # of the features of conv4_3 after they are normalised (Liu et al. 2016, 3.1)
+# The initial scale of the features of conv4_3 after their normalisation (Liu et al. 2016, 3.1).
+SCALE = 20.0
 
 # Of each size: the grid, the step between centres, the ratios, and the extents of the boxes of each feature map, as in
 # the authors' code. The last extent is the next one's.
@@ -60,12 +62,7 @@ def anchors_of(size: int) -> Anchors:
         for ratio in ratios:
             root = math.sqrt(ratio)
             kinds += [(extent * root, extent / root), (extent / root, extent * root)]
-        boxes += [
-            (step * (column + 0.5), step * (row + 0.5), width, height)
-            for row in range(grid)
-            for column in range(grid)
-            for width, height in kinds
-        ]
+        boxes += anchors_on(grid, step, kinds)
     return Anchors(torch.tensor(boxes), CLASSES, MOST)
 
 
@@ -75,7 +72,8 @@ class SSD(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         layers = _vgg16()
-        self.conv4 = nn.Sequential(*layers[:23])  # as far as the ReLU of conv4_3
+        # Up to the ReLU of conv4_3.
+        self.conv4 = nn.Sequential(*layers[:23])
         self.scale = nn.Parameter(torch.full((512,), SCALE))
         self.conv7 = nn.Sequential(
             *layers[23:],
@@ -91,10 +89,7 @@ class SSD(nn.Module):
         counts = [2 + 2 * len(ratios) for ratios in RATIOS[size]]
         self.classes = nn.ModuleList(nn.Conv2d(c, n * CLASSES, 3, padding=1) for c, n in zip(channels, counts))
         self.boxes = nn.ModuleList(nn.Conv2d(c, n * 4, 3, padding=1) for c, n in zip(channels, counts))
-        for layer in self.modules():
-            if isinstance(layer, nn.Conv2d):
-                nn.init.xavier_uniform_(layer.weight)
-                nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+        with_glorot_weights(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv4(x)
@@ -104,9 +99,7 @@ class SSD(nn.Module):
         for extra in self.extras:
             x = extra(x)
             maps.append(x)
-        logits = [by_anchor(head(y), CLASSES) for head, y in zip(self.classes, maps)]
-        offsets = [by_anchor(head(y), 4) for head, y in zip(self.boxes, maps)]
-        return torch.cat([torch.cat(logits, dim=1), torch.cat(offsets, dim=1)], dim=2)
+        return predictions(maps, self.classes, self.boxes, CLASSES)
 
 
 def _vgg16() -> list[nn.Module]:
@@ -163,7 +156,7 @@ def _objects(file: Path, size: int) -> tuple[Tensor, Tensor]:
                 float(found.findtext(f"bndbox/{name}", "")) for name in ("xmin", "ymin", "xmax", "ymax")
             )
             classes.append(-label if found.findtext("difficult", "0").strip() == "1" else label)
-            # VOC counts pixels from 1, and the last one is in the box
+            # VOC counts pixels from 1, and the last one belongs to the box.
             boxes.append(((left - 1) / width, (top - 1) / height, right / width, bottom / height))
     except (ElementTree.ParseError, OSError, ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{file} is not an annotation of VOC ({error}). Remove its picture from ImageSets.") from None
@@ -186,9 +179,7 @@ def voc(seed: int, path: str | os.PathLike[str], size: int = 300) -> Task:
         raise ValueError(f"size={shown(size)} is not one of SSD. Expected: 300 or 512.")
     parts = {part: _names_of(Path(path), part) for part in ("trainval", "test")}
     train, test = Voc(parts["trainval"], size, True), Voc(parts["test"], size, False)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = SSD(size)
+    model = seeded(seed, lambda: SSD(size))
     anchors = train.anchors
     batch = min(BATCH, len(train))
     loader: Any = DataLoader(train, batch, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(seed))

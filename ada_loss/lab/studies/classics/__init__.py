@@ -27,7 +27,8 @@ def reproduce_classic(name: str, **options: Any) -> Reproduction:
     Traceback (most recent call last):
     ValueError: Unknown classic 'swampin'. Did you mean 'swamping'? Known: swamping, bf16-updates, ...
     """
-    from fpsim.checks import did_you_mean, shown  # it comes with torch, and a list of the names needs none
+    # Imported late: it loads torch, which a list of the names does not need.
+    from fpsim.checks import did_you_mean, shown
 
     if name not in CLASSICS:
         raise ValueError(f"Unknown classic {shown(name)}.{did_you_mean(name, CLASSICS)} Known: {', '.join(CLASSICS)}.")

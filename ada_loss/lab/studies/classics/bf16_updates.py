@@ -1,4 +1,4 @@
-"""What bfloat16 weights lose of their updates, and two repairs, Zamirai et al. 2020."""
+"""Updates that bfloat16 weights lose, and two repairs, Zamirai et al. 2020."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def settings(quick: bool) -> list[Setting]:
 
 
 def measure(setting: Setting, seed: int, device: str) -> list[Row]:
-    """One training of the small GPT with AdamW; only what the optimizer stores is rounded."""
+    """One training of the small GPT with AdamW; only the stored weights are rounded."""
     fit, steps, rows = ByHand(chars(seed), device), setting["steps"], list[Row]()
     optimizer = torch.optim.AdamW(fit.model.parameters(), lr=setting["rate"], weight_decay=0.01)
     quantized = fpsim.quantize_optimizer(optimizer, UPDATES[setting["update"]], fit.model, seed=seed)
+    # A warm-up, then half a cosine down to a tenth of the rate.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: min((i + 1) / WARM, 1) * (LAST + (1 - LAST) * (1 + math.cos(math.pi * i / steps)) / 2)
     )
@@ -72,7 +73,8 @@ def draw(rows: Rows) -> Picture:
     for rate, axes, legend in zip(rates, losses, ("best", None), strict=False):
         lines(axes, rows.of(rate=rate, what="loss"), "update", "step", "value", last=10)
         label(axes, "step", "loss in bits, mean of 10 steps", f"AdamW at {rate:g}", legend)
-    lines(lost, rows.of(rate=SMALL, what="lost"), "update", "step", "value", factor=100, first=1)  # float32 loses none
+    # The second colour first, as in the panels of the loss: float32 loses no updates and has no line.
+    lines(lost, rows.of(rate=SMALL, what="lost"), "update", "step", "value", factor=100, first=1)
     label(lost, "step", "updates lost in %", f"updates that change nothing, {SMALL:g}", ylim=(-2, 102))
     return picture
 

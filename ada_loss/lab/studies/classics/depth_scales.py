@@ -1,4 +1,4 @@
-"""A scale for each layer in deep networks, beside each single one, Zhao et al. 2020."""
+"""A scale for each layer in deep networks, compared with single ones, Zhao et al. 2020."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measure(setting: Setting, seed: int, device: str) -> list[Row]:
     network = relu_network(setting["gain"], width=WIDTH, seed=seed).to(device)
     x, gradient = (torch.randn(64, WIDTH).to(device) * size for size in (1.0, SMALLEST))
     errors = torch.tensor(layer_errors(network, x, gradient, fmt, None if scale == PER_LAYER else 2.0**scale))
-    # an overflow is no smaller an error than a loss of everything
+    # An overflow counts as a larger error than the loss of everything, which is 1.
     return [{"value": errors.nan_to_num(10.0, 10.0).max().item()}]
 
 

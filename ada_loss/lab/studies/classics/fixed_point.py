@@ -12,8 +12,9 @@ from ada_loss.lab.studies.classics.telling import Picture, Row, Rows, Sentences,
 from ada_loss.lab.tasks import mnist5k
 
 WORD, FRACTIONS = 16, (8, 10, 12)  # bits
-JUDGED, APART = (8, 10), 10  # those whose range holds what is computed; that with which gradients are rounded apart
-ALIKE = 4.0  # points, in which two shares of wrong answers count as alike
+# Fractions whose range holds all numbers of the training, and the one with which gradients are rounded apart.
+JUDGED, APART = (8, 10), 10
+ALIKE = 4.0  # points within which two shares of wrong answers count as alike
 NEAREST, RANDOM = "nearest_even", "stochastic"
 # How everything else and how the gradients of activations are rounded: alike, or one against the other.
 ALIKE_ROUNDED = {"to nearest": (NEAREST, NEAREST), "stochastic": (RANDOM, RANDOM)}

@@ -1,4 +1,4 @@
-"""What all classics share: measuring by setting and seed, going on where it was killed, and the three files."""
+"""Frame of all classics: measurements by setting and seed, resumed where they were killed, and the three files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from fpsim.checks import is_whole, shown
 __all__ = ["ByHand", "Classic", "Reproduction", "Setting", "perceptron", "reproduce", "trained"]
 
 Setting = Row
-SEEDS, QUICK_SEEDS = 5, 2  # all of 5 seeds on one side: 1 in 32 by chance
+# With 5 seeds all show an effect of one direction in 1 of 32 cases by chance.
+SEEDS, QUICK_SEEDS = 5, 2
 MOST_SEEDS = 1000
 
 
@@ -41,7 +42,7 @@ class Classic:
     settings: whether it is the quick run -> the settings, each of names and words or numbers.
     measure: a setting, a seed and a device -> rows of numbers. The generators begin with the seed.
     holds: the rows of one seed -> whether they show the effect, in direction and size.
-    says: all rows -> the sentences of what one sees, in numbers; their lines end anywhere.
+    says: all rows -> sentences with the numbers to see; their lines end anywhere.
     draw: all rows -> a matplotlib figure.
     """
 
@@ -62,7 +63,7 @@ class Classic:
         return f"One cannot tell whether the effect is there: it is in {count} of {len(seeds)} seeds."
 
     def text(self, paper: Paper, rows: Rows) -> str:
-        """The paragraphs: the claim, what one sees, what is not shown."""
+        """The paragraphs: the claim, the observation, the limits."""
         seen = " ".join(" ".join([self.verdict(rows), *self.says(rows)]).split())
         return "\n\n".join(
             (f"# {paper.title}", f"**Claim.** {paper.claim}", f"**What you see.** {seen}")
@@ -72,9 +73,9 @@ class Classic:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What `reproduce` gave. `str` is its paragraphs.
+    """Result of `reproduce`. `str` is its paragraphs.
 
-    rows: a row for each number, or for several of one place: the setting, the seed, what was measured.
+    rows: a row for each number, or for several of one place: the setting, the seed, the measurement.
     seconds: of the processor, those of measurements from an earlier run included.
     files: the picture, the rows as CSV, the paragraphs as Markdown.
     """
@@ -106,8 +107,8 @@ def reproduce(
 
     Args:
         name: of the classic.
-        classic: what is measured.
-        paper: what is reproduced.
+        classic: the measurement.
+        paper: the paper that is reproduced.
         seeds: how many, from 0, or which; None for 5, with `quick` 2.
         device: "cpu" or "cuda".
         out: the folder for NAME.png, NAME.csv, NAME.md and the measurements; NAME-quick of a quick run.
@@ -133,6 +134,7 @@ def reproduce(
             progress(f"{i} of {len(asked)}: {words}: {found['seconds']:.1f} s of the processor")
     text = classic.text(paper, rows)
     columns = [*dict.fromkeys(key for row in rows for key in row)]
+    # All three are made before one is written: they never tell of different runs.
     contents = {"png": figure_bytes(classic.draw(rows)), "csv": csv_bytes(rows, columns), "md": f"{text}\n".encode()}
     files = [folder / f"{name}{'-quick' * quick}.{kind}" for kind in contents]
     for path, content in zip(files, contents.values(), strict=True):
@@ -158,9 +160,12 @@ def _measured(classic: Classic, asked: Setting, device: str, folder: Path) -> di
     """The rows of a setting and a seed, and the seconds that they took: from the folder, if they are there."""
     key = json.dumps({**asked, **_made_with(device)}, sort_keys=True)
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
-    kept = mapping_in(path)  # {} for a damaged one, which is measured again
+    # {} for a damaged file, which is measured again.
+    kept = mapping_in(path)
+    # The whole key is compared, as the name of the file has only a part of its hash.
     if kept.get("asked") == key:
         return kept
+    # Time of the processor: other processes on the machine do not count.
     began = time.process_time()
     with _alone(device):
         seed_generators(asked["seed"])
@@ -172,7 +177,8 @@ def _measured(classic: Classic, asked: Setting, device: str, folder: Path) -> di
 
 
 def _made_with(device: str) -> dict[str, Any]:
-    """On what a measurement depends besides its setting and seed; one of another release is measured again."""
+    """Return the other conditions of a measurement, in addition to setting and seed."""
+    # In the key of the file: a measurement of another release, torch or device is not reused.
     return {"bits": fpsim.BITS, "device": device, **{name: versions()[name] for name in ("ada-loss", "torch")}}
 
 

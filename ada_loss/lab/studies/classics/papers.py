@@ -1,4 +1,4 @@
-"""The papers that are reproduced: what each claims, and what is not shown at this size."""
+"""The papers that are reproduced: the claim of each, and the limits of its reproduction at this size."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["CLASSICS", "Paper"]
 
 
 class Paper(NamedTuple):
-    """What is published, and reproduced.
+    """A published effect that is reproduced.
 
     title: the paper, and the effect in a line.
     claim: the paper's.
-    limits: what is not shown at this size.
+    limits: the parts that are not shown at this size.
     """
 
     title: str

@@ -28,7 +28,8 @@ def settings(quick: bool) -> list[Setting]:
     return [{"steps": steps, "rollouts": rollouts, "format": fmt, "pair": pair} for fmt in FORMATS for pair in PAIRS]
 
 
-@cache  # of a seed all settings have the same model; resumed, it is trained again
+# Cached: all settings of a seed have the same model. It is not stored, so a resumed run trains it again.
+@cache
 def trained(steps: int, seed: int, device: str) -> ByHand:
     """The policy: the small GPT after some steps in float32."""
     fit, draw = ByHand(chars(seed), device), torch.Generator().manual_seed(seed)

@@ -12,8 +12,8 @@ from ada_loss.lab.studies.classics.telling import Picture, Row, Rows, Sentences,
 
 FORMAT = fpsim.FloatFormat(6, 9)  # the paper's FP16, (1, 6, 9)
 JUDGED = 2**14  # terms
-HALF_WIDTH = math.sqrt(3)  # of a uniform distribution with the deviation 1
-# from this power of two on half of the spacing is more than the largest number, so that nothing is added
+HALF_WIDTH = math.sqrt(3)  # half the width of a uniform distribution with the deviation 1
+# From this power of two on, half of the spacing is more than the largest number, so that nothing is added.
 STALL = 2.0 ** math.ceil(math.log2(1 + HALF_WIDTH) + 1 + FORMAT.mantissa_bits)
 ACCUMULATORS = {
     "term by term": fpsim.Accumulator(FORMAT),
@@ -29,8 +29,9 @@ def settings(quick: bool) -> list[Setting]:
 
 
 def measure(setting: Setting, seed: int, device: str) -> list[Row]:
-    """One sum of numbers with the mean 1 and the deviation 1, beside that in float64."""
-    draw = torch.Generator().manual_seed(seed)  # of two lengths the shorter is the beginning of the longer
+    """One sum of numbers with the mean 1 and the deviation 1, and the same sum in float64."""
+    # One stream for all lengths: the shorter of two sums is the beginning of the longer.
+    draw = torch.Generator().manual_seed(seed)
     x = 1 + HALF_WIDTH * (2 * torch.rand(setting["length"], 1, generator=draw) - 1).to(device)
     found = fpsim.matmul(torch.ones(1, len(x), device=device), x, ACCUMULATORS[setting["sum"]])
     exact = float(x.double().sum())

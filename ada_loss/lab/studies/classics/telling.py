@@ -1,4 +1,4 @@
-"""What classics tell with: numbers of rows over their seeds, and panels of lines that look alike."""
+"""Tools of classics: numbers of rows over their seeds, and panels of lines that look alike."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Picture = Any  # a matplotlib figure
 
 
 class Rows(list[Row]):
-    """Rows of a setting, a seed, and what was measured.
+    """Rows of a setting, a seed, and measurements.
 
     >>> rows = Rows({"rate": rate, "seed": seed, "loss": rate + seed} for rate in (1, 2) for seed in (0, 1))
     >>> rows.of(seed=1)
@@ -85,7 +85,7 @@ class Rows(list[Row]):
         return found
 
     def against(self, by: str, name: str, plain: Any, **wanted: Any) -> dict[Any, list[float]]:
-        """A column minus what it is where `by` is plain, for each seed, for each value of `by`.
+        """A column minus its value where `by` is plain, for each seed, for each value of `by`.
 
         >>> rows = Rows([{"format": "fp32", "loss": 4}, {"format": "bf16", "loss": 6}])
         >>> rows.against("format", "loss", "fp32"), rows.times("format", "loss", "fp32")
@@ -94,11 +94,12 @@ class Rows(list[Row]):
         return self._pairs(sub, plain, self._by(by, name, 1, **wanted))
 
     def times(self, by: str, name: str, plain: Any, **wanted: Any) -> dict[Any, list[float]]:
-        """A column over what it is where `by` is plain, likewise."""
+        """A column over its value where `by` is plain, likewise."""
         return self._pairs(truediv, plain, self._by(by, name, 1, **wanted))
 
     @staticmethod
     def _pairs(how: Callable[[Any, Any], float], plain: Any, found: dict[Any, list[float]]) -> dict[Any, list[float]]:
+        # By position: all settings have the same seeds in the same order. Where some are missing, zip raises.
         return {value: [how(b, a) for a, b in zip(found[plain], own, strict=True)] for value, own in found.items()}
 
 
@@ -144,6 +145,7 @@ def lines(
     for i, value in enumerate(rows.distinct(by), first):
         points = rows.averages(x, y, factor, **{by: value})
         numbers = [*points.values()]
+        # Fewer places at the beginning, so that the line starts at the first of them.
         smooth = [mean(numbers[max(j + 1 - last, 0) : j + 1]) for j in range(len(numbers))]
         own = {"color": colour(i), "linestyle": DASHES[i], "linewidth": 1.3, "label": names[value] if names else value}
         axes.plot([*points], smooth, **own | look)
@@ -156,6 +158,7 @@ def dots(axes: Any, rows: Rows, by: str, x: str, y: str) -> None:
         for j, place in enumerate(places):
             numbers = rows.column(y, **{by: value, x: place})
             look = {"color": colour(i), "markersize": 5, "label": None if j else value}
+            # Two values of `by` stand left and right of the place.
             axes.plot([j + 0.25 * (i - 0.5)] * len(numbers), numbers, "os"[i], **look)
     axes.set_xticks(range(len(places)), [place.replace(" / ", "\n/ ") for place in places], fontsize=8)
     axes.set_xlim(-0.5, len(places) - 0.5)
@@ -177,12 +180,13 @@ def levels(axes: Any, rows: Rows, by: str, y: str, **look: Any) -> None:
 
 def below(picture: Picture, row: Sequence[Any]) -> None:
     """One legend for all panels, below them: that of the panel with most lines."""
+    # The panel with most lines names those of all others.
     most = max(row, key=lambda axes: len(axes.lines))
     picture.legend(*most.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8, frameon=False)
 
 
 def label(axes: Any, x: str, y: str = "", title: str = "", legend: Any = None, **limits: Any) -> None:
-    """What a panel shows. legend: where it is, None for none; limits: and scales, of matplotlib's `set`."""
+    """Label a panel. legend: its place, None for none; limits: and scales, of matplotlib's `set`."""
     axes.set(xlabel=x, ylabel=y, **limits)
     axes.set_title(title, fontsize=9)
     if legend is not None:

@@ -40,6 +40,7 @@ def window(rows: Rows) -> list[int]:
 def holds(rows: Rows) -> bool:
     """Too small a scale learns nothing and loses gradients, too large a one skips its steps, and some between fit."""
     rows = rows.of(task=JUDGED)
+    # In the order of `settings`: the smallest scale comes first, the largest last.
     low, *_, high = rows.with_numbers("log2_scale")
     lost = low["metric"] < GONE and low["underflow"] > 0.3
     return bool(window(rows)) and lost and high["metric"] < GONE and high["skipped"] > 0.5
@@ -53,7 +54,8 @@ def says(rows: Rows) -> Sentences:
         low, high, lost = exponents[0], exponents[-1], [k for k in exponents if fits and k < fits[0]]
         yield f"{task.capitalize()}: {ends['float32']} % in float32."
         repair = f"Scales from 2^{fits[0]} to 2^{fits[-1]} reach that" if fits else "No scale reaches that"
-        if lost:  # to scale by powers of two is to shift
+        # Scaling by powers of two only shifts the window: a loss 2^-k times smaller needs a constant 2^k times larger.
+        if lost:
             repair += f"""; a loss 2^{-lost[-1]} times smaller does not, and a constant from 2^{fits[0] - lost[-1]} to
                 2^{fits[-1] - lost[-1]} repairs it"""
         yield f"""{repair}. Without a scale {zero[0]:.1f} % of the gradients become zero, and the metric is {ends[0]} %:

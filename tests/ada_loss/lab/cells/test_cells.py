@@ -174,7 +174,7 @@ def test_ten_thousand_cells_have_as_many_ids() -> None:
         ({"options": {"epochs": "many"}}, "task_options.epochs is 'many'. Expected: an integer, 1 or more."),
         (
             {"options": {"epochs": 0}},
-            "epochs is 0. Expected: an integer, 1 or more. Leave it out for 12.",
+            "epochs is 0. Expected: an integer, 1 or more. Omit it for 12.",
         ),
         ({"options": {"epochs": True}}, "task_options.epochs is True"),
         ({"options": {"epochs": 2.0}}, "task_options.epochs is 2.0"),

@@ -24,8 +24,8 @@ import fpsim
 from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.results import Results
 from ada_loss.lab.results.cell_pages import _heat, _shown, error_rows, gradient_rows, lost_by_site
-from ada_loss.lab.results.charts import heat_png
 from ada_loss.lab.results.drawings import difference_panels
+from ada_loss.lab.results.figures import heat_png
 from ada_loss.lab.results.report import MOST_CURVES, overview
 from ada_loss.lab.sweep.driver import sweep
 

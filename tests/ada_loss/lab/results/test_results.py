@@ -16,8 +16,7 @@ import tiers
 from ada_loss.files import write_atomically
 from ada_loss.lab.cells.ledger import Ledger
 from ada_loss.lab.results import Results
-from ada_loss.lab.results.charts import plot_heat
-from ada_loss.lab.results.figures import figure_bytes, plot_scales, plot_table
+from ada_loss.lab.results.figures import figure_bytes, plot_heat, plot_scales, plot_table
 from ada_loss.lab.results.results import telling_axes
 from ada_loss.lab.sweep.driver import sweep
 

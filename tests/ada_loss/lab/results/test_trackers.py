@@ -355,7 +355,7 @@ class Fails:
 
 def test_a_tracker_that_fails_loses_no_result_and_is_told_later_what_it_missed(tmp_path: Path) -> None:
     tracker = Fails()
-    with pytest.warns(UserWarning, match="Fails failed .OSError: the store is full. and is told no more") as warned:
+    with pytest.warns(UserWarning, match="Fails failed .OSError: the store is full. and gets no more cells") as warned:
         results = small(tmp_path, track=[tracker])
     assert len(warned) == 1
     assert results.counts["done"] == 4

@@ -12,9 +12,8 @@ import torch
 
 import fpsim
 from ada_loss import resume, sweep
-from ada_loss.lab.cells.cell_formats import canonical_format, label, policy_of
+from ada_loss.lab.cells.cell_formats import canonical_format, label, operand_functions, policy_of
 from ada_loss.lab.cells.cells import plan
-from ada_loss.lab.cells.own_operands import operand_functions
 from ada_loss.lab.results import Results
 
 WORD = "sweep_tasks:in_steps"

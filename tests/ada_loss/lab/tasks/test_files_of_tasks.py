@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from ada_loss.lab.tasks import fashion, find_task, mnist5k, phonemes, pictures
-from ada_loss.lab.tasks.own_data import with_hash
+from ada_loss.lab.tasks import fashion, find_task, mnist5k, phonemes, pictures, with_hash
 from ada_loss.lab.training.loop import train
 
 

@@ -25,7 +25,7 @@ from ada_loss.lab.tasks import (
     patches,
     trained_with,
 )
-from ada_loss.lab.tasks.resnets import resnet
+from ada_loss.lab.tasks.networks import resnet
 from ada_loss.lab.training.loop import train
 
 IN_FILES = ("cifar10", "cifar100", "fashion", "pictures")  # which nothing installs
@@ -96,7 +96,7 @@ def test_settings_in_a_tasks_name_are_arguments_of_its_function() -> None:
     make_task = find_task("patches,depth=56,version=2")
     assert make_task.options == TASKS["patches"].options  # type: ignore[attr-defined]
     assert is_of_library("patches,depth=56")
-    with pytest.raises(ValueError, match=r"names size=64, which is no setting of it\. It has: depth, version, model"):
+    with pytest.raises(ValueError, match=r"which is not one of its settings\. It has: depth, version, model"):
         find_task("cifar10,size=64")
     with pytest.raises(ValueError, match=r"digits,depth=20.* It has none"):
         find_task("digits,depth=20")
