@@ -254,7 +254,7 @@ def _run_of(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) 
     if is_function(batch):
         return partial(_run_step, model, as_step(model, batch, loss, "compare"))
     # `_run_batch` quantises a copy for each run, and `quantize` takes a plain model.
-    plain = dequantize(model) if any(True for _ in emulated_forwards(model)) else model
+    plain = dequantize(model) if any(emulated_forwards(model)) else model
     return partial(_run_batch, plain, batch, loss)
 
 

@@ -149,7 +149,7 @@ def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 
     require_module(model)
     require_memory(model)
     require_seed(seed)
-    plain = dequantize(model) if any(True for _ in emulated_forwards(model)) else model
+    plain = dequantize(model) if any(emulated_forwards(model)) else model
     wanted = as_policy(policy, model=plain)
     if not any(name and _has_numbers(module) for name, module in plain.named_modules()):
         raise ValueError(

@@ -224,6 +224,8 @@ def test_rows_are_a_frame_and_pictures_are_drawn() -> None:
         assert watching.plot("activation", value, "e5m2")._repr_png_()[:4] == b"\x89PNG"
     with pytest.raises(ValueError, match="Did you mean 'underflow"):
         watching.plot("error", "underflows")
+    with pytest.raises(ValueError, match="Unknown value='site'"):
+        watching.plot("activation", "site")  # a name, and no number to draw
     with pytest.raises(ValueError, match="No row has role 'errors'"):
         watching.plot("errors")
 
