@@ -277,6 +277,8 @@ class Kept:
 def _restore_optimizer(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], states: dict[Any, _KeptState]
 ) -> None:
+    # A step may have added a group, as for layers that it begins to train.
+    del optimizer.param_groups[len(groups) :]
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             group[key] = _copied(value)
