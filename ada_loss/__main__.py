@@ -28,6 +28,7 @@ except ImportError:
 
 # Everything else is imported where it is used: --help and a mistyped option answer at once, without torch.
 
+# 2 is typer's own code for a wrong option, and 130 a shell's for Ctrl-C.
 FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 1, 2, 3, 130
 
 app = typer.Typer(
@@ -160,6 +161,7 @@ def sweep(
 
         folder = None if out is None else str(out)
         execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
+        # A flag that is not given must not override the file, so it is None here and not False.
         chosen = {"retry_failed": retry_failed or None, "baseline": False if no_baseline else None, "why": why or None}
         chosen["keep_old"] = keep_old or None
         given = _given(
@@ -176,6 +178,7 @@ def _add_current_folder() -> None:
     """Make modules in the current folder importable, for tasks; the script `ada-loss` lies in another folder."""
     from ada_loss.lab.tasks import add_to_path
 
+    # `python -P` keeps the current folder off the path on purpose.
     if not sys.flags.safe_path:
         add_to_path(".")
 
@@ -278,6 +281,7 @@ def search(
         _add_current_folder()
         arguments = {
             "task": task,
+            # The option may be repeated, too: typer makes a list of it.
             "roles": [role.strip() for word in roles for role in word.split(",")],
             "exponent_bits": exponent_bits,
             "mantissa_bits": mantissa_bits,

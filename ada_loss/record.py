@@ -94,8 +94,9 @@ class Recorder:
         lost = lost_between(gradient, rounded(gradient, spec, key, log2_scale), spec.fmt.largest, log2_scale)
         zeros, underflow, overflow = lost.double()
         unscaled = rounded(gradient, spec, key, None)
+        # At scale 1 only the underflow is wanted, so there is no limit for overflows.
         _, underflow_unscaled, _ = lost_between(gradient, unscaled, math.inf, log2_scale).double()
-        nonzero = (count - zeros).clamp(min=1)
+        nonzero = (count - zeros).clamp(min=1)  # a gradient of zeros loses nothing, and 0 / 1 is 0
         shares = {
             "zeros": zeros / max(count, 1),
             "underflow": underflow / nonzero,
@@ -188,6 +189,7 @@ class Recorder:
             raise ValueError(refuse(f"Unknown column {shown(value)}", numbers, word=value))
         from fpsim.insight.pictures import plot_watch
 
+        # From input to output: rows are in the order of the backward passes.
         return plot_watch(rows[::-1], value, f"{value}, role {role}")
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:

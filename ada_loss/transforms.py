@@ -116,6 +116,7 @@ def _gate(*operands: Any) -> list[Product]:
         return []
     a, b = tensors
     total = math.prod(torch.broadcast_shapes(a.shape, b.shape))
+    # Not of a square, which has one operand.
     return [Product(x, other, _per_element(total, x), is_gate=True) for x, other in ((a, b), (b, a)) if x is not other]
 
 
@@ -202,6 +203,7 @@ class AdaLossTransformBasicBlock(AdaLossTransform):
     """All products in the blocks of a small ResNet: of every class with the name BasicBlock."""
 
     def __init__(self) -> None:
+        # By name: each library of ResNets has a class of its own.
         super().__init__("BasicBlock")
 
 

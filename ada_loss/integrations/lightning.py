@@ -88,11 +88,14 @@ class ScaledPrecision(Precision):  # type: ignore[misc]
                 "optimizer, or Lightning's own precision."
             )
         result = closure()
-        # `training_step` returned None, by which Lightning skips a batch: there is no gradient to unscale.
-        if result is None and model.automatic_optimization:
-            return result
-        self.scaler.unscale_(optimizer)
+        # `training_step` returned None, by which Lightning skips a batch: there is no gradient to unscale. Its own
+        # precisions call the hooks before a step all the same.
+        is_skipped = result is None and model.automatic_optimization
+        if not is_skipped:
+            self.scaler.unscale_(optimizer)
         self._after_closure(model, optimizer)
+        if is_skipped:
+            return result
         stepped = self.scaler.step(optimizer, **options)
         self.scaler.update()
         return stepped

@@ -379,8 +379,8 @@ class Engine:
         self, site: GradientSite, gradient: Tensor, state: SiteState, held: Tensor, may_round: bool
     ) -> Tensor:
         """Return the held scale, or a lower one at which the gradient does not overflow."""
-        # On the CPU one pass finds amax and rounds, if the last gradient left enough headroom: two passes would double
-        # the traffic. If this one does not fit after all, its elements below the ceiling are rounded twice.
+        # On the CPU one pass over memory, not two, finds amax and rounds, if the last gradient left enough headroom. If
+        # this one does not fit after all, its elements below the ceiling are rounded twice.
         is_rounded = may_round and state.has_headroom() and self._round_if_it_fits(site, gradient, state, held)
         if is_rounded or is_rounded_at(gradient, held, site.spec):  # rounded at this very scale, it fits
             if self._told is not None:

@@ -294,8 +294,10 @@ class NativeScaling:
             state.move_to(device)
         if schedule.kind is UPDATE or not state.knows((0,)):
             mode = RECOMPUTE if schedule.kind is UPDATE else IF_UNKNOWN
+            # A node with several gradients, such as an RNN's, has one factor for all of them.
             g = some[0] if len(some) == 1 else torch.cat([g.flatten() for g in some])
             moments_of(g, out=state.moments)
+        # A held factor whose copy has surely arrived is taken from the host, with no launch on the card.
         is_read = not self.keeps_on_device if device.type == "cpu" else False
         if mode is REUSE and isinstance(log2, int) and not is_read and self._may_read(schedule.step):
             is_read, device = True, CPU
@@ -318,7 +320,7 @@ class NativeScaling:
             out,
             chosen,
         )
-        if mode is not REUSE:
+        if mode is not REUSE:  # `_may_read` waits for the event, in a later step
             state.copy_to_host(0)
             if device.type == "cuda":
                 event = self._events[device] = self._events.get(device) or torch.cuda.Event()

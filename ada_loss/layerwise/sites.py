@@ -103,7 +103,7 @@ class SiteState:
 
     def copy_to_host(self, index: int) -> None:
         """Start a copy of a factor to the host."""
-        # Kept up to date, so that `knows` can tell whether a step is an update without waiting for the card.
+        # Every step asks on the host which factors are known (`knows`), and must not wait for the card.
         factor = self.factors[index]
         if factor.device.type == "cpu":
             self.factors_on_host[index] = factor

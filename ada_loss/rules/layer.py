@@ -102,6 +102,7 @@ class ApproxRange(LayerRule):
     lognormal: bool = param(False, checks.FLAG)
     bound: str = param("measured", ONE_OF_BOUNDS)
 
+    # Properties, because two facts that are constants of other rules follow from this rule's parameters.
     @property
     def logs(self) -> bool:  # type: ignore[override]
         return self.lognormal

@@ -72,6 +72,7 @@ class GradScaler:
         device: str | torch.device | None = None,
         **params: Any,
     ) -> None:
+        # With layers the loss needs no scale. Steps with an overflow are skipped all the same, which lowers the layers.
         if rule is None:
             rule = Static(1.0, skip_overflow=True) if layers is not None and not params else "torch"
         if isinstance(rule, str | torch.device):

@@ -36,21 +36,17 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def gradients_of(optimizer: Optimizer) -> Gradients:
     """The gradients, listed by device and dtype. A sparse gradient is coalesced, and its values are listed."""
+    # torch's foreach kernels take lists of tensors of one kind.
     gradients: Gradients = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is None:
-                continue
-            if grad.is_sparse:
-                # Coalesced before the check: two finite values of one index may have a sum that overflows.
-                grad = parameter.grad = grad.coalesce()
-                grad = grad.values()
-            kind = grad.device, grad.dtype
-            if kind in gradients:
-                gradients[kind].append(grad)
-            else:
-                gradients[kind] = [grad]
+    for parameter in parameters_of(optimizer):
+        grad = parameter.grad
+        if grad is None:
+            continue
+        if grad.is_sparse:
+            # Coalesced before the check: two finite values of one index may have a sum that overflows.
+            grad = parameter.grad = grad.coalesce()
+            grad = grad.values()
+        gradients.setdefault((grad.device, grad.dtype), []).append(grad)
     return gradients
 
 

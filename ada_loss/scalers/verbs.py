@@ -128,6 +128,7 @@ class Scaling:
                 f"Call unscale_(optimizer) first, and step(optimizer) after."
             )
         norm = clip_to_norm_(gradients_of(optimizer), float(max_norm))
+        # The norm of finite gradients may overflow, and clips all of them to zero. As in Cerebras, the step is skipped.
         if norm is not None:
             progress.require_checked()
             progress.found_inf[norm.device] += ~torch.isfinite(norm)
@@ -165,7 +166,7 @@ class Scaling:
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         self._require_scaled("update")
-        self._count_skipped()
+        self._count_skipped()  # first, because progress is dropped below
         if new_scale is not None:
             scale = _number_of(new_scale)
             require("new_scale", scale, POSITIVE, "GradScaler")
@@ -333,7 +334,7 @@ class Scaling:
         self.scales, self.inverses = {}, {}
 
     def _adopt(self, rule: LossRule) -> None:
-        # Tensors of an unchanged scale are kept: most steps change none, and would make one for each device anew.
+        # Tensors of an unchanged scale are kept: most steps change none, and would make one for each device again.
         if rule.scale != self._rule.scale or self._adjusted is not None:
             self.scales, self.inverses = {}, {}
         self._rule, self._adjusted = rule, None

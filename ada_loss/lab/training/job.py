@@ -398,6 +398,7 @@ def run_job(job: Job, train: Callable[[Job], Mapping[str, Any]]) -> tuple[Run, s
     metrics: Mapping[str, Any] = {}
     with kept_generators(cuda), float32_in_full(job.device):
         seed_generators(job.seed)
+        # A loss rule that gives up raises this one. The cell has diverged then, which is a result and no failure.
         try:
             metrics = train(job)
         except FloatingPointError as stopped:
@@ -422,6 +423,7 @@ def require_storable(name: str) -> None:
 def _number(name: str, value: Any) -> float:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
+    # float() of a larger int raises OverflowError, which would not say which number it was.
     if not is_number(value) or (isinstance(value, int) and abs(value) > sys.float_info.max):
         raise TypeError(f"{name} is {shown(value)}. Expected: a number, or a tensor of one element.")
     return float(value)

@@ -178,7 +178,7 @@ class Training:
         self.state = TrainingState(self.batches.order())
         self.lost = self._lost()
         self.point_every = max(SAMPLES * options.record_every, self.total // HISTORY)
-        # Dropout draws from the generator of the card; the noise of rounding comes from the CPU's.
+        # Dropout draws from the generator of the card.
         self.cuda_devices = [options.device] if options.device.startswith("cuda") else []
         self.checkpoints: Checkpoints | None = None
         self.branches: dict[int, Checkpoints] = {}

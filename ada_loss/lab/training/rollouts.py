@@ -49,6 +49,7 @@ def as_rollout(given: Any) -> Rollout:
     """
     if isinstance(given, Rollout):
         given = {FORMAT: given.fmt, WEIGHTS_KEY: given.weights}
+    # A policy is a mapping too, whose keys are roles.
     if not isinstance(given, Mapping) or not {FORMAT, WEIGHTS_KEY} & {*given}:
         return Rollout(given)
     if others := [name for name in given if name not in (FORMAT, WEIGHTS_KEY)]:
@@ -93,6 +94,7 @@ class Sampler:
 
     def draw(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Draw a batch for the trainer, with the current weights of its model."""
+        # Only the numbers are taken over: the copy keeps its format, and the state of its delayed scaling.
         with torch.no_grad():
             ours, theirs = ([*m.parameters(), *m.buffers()] for m in (self.model, model))
             for mine, other in zip(ours, theirs, strict=True):
@@ -104,6 +106,7 @@ def weighted(task: Task, weights: str) -> Task:
     """Return the task with these importance weights in its loss."""
     if weights == Rollout.weights:
         return task
+    # The loss may be the user's, who need not know of importance weights: its signature says whether it takes them.
     if WEIGHTS_KEY not in inspect.signature(task.loss).parameters:
         raise ValueError(
             f"The loss of the task {task.name!r} takes no weights, and {weights!r} were given. Expected: a loss of "

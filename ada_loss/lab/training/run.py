@@ -47,7 +47,7 @@ class Run:
         return len(self.losses)
 
     def __bool__(self) -> bool:
-        return True
+        return True  # len() would make a training without logged losses false
 
     def __repr__(self) -> str:
         numbers = {**self.metrics, "steps": len(self), "skipped": self.skipped, "seconds": self.seconds}
@@ -60,6 +60,7 @@ class Run:
         return Rows({"step": k, "loss": loss, "scale": scale} for k, (loss, scale) in self._steps()).to_frame()
 
     def _steps(self) -> Iterator[tuple[int, tuple[float, float | None]]]:
+        # A training function may log fewer losses than its scaler has steps, or use no scaler.
         return enumerate(zip_longest(self.losses, self.scales[: len(self.losses)]))
 
     def plot(self) -> Any:

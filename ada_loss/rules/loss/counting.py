@@ -448,6 +448,7 @@ class DeepSpeed(HystereticRule):
         return self.scale * self.scale_factor
 
     def _backed_off(self) -> float:
+        # At the floor before the overflow, as in DeepSpeed: the backoff to the floor itself is no error.
         if self.scale == self.min_scale and self.raise_error_at_min_scale:
             raise stopped(self.system, self.scale, "min_scale", self.min_scale)
         return max(self.scale / self.scale_factor, self.min_scale)

@@ -436,6 +436,43 @@ def test_lightning_takes_the_steps_of_the_loop_by_hand(tmp_path: Path, scaling: 
     assert job.scaler().get_scale() == GradScaler.get_scale(trainer.precision_plugin.scaler)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_batch_that_lightning_skips_calls_the_hooks_of_a_step_and_changes_nothing(tmp_path: Path) -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.plugins.precision import Precision
+
+    from ada_loss.integrations.lightning import ScaledPrecision
+
+    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.seen = network(), []
+
+        def training_step(self, batch: Any, index: int) -> Tensor | None:
+            return None if index % 2 else F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.seen.append([p.detach().clone() for p in self.parameters()])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=RATE)
+
+    def trained(precision: Any) -> Any:
+        module = Module()
+        options: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = pl.Trainer(
+            accelerator="cpu", max_epochs=1, plugins=[precision], enable_model_summary=False,
+            default_root_dir=str(tmp_path), **options,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader([*zip(*data())], batch_size=4))
+        return module
+
+    plain, scaled = trained(Precision()), trained(ScaledPrecision(GradScaler(init_scale=1024.0), "32-true"))
+    assert len(scaled.seen) == len(plain.seen) > 2
+    for ours, theirs in zip(scaled.seen, plain.seen, strict=True):
+        assert all(map(torch.equal, ours, theirs))  # a power of two, in float32: the same bits
+
+
 def with_trainer(job: Job) -> dict[str, float]:
     trainer = trainer_with(job, Path(job.options["folder"]))
     return {"train_loss": trainer.train().training_loss}
