@@ -171,6 +171,7 @@ class _Losses:
     def __init__(self, model: nn.Module, plain: nn.Module, loss: Any, seed: int, undo: Undo) -> None:
         self.seed, self.calls = seed, set[str]()
         self._is_of_model = is_function(loss) and required_arguments(loss) == 1
+        # One copy, whose formats are switched for each run.
         if self._is_of_model:
             self.model = quantize(plain, None)
             self._set: Callable[[FormatLike], None] = partial(try_policy, self.model)
@@ -241,6 +242,7 @@ def _rank(ranking: Sensitivity, losses: _Losses, plain: nn.Module, wanted: Polic
     layers = [n for n, m in modules.items() if n and not any(m.children()) and _has_numbers(m)]
     containers = [n for n, m in modules.items() if any(m.children()) and n in losses.calls]
     add([n for n in modules if n in layers or n in containers])
+    # Modules without parameters cost two runs each, so that they are tried only if no other repairs the loss.
     if _is_broken(ranking):
         add([n for n in modules if n in losses.calls and n not in layers and n not in containers])
     ranking.sort(key=lambda row: -row["cost"])
