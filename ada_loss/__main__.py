@@ -140,7 +140,9 @@ def sweep(
     no_baseline: Annotated[bool, typer.Option("--no-baseline", help="Do not train float32 for comparison.")] = False,
     minimize: Minimize = None,
     maximize: Maximize = None,
-    why: Annotated[bool, typer.Option("--why", help="Say why cells diverge or fall short: train one again.")] = False,
+    why: Annotated[
+        bool, typer.Option("--why", help="Explain why cells diverge or fall short; some are trained again.")
+    ] = False,
     print_file: Annotated[
         bool, typer.Option("--print", help="Print the file, to write your own from it, and train nothing.")
     ] = False,
@@ -266,7 +268,7 @@ def search(
     """Find the smallest formats, by role, with which a task keeps the accuracy of float32, or another metric.
 
     Prints the formats that no others beat in both bits and metric, the smallest within the tolerance, and whether the
-    seeds decide that it is.
+    seeds decide that it is within the tolerance.
 
     Run it again to resume.
     """
@@ -404,7 +406,8 @@ def verdict(
     ] = None,
     level: Annotated[float, typer.Option(help="The bound for the chance of a wrong statement.")] = 0.05,
     equivalence: Annotated[
-        bool, typer.Option("--equivalence", help="Ask for no more than the tolerance on both sides of float32.")
+        bool,
+        typer.Option("--equivalence", help="Require a setting to be within the tolerance on both sides of float32."),
     ] = False,
     minimize: Minimize = None,
     maximize: Maximize = None,
@@ -461,7 +464,7 @@ def inspect(
     ] = "fp16",
     as_json: AsJson = False,
 ) -> None:
-    """Show the formats of a model's modules, and for a task of every site of one training step."""
+    """Show the formats of a model's modules, and for a task also those of every site of one training step."""
     with _errors_as_exit_codes():
         from ada_loss.files import strict_json
         from ada_loss.lab.studies.describe import describe
@@ -485,11 +488,13 @@ def on(
         typer.Argument(help="Names with commas between: h100,b200,mi300.", autocompletion=complete_hardware),
     ] = None,
     model: Annotated[
-        str | None, typer.Argument(help="FILE:function that makes the model, of a seed or of nothing.")
+        str | None, typer.Argument(help="FILE:function that returns the model; it takes a seed, or nothing.")
     ] = None,
     batch: Annotated[
         str | None,
-        typer.Option(help="FILE:function of a batch, of a step's number or of nothing.", show_default=False),
+        typer.Option(
+            help="FILE:function that returns a batch; it takes a step's number, or nothing.", show_default=False
+        ),
     ] = None,
     loss: Annotated[
         str | None,
@@ -498,7 +503,7 @@ def on(
         ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps of each short training.")] = 40,
-    seeds: Annotated[int, typer.Option(help="Trainings of each; 0 for none, 3 or more for a verdict.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Seeds of each short training; 0 for none, 3 or more for a verdict.")] = 3,
     lr: Annotated[float, typer.Option("--lr", help="The learning rate of AdamW.")] = 1e-3,
     fast: Annotated[bool, typer.Option("--fast", help="Leave the sums of products to torch, in float32.")] = False,
     list_them: Annotated[bool, typer.Option("--list", help="Print the hardware, and each line's source.")] = False,

@@ -68,7 +68,7 @@ def _readme() -> list[Claim]:
 
 
 def _first_sweep() -> list[Claim]:
-    nobody = "In 16 bits nobody needs to choose."
+    nobody = "In 16 bits no scaling is needed."
     somebody = "At 8 bits some scaling is needed, but any method works."
     one = "one exponent for all gradients gives no more than a model that always predicts a space"
     tensor = "One for each tensor, to nearest, falls short by several points"

@@ -88,7 +88,7 @@ def _kind(x: Tensor) -> str:
     return "on device meta" if x.device.type == "meta" else "of a FakeTensorMode"
 
 
-def require_seed(seed: Any, name: str = "seed") -> None:
+def require_seed(seed: Any) -> None:
     """Raise TypeError for anything but an integer, ValueError for one that torch's generators do not take.
 
     >>> require_seed(2**70)
@@ -96,12 +96,12 @@ def require_seed(seed: Any, name: str = "seed") -> None:
     ValueError: seed=1180591620717411303424 is out of range. Expected: an integer from -2**63 to 2**64 - 1.
     """
     if not is_whole(seed):
-        raise TypeError(f"{name}={shown(seed)} is not an integer. Expected: an integer from -2**63 to 2**64 - 1.")
+        raise TypeError(f"seed={shown(seed)} is not an integer. Expected: an integer from -2**63 to 2**64 - 1.")
     if not -(2**63) <= seed <= MOST_SEED:
-        raise ValueError(f"{name}={shown(seed)} is out of range. Expected: an integer from -2**63 to 2**64 - 1.")
+        raise ValueError(f"seed={shown(seed)} is out of range. Expected: an integer from -2**63 to 2**64 - 1.")
 
 
-def require_optimizer(optimizer: Any, name: str = "optimizer") -> None:
+def require_optimizer(optimizer: Any) -> None:
     """Raise TypeError for anything but an optimizer, or a wrapper of one as accelerators make.
 
     >>> require_optimizer("sgd")
@@ -111,4 +111,4 @@ def require_optimizer(optimizer: Any, name: str = "optimizer") -> None:
     # By an attribute too, since not every wrapper is a subclass.
     if not isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "param_groups"):
         kind = type(optimizer).__name__
-        raise TypeError(f"{name} is {shown(optimizer)}, of type {kind}. Expected: a torch.optim.Optimizer.")
+        raise TypeError(f"optimizer is {shown(optimizer)}, of type {kind}. Expected: a torch.optim.Optimizer.")

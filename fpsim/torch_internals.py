@@ -325,7 +325,7 @@ _fused: set[Any] = set()
 def fuse_in_inductor(operator: Any, inside: Callable[..., Any]) -> None:
     """Let inductor write `inside(ops, dtype, *arguments)` where a program calls an element-wise operator.
 
-    operator: of tensors and words; the first tensor gives shape and dtype.
+    operator: of tensors and words; the result has shape and dtype of the first tensor.
     inside: gets an element instead of each tensor.
     Does nothing if torch.compile was not imported, or for the second time.
     """

@@ -412,7 +412,7 @@ def keeps_grad_mode(function: Function) -> Function:
 
 def take_off(mode: TorchFunctionMode) -> None:
     """Remove a mode from the stack of this thread, wherever and however often it is there; the others stay."""
-    # Asks the stack anew in each turn, so that it may be called again after an interrupt.
+    # Asks the stack again in each turn, so that it may be called again after an interrupt.
     while size := _size():
         if _at(size - 1) is mode:
             _pop()

@@ -31,8 +31,7 @@ FLOORS = (
     ),
     (
         "fpsim.compiling",
-        "__init__ callees sources",
-        "deferred",
+        "__init__ deferred sources",
         "compile kept",
         "card native",
     ),
@@ -71,7 +70,7 @@ FLOORS = (
         "forms marks operations recurrent",
         "kept_weights",
         "scope",
-        "accumulated backward caches casts checkpoints operands steps",
+        "backward caches casts checkpoints operands steps",
         "arguments calls",
         "aliases decomposed lineage products promotion",
         "attended conversions",
@@ -219,7 +218,7 @@ for _folder, *_floors in FLOORS:
 # A package enters in these files and in no other.
 ENTERS = {
     "numba": {"fpsim.compiling", "fpsim.kernels"},
-    "numba.core": {"fpsim.compiling.deferred", "fpsim.compiling.compile", "fpsim.compiling.callees"},
+    "numba.core": {"fpsim.compiling.deferred", "fpsim.compiling.compile"},
     "llvmlite": {
         "fpsim.kernels.containers",
         "fpsim.compiling.compile",
@@ -426,7 +425,7 @@ HOMES_OF_PRIVATE_NAMES = (
     "fpsim.torch_modes",
     "fpsim.torch_nodes",
     "fpsim.compiling.compile",
-    "fpsim.compiling.callees",
+    "fpsim.compiling.deferred",
 )
 
 

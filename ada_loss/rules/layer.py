@@ -77,7 +77,7 @@ class LayerRule:
 
 @dataclass(frozen=True)
 class ApproxRange(LayerRule):
-    """The method of Zhao et al. 2020: at most a share of the products underflows if they are normal.
+    """The method of Zhao et al. 2020: at most a share of normally distributed products underflows.
 
     n_uf_threshold: that share.
     stats: which of the authors' versions: "grad+weight" (the last one), "grad" (labelled as the IJCAI submission: the

@@ -17,8 +17,15 @@ import numpy as np
 from llvmlite import binding
 
 from fpsim.checks import pip_install
-from fpsim.compiling.callees import callees_of, compiled_library, linked_libraries
-from fpsim.compiling.deferred import Deferred, carray, intrinsic, njit
+from fpsim.compiling.deferred import (
+    Deferred,
+    callees_of,
+    carray,
+    compiled_library,
+    intrinsic,
+    linked_libraries,
+    njit,
+)
 
 ENTRY = "fpsim_entry"  # the name of a loop in its object code: a function (self, arguments, count) as Python calls it
 # C functions of Python that the entry calls: the type returned, then the types taken.

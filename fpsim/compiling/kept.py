@@ -29,7 +29,7 @@ except ImportError:  # Windows has none
 MAX_BYTES = 1 << 26  # of a file; the largest kernels have a few hundred thousand
 # Seconds for which a process waits for another that compiles the same loop: the largest takes 6 alone.
 LONGEST_WAIT, BETWEEN_TRIES = 60.0, 0.02
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # Absent on Windows. O_NONBLOCK: opening a pipe must not wait for its writer.
 _NO_LINK, _NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
 _BINARY = getattr(os, "O_BINARY", 0)  # on Windows alone
@@ -97,7 +97,7 @@ def _require_trusted(path: Path, found: os.stat_result) -> None:
             f"{path} belongs to user {found.st_uid}, and this process runs as user {user}. "
             "Set NUMBA_CACHE_DIR to a folder of your own"
         )
-    if found.st_mode & _OTHERS_WRITE:
+    if found.st_mode & OTHERS_WRITE:
         mode = stat.S_IMODE(found.st_mode)
         raise UntrustedError(f"{path} can be written by other users (mode {mode:o}). Type: chmod go-w {path}")
 

@@ -26,7 +26,7 @@ import llvmlite
 from llvmlite import binding
 
 from fpsim.compiling.compile import ENTRY, FUNCTIONS, llvm_text, machine_code
-from fpsim.compiling.kept import keep, one_process_for, read_kept, source_digest
+from fpsim.compiling.kept import OTHERS_WRITE, keep, one_process_for, read_kept, source_digest
 from fpsim.compiling.sources import digest_of_imported
 
 # Environment variables, NUMBA_..., that Numba reads when it is imported and that change its machine code.
@@ -38,7 +38,6 @@ _SETTINGS = ("OPT", "CPU_NAME", "CPU_FEATURES", "ENABLE_AVX", "LOOP_VECTORIZE", 
 SHIPPED = Path(__file__).with_name("loops.zip")
 MAX_BYTES = 1 << 24  # of a loop's instructions; the longest have a tenth of it
 _ABOUT, _SUFFIX = "about.json", ".ll"
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 @cache
@@ -181,7 +180,7 @@ def _opened(file: Path) -> zipfile.ZipFile | None:
         mine, theirs = os.stat(__file__), os.lstat(file)
         if not stat.S_ISREG(theirs.st_mode) or theirs.st_uid != mine.st_uid:
             return None
-        if theirs.st_mode & _OTHERS_WRITE & ~mine.st_mode:
+        if theirs.st_mode & OTHERS_WRITE & ~mine.st_mode:
             return None
         archive = zipfile.ZipFile(file)
         return archive if json.loads(_read(archive, _ABOUT)) == _about() else None

@@ -232,17 +232,17 @@ class Call:
     name: without torch's underscores.
     action: its treatment.
     in_place: whether it writes to its first argument.
-    has_threshold: whether a number of Python beside a tensor is one of the tensor's dtype.
-    threshold: where torch's kernels have it so: "always", or "on card".
-    number: what torch makes of a float32 tensor without dimensions beside one of low precision.
-    promotes: whether integers beside numbers of the format are brought into it; else they are indices or counts.
+    has_threshold: whether a Python number next to a tensor is cast to the tensor's dtype.
+    threshold: where torch's kernels do so: "always", or "on card".
+    number: torch's treatment of a float32 tensor without dimensions next to one of low precision.
+    promotes: whether integers next to numbers of the format are cast to it; else they are indices or counts.
     expands: whether a tensor without dimensions counts in the dtype of the result.
     copies: whether it writes its argument to the first one, unchanged.
     has_pole: whether it may make minus infinity of numbers: it saturates in a format without. Of others, it is a mask.
     is_quotient: whether that depends on its second operand.
     is_view: whether its result may lie in the memory of its first argument.
     is_comparison: whether it compares numbers.
-    is_squared_difference: whether it is `mse_loss`, two operations where it reduces nothing.
+    is_squared_difference: whether it is `mse_loss`, two operations without a reduction.
     is_special: whether it is not one operation on numbers: one test for several rare treatments.
     converts: whether it makes a tensor, or decides a tensor's dtype.
     may_multiply: whether it sums no products with some of its arguments.

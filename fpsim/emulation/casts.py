@@ -36,7 +36,6 @@ __all__ = [
     "is_called_by_sharding",
     "is_float32_island",
     "is_of_machinery",
-    "names_float32",
 ]
 
 CAST_NAMES = frozenset(row.name for row in TABLE.values() if row.kind is Kind.CAST)
@@ -88,7 +87,7 @@ def asks_for_float32(function: Callable[..., Any], name: str, args: tuple[Any, .
         return getattr(kind, "__name__", "") in _WIDE_TYPES
     if dtype not in WIDE_DTYPES:
         return False
-    return frame is not None and names_float32(frame, getattr(function, "__name__", name), _caller_of)
+    return frame is not None and _names_float32(frame, getattr(function, "__name__", name))
 
 
 def _caller_of(frame: FrameType | None) -> FrameType | None:
@@ -184,48 +183,39 @@ class _Words(NamedTuple):
     variables: tuple[str, ...]
 
 
-def names_float32(frame: FrameType, function: str, caller_of: Callable[[FrameType], FrameType | None]) -> bool:
-    """True if the code that calls `function` in `frame` names float32 or float64.
-
-    caller_of: returns the frame of the code that called, past frames that do not count.
-    """
+def _names_float32(frame: FrameType, function: str) -> bool:
+    """True if the code that calls `function` in `frame` names float32 or float64."""
     if _calls_by_name(frame.f_code, frame.f_lasti):
         return True
     words = _words_of_call(frame.f_code, frame.f_lasti, function)
-    return words.is_literal or (not words.is_own and _any_variable_does(frame, words.variables, caller_of))
+    return words.is_literal or (not words.is_own and _any_variable_does(frame, words.variables))
 
 
-def _any_variable_does(
-    frame: FrameType, variables: tuple[str, ...], caller_of: Callable[[FrameType], FrameType | None]
-) -> bool:
-    return any(
-        _variable_does(frame, name, caller_of)
-        for name in variables
-        if isinstance(frame.f_locals.get(name), torch.dtype)
-    )
+def _any_variable_does(frame: FrameType, variables: tuple[str, ...]) -> bool:
+    return any(_variable_does(frame, name) for name in variables if isinstance(frame.f_locals.get(name), torch.dtype))
 
 
-def _variable_does(frame: FrameType, name: str, caller_of: Callable[[FrameType], FrameType | None]) -> bool:
+def _variable_does(frame: FrameType, name: str) -> bool:
     """True if a local variable that holds a dtype was set to float32 by name."""
     code = frame.f_code
     set_to = _words_of_assignments(code, name)
     if name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-        caller = caller_of(frame)
+        caller = _caller_of(frame)
         passed = None if caller is None else _words_of_passed(caller.f_code, caller.f_lasti, code, name)
         if passed is None or caller is None:
             return False
         if passed != _NOT_PASSED:
-            return passed.is_literal or (not passed.is_own and _any_variable_does(caller, passed.variables, caller_of))
+            return passed.is_literal or (not passed.is_own and _any_variable_does(caller, passed.variables))
         # Not passed: the default, which holds float32, or the value that the function puts in for None.
         return set_to is None or (set_to.is_literal and not set_to.is_own)
     if set_to is None:
         # A comprehension has a frame of its own before Python 3.12, and its variable is one of the function around it.
         outer = frame.f_back if name in code.co_freevars else None
-        return outer is not None and name in outer.f_code.co_cellvars and _variable_does(outer, name, caller_of)
+        return outer is not None and name in outer.f_code.co_cellvars and _variable_does(outer, name)
     if set_to.is_literal or set_to.is_own:
         return not set_to.is_own
     others = tuple(other for other in set_to.variables if other != name)
-    return _any_variable_does(frame, others, caller_of)
+    return _any_variable_does(frame, others)
 
 
 _NOT_PASSED = _Words(False, False, ("",))
@@ -314,7 +304,6 @@ def _at(code: CodeType, last: int) -> dis.Instruction:
 
 def _arguments(code: CodeType, last: int) -> list[dis.Instruction]:
     """Return the instructions that make the callee and the arguments of the call at offset `last`."""
-    # By positions in the source, not by the stack: these survive every reordering of the bytecode between versions.
     call = _at(code, last)
     return [x for x in _instructions(code) if x.offset < call.offset and _lies_in(x, call)]
 

@@ -71,7 +71,7 @@ class _Replay:
 
 
 def _settle(outputs: Any) -> None:
-    """Leave the gradients of a reentrant checkpoint's outputs to its recomputation, which rounds them in place."""
+    """Leave the gradients of a reentrant checkpoint's outputs to its recomputation, which rounds them."""
     if active.emulation is None:
         return
     if active.stand_ins is not None:

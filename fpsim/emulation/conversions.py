@@ -176,7 +176,7 @@ def mark_gradients(emulation: Any, out: Any, args: tuple[Any, ...], kwargs: dict
         # With the tensors behind transforms, so that the mark is known outside of them, too.
         if emulation.has_wide and any(map(is_marked_wide, (x, *layers_behind(x)))):
             emulation.mark_wide(gradient, *layers_behind(gradient))
-        # torch.autograd.grad returns a new result, whose mark says where it was rounded and not its dtype.
+        # A gradient of torch.autograd.grad is the result of a call: from here on it counts as made here.
         elif not is_attribute:
             for y in (gradient, *layers_behind(gradient)):
                 if not is_made_here(y):

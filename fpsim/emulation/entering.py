@@ -180,7 +180,7 @@ def run_entered(
     kwargs: Mapping[str, Any],
     has_names: bool = True,
 ) -> Any:
-    """Run `function(*args, **kwargs)` under `scope`. State is restored whatever is raised, and wherever."""
+    """Run `function(*args, **kwargs)` under `scope`. State is restored after any exception, at any point."""
     # As `enter`, but without an `Undo`: this runs in each call of each module.
     emulation: Emulation | None = active.emulation
     if emulation is None or emulation.scope.listeners is not scope.listeners:
@@ -336,7 +336,7 @@ def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) ->
     Results of a parametrisation count as activations here; `quantize` knows them as weights.
 
     Args:
-        fmt: a format for every role, or a Policy without overrides: there are no modules here.
+        fmt: a format for every role, or a Policy without overrides, which would need modules.
         rounding: as in `quantize`.
 
     >>> x = torch.tensor([1.0, 2.0, 3.0])

@@ -99,7 +99,7 @@ def key_of_product(specs: ProductSpecs, side: Hashable) -> Hashable | None:
     first, operand = specs.fprop
     if operand is None or operand.rounding == "stochastic" or operand.is_delayed or operand.is_own:
         return None
-    # Clipping needs the unquantised numbers in the backward pass; x's Hadamard transform is applied to w as well.
+    # Clipping records in each call which numbers saturate; x's Hadamard transform is applied to w as well.
     is_changed = operand.ste == "clip" or (first is not None and first.hadamard is not None)
     return None if is_changed else (str(operand), side)
 

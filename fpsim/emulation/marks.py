@@ -143,7 +143,7 @@ def writes_to(x: Tensor) -> int:
 
 
 def writes_behind(x: Tensor) -> Any:
-    """Return the same also for the tensors of a transform."""
+    """Return a value that changes whenever `x` is written to, also for the tensors of a transform."""
     if not has_transform():
         return writes_to(x)
     # A tensor that vmap shows counts no writes; the memory behind it does.

@@ -107,7 +107,7 @@ class Emulation(Roundings, TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # First: code reads `x.dtype` more often than it computes. The frame is in no variable, which would be a cycle.
+        # First: a read of `x.dtype` needs none of the rest. The frame is in no variable, which would be a cycle.
         if func == DTYPE_OF:
             return dtype_of(self, inspect.currentframe() if is_dynamo_compiling() else own_frame(), args[0])
         kwargs = kwargs or {}
@@ -142,7 +142,7 @@ class Emulation(Roundings, TorchFunctionMode):
             args, kwargs, asked = named_dtype(self, call, args, kwargs)
         specs = scope.specs
         rounds_nothing = specs is NO_SPECS
-        # Collectives move bytes: what a sharding library runs between modules is no operation of the model.
+        # Collectives move bytes: the calls of a sharding library between modules are not the model's.
         if (
             action is Action.PASS
             or (rounds_nothing and scope.products is None)
@@ -162,7 +162,7 @@ class Emulation(Roundings, TorchFunctionMode):
                 return out
         run = self.compute if call.only_computes and not self.has_wide and "out" not in kwargs else self._emulated
         hooks = hooks_of_saved_tensors()
-        # Hooks of saved tensors wait until the result is rounded: it may be what the operation saves.
+        # Hooks of saved tensors wait until the result is rounded: the operation may save it.
         try:
             if hooks is None:
                 out = run(func, call, args, kwargs, asked)
@@ -189,7 +189,7 @@ class Emulation(Roundings, TorchFunctionMode):
     ) -> Any:
         """Run a call by the treatment of its kind."""
         first = args[0] if args else None
-        # A dropout that drops nothing is no operation. In a compiled program its result is a copy.
+        # A dropout that drops nothing rounds nothing. In a compiled program its result is a copy.
         if call.drops is not None and isinstance(first, Tensor) and call.drops_nothing(args, kwargs):
             out = call(func, args, kwargs)
             if out is not first:

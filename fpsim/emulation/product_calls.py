@@ -72,8 +72,8 @@ def compute_products(
 
 def _computed(call: ProductCall, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     compute = CALLS.get(call.operation) or OF_ATTENTION[call.operation]
-    # The signature is compared only after an error, because binding the arguments costs more than many products. A
-    # TypeError of arguments that fit is the model's own, and is raised as it is.
+    # The signature is compared only after an error, not in each call. A TypeError of arguments that fit is another one,
+    # and is raised as it is.
     try:
         return compute(call, *args, **kwargs)
     except TypeError:

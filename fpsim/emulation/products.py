@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpsim.emulation.accumulated import in_matrices, in_order
 from fpsim.emulation.backward import show_at_scale
-from fpsim.emulation.forms import Form, Side
+from fpsim.emulation.forms import Form, Side, in_matrices, in_order
 from fpsim.emulation.kept_weights import key_of_product
 from fpsim.emulation.marks import is_roundable
 from fpsim.emulation.scope import Attended, Listeners, Scope

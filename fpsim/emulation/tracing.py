@@ -522,8 +522,8 @@ def _floats_in(values: tuple[Any, ...]) -> Iterator[Tensor]:
                 yield x
 
 
-# Wrappers around a module's call. Not hooks: a forward hook does not run if the call raises. They are in this package
-# because `casts`, which looks for the calling code, skips the package's frames.
+# Wrappers around a module's call, which also run code after it raises. They are in this package because `casts`, which
+# looks for the calling code, skips the package's frames.
 
 # Runs a call: around(call, args, kwargs) returns call(*args, **kwargs).
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

@@ -38,13 +38,14 @@ POWER_RULES = ("floor", "ceil", "even", "nearest", "floor_plus1", "ceil_amax", "
 SCALE_RULES = {
     "floor": "2**(floor(log2(amax)) - emax): the largest element may saturate (OCP MX v1.0, 6.3)",
     "ceil": "2**ceil(log2(amax / largest)): nothing saturates (arXiv 2506.08027; torchao's RCEIL)",
-    "even": "as floor, of amax rounded to the element's significand",
+    "even": "the rule floor, applied to amax after it is rounded to the element's significand",
     "nearest": "2**(round(log2(amax)) - emax)",
     "floor_plus1": "2**(floor(log2(amax)) - emax + 1): nothing saturates (AWS Trainium's quantize_mx)",
     "ceil_amax": "2**(ceil(log2(amax)) - emax): nothing saturates (torchao's CEIL)",
-    "mid_max": "as floor, or one more where amax is nearer to the next power of two than to the largest (brevitas)",
-    "uos(k)": "as floor, of amax plus k units in the last place of the element: 0.5 is even, also 0.375 and 1 "
-    "(AMD's Primus-Turbo)",
+    "mid_max": "the rule floor, but twice its scale where amax / scale is nearer to 2**(emax + 1) than to largest "
+    "(brevitas)",
+    "uos(k)": "the rule floor, applied to amax plus k units in the last place of the element: k = 0.5 is the rule "
+    "even; AMD's Primus-Turbo also has k = 0.375 and 1",
     "amax": "amax / largest, in the scale's format",
     "amax/d": "amax / d, in the scale's format: the largest element lands on d (static 4 of arXiv 2512.02010), or "
     "saturates where d is above the largest",

@@ -149,7 +149,7 @@ def _cerebras(model: nn.Module | None, settled: bool) -> Policy:
     return Policy(weight="cb16", activation="cb16", error="cb16")
 
 
-ATTENTION = "the rounding points inside of attention kernels: its two products are in the recipe's wide format"
+ATTENTION = "the roundings inside attention kernels: attention's two products are in the recipe's wide format"
 WIDE_SUMS = "the order and the truncation of sums of products, which are torch's in float32"
 
 PRESETS: dict[str, Preset] = {
@@ -217,7 +217,7 @@ PRESETS: dict[str, Preset] = {
                 ),
             ),
             (
-                "the bfloat16 detour of the backward pass, where it is on",
+                "the backward pass in bfloat16 of rocBLAS and MIOpen, where it is switched on",
                 "flushed results, and sums in pairs",
                 ATTENTION,
             ),
@@ -238,7 +238,7 @@ PRESETS: dict[str, Preset] = {
                     "TransformerEngine, Float8CurrentScaling(fp8_format=HYBRID), which AMD ships for ROCm",
                 ),
             ),
-            ("sums in the matrix core, which align down to minus infinity (arXiv 2511.10909)", ATTENTION),
+            ("sums in the matrix core, whose alignment truncates toward minus infinity (arXiv 2511.10909)", ATTENTION),
         ),
         Preset(
             "tpu",
@@ -254,7 +254,8 @@ PRESETS: dict[str, Preset] = {
             ),
             (
                 "subnormals of float32, which are kept here",
-                "a number between half the least normal one and that one: rounded up to it here, flushed to zero there",
+                "numbers between half the least normal number and the least normal number are rounded up to it here, "
+                "and flushed to zero there",
                 WIDE_SUMS,
             ),
         ),

@@ -102,7 +102,7 @@ class Torch(CountingRule):
 
 @dataclass(frozen=True)
 class Nnabla(CountingRule):
-    """NNabla `DynamicLossScalingUpdater`: grows after good step N + 2, and then every N + 1 good steps.
+    """NNabla `DynamicLossScalingUpdater`: grows after N + 2 good steps, and then after every N + 1.
 
     The count is tested before the step is counted, and the step of a growth is counted. The scale has no bounds.
 
@@ -222,7 +222,7 @@ class Tensorflow(CountingRule):
 
 @dataclass(frozen=True)
 class Flax(CountingRule):
-    """flax `DynamicScale`: tests the count before counting the step, so the scale grows every growth_interval + 1.
+    """flax `DynamicScale`: tests the count before it counts a step, so it grows every growth_interval + 1 good steps.
 
     >>> from ada_loss import trajectory
     >>> trajectory(Flax(scale=4.0, growth_interval=1), [True, True, True])
@@ -354,7 +354,7 @@ class HystereticRule(CountingRule):
 
 @dataclass(frozen=True)
 class ApexHysteresis(HystereticRule, Torch):
-    """apex `update_scale_hysteresis`: torch's rule, backing off from the `hysteresis`-th overflow in a row.
+    """apex `update_scale_hysteresis`: torch's rule, but the first `hysteresis` - 1 overflows in a row change nothing.
 
     >>> from ada_loss import trajectory
     >>> trajectory(ApexHysteresis(init_scale=8.0, hysteresis=2), [False, True, False, False])
@@ -376,7 +376,7 @@ class ApexHysteresis(HystereticRule, Torch):
 
 @dataclass(frozen=True)
 class Megatron(HystereticRule):
-    """Megatron-LM `DynamicGradScaler`: backs off from the `hysteresis`-th overflow since the last growth.
+    """Megatron-LM `DynamicGradScaler`: shrinks at each overflow but the first `hysteresis` - 1 since the last growth.
 
     growth_interval: good steps before the scale grows; a fraction is possible, and means never.
 
@@ -414,7 +414,7 @@ class Megatron(HystereticRule):
 
 @dataclass(frozen=True)
 class DeepSpeed(HystereticRule):
-    """DeepSpeed `DynamicLossScaler`: grows when the number of good steps before this one fills a window.
+    """DeepSpeed `DynamicLossScaler`: grows at a good step that follows a multiple of scale_window good steps.
 
     scale_window: that number of good steps; the count continues after a growth.
     min_scale: the smallest scale.

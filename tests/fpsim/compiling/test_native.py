@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from llvmlite import binding
 
-from fpsim.compiling.callees import linked_libraries
 from fpsim.compiling.compile import ENTRY, llvm_text, machine_code
+from fpsim.compiling.deferred import linked_libraries
 from fpsim.compiling.kept import read_whole, write_whole
 from fpsim.compiling.native import Loop, compiled_loop, loaded
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import fpsim
 from fpsim import Operand, Policy, Products, quantize
-from fpsim.emulation.accumulated import in_matrices
-from fpsim.emulation.forms import Batched, ByVjp, Convolution, ConvolutionSettings, Form, Linear
+from fpsim.emulation.forms import Batched, ByVjp, Convolution, ConvolutionSettings, Form, Linear, in_matrices
 from fpsim.tensors.shared_scales import rounded_blocks
 
 MX = ["mxfp8_e4m3", "mxfp4", "mxint8"]
