@@ -169,25 +169,25 @@ def compare(
       made of.
     - growth: relative / entering; None where nothing wrong entered.
 
-    Two forms: `compare(model, a, b, batch)`, and `compare(model, step, a, b)` as of the other tools, where the step is
-    a function without arguments that runs `model`, or a batch too.
+    Two forms: `compare(model, a, b, batch)`, and as in the other tools `compare(model, step, a, b)`, where the step is
+    a function without arguments that runs `model`, or a batch.
 
     `model` stays as it is: both run on copies, with the same dropout. A step runs the model itself, whose formats,
-    parameters, buffers and gradients are put back; its loss is its result, if it returns one. All results and
+    parameters, buffers and gradients are restored; its loss is its result, if it returns one. All results and
     gradients of `a` are kept until the end. Views and copies of a result have no rows. A fused operation, such as an
-    LSTM, is one.
+    LSTM, has one row.
 
     Args:
         model: any module, quantised or not.
-        a, b: what `quantize` takes; None is float32.
+        a, b: formats or policies, as for `quantize`; None is float32.
         batch: the arguments of the model: a tensor, a tuple of arguments, or a mapping of named ones.
         loss: from the model's output to a scalar. None takes the output's `loss`, and runs only forward without one.
         draws: how often `b` is run, with other noise of stochastic rounding each time.
         seed: of dropout and noise.
 
     Raises:
-        ValueError: as `quantize` does, for invalid draws, and where both losses are not finite.
-        TypeError: as `quantize` does.
+        ValueError: as from `quantize`; for invalid draws; and if neither loss is finite.
+        TypeError: as from `quantize`.
 
     >>> comparison = compare(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), None, "e4m3fn", torch.ones(2, 4))
     >>> [(row["site"], row["role"]) for row in comparison]
@@ -254,7 +254,7 @@ def _run_of(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) 
     if is_function(batch):
         return partial(_run_step, model, as_step(model, batch, loss, "compare"))
     # `_run_batch` quantises a copy for each run, and `quantize` takes a plain model.
-    plain = dequantize(model) if any(True for _ in emulated_forwards(model)) else model
+    plain = dequantize(model) if any(emulated_forwards(model)) else model
     return partial(_run_batch, plain, batch, loss)
 
 
@@ -357,8 +357,7 @@ class Errors:
 
         a, b: float64. numbers: the elements that are measured, all finite in `a`; the others mask, or are broken.
         """
-        # Equal infinities have no difference, but inf - inf is NaN.
-        change = torch.where(a == b, 0.0, b - a)[numbers].square().sum()
+        change = (b - a)[numbers].square().sum()
         self._norms[key] = float(a[numbers].norm())
         # A NaN in `b` is an infinite error, which a comparison with NaN would let through.
         self._squares[key] = self._squares.get(key, 0.0) + float(change.nan_to_num(nan=math.inf, posinf=math.inf))

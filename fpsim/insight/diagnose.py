@@ -109,25 +109,31 @@ def diagnose(
 ) -> Diagnosis:
     """Run a step, and name where inf, NaN or saturation first appears, its operands, and the way to the loss.
 
-    A step is a forward and a backward pass, `lambda: loss(model(x), y).backward()`, without the optimizer's. It may be
-    of a float32 model, of one under autocast, or of a quantised one. Parameters, buffers, gradients and random numbers
-    are put back afterwards. An infinity that was filled in as a mask is not reported.
+    A step is a forward and a backward pass, `lambda: loss(model(x), y).backward()`, without the optimizer's. The model
+    may be float32, under autocast or quantised. Parameters, buffers, gradients and random numbers are restored
+    afterwards.
 
-    Each row has `site` and `call` (the n-th of a site), the `role` ("activation", "error" for its gradient,
-    "weight_grad", the operand of a product; "input", "parameter" or "buffer" of what came in), `kind` ("inf", "-inf",
-    "NaN" or "saturation"), `count` of so many numbers, the finite `amax` before rounding, and `largest`, where the
-    format ends; `calls` of the site in all, the `caller` of a module that others call too, and a `note`. A finite
-    constant that masks scores, such as -1e9, does not count either, unless softmax gives weight to it. Saturation is
-    seen in formats of single numbers and of one scale for a tensor. Recomputation in a checkpoint, custom autograd
-    functions and compiled code are not seen inside. Where nothing breaks, parameters, buffers and gradients are looked
-    at after the step.
+    Each row has:
+
+    - site, call, calls: the operation, the number of this call of it, and the number of its calls in all.
+    - role: "activation", "error" for its gradient, "weight_grad", or the operand of a product; for tensors that were
+      not finite before, "input", "parameter" or "buffer".
+    - kind: "inf", "-inf", "NaN" or "saturation".
+    - count, of: the numbers that are so, and all.
+    - amax, largest: the finite amax before rounding, and the end of the format.
+    - caller, note: the caller of a module that others call too, and a remark.
+
+    Masks are left out: infinities that were filled in, and finite constants such as -1e9, unless a softmax gives weight
+    to them. Saturation is seen in formats of single numbers and of one scale for a tensor. Nothing is seen inside of
+    recomputation in a checkpoint, custom autograd functions and compiled code. If nothing breaks, parameters, buffers
+    and gradients are checked after the step.
 
     Args:
         model: whose step it is.
-        step: what runs it: a function without arguments; or a batch, where the output has a `.loss` or with `loss`.
+        step: a function without arguments; or a batch, where the output has a `.loss` or with `loss`.
         loss: from the model's output to a scalar, for a batch.
-        scaler: a torch.amp.GradScaler that `step` uses, if it keeps skipping: the step is run at other scales too, and
-            the scale at which no gradient overflows is looked for. Its state is put back.
+        scaler: a torch.amp.GradScaler that `step` uses, if it keeps skipping: the step is run at other scales too, to
+            find the largest at which no gradient overflows. Its state is restored.
 
     Raises:
         TypeError: for a scaler other than torch.amp.GradScaler, and for a step of another kind.

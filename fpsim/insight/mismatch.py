@@ -467,7 +467,7 @@ def _compare_outputs(runs: _Runs, result: Mismatch) -> tuple[Measured, Measured,
         floors.append(compared(runs.of_a[i], runs.likelihoods(i, "a", "a", floor, Permuted), runs.eps))
     result.figures, result.weights = joined(parts), truncated(torch.cat(changes))
     candidates = [joined(floors), runs.figures("a", Split)]
-    # For a part of the batch, a scale of a whole tensor and random numbers are others, which no order of sums explains.
+    # A part of the batch has another scale of the whole tensor, and draws other numbers: not another order of sums.
     alone = None if pair.has_drawn or _has_scales_of_tensors(pair.models["a"]) else runs.one_by_one("a")
     candidates += [] if alone is None else [alone]
     result.floor = max(candidates, key=lambda f: f.mean_dlogp)
@@ -575,7 +575,7 @@ def _remedies(runs: _Runs, result: Mismatch, measured: Measured) -> None:
     """Run b under changes of its policy."""
     pair = runs.pair
     model = pair.models["b"]
-    if not any(True for _ in emulated_forwards(model)):
+    if not any(emulated_forwards(model)):
         return
     vocabulary = runs.of_a[0].all.shape[-1]
     weights = {name: next(iter(door.module.parameters(recurse=False)), None) for name, door in pair.doors["b"].items()}

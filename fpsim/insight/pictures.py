@@ -98,7 +98,7 @@ def apart_from_pyplot() -> Iterator[None]:
 def _name_sites(axes: Any, sites: Sequence[str], marked: int | None = None) -> None:
     """Name the sites along the vertical axis, from the top; only some of very many, and the marked one always."""
     # Names closer than `every` to the marked one are left out: they would be printed over it.
-    every = -(-len(sites) // LABELS)
+    every = max(-(-len(sites) // LABELS), 1)
     places = [i for i in range(0, len(sites), every) if marked is None or i == marked or abs(i - marked) >= every]
     if marked is not None and marked not in places:
         places = sorted([*places, marked])
@@ -107,6 +107,12 @@ def _name_sites(axes: Any, sites: Sequence[str], marked: int | None = None) -> N
     axes.set_ylim(len(sites) - 0.4, -0.6)
     if marked is not None:
         axes.get_yticklabels()[places.index(marked)].set(color=RED, fontweight="bold")
+
+
+def _label(axes: Any, **options: Any) -> None:
+    """Add a legend; without anything to name matplotlib would warn."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, **options)
 
 
 def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
@@ -132,7 +138,7 @@ def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
     _name_sites(axes, sites, sites.index(worst) if len(sites) > LABELS else None)
     axes.set_title(f"largest error at {worst}".replace("$", r"\$") if worst else "", fontsize=9)
     axes.set_xlabel("relative error of b against a")
-    axes.legend(fontsize=8)
+    _label(axes)
     return picture
 
 
@@ -169,7 +175,7 @@ def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | No
             axes.plot([1.015] * len(places), places, "x", color=colour, markersize=5, label=words, **edge)
     _name_sites(axes, [row["site"] for row in rows], marked)
     axes.set_xlabel("largest finite magnitude")
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.03, 1.0))
+    _label(axes, loc="upper left", bbox_to_anchor=(1.03, 1.0))
     return picture
 
 
@@ -187,8 +193,9 @@ def plot_watch(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
     is_share = value in ("underflow", "overflow", "nonfinite")
     limits: dict[str, Any] = {"vmin": 0.0, "vmax": 1.0} if is_share else {}
     if value == "amax":
+        # A logarithmic scale has no colour for 0, and no limits if nothing else is there.
         values[values == 0] = np.nan
-        limits["norm"] = "log"
+        limits["norm"] = "linear" if np.isnan(values).all() else "log"
     axes.set_facecolor("0.85")
     # NaN is replaced before the maximum: NumPy warns of rows that hold nothing else, as an amax of zeros does.
     hottest = int(np.nanargmax(np.nanmax(np.nan_to_num(values, nan=-np.inf), axis=1))) if len(sites) > LABELS else None

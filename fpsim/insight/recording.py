@@ -133,8 +133,13 @@ class Recording:
         """The statistics so far, in tensors, numbers and strings: `torch.load(..., weights_only=True)` reads it."""
         sums = [
             {
-                **{"site": site, "role": role, "format": repr(spec.fmt), "rounding": spec.rounding},
-                **{"overflow": spec.overflow, "random_bits": spec.random_bits, "variant": spec.variant},
+                "site": site,
+                "role": role,
+                "format": repr(spec.fmt),
+                "rounding": spec.rounding,
+                "overflow": spec.overflow,
+                "random_bits": spec.random_bits,
+                "variant": spec.variant,
                 "calls": accumulator.calls,
                 **{name: getattr(accumulator, name) for name in SUMS},
             }

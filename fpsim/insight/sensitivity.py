@@ -110,28 +110,34 @@ def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 
 
     A module is one without modules inside that has parameters, or the own operations of one with modules inside, such
     as the products of an attention; if none repairs a loss that is not finite, others without parameters too. Each row
-    has `module` ("" for the model's own operations); `alone`, the loss with it alone quantised minus float32's;
-    `without`, the loss under the policy minus that with this module alone in float32; `cost`, the larger of both; both
-    losses; and whether it stands for the `own` operations of a module with others inside. `alone` finds what breaks by
-    itself, `without` what breaks the others. A loss that is not finite costs inf, and minus another such one it is NaN.
-    That is 2 runs for each module, and 2 more; `loss` decides how much data one takes. If the loss with all modules in
-    the formats is finite, one more run for each `policy(k)` makes sure that its own is. If no module alone repairs a
-    loss that is not finite, pairs are tried, at most 66.
+    has:
+
+    - module, type: the name, "" for the model's own operations, and the class.
+    - cost: the larger of `alone` and `without`.
+    - alone: the loss with this module alone quantised, minus float32's. It finds modules that break by themselves.
+    - without: the loss under the policy, minus that with this module alone in float32. It finds those breaking others.
+    - loss_alone, loss_without: both losses.
+    - own: whether it stands for the own operations of a module with others inside.
+
+    A loss that is not finite costs inf, and minus another such one NaN. There are 2 runs for each module, and 2 more;
+    `loss` decides how much data one takes. If the loss with all modules in the formats is finite, one more run for each
+    `policy(k)` makes sure that its own is. If no module alone repairs a loss that is not finite, pairs are tried, at
+    most 66.
 
     `model` stays as it is: a copy is run, with the same dropout and noise each time. A step runs the model itself,
-    whose formats, parameters, buffers and gradients are put back.
+    whose formats, parameters, buffers and gradients are restored.
 
     Args:
         model: any module, quantised or not.
         loss: from a model to its loss, on the data that is to decide. Called under torch.no_grad(), unless it enables
-            gradients itself. Or as of the other tools a step, a function without arguments that returns the loss; or a
+            gradients itself. Or as in the other tools a step, a function without arguments that returns the loss; or a
             batch, where the output has a `.loss`.
-        policy: the small formats; what `quantize` takes.
+        policy: the small formats, as for `quantize`.
         seed: of dropout and noise.
 
     Raises:
         ValueError: for a model none of whose modules has parameters, for one whose loss is not finite in float32, and
-            what `quantize` raises.
+            as from `quantize`.
 
     >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     >>> with torch.no_grad():
@@ -143,7 +149,7 @@ def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 
     require_module(model)
     require_memory(model)
     require_seed(seed)
-    plain = dequantize(model) if any(True for _ in emulated_forwards(model)) else model
+    plain = dequantize(model) if any(emulated_forwards(model)) else model
     wanted = as_policy(policy, model=plain)
     if not any(name and _has_numbers(module) for name, module in plain.named_modules()):
         raise ValueError(
@@ -165,6 +171,7 @@ class _Losses:
     def __init__(self, model: nn.Module, plain: nn.Module, loss: Any, seed: int, undo: Undo) -> None:
         self.seed, self.calls = seed, set[str]()
         self._is_of_model = is_function(loss) and required_arguments(loss) == 1
+        # One copy, whose formats are switched for each run.
         if self._is_of_model:
             self.model = quantize(plain, None)
             self._set: Callable[[FormatLike], None] = partial(try_policy, self.model)
@@ -235,6 +242,7 @@ def _rank(ranking: Sensitivity, losses: _Losses, plain: nn.Module, wanted: Polic
     layers = [n for n, m in modules.items() if n and not any(m.children()) and _has_numbers(m)]
     containers = [n for n, m in modules.items() if any(m.children()) and n in losses.calls]
     add([n for n in modules if n in layers or n in containers])
+    # Modules without parameters cost two runs each, so that they are tried only if no other repairs the loss.
     if _is_broken(ranking):
         add([n for n in modules if n in losses.calls and n not in layers and n not in containers])
     ranking.sort(key=lambda row: -row["cost"])

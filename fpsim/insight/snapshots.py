@@ -133,7 +133,7 @@ class Snapshots:
         warnings.warn(
             f"No snapshot was written: sites={list(self._sites)} with roles={list(self._roles)} match none of those "
             f"that ran: {', '.join(seen[:NAMED])}{more}.",
-            stacklevel=2,
+            stacklevel=5,  # at the end of the user's block, which three functions of `fpsim.undoing` leave
         )
 
     def __len__(self) -> int:

@@ -153,7 +153,7 @@ def traced(model: nn.Module, visitor: Visitor, verb: str, undo: Undo, edit: Edit
     Raises RuntimeError if another thread runs a step of this model, ValueError for a watching visitor of a model that
     is being recorded.
     """
-    is_emulated = any(True for _ in emulated_forwards(model))
+    is_emulated = any(emulated_forwards(model))
     keeps = visitor.keeps if isinstance(visitor, WatchingVisitor) else None
     trace = Trace(model, visitor, is_emulated, verb=verb, edit=edit, keeps=keeps)
     undo.by(trace.remove)
@@ -183,7 +183,7 @@ def switching(model: nn.Module, undo: Undo) -> Callable[[FormatLike], None]:
 
     A step closes over its model, so that a copy in other formats would not be run.
     """
-    if any(True for _ in emulated_forwards(model)):
+    if any(emulated_forwards(model)):
         undo.by(partial(install_policies, model, policies_of(model)))
     else:
         # Only a quantised model has formats to switch: in None it computes as before.
@@ -194,7 +194,7 @@ def switching(model: nn.Module, undo: Undo) -> Callable[[FormatLike], None]:
 
 def _plain_again(model: nn.Module) -> None:
     # The undo may run twice, or after `quantize` was interrupted, and `dequantize` refuses a plain model.
-    if any(True for _ in emulated_forwards(model)):
+    if any(emulated_forwards(model)):
         dequantize(model, inplace=True)
 
 
@@ -277,6 +277,8 @@ class Kept:
 def _restore_optimizer(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], states: dict[Any, _KeptState]
 ) -> None:
+    # A step may have added a group, as for layers that it begins to train.
+    del optimizer.param_groups[len(groups) :]
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             group[key] = _copied(value)

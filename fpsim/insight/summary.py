@@ -83,16 +83,16 @@ def summary(model: QuantizedOptimizer) -> Rows: ...
 def summary(model: nn.Module | QuantizedOptimizer) -> Summary | Rows:
     """Formats of each module of a quantised model, by role; prints as a table.
 
-    Modules without operations of their own pass their formats on. Those that were added later run under the formats
-    around them; parametrizations, which compute weights, in float32. One column more says how operands of products are
-    quantised, for modules that multiply by a weight, one names the operations that ran in float32 on purpose when the
-    model was last called, such as `x.float().pow(2)`, if there were any, and one says how the modules that store keys
-    and values round them, if they do. A table of more than 20 rows has one line
-    for modules that differ in the numbers of their names alone, `blocks.0-11.fc`; what makes it wider than 100 columns
-    stands below it. The rows are those of all modules.
+    Modules without operations of their own pass their formats on. Modules that were added later run under the formats
+    around them; parametrizations, which compute weights, in float32. If there are any, three more columns have the
+    quantised operands of products, for modules that multiply by a weight; the operations that ran in float32 on purpose
+    when the model was last called, such as `x.float().pow(2)`; and the rounding of stored keys and values.
 
-    Of what `quantize_optimizer` returned: the bytes of each parameter in its formats, of the weight, its copies, the
-    states that there are, and their scales, with the bytes that float32 takes.
+    A table of more than 20 rows has one line for modules whose names differ only in their numbers, `blocks.0-11.fc`.
+    Words that make it wider than 100 columns stand below it. The rows are those of all modules.
+
+    For a quantised optimizer: the bytes of each parameter in its formats, of the weight, its copies, its states and
+    their scales, and the bytes that float32 takes.
 
     Args:
         model: from `quantize`, or what `quantize_optimizer` returned.

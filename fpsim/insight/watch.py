@@ -82,7 +82,7 @@ def watch(
     Args:
         model: not quantised; a quantised one is recorded by `fpsim.record`.
         step: a function without arguments, or a batch where the output has a `.loss` or with `loss`. Formats may be
-            given in its place.
+            given instead.
         loss: a function from the model's output to a scalar, for a batch.
         formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last
             axis.
@@ -137,7 +137,7 @@ class Watch:
     ) -> None:
         require_module(model)
         require_initialised(model)
-        if any(True for _ in emulated_forwards(model)):
+        if any(emulated_forwards(model)):
             raise ValueError("This model is quantised. Expected: `with fpsim.record(model):`, or the original.")
         if any(is_compiled_wrapper(m) for m in model.modules()):
             raise ValueError("A compiled model reached watch(). Expected: the module that was given to torch.compile.")
@@ -416,7 +416,7 @@ class Watch:
         rows = [row for row in self.rows() if (row["role"], row["format"]) == (role, str(spec.fmt))]
         if not rows:
             raise ValueError(f"No row has role {shown(role)} and format {spec.fmt}. See rows().")
-        require_word("value", value, rows[0])
+        require_word("value", value, [name for name, entry in rows[0].items() if not isinstance(entry, str)])
         from fpsim.insight.pictures import plot_watch
 
         # Gradients arrive from output to input.

@@ -443,15 +443,15 @@ def relative_errors(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor]
 
     by: the factor between these gradients and the truth's.
     """
-    largest: dict[str, float] = {}
-    for name, g in truth.items():
+    amax = {name: float(g.abs().max()) if g.numel() else 0.0 for name, g in truth.items()}
+    largest: dict[str, float] = {}  # by module
+    for name in truth:
         module = name.rpartition(".")[0]
-        largest[module] = max(largest.get(module, 0.0), float(g.abs().max()) if g.numel() else 0.0)
+        largest[module] = max(largest.get(module, 0.0), amax[name])
     found = {}
     for name, g in truth.items():
-        amax = float(g.abs().max()) if g.numel() else 0.0
         # The remainder of a sum that cancels is rounding noise in float32 too, as for a bias before a norm.
-        if amax < 1e-36 or amax < NOISE * largest[name.rpartition(".")[0]]:
+        if amax[name] < 1e-36 or amax[name] < NOISE * largest[name.rpartition(".")[0]]:
             continue
         mine, wide = gradients.get(name), g.double()
         error = 1.0 if mine is None else float((mine.double() / by - wide).norm() / wide.norm())

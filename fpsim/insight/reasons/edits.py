@@ -83,7 +83,7 @@ def lost_eps(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
     origin, lost = event.origin, event.constant
     if origin is None or lost is None:
         return None
-    # A layer has its eps in every call, and in all others of its kind: they are lost there too.
+    # Other calls of this name lose the same constant.
     sites = [o for o in seen.operations if o.name == origin.name and lost in o.notes["numbers"]]
     indices = {o.index for o in sites} | {origin.index}
     for eps in (e for e in EPS if e > lost and event.ends.holds(e)):

@@ -57,8 +57,17 @@ class Event:
         self.read = [(p.site, str(p.notes["result"])) for p in operation.parents if "result" in p.notes]
 
     def row(self) -> dict[str, Any]:
+        """Return the row of `Why`."""
         call = self.operation.call if self.operation is not None else 0
         return {
-            **{"stage": self.stage, "place": self.place, "role": self.role, "kind": self.kind, "count": self.count},
-            **{"of": self.of, "format": self.fmt, "call": call, "batch": self.batch, "why": " ".join(self.why)},
+            "stage": self.stage,
+            "place": self.place,
+            "role": self.role,
+            "kind": self.kind,
+            "count": self.count,
+            "of": self.of,
+            "format": self.fmt,
+            "call": call,
+            "batch": self.batch,
+            "why": " ".join(self.why),
         }

@@ -29,6 +29,8 @@ from fpsim.models.storing import states_in
 
 __all__ = ["Finding", "causes_first", "comes_to_nothing", "find", "reaches_a_loss"]
 
+WIDE = ("float32", "float64", "fp32")  # float32 gives the same as these, so that it need not be run
+
 
 @dataclass
 class Finding:
@@ -111,7 +113,7 @@ class _Checks:
         self.losses = self.seen.losses()
         result, seen = self.result, self.seen
         result.loss, result.operations, result.calls = self.was.loss, seen.operations, seen.calls
-        result.checked = _checked(self.model, self.trials, seen, self.updates, self.buffers)
+        result.checked = _checked(self.model, self.trials, seen, self.updates)
 
     def _note_cleared(self) -> None:
         """Drop the gradients from `held` that the step has cleared before it added to them."""
@@ -211,17 +213,20 @@ class _Checks:
             return []
         self.result.float32 = self.reference.outcome.loss
         earlier, _ = error_event(self.seen, self.reference.seen, self.reference.far(self.was))
-        if earlier is None or earlier.kind in ("error grows", "swamping"):
-            return [lost] if earlier is None else [lost, earlier]
-        # A lost result takes its gradients with it, so that it is the cause.
-        return [earlier, lost]
+        if earlier is None:
+            return [lost]
+        # A lost result takes its gradients with it, so that it is the cause. An error that grows does not.
+        return [lost, earlier] if earlier.kind in ("error grows", "swamping") else [earlier, lost]
 
     def _accumulated(self) -> list[Event]:
         swamped = [gradient_sum_event(name, sums) for name, sums in self.seen.gradient_sums.items() if sums.wrong]
         return _accumulated(self.model, self.gradients, self.seen, self.trials) or swamped
 
     def _updates(self) -> list[Event]:
-        return self.updates.events or [event for event in (self.updates.lost(),) if event is not None]
+        if self.updates.events:
+            return self.updates.events
+        lost = self.updates.lost()
+        return [] if lost is None else [lost]
 
     def _buffers(self) -> list[Event]:
         if self.buffers or not self.was.is_finite:
@@ -256,10 +261,12 @@ class _Checks:
 
     def _end(self) -> list[Event]:
         """Return an event without a known cause."""
+        if self.was.is_finite:
+            return []
+        # The step may return another value than its loss, to which an input leads that is harmless otherwise.
+        if self.harmless:
+            return self.harmless
         bad = self.was.bad
-        # A step that is not finite may return another value than its loss, to which a harmless input leads.
-        if self.was.is_finite or self.harmless:
-            return [] if self.was.is_finite else self.harmless
         event = Event("loss", "NaN", bad[0] if bad else "the loss", "loss")
         event.why.append(
             f"Not finite at the end of the step: {', '.join(bad[:3]) or 'the loss'}; no operation that is seen made it."
@@ -342,9 +349,8 @@ def _state_before(model: nn.Module, optimizers: list[Any]) -> list[Event]:
     events = [event for event in candidates if event is not None]
     for role in ("parameter", "buffer", "gradient", "optimizer state"):
         same = [event for event in events if event.role == role]
-        for event in same[:1]:
-            if len(same) > 1:
-                event.why.append(f"{len(same)} of the {role}s hold such numbers.")
+        if len(same) > 1:
+            same[0].why.append(f"{len(same)} of the {role}s hold such numbers.")
     return events
 
 
@@ -431,7 +437,8 @@ def _chain(cause: Event, seen: Keeping) -> list[str]:
     return [o.site for o in way_to(loss, at) if o.computes]
 
 
-def _checked(model: nn.Module, trials: Trials, seen: Keeping, updates: Updates, buffers: list[Event]) -> list[str]:
+def _checked(model: nn.Module, trials: Trials, seen: Keeping, updates: Updates) -> list[str]:
+    """Describe the checks that were made."""
     gradients = sum("gradient" in o.notes for o in seen.operations)
     wanted, moved = sum(r["wanted"] for r in updates.rows), sum(r["moved"] for r in updates.rows)
     lines = [
@@ -448,10 +455,6 @@ def _checked(model: nn.Module, trials: Trials, seen: Keeping, updates: Updates, 
     return lines
 
 
-# Infinities and NaN that come to nothing: they reach no loss and no gradient of a parameter
-_WIDE = ("float32", "float64", "fp32")
-
-
 def causes_first(
     events: list[Event], losses: list[Operation], is_finite: bool, is_so_in_float32: Callable[[Event], bool]
 ) -> list[Event]:
@@ -464,7 +467,7 @@ def causes_first(
     dying = [event for event in events if _dies(event, losses)]
     if is_finite:
         # An overflow stays: its effect on the numbers that follow is not known.
-        harmless = [e for e in dying if not _overflows(e) and (e.fmt in _WIDE or is_so_in_float32(e))]
+        harmless = [e for e in dying if not _overflows(e) and (e.fmt in WIDE or is_so_in_float32(e))]
         return [event for event in events if not any(event is other for other in harmless)]
     living = [event for event in events if not any(event is other for other in dying)]
     return [*living, *dying]
@@ -472,7 +475,7 @@ def causes_first(
 
 def _overflows(event: Event) -> bool:
     """True if numbers grew beyond a format."""
-    # NaN alone in a gradient comes from a mask: 0 times the infinite slope of a masked number.
+    # NaN alone in a gradient comes from a mask as a rule: 0 times the infinite slope of a masked number.
     return event.kind == "overflow" and not (event.stage == "backward" and _kinds_of_gradients(event) == {"NaN"})
 
 

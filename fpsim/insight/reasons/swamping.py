@@ -150,9 +150,10 @@ class Sums:
         alpha = kwargs.get("weight" if is_lerp else "alpha", args[2] if len(args) > 2 else 1)
         if not all(isinstance(x, Tensor | int | float) for x in (*values, alpha)):
             return None
-        if not any(isinstance(x, Tensor) and (x.dtype in LOW or self._is_known(x, given, read)) for x in values):
-            if not _is_low(operation.notes["ends"]):
-                return None  # all of it is float32
+        # All of it is float32.
+        is_low = any(isinstance(x, Tensor) and (x.dtype in LOW or self._is_known(x, given, read)) for x in values)
+        if not is_low and not _is_low(operation.notes["ends"]):
+            return None
         a, b = (self._of(x, given, read) for x in values)
         alpha = alpha.double() if isinstance(alpha, Tensor) else alpha
         change = alpha * (b.total - a.total if is_lerp else b.total)

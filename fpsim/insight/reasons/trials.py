@@ -81,7 +81,7 @@ class Trials:
     ) -> None:
         self.model, self.step, self.scaler, self.batches = model, step, scaler, batches
         self.optimizer, self.runs = optimizer, 0
-        self.emulated = any(True for _ in emulated_forwards(model))
+        self.emulated = any(emulated_forwards(model))
         self.kept = Kept(model, optimizer, scaler)
         self.policies = policies_of(model) if self.emulated else {}
         self._has_changed = False

@@ -134,11 +134,11 @@ class Updates:
                     continue
                 for key, x in _states(optimizer, p):
                     if (name, key) not in self._bad_states and not bool(x.isfinite().all()):
-                        self.events.append(self._state_event(name, key, x, p))
+                        self.events.append(self._state_event(name, key, x))
                 if bool(self._before[name].isfinite().all()) and not bool(p.isfinite().all()):
                     self.events.append(self._parameter_event(optimizer, group, name, p))
 
-    def _state_event(self, name: str, key: str, x: Tensor, p: Tensor) -> Event:
+    def _state_event(self, name: str, key: str, x: Tensor) -> Event:
         ends, bad = Ends.of_dtype(x.dtype), ~x.isfinite()
         event = Event("optimizer", "overflow", f"{name} {key}", "optimizer state", int(bad.sum()), x.numel())
         event.fmt, event.ends, event.remedy = ends.name, ends, "master"
@@ -173,7 +173,7 @@ class Updates:
                 )
                 event.why.append(f"So {title} divides by 0, first at {first_index(bad) or '0'}.")
                 return event
-        lost = self._lost_state(optimizer, name, p, bad)
+        lost = self._lost_state(name, states, bad)
         if lost is not None:
             event.kind = "division by zero"
             event.why.append(
@@ -192,9 +192,9 @@ class Updates:
         )
         return event
 
-    def _lost_state(self, optimizer: Any, name: str, p: Tensor, bad: Tensor) -> str | None:
+    def _lost_state(self, name: str, states: Mapping[str, Tensor], bad: Tensor) -> str | None:
         """Return the state that is 0 wherever a parameter became inf or NaN, and is not in more bits."""
-        for key, x in _states(optimizer, p):
+        for key, x in states.items():
             wide = self._wide_states.get(name, {}).get(key)
             if wide is None or not x.shape == bad.shape == wide.shape:
                 continue
@@ -223,6 +223,7 @@ class Updates:
             if spec is not None and is_rounded and epsilon_of(spec):
                 fmt, epsilon = str(spec.fmt), epsilon_of(spec)
             self._add(name, first, change, p.detach(), fmt, epsilon)
+        # Only lost updates need the copies.
         if not self._seem_lost():
             self._twins = []
 
@@ -233,6 +234,7 @@ class Updates:
         return [row for row in self.rows if not row.get("is drawn")]
 
     def _seem_lost(self) -> bool:
+        """True if few of the wanted updates moved a number, or many are in tensors that did not move at all."""
         wanted, moved = sum(r["wanted"] for r in self._nearest), sum(r["moved"] for r in self._nearest)
         in_still = sum(r["wanted"] for r in self._nearest if not r["moved"])
         return bool(wanted) and (moved < MOVED * wanted or in_still >= STILL * wanted)
@@ -274,6 +276,7 @@ class Updates:
         if not bool(still.any()):
             return False
         ulp, largest = worst["epsilon"] * float(first[still].abs().max()), float((master - first)[still].abs().max())
+        # Four times as many as add up to an ulp; fewer of a large parameter, whose steps take long.
         steps = min(math.ceil(4 * ulp / largest), max(16, min(STEPS, 2**28 // first.numel())))
         if not narrow.step(steps - 1) or bool((narrow.parameters[key].double() == first)[still].all()):
             return False

@@ -190,6 +190,8 @@ def test_results_are_rows_frames_and_pictures() -> None:
     frame = found.to_frame()
     assert list(frame["site"]) == [row["site"] for row in found]
     assert found.plot()._repr_png_()[:4] == b"\x89PNG"
+    for model in (Cancelling(), nn.Identity()):  # without an error, and without a row
+        assert fpsim.compare(model, None, None, X).plot()._repr_png_()[:4] == b"\x89PNG"
 
 
 def test_impossible_draws_are_refused() -> None:

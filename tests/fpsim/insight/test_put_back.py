@@ -61,6 +61,22 @@ def test_the_states_of_an_optimizer_that_a_step_runs_are_put_back(tool: str, has
     assert sum(len(optimizer.state[p]) for p in model.parameters()) == len(states)
 
 
+@pytest.mark.parametrize("tool", ["why", "diagnose", "compare"])
+def test_a_group_that_a_step_adds_to_its_optimizer_is_taken_out_again(tool: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=0.1)
+    run = stepped(model, optimizer)
+
+    def step() -> Tensor:
+        loss = run()
+        optimizer.add_param_group({"params": model[2].parameters()})
+        return loss
+
+    TOOLS[tool](model, step)
+    (group,) = optimizer.param_groups
+    assert group["params"] == [*model[0].parameters()]
+
+
 @tiers.parametrize("tool", TOOLS, keep=["why", "diagnose"])
 @tiers.parametrize("update", ["te_fp16_master", "bf16_kahan", "bf16_sr"], keep=["te_fp16_master"])
 def test_a_quantised_optimizer_goes_on_as_if_nobody_had_looked(tool: str, update: str) -> None:

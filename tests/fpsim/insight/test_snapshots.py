@@ -81,10 +81,13 @@ def test_each_nth_call_of_chosen_sites_and_roles_is_kept_and_nothing_changes(tmp
 def test_what_matches_nothing_is_said_at_the_end(tmp_path: Path) -> None:
     model = net()
     with (
-        pytest.warns(UserWarning, match=r"No snapshot was written: sites=\['3:\*'\].* 0:linear activation, 0:linear e"),
+        pytest.warns(
+            UserWarning, match=r"No snapshot was written: sites=\['3:\*'\].* 0:linear activation, 0:linear e"
+        ) as told,
         fpsim.snapshots(model, tmp_path / "none", "3:*"),
     ):
         step(model)
+    assert told[0].filename == __file__  # the block's end, and not fpsim's own
     assert not (tmp_path / "none").exists()
 
 

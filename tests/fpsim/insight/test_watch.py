@@ -224,6 +224,11 @@ def test_rows_are_a_frame_and_pictures_are_drawn() -> None:
         assert watching.plot("activation", value, "e5m2")._repr_png_()[:4] == b"\x89PNG"
     with pytest.raises(ValueError, match="Did you mean 'underflow"):
         watching.plot("error", "underflows")
+    with pytest.raises(ValueError, match="Unknown value='site'"):
+        watching.plot("activation", "site")  # a name, and no number to draw
+    with fpsim.watch(model, ["fp16"], every=1) as watching:
+        (model(X) * 0.0).sum().backward()
+    assert watching.plot("error", "amax")._repr_png_()[:4] == b"\x89PNG"  # zeros alone
     with pytest.raises(ValueError, match="No row has role 'errors'"):
         watching.plot("errors")
 
