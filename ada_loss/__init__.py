@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 
 def _require_our_fpsim() -> None:
-    """Refuse the package that another project of the index installs as `fpsim`, into the same folder as ours.
-
-    The name is read from the source of `fpsim/__init__.py`, since importing it takes a second. Without a source it is
-    imported.
-    """
+    """Refuse the package that another project of the index installs as `fpsim`, into the same folder as ours."""
     module = sys.modules.get("fpsim")
     if module is None:
+        # The marker is read from the source of `fpsim/__init__.py`, because importing it takes a second. Without a
+        # source it is imported all the same.
         spec = find_spec("fpsim")
         source = getattr(spec and spec.loader, "get_source", lambda _: "")("fpsim")
         if source is not None and '__distribution__ = "ada-loss"' in source:
@@ -52,6 +50,7 @@ if TYPE_CHECKING:
         AdaLossTransformLinear,
     )
 
+# Names are imported on first use: the command line answers --help without importing torch.
 _HOMES = {
     "ada_loss.lab.results": ("Results",),
     "ada_loss.lab.studies.search": ("search",),
@@ -106,7 +105,6 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return version("ada-loss")
-    # on first use: the command line answers --help without importing torch
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(home), name)

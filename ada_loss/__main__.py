@@ -87,6 +87,7 @@ def _errors_as_exit_codes(hint: str = "") -> Iterator[None]:
     """
     from ada_loss.lab.errors import SweepStopped
 
+    # Errors of these kinds are those that the library raises for bad input, in words for users.
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -543,7 +544,7 @@ def reproduce(
 ) -> None:
     """Reproduce a published effect in minutes: a picture, its numbers, and a paragraph on what they show.
 
-    Run it again to go on where it was stopped.
+    Run it again to resume.
     """
     command = shlex.join(["ada-loss", *sys.argv[1:]])
     with _errors_as_exit_codes(f" Go on with: {command}"):

@@ -50,6 +50,7 @@ def number(words: str, holds: Callable[[Any], bool]) -> Possible:
 
 
 def _is_in_float64(value: Any) -> bool:
+    # Of Python's numbers only an int can be finite and larger: it would raise OverflowError far from the border.
     return not isinstance(value, int) or abs(value) <= FLOAT64_MAX
 
 

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 MOST_BYTES = 1 << 25  # of a file with names, reasons or the like: 300 bytes for each of 100,000 cells
-LONGEST_NAME = 40  # letters of a target's name in that of the file beside it: 255 bytes are possible
+LONGEST_NAME = 40  # letters of the target's name in that of the temporary file; file systems allow 255 bytes
 # Absent on Windows, whose O_EXCL refuses a link as well. O_NONBLOCK: opening a pipe must not wait for its other end.
 NO_LINK, NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
 BINARY = getattr(os, "O_BINARY", 0)  # on Windows alone
@@ -42,8 +42,7 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | BINARY
 def write_atomically(path: Path, content: bytes, *, is_kept: bool = True, is_own: bool = False) -> None:
     """Write a temporary file and rename it, so that a reader finds the old file or the whole new one.
 
-    Nothing else is written to: a link at the target is replaced, and its destination stays. The temporary file has a
-    random name and must be new; otherwise somebody who can guess the name could redirect the write with a link.
+    Nothing else is written to: a link at the target is replaced, and its destination stays.
 
     path: the target. Missing folders are created.
     content: the bytes of the new file.
@@ -51,6 +50,7 @@ def write_atomically(path: Path, content: bytes, *, is_kept: bool = True, is_own
     is_own: whether a sweep makes its folder, which then must not be a link; ChangedFolder is raised for one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # With a name that can be guessed, or a file that may exist, a planted link would redirect the write.
     with _held(path.parent, is_own) as (folder, at):
         temporary, target = at(f".{path.name[:LONGEST_NAME]}.{secrets.token_hex(8)}.tmp"), at(path.name)
         try:
@@ -60,6 +60,7 @@ def write_atomically(path: Path, content: bytes, *, is_kept: bool = True, is_own
                 if is_kept:
                     os.fsync(file.fileno())  # or a crash of the machine could leave the new name on an empty file
             os.replace(temporary, target, src_dir_fd=folder, dst_dir_fd=folder)
+            # The renaming itself is an entry of the folder, which has to reach the disk too.
             if is_kept and folder is not None:
                 with suppress(OSError):  # some network file systems cannot
                     os.fsync(folder)
@@ -74,6 +75,7 @@ def _held(folder: Path, is_own: bool) -> Iterator[tuple[int | None, Callable[[st
 
     On Windows, which cannot open folders: None, and whole paths.
     """
+    # Without folders held open, on Windows, this look is all the protection there is; elsewhere O_NOFOLLOW decides.
     if is_own:
         require_own(folder)
     if os.unlink not in os.supports_dir_fd:
@@ -206,6 +208,7 @@ def content_of(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def _regular(path: Path, handle: int, mode: str) -> Any:
+    # By the handle, not by the path: a pipe could be put there between a look and the opening.
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise ValueError(f"{path} is not a regular file")
@@ -214,6 +217,7 @@ def _regular(path: Path, handle: int, mode: str) -> Any:
 
 def mapping_in(path: Path) -> dict[str, Any]:
     """The mapping in a JSON file; {} if it is missing, damaged or no mapping."""
+    # What such files hold (names, reasons) only adds words to results: without them, results are shown all the same.
     try:
         content = json.loads(content_of(path))
     except (OSError, ValueError, RecursionError):

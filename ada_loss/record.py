@@ -88,7 +88,8 @@ class Recorder:
         log2_scale: log2 of the scale at which it is rounded, an integer on its device.
         chosen: the five SCALES, float64 on its device.
         """
-        key = torch.tensor(step, device="cpu")  # noise of its own, so that the training's stays the same
+        # Noise of its own: recording must not change the noise that the training draws.
+        key = torch.tensor(step, device="cpu")
         count = gradient.numel()
         lost = lost_between(gradient, rounded(gradient, spec, key, log2_scale), spec.fmt.largest, log2_scale)
         zeros, underflow, overflow = lost.double()
@@ -101,6 +102,7 @@ class Recorder:
             "underflow_unscaled": underflow_unscaled / nonzero,
             "overflow": overflow / max(count, 1),
         }
+        # Numbers stay on the device until somebody reads them: a copy here would make every site wait.
         self._labels.append(Label(step, site, role, str(spec), count))
         self._numbers.append(torch.cat([chosen, torch.stack([shares[name] for name in SHARES])]))
 

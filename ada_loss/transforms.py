@@ -53,6 +53,7 @@ def _linear(x: Tensor, weight: Tensor, *_: Any) -> list[Product]:
 def _convolution(x: Tensor, weight: Tensor, *_: Any) -> list[Product]:
     groups = x.shape[1 - (weight.dim() - x.dim())] // weight.shape[1]  # the input may have no batch dimension
     terms = weight.shape[0] // groups * math.prod(weight.shape[2:])
+    # With groups no pair of dimensions says which elements are multiplied: `element_wise_range` refuses them.
     return [Product(x, weight, terms, (x.dim() - weight.dim() + 1, 0) if groups == 1 else None)]
 
 
@@ -64,7 +65,7 @@ def _matmul(a: Tensor, b: Tensor, *_: Any) -> list[Product]:
     inner = a.shape[-1]
     rows = a.shape[-2] if a.dim() > 1 else 1
     columns = b.shape[-1] if b.dim() > 1 else 1
-    # the gradient of an operand that is broadcast is a sum over the batch too
+    # The gradient of an operand that is broadcast is a sum over the batch too.
     batch = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
     total = batch * rows * inner * columns
     return [Product(a, b, _per_element(total, a)), Product(b, a, _per_element(total, b))]
@@ -85,6 +86,7 @@ def _outer(a: Tensor, b: Tensor, *_: Any) -> list[Product]:
 def _einsum(equation: Any, *operands: Any) -> list[Product]:
     tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else list(operands)
     tensors = [t for t in tensors if isinstance(t, Tensor)]
+    # Terms can be counted if letters name all dimensions of two operands. Otherwise the gradients are measured.
     if not isinstance(equation, str) or "." in equation or len(tensors) != 2:
         return _hidden(*tensors)
     a, b = tensors

@@ -27,7 +27,7 @@ from ada_loss.lab.cells.cells import OPTIONS
 from ada_loss.lab.tasks import TASKS
 from ada_loss.lab.training.options import TrainOptions, possible
 from ada_loss.rules.layer import LAYER_RULES
-from ada_loss.rules.loss.catalogue import SYSTEMS
+from ada_loss.rules.loss import SYSTEMS
 from fpsim.formats.blocks import SCALE_RULES
 
 HERE = Path(__file__).parent

@@ -3,7 +3,8 @@
 from inspect import currentframe as _currentframe
 from typing import TYPE_CHECKING
 
-from fpsim.compiling import sources as _sources  # noqa: F401  # first: it reads the files whose imports follow
+# First: it reads the sources of compiled code, which the next lines import. Later the files may be other ones.
+from fpsim.compiling import sources as _sources  # noqa: F401
 
 # isort: split
 from fpsim.changes import BITS, changes_since
@@ -131,7 +132,7 @@ __all__ = [
     "why",
 ]
 
-# Functions and classes of other libraries, and the calls that take their places here (docs/coming-from.md).
+# Functions and classes of other libraries, and the calls that replace them here (docs/coming-from.md).
 _NAMES_OF_OTHERS = {
     # qtorch
     "BlockFloatingPoint": "fpsim.BlockFormat(...)",
@@ -161,12 +162,14 @@ def __dir__() -> list[str]:
     return [*__all__, "__doc__", "__version__"]
 
 
+# A type checker that sees `__getattr__` accepts every name.
 if TYPE_CHECKING:
     __version__: str
-else:  # hidden from type checkers: to them every name would be there
+else:
 
     def __getattr__(name: str) -> object:
-        if name == "__version__":  # fpsim comes with the distribution ada-loss
+        if name == "__version__":
+            # fpsim comes with the distribution ada-loss.
             from importlib.metadata import version
 
             return version("ada-loss")
@@ -175,5 +178,5 @@ else:  # hidden from type checkers: to them every name would be there
             raise AttributeError(text)
         text += f", which is a name of another library. Use {_NAMES_OF_OTHERS[name]} (docs/coming-from.md)."
         caller = _currentframe().f_back
-        # `from fpsim import OptimLP` asks by hasattr, and would replace an AttributeError by a sentence of its own
+        # `from fpsim import OptimLP` would replace an AttributeError by an error of its own, without the hint.
         raise (ImportError if caller and caller.f_code.co_name == "_handle_fromlist" else AttributeError)(text)

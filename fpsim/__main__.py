@@ -26,7 +26,8 @@ from fpsim.tensors.golden import replay
 from fpsim.tensors.verify import verify
 from fpsim.warming import STEPS, compile_steps
 
-_NAMES: dict[str, tuple[Callable[[Any], bool], str]] = {  # of `why`, which a script may define
+# Arguments of `why` that a script may define, with a test of the value and its words.
+_NAMES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optimizer": (lambda x: isinstance(x, torch.optim.Optimizer), "a torch.optim.Optimizer"),
     "scaler": (lambda x: all(callable(getattr(x, name, None)) for name in ("scale", "step", "update")), "a GradScaler"),
     "batches": (lambda x: isinstance(x, int) and not isinstance(x, bool), "the number of batches of `step(i)`"),
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.command in ("why", "mismatch"):
         return _why(parser, chosen.script) if chosen.command == "why" else _mismatch(parser, chosen)
     if chosen.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda was given, and torch sees no card. Expected here: --device cpu.")
+        parser.error("Got --device cuda, and torch sees no card. Expected here: --device cpu.")
     return _warm(parser, chosen.device) if chosen.command == "warm" else _verify(chosen)
 
 
@@ -95,14 +96,15 @@ def _mismatch(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> in
         value = loaded[file][name]
         made.append(value() if callable(value) and not isinstance(value, torch.nn.Module) else value)
     models = [side for side in made[:2] if isinstance(side, torch.nn.Module)]
-    # of two models by their docs; with a dump some 40 changes of the model are tried too
+    # An upper bound for the progress: 20 and two for each module; with a dump some 40 changes of the model are tried.
     passes, most = count(1), (60 if any(is_dump) else 20) + 2 * sum(1 for model in models[:1] for _ in model.modules())
     progress = (lambda: _show_progress(next(passes), most, "passes, at most")) if sys.stderr.isatty() else None
     try:
         found = mismatch(*made, attribution=chosen.attribution, progress=progress)
     except (FileNotFoundError, ValueError) as error:
+        # Without a dump the error is that of the user's own code, whose traceback says where.
         if not any(is_dump):
-            raise  # of the user's own code, whose traceback says where
+            raise
         parser.error(str(error))
     if progress is not None:
         print(file=sys.stderr)
@@ -111,7 +113,8 @@ def _mismatch(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> in
 
 
 def _run_script(script: str, name: str) -> dict[str, Any]:
-    """The names that a Python file defines; code under `if __name__ == "__main__":` is not run."""
+    """Return the names that a Python file defines; code under `if __name__ == "__main__":` is not run."""
+    # Its folder goes on the path, as when Python runs the file, so that it can import its neighbours.
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         return runpy.run_path(script, run_name=name)
@@ -168,7 +171,7 @@ def _warm(parser: argparse.ArgumentParser, device: str) -> int:
 
 
 def _show_progress(done: int, total: int, name: str) -> None:
-    """A bar that overwrites itself on a terminal; a line for each step elsewhere."""
+    """Print a bar that overwrites itself on a terminal; a line for each step elsewhere."""
     bar = ("#" * (30 * done // total)).ljust(30, ".")
     end = "\r" if sys.stderr.isatty() else "\n"
     print(f"[{bar}] {done}/{total} {name:28}", end=end, file=sys.stderr, flush=True)

@@ -50,6 +50,7 @@ def require_memory(model: nn.Module) -> None:
                 f"{name} of the model is {_kind(x)}, where tensors hold no numbers. Expected: a model on cpu or "
                 f"cuda. Give it memory with model.to_empty(device='cpu'), and load its numbers."
             )
+    # A model of real tensors may be called under the mode, which then makes fake results of them.
     if is_stand_in(torch.empty(0, device="cpu")):
         raise TypeError(
             "This is called under a FakeTensorMode, where tensors hold no numbers. Expected: a call outside of its "
@@ -72,7 +73,7 @@ def require_initialised(model: nn.Module) -> None:
 
 
 def require_result(x: Tensor, what: str, verb: str) -> None:
-    """Raise TypeError for a result of a step that is meta or fake, as a batch of such tensors makes it.
+    """Raise TypeError for a result of a step that is meta or fake, as with a batch of such tensors.
 
     what, verb: the result in words, and the public function that reads its numbers.
     """
@@ -107,6 +108,7 @@ def require_optimizer(optimizer: Any, name: str = "optimizer") -> None:
     Traceback (most recent call last):
     TypeError: optimizer is 'sgd', of type str. Expected: a torch.optim.Optimizer.
     """
+    # By an attribute too, since not every wrapper is a subclass.
     if not isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "param_groups"):
         kind = type(optimizer).__name__
         raise TypeError(f"{name} is {shown(optimizer)}, of type {kind}. Expected: a torch.optim.Optimizer.")

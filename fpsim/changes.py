@@ -45,11 +45,11 @@ CHANGES: dict[int, tuple[str, ...]] = {
         "operands are subnormal, and overflows of such groups toward zero",
     ),
 }
-BITS = max(CHANGES)  # 1 was everything before they were counted
+BITS = max(CHANGES)  # 1: all releases before the count began
 
 
 def changes_since(bits: int) -> str:
-    """Describe the features whose numbers differ from those of a version; "" if none do.
+    """Describe the features whose numbers differ from those of a version; "" without differences.
 
     Args:
         bits: the version, from 1.

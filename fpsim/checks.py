@@ -43,7 +43,7 @@ DISTRIBUTION = "ada-loss"  # the name on the package index, where `fpsim` is ano
 
 
 def pip_install(extra: str, *others: str) -> str:
-    """The command that installs an extra of this library, for an error; `others` are extras that would do as well.
+    """Return the command that installs an extra of this library, for an error; `others` are equally good extras.
 
     It names the checkout or the file that the library was installed from, and the package where it came from an index:
     "pip install -e '/home/me/ada-loss[lab]'", "pip install 'ada-loss[lab]'".
@@ -68,7 +68,7 @@ def _installed_from() -> str:
     if is_editable and url.startswith("file:///"):
         return f"{unquote(url.removeprefix('file://'))}[{{extra}}]"
     if url and "vcs_info" in record:
-        # pip before 24.1, which comes with Python 3.11 and 3.12, takes git+file:// with a host alone
+        # pip before 24.1, which comes with Python 3.11 and 3.12, accepts git+file:// only with a host.
         url = url.replace("file:///", "file://localhost/", 1)
         return f"{words} @ {record['vcs_info'].get('vcs', 'git')}+{url}"
     return f"{words} @ {url}" if url else words
@@ -91,27 +91,29 @@ def warn_of_namesake() -> None:
     )
 
 
-LONGEST_WORD = 1000  # that is looked at for near ones
+LONGEST_WORD = 1000  # characters of a word whose near matches are searched: the search takes quadratic time
 SHOWN = 100  # characters of a value in an error: more hide the sentence
 
 
 def shown(value: object) -> str:
-    """The `repr` of a given value, for an error; the middle of a long one is left out.
+    """Return the `repr` of a value, for an error; the middle of a long one is left out.
 
     >>> shown("fp9"), len(shown("-" * 1000))
     ("'fp9'", 103)
     """
+    # An integer of 5,000 digits has no `repr`, and that of a user's class may raise anything.
     try:
         text = repr(value)
-    except Exception:  # an integer of 5,000 digits has none, and a stranger's may be broken
+    except Exception:
         text = f"a value of type {type(value).__name__}"
-    if "\n" in text:  # of a tensor
+    # A tensor is printed on several lines.
+    if "\n" in text:
         text = " ".join(line.strip() for line in text.splitlines())
     return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}...{text[-SHOWN // 2 :]}"
 
 
 def few(names: Sequence[str], most: int = 5) -> str:
-    """The first of some names, for an error or a warning, and how many more there are.
+    """Return the first of some names, for an error or a warning, and the number of the others.
 
     >>> few(["a", "b", "c"], most=2)
     "'a', 'b' and 1 more"
@@ -123,7 +125,7 @@ def few(names: Sequence[str], most: int = 5) -> str:
 def did_you_mean(
     word: object, known: Iterable[str], most: int = 1, others: Mapping[str, Sequence[str]] | None = None
 ) -> str:
-    """A hint with the nearest known word, to follow the sentence with the given one; "" without a near one.
+    """Return a hint with the nearest known word, to follow the sentence with the given one; "" without a near one.
 
     others: words of other libraries, in lower case with underscores, and the known words for each.
 
@@ -147,7 +149,7 @@ def refuse(
     word: object = None,
     others: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
-    """The text of an error at the border: the given value, the expected ones, and the remedy.
+    """Return the text of an error at the border: the given value, the expected ones, and the remedy.
 
     Args:
         what: the first sentence, without its full stop.
@@ -170,7 +172,7 @@ def refuse(
 
 
 def nearest(word: object, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The known words nearest to a mistyped one, at most `most` of them, the nearest first.
+    """Return the known words nearest to a mistyped one, at most `most` of them, the nearest first.
 
     cutoff: how alike they have to be, from 0 to 1.
     """
@@ -189,7 +191,7 @@ def is_finite_number(value: object) -> bool:
     >>> is_finite_number(10**400), is_finite_number(float("nan")), is_finite_number(True)
     (True, False, False)
     """
-    # math.isfinite raises OverflowError for an int beyond the largest float
+    # Without `math.isfinite`, which raises OverflowError for an int beyond the largest float.
     return is_number(value) and (isinstance(value, Integral) or math.isfinite(value))  # type: ignore[arg-type]
 
 
@@ -244,7 +246,7 @@ def require_number(name: str, value: object, least: float | None = None, most: f
 
 
 def number_of(name: str, value: Any) -> float:
-    """A number, or what holds one number, as a float. Raises TypeError for anything else, and for one too large.
+    """Return a number, or a tensor or array of one number, as a float. Raises TypeError for others and too large ones.
 
     >>> number_of("value", 2)
     2.0
@@ -252,7 +254,8 @@ def number_of(name: str, value: Any) -> float:
     try:
         if not isinstance(value, str | bytes | bool):
             return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of a tensor with several
+    # RuntimeError is torch's, for a tensor with several numbers.
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         pass
     raise TypeError(f"{name}={shown(value)} is not a number that float64 holds. Expected: a number, such as 1.5.")
 
@@ -272,13 +275,14 @@ def require_word(name: str, value: object, known: Iterable[str]) -> None:
 
 
 def require_callable(name: str, value: object, example: str) -> None:
-    """Raise TypeError for what cannot be called.
+    """Raise TypeError for a value that cannot be called.
 
     >>> require_callable("step", 3, "lambda: loss(model(x)).backward()")
     Traceback (most recent call last):
     TypeError: step is 3, which cannot be called. Expected: a function, such as lambda: loss(model(x)).backward().
     """
-    if isinstance(value, type) and hasattr(value, "named_parameters"):  # of torch.nn
+    # A class of torch.nn can be called, but makes a module instead of running one. Without an import of torch.
+    if isinstance(value, type) and hasattr(value, "named_parameters"):
         raise TypeError(f"{name} is {shown(value)}, a class. Expected: a function, or a module: {value.__name__}().")
     if not callable(value):
         raise TypeError(f"{name} is {shown(value)}, which cannot be called. Expected: a function, such as {example}.")
@@ -296,7 +300,7 @@ def require_mapping(name: str, value: object, example: str) -> None:
 
 
 def require_iterable(name: str, value: Any, example: str) -> list[Any]:
-    """The items of a list or another iterable. Raises TypeError for a word, a mapping, and anything without items.
+    """Return the items of a list or another iterable. Raises TypeError for a string, a mapping, or no iterable.
 
     >>> require_iterable("formats", ("fp16", "bf16"), "['fp16']")
     ['fp16', 'bf16']
@@ -328,7 +332,7 @@ def required_arguments(function: Callable[..., object]) -> int:
 def known_arguments(elsewhere: Callable[[str], str] | None = None) -> Callable[[Called], Called]:
     """Decorate a function, or a class: the error for an unknown keyword argument names the nearest known one.
 
-    elsewhere: gives for a name the sentence that says where it belongs instead, or "".
+    elsewhere: returns for a name the sentence that says where it belongs instead, or "".
 
     >>> @known_arguments()
     ... def paint(colour, *, thick=False):
@@ -354,6 +358,7 @@ def known_arguments(elsewhere: Callable[[str], str] | None = None) -> Callable[[
 
         if not is_class:
             return checked  # type: ignore[return-value]
+        # The class itself stays, for isinstance, pickle and subclasses.
         called.__init__ = checked  # type: ignore[misc, method-assign]
         return called
 

@@ -85,14 +85,14 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, weights_only: bo
 
 
 class _Weight(NamedTuple):
-    """A weight that is packed."""
+    """A weight to be packed."""
 
     module: str
     layout: Layout
 
 
 class _Found:
-    """The written part of a model: its tensors, which of them are packed, and a row for each of these."""
+    """Written parts of a model: its tensors, which of them are packed, and a row for each of these."""
 
     def __init__(self, model: nn.Module, weights_only: bool) -> None:
         forwards = {id(module): forward for module, forward in emulated_forwards(model)}
@@ -105,6 +105,7 @@ class _Found:
         self._names = _names_by_parameter(model)
         if not weights_only:
             _require_weights_alone(model, forwards)
+        # Shared modules under each of their names, as `state_dict` has them and a loader looks for them.
         for name, module in model.named_modules(remove_duplicate=False):
             self._take(name, module, forwards.get(id(module)))
         if not self.packed:
@@ -114,7 +115,7 @@ class _Found:
             )
 
     def _take(self, name: str, module: nn.Module, forward: EmulatedForward | None) -> None:
-        """Take the module's own parameters and buffers."""
+        """Collect the module's own parameters and buffers."""
         if forward is not None and any(True for _ in _quantised(forward)) and _computes_weights(module):
             raise ValueError(
                 f"The weights of {name or '(model)'} are computed from others, as by a parametrization, and a "
@@ -168,7 +169,8 @@ def _row(name: str, spec: Spec, found: Packed, dtype: torch.dtype) -> dict[str, 
 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's own parameters and persistent buffers by name. Raises ValueError for extra state."""
+    """Yield a module's own parameters and persistent buffers by name. Raises ValueError for extra state."""
+    # By `state_dict`, which leaves out buffers that are not persistent, and which modules override.
     own = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
     for key, x in module.state_dict(keep_vars=True).items():
         if key in own:
@@ -180,7 +182,8 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _own(x: Tensor) -> Tensor:
-    """A copy on the CPU: safetensors refuses tensors that share memory."""
+    """Return a copy on the CPU."""
+    # Always a copy: safetensors refuses tensors that share memory.
     return x.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
@@ -208,7 +211,7 @@ def _quantised(forward: EmulatedForward) -> Iterator[Spec]:
 
 
 def _spec_of_weight(name: str, module: nn.Module, forward: EmulatedForward | None) -> Spec | None:
-    """The format of a module's weight as an operand; None if it enters products unrounded."""
+    """Return the format of a module's weight as an operand; None if it enters products unrounded."""
     if forward is None or forward.products is None:
         return None
     operand = forward.products.specs.fprop[1]
@@ -216,6 +219,7 @@ def _spec_of_weight(name: str, module: nn.Module, forward: EmulatedForward | Non
     if spec is None or not any(x.dim() > 1 for x in module.parameters(recurse=False)):
         return None
     what = f"The weight of {name or '(model)'}"
+    # An embedding looks numbers up, and multiplies nothing.
     if isinstance(module, nn.Embedding) or is_dense(spec):
         return spec if isinstance(module, nn.Linear) else None
     if not isinstance(module, nn.Linear):
@@ -224,7 +228,9 @@ def _spec_of_weight(name: str, module: nn.Module, forward: EmulatedForward | Non
             f"weights of nn.Linear alone. Leave it in float32: Policy(overrides={{{name!r}: None}})."
         )
     if isinstance(spec.fmt, OwnFormat):
-        raise ValueError(f"{what} is rounded by a function, {spec.fmt}, which the layout has no name for.")
+        raise ValueError(
+            f"{what} is rounded by a function, {spec.fmt}, for which the layout has no name. Expected: {EXPECTED}."
+        )
     assert operand is not None
     if operand.hadamard is not None:
         raise ValueError(
@@ -237,7 +243,7 @@ def _spec_of_weight(name: str, module: nn.Module, forward: EmulatedForward | Non
 
 
 def _role_of_linear(spec: Spec | None, forward: EmulatedForward) -> Spec | None:
-    """The format in which the weight of an nn.Linear is stored: the operand's, else that of its role."""
+    """Return the format in which the weight of an nn.Linear is stored: the operand's, else that of its role."""
     return forward.specs.weight if spec is None else spec
 
 
@@ -256,7 +262,7 @@ def _require_weights_alone(model: nn.Module, forwards: dict[int, EmulatedForward
         if words:
             raise ValueError(
                 f"{name or type(model).__name__} rounds more than weights in its forward pass: {', '.join(words)}. A "
-                f"checkpoint has no place for that, and who loads it computes other numbers. Use weights_only=True to "
+                f"checkpoint has no place for that, and its loader computes other numbers. Use weights_only=True to "
                 f"leave it out, or a policy of weights: Products(fprop=(None, 'mxfp4'))."
             )
 
@@ -265,17 +271,18 @@ def _require_weights_alone(model: nn.Module, forwards: dict[int, EmulatedForward
 
 
 def _config(model: nn.Module, found: _Found) -> dict[str, Any]:
-    """The content of config.json: the model's own, if it has one as transformers writes it, and how it is packed."""
+    """Return the content of config.json: a transformers model's own configuration, and the layouts of its weights."""
     own = getattr(model, "config", None)
     content: dict[str, Any] = {}
     if callable(getattr(own, "to_json_string", None)):
         content = json.loads(own.to_json_string())  # type: ignore[union-attr]
         dtype = next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
         content |= {"architectures": [type(model).__name__], "dtype": str(dtype).removeprefix("torch.")}
+    # Keyed by their text, because a layout holds a dictionary.
     layouts: dict[str, tuple[Layout, list[str]]] = {}
     for weight in found.packed:
         layouts.setdefault(json.dumps(weight.layout), (weight.layout, []))[1].append(weight.module)
-    # One layout is named by the class, as other tools write it; of several each names its modules.
+    # A single layout names the class, as other tools write it; of several, each names its modules.
     groups = {
         f"group_{i}": {
             "targets": ["Linear"] if len(layouts) == 1 else names,
@@ -314,10 +321,11 @@ def _new_folder(folder: Any) -> Path:
         path = Path(folder).resolve()
         is_taken = path.exists() and not (path.is_dir() and not any(path.iterdir()))
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error  # without the path, which may be the reason
-        raise ValueError(f"folder={shown(folder)} cannot be looked at: {why}. Expected: a new path.") from None
+        # Without the path, which may be too long to print.
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"folder={shown(folder)} cannot be read: {why}. Expected: a new path.") from None
     if is_taken:
-        raise FileExistsError(f"{shown(str(folder))} is there, and is not an empty folder. Expected: a new path.")
+        raise FileExistsError(f"{shown(str(folder))} exists, and is not an empty folder. Expected: a new path.")
     return path
 
 
@@ -327,14 +335,17 @@ def _write(target: Path, save_file: Any, tensors: dict[str, Tensor], config: dic
     beside = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
     beside.mkdir()
     try:
-        save_file(tensors, beside / WEIGHTS, metadata={"format": "pt"})  # which transformers asks for
+        # transformers refuses a file without this entry.
+        save_file(tensors, beside / WEIGHTS, metadata={"format": "pt"})
         text = json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + "\n"
         (beside / CONFIG).write_text(text, encoding="utf-8")
         for path in (beside / WEIGHTS, beside / CONFIG):
+            # Or a crash of the machine could leave the new name on an empty file.
             with open(path, "rb+") as file:
-                os.fsync(file.fileno())  # or a crash of the machine could leave the new name on an empty file
+                os.fsync(file.fileno())
+        # It is empty, and not every system renames onto a folder.
         if target.exists():
-            target.rmdir()  # empty: not every system renames onto a folder
+            target.rmdir()
         os.rename(beside, target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -358,7 +369,7 @@ EXPECTED = (
 class Layout(NamedTuple):
     """Description of a weight for a loader.
 
-    format: its word for how tensors are packed.
+    format: the loader's name of the packing.
     weights: its arguments of quantisation, as JSON.
     """
 
@@ -371,7 +382,7 @@ class Packed(NamedTuple):
 
     tensors: by their names in the module.
     emulated: the numbers that the emulated model computes with, float32.
-    loaded: those that the loader makes of the tensors, in its arithmetic and its dtype.
+    loaded: those that the loader computes from the tensors, in its arithmetic and its dtype.
     """
 
     tensors: dict[str, Tensor]
@@ -393,7 +404,7 @@ def _require_one_value(spec: Spec, what: str) -> None:
 
 
 def layout_of(spec: Spec, what: str) -> Layout:
-    """The layout of a format. what: the weight, for an error. Raises ValueError for a spec without a place in it."""
+    """Return the layout of a format. what: the weight, for an error. Raises ValueError for a spec without a layout."""
     f = spec.fmt
     _require_one_value(spec, what)
     if isinstance(f, Codebook) or (isinstance(f, BlockFormat) and isinstance(f.element, Codebook)):
@@ -408,6 +419,7 @@ def layout_of(spec: Spec, what: str) -> Layout:
         return Layout(FLOAT_QUANTIZED, {**shared, "strategy": "tensor", "group_size": None})
     if not isinstance(f, BlockFormat) or f.gain != 1:
         raise ValueError(f"{what} is in {f}, for which the layout has no name. Expected: {EXPECTED}.")
+    # A second scale, of the whole tensor, is optional in NVFP4, and has no place in the others.
     known = LAYOUTS.get((str(f.element), f.block, str(f.scale)))  # type: ignore[arg-type]
     is_nvfp4 = known is not None and known[1] == "tensor_group"
     if known is not None and (is_nvfp4 or not f.tensor_scale) and f.tensor_scale in (True, False):
@@ -428,7 +440,7 @@ def layout_of(spec: Spec, what: str) -> Layout:
 
 
 def packed(weight: Tensor, spec: Spec, layout: Layout, what: str) -> Packed:
-    """The tensors of a weight, (out, in) float32, whose blocks run along the last axis.
+    """Pack a weight, (out, in) float32, whose blocks run along the last axis.
 
     Raises ValueError for a weight that is not finite, or whose length the blocks do not divide.
     """
@@ -452,7 +464,7 @@ def packed(weight: Tensor, spec: Spec, layout: Layout, what: str) -> Packed:
     if layout.format == FLOAT_QUANTIZED:
         shape = {"tensor": (1,), "channel": (-1, 1)}.get(layout.weights["strategy"], tuple(scales.shape))
         tensors = {"weight": blocks.codes.view(torch.float8_e4m3fn), "weight_scale": scales.reshape(shape).contiguous()}
-        # rounded as the loader does, in float32: a product of an element and a scale, which is what decode computes
+        # The loader multiplies an element and a scale in float32, as `decode` does.
         return Packed(tensors, emulated, emulated)
     each = scales.repeat_interleave(size, -1)
     if layout.format == "nvfp4-pack-quantized":
@@ -469,14 +481,14 @@ def packed(weight: Tensor, spec: Spec, layout: Layout, what: str) -> Packed:
 
 
 def _in_three_bytes(codes: Tensor) -> Tensor:
-    """Four codes of 6 bits in three bytes, the first one in the lowest bits."""
+    """Pack four codes of 6 bits each into three bytes, the first one in the lowest bits."""
     of_four = codes.to(torch.int32).unflatten(-1, (-1, 4)) << torch.tensor([0, 6, 12, 18], dtype=torch.int32)
     word = of_four.sum(-1, dtype=torch.int32)
     return torch.stack([word & 255, word >> 8 & 255, word >> 16], -1).to(torch.uint8).flatten(-2)
 
 
 def rounded_role(x: Tensor, spec: RoundingSpec | None, what: str) -> Tensor:
-    """A parameter as its module uses it, in its own dtype. Raises ValueError where that is another in each call."""
+    """Return a parameter as its module uses it, in its own dtype. Raises ValueError for stochastic rounding."""
     if spec is None:
         return x.detach()
     _require_one_value(spec, what)

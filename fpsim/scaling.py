@@ -116,8 +116,8 @@ __all__ = [
 def gradients_have_scales(policy: Policy) -> bool:
     """True if each gradient that enters a product in a smaller format has a scale of its own there.
 
-    A loss scale, or one for each layer, has nothing to do then. False where a role rounds gradients to a format with
-    fewer exponents than float32, and for a policy with overrides, which may do so.
+    A loss scale, or one for each layer, then changes nothing. False if a role rounds gradients to a format with fewer
+    exponents than float32, and for a policy with overrides, which may do so.
 
     >>> from fpsim import recipe
     >>> [gradients_have_scales(recipe(name)) for name in ("mxfp8", "bf16", "fp16")]
@@ -126,6 +126,7 @@ def gradients_have_scales(policy: Policy) -> bool:
     if policy.products is None or policy.overrides:
         return False
     specs = policy.specs()
+    # -126: the least exponent of a normal float32.
     by_role = all(spec is None or spec.fmt.min_exponent <= -126 for spec in (specs.error, specs.weight_grad))
     gradients = (policy.products.specs.dgrad[0], policy.products.specs.wgrad[0])
     return by_role and all(g is None or isinstance(g.fmt, BlockFormat) for g in gradients)

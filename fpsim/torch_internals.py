@@ -1,7 +1,7 @@
 """Every private name of torch that is used, each behind a function that documents its assumed meaning.
 
-`tests/fpsim/test_torch_internals.py` holds each belief against the installed torch. Where a wrong belief would be
-silent (who else holds this gradient's memory?) it is measured at run time, and the safe way is taken if it fails.
+`tests/fpsim/test_torch_internals.py` checks each assumption against the installed torch. Where a wrong one would be
+silent (who else holds this gradient's memory?) it is measured at run time, with a safe fallback.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ current_stream_handle: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None
 
 # Asked several times in each call of an emulated model: functions of C, without a frame of Python around them.
 
-# How often the memory of a tensor was written to, by torch and through any of its views. Not for inference tensors.
+# The number of writes to the memory of a tensor, by torch and through any of its views. Not for inference tensors.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 # The tensor that another one is a view of, as autograd sees it; None for a tensor that is not a view.
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
@@ -92,7 +92,8 @@ share_storage: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type:
 
 
 def has_history(x: Tensor) -> bool:
-    """True if autograd knows how `x` was made. It raises for some views whose base was written to."""
+    """True if autograd knows how `x` was made."""
+    # autograd raises for some views whose base was written to.
     try:
         return x.grad_fn is not None
     except RuntimeError:
@@ -110,11 +111,9 @@ FORMER = "_former_parameters"  # where a replica of nn.DataParallel keeps its su
 
 
 def direct_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """The current values of the module's own parameters, plain tensors too; absent ones are left out.
-
-    A replica of nn.DataParallel keeps them under another name.
-    """
+    """Yield the current values of the module's own parameters, plain tensors too; absent ones are left out."""
     own = module._parameters.values()
+    # A replica of nn.DataParallel keeps them under another name.
     former = module.__dict__.get(FORMER)
     return (p for p in (own if former is None else (*own, *former.values())) if p is not None)
 
@@ -128,14 +127,12 @@ held_by: Callable[[nn.Module], Any] = attrgetter("_parameters", "_buffers", "_mo
 def standing_in(
     module: nn.Module, tensors: dict[str, Tensor], others: Sequence[Tensor] = ()
 ) -> Iterator[dict[int, Tensor]]:
-    """A block in which these tensors replace parameters and buffers, tied ones in each of their places.
+    """Replace parameters and buffers by these tensors inside of the block, tied ones in each of their places.
 
-    What stands in for a parameter is one to `isinstance`, wherever it is handed on: in a list, as an argument, in the
-    slice of a ParameterList, which makes a new parameter of any other tensor, without a gradient. The block is given
-    what stands in for each parameter and buffer, by the id of that.
+    Yields the stand-ins by the ids of the parameters and buffers that they replace.
 
     tensors: by the names of `named_parameters()` and `named_buffers()`.
-    others: what stands in for parameters of other modules.
+    others: stand-ins for parameters of other modules.
     Raises NotImplementedError if code in the block assigns another buffer to one of these names: it would be lost.
     """
     parameters = [*module.named_parameters()]
@@ -147,14 +144,16 @@ def standing_in(
     for place, key, x in places:
         place[key] = tensors[names[id(x)]]  # type: ignore[assignment]
     try:
+        # `isinstance(x, nn.Parameter)` reads this attribute. A ParameterList's slice would make new parameters, without
+        # a gradient, of plain tensors.
         for x in marked:
-            x._is_param = True  # what isinstance(x, nn.Parameter) asks
+            x._is_param = True
         yield {of: tensors[name] for of, name in names.items()}
         for place, key, x in places:
             if place.get(key) is not tensors[names[id(x)]]:
                 raise NotImplementedError(
-                    f"The forward of {type(module).__name__} puts a new tensor in the place of {names[id(x)]!r}, which "
-                    f"a compiled program cannot keep. Expected: change it in place, self.{key}.copy_(...)."
+                    f"The forward of {type(module).__name__} assigns a new tensor to {names[id(x)]!r}, which a "
+                    f"compiled program cannot keep. Expected: change it in place, self.{key}.copy_(...)."
                 )
     finally:
         for place, key, x in places:
@@ -171,7 +170,7 @@ def parametrization_lists(module: nn.Module) -> Iterator[ParametrizationList]:
 
 
 def may_compute_weights(module: nn.Module) -> bool:
-    """True if there is any need to look for what computes the module's weights; asked before each forward."""
+    """True if something may compute the module's weights; asked before each forward."""
     return "parametrizations" in module._modules or bool(module._forward_pre_hooks)
 
 
@@ -191,7 +190,7 @@ class ComputingHook(NamedTuple):
 
 
 def computing_hooks(module: nn.Module) -> Iterator[ComputingHook]:
-    """The hooks of the module by which `torch.nn.utils` computes its weights: older norms, and pruning."""
+    """Yield the hooks of the module by which `torch.nn.utils` computes its weights: older norms, and pruning."""
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm):
             yield ComputingHook(hook, "compute_weight", hook.name, (f"{hook.name}_g", f"{hook.name}_v"))
@@ -201,17 +200,17 @@ def computing_hooks(module: nn.Module) -> Iterator[ComputingHook]:
             yield ComputingHook(hook, "apply_mask", hook._tensor_name, (f"{hook._tensor_name}_orig",))
 
 
-# The frame that asks. `inspect.currentframe` is a function of Python, in which an attribute's time doubles.
+# The caller's frame. `inspect.currentframe` is a Python function, with which reading an attribute takes twice as long.
 own_frame: Callable[[], types.FrameType] = sys._getframe
 
-# Compared by identity: to look for a code among several takes its hash, which is made anew each time, in 1 us.
+# Compared by identity: a look-up among several code objects hashes them, each time again, in 1 us.
 _CALLER, _OUTER_CALLER = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
 _INNER_CALLER = next((c for c in _CALLER.co_consts if isinstance(c, types.CodeType)), None)  # with hooks
 _FUNCTIONAL_CALL = stateless._functional_call.__code__
 
 
 def called_module() -> nn.Module | None:
-    """The module whose call runs its replaced `forward`; None if that was called by other code."""
+    """Return the module whose call runs its replaced `forward`; None if other code called that."""
     frame = sys._getframe(2)
     code = frame.f_code
     return frame.f_locals.get("self") if code is _CALLER or code is _INNER_CALLER else None
@@ -228,7 +227,8 @@ def is_called_functionally() -> bool:
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """True if `module` is what `torch.compile` makes of a module; without its import, which takes a second."""
+    """True if `module` was made by `torch.compile`."""
+    # Without importing torch._dynamo, which takes a second.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
@@ -241,19 +241,21 @@ _UNLIKELY = 0x5EED_0F_F9_51_4D  # a seed that nobody else takes
 
 @contextmanager
 def watched_seeds() -> Iterator[Callable[[], str | None]]:
-    """A block that is given a function: who drew from a global state of random numbers within it, or seeded one.
+    """Yield a function that names the global generator that was drawn from, or seeded, inside of the block.
 
-    To be entered where torch.compile traces: no operation of torch draws then. All are put back, as Dynamo does with
-    torch's and Python's, for the forward may run again without a compiler.
+    To be entered while torch.compile traces, when no operation of torch draws. All generators are restored.
     """
+    # Restored, as Dynamo does with torch's and Python's, because the forward may run again without a compiler.
     generator, forked, set_state = torch.default_generator, [], torch.set_rng_state
 
-    def noted(*args: Any, **kwargs: Any) -> Any:  # of fork_rng: nothing else is left of a seed in it
+    # Called by fork_rng, which leaves no other trace of a seed inside of it.
+    def noted(*args: Any, **kwargs: Any) -> Any:
         forked.append(True)
         return set_state(*args, **kwargs)
 
     def state_of_torch() -> bytes:
-        with _disable_current_modes():  # a state is a tensor, and would be a fake one
+        # Under a mode the state, a tensor, would be a fake one.
+        with _disable_current_modes():
             return bytes(generator.get_state().numpy())
 
     def state_of_numpy() -> tuple[bytes, int]:
@@ -281,14 +283,14 @@ def watched_seeds() -> Iterator[Callable[[], str | None]]:
 
 
 def is_traced(x: Tensor) -> bool:
-    """True if `x` stands for a tensor of a program that torch.compile makes, outside of transforms."""
+    """True if `x` stands for a tensor of a program that torch.compile is making, outside of transforms."""
     if type(x) is Tensor or type(x) is nn.Parameter or torch.compiler.is_exporting():
         return False
     return _is_of_program(x) and not has_transform() and forward_ad._current_level < 0
 
 
 def is_recorded(x: Tensor) -> bool:
-    """`is_traced`, also within a transform that the program takes."""
+    """True if `x` stands for a tensor of such a program, also within a transform."""
     return not torch.compiler.is_exporting() and _is_of_program(memory_behind(x))
 
 
@@ -308,12 +310,12 @@ def compile_as_one(function: Callable[..., Any]) -> None:
 
 
 # `map_leaves(f, tree)` copies containers that torch knows, with f(leaf) instead of each leaf. `register_container`
-# makes a type one, by what takes it apart and what makes it again, which the compiler reads line by line.
+# registers a type as one, by two functions that flatten and restore it, which the compiler reads line by line.
 map_leaves, register_container = _pytree.tree_map, _pytree.register_pytree_node
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors in such containers: in tuples, lists, dictionaries and their named kinds, however they are nested."""
+    """Return the tensors in such containers: in tuples, lists, dictionaries and named tuples, however nested."""
     return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -324,8 +326,8 @@ def fuse_in_inductor(operator: Any, inside: Callable[..., Any]) -> None:
     """Let inductor write `inside(ops, dtype, *arguments)` where a program calls an element-wise operator.
 
     operator: of tensors and words; the first tensor gives shape and dtype.
-    inside: is given an element instead of each tensor.
-    Does nothing where torch.compile was not imported, or where it was done.
+    inside: gets an element instead of each tensor.
+    Does nothing if torch.compile was not imported, or for the second time.
     """
     if operator in _fused or "torch._dynamo" not in sys.modules:
         return
@@ -347,11 +349,9 @@ def fuse_in_inductor(operator: Any, inside: Callable[..., Any]) -> None:
 
 
 def blind_to_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of one of torch's Python functions that asks no mode itself: the calls inside of it are seen one by one.
-
-    torch's functions begin with `if has_torch_function(...)`; the copy finds another answer under that name.
-    """
+    """Copy one of torch's Python functions so that it calls no mode itself: a mode sees the calls inside of it."""
     assert isinstance(function, types.FunctionType)
+    # torch's functions begin with `if has_torch_function(...)`; the copy finds another answer under that name.
     blind = {**function.__globals__, "has_torch_function": lambda *args: False}
     copy = types.FunctionType(function.__code__, blind, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -359,20 +359,16 @@ def blind_to_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def constant_under_compile(function: Function) -> Function:
-    """torch.compile takes the function's results for constants of the graph.
-
-    As torch.compiler.assume_constant_result, without its import of torch._dynamo, which takes a second.
-    """
+    """Let torch.compile take the function's results for constants of the graph."""
+    # As torch.compiler.assume_constant_result, without its import of torch._dynamo, which takes a second.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def apart_from_compiler(function: Function) -> Function:
-    """Never trace calls of `function`, nor those inside it.
-
-    As torch.compiler.disable, whose import of torch._dynamo is most of the time in which fpsim would be imported: it is
-    not needed before something else has imported it, for nothing is traced till then.
-    """
+    """Never trace calls of `function`, nor those inside it."""
+    # As torch.compiler.disable, whose import of torch._dynamo would be most of the time in which fpsim is imported.
+    # Nothing is traced before something else has imported it.
     disabled: Any = None
 
     @functools.wraps(function)
@@ -388,7 +384,7 @@ def apart_from_compiler(function: Function) -> Function:
 
 
 def tell_of_swaps(told: Callable[[Tensor], None]) -> None:
-    """From here on `told(x)` runs before `torch.utils.swap_tensors` asks whether anything refers to `x` weakly."""
+    """Patch `torch.utils.swap_tensors` to run `told(x)` before it asks whether anything refers to `x` weakly."""
     home: Any = torch.utils
     known = home.weakref
 
@@ -400,14 +396,14 @@ def tell_of_swaps(told: Callable[[Tensor], None]) -> None:
 
 
 def operation_homes() -> list[Any]:
-    """The namespaces in which operations are registered: `torch.ops.aten` and its like."""
+    """Return the namespaces in which operations are registered: `torch.ops.aten` and its like."""
     return [getattr(torch.ops, library) for library in torch.ops]
 
 
 def written_arguments(function: Callable[..., Any]) -> tuple[frozenset[int], frozenset[str]]:
-    """The positions and names of the arguments that an operation writes to, as its schema says; `out=` aside.
+    """Return positions and names of the arguments that an operation writes to by its schema; `out=` aside.
 
-    For one of torch's operators, for a custom one, and for a function of torch that bears an operator's name.
+    function: an operator of torch or a custom one, or a function of torch with the name of an operator.
     """
     overloads: list[Any] = []
     if isinstance(function, torch._ops.OpOverload):
@@ -422,8 +418,9 @@ def written_arguments(function: Callable[..., Any]) -> tuple[frozenset[int], fro
     for overload in overloads:
         name = overload._schema.name
         for i, argument in enumerate(overload._schema.arguments):
+            # TorchScript sorts a list in place, under the name of torch.sort.
             if str(argument.type).startswith("List") and "foreach" not in name and name.startswith("aten::"):
-                continue  # TorchScript sorts a list in place, under the name of torch.sort
+                continue
             if argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out:
                 positions.add(i)
                 names.add(argument.name)
@@ -433,7 +430,7 @@ def written_arguments(function: Callable[..., Any]) -> tuple[frozenset[int], fro
 def wrap_checkpoints(
     wrap: Callable[[Callable[..., Any], tuple[Any, ...]], Callable[..., Any]], settle: Callable[[Any], None]
 ) -> None:
-    """Let every function that torch.utils.checkpoint will run again be replaced by `wrap(function, args)` first.
+    """Patch torch.utils.checkpoint to replace every function that it will run again by `wrap(function, args)`.
 
     settle: called with the outputs of a reentrant checkpoint, before autograd sees them. It may refuse them.
     """
@@ -454,7 +451,7 @@ def wrap_checkpoints(
     checkpoint._checkpoint_without_reentrant_generator = generator_wrapped
 
 
-# preserve_rng_state, context_fn, determinism_check, debug, early_stop: they come before the function's own arguments
+# preserve_rng_state, context_fn, determinism_check, debug, early_stop: before the function's own arguments.
 _CHECKPOINT_SETTINGS = 5
 
 
@@ -479,9 +476,9 @@ class _Holders(NamedTuple):
 _uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 _storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
-# Counts of a gradient that autograd alone holds: one that owns its memory, and one that is a view. Differs
-# between versions of Python and torch, and with how many hold a call's argument: one more under Dynamo's evaluation of
-# frames, which an error under fullgraph=True leaves on for good. So it is measured for each such number. None: the
+# Counts of a gradient that autograd alone holds: one that owns its memory, and one that is a view. They differ between
+# versions of Python and torch, and with the references to a call's argument: one more under Dynamo's evaluation of
+# frames, which an error under fullgraph=True leaves on for good. So they are measured for each such number. None: the
 # counts cannot be trusted.
 _alone: dict[int, tuple[_Holders, _Holders] | None] = {}
 _measuring = threading.Lock()
@@ -491,8 +488,8 @@ _callback_of_frames: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_fr
 def is_held_by_autograd_alone(gradient: Tensor, probe: object) -> bool:
     """True if only the autograd engine refers to the memory of this gradient, so that it may be changed in place.
 
-    Asked by a tensor hook itself: a function between them holds a reference more. False where it is not known.
-    probe: `object()`, written in the call: how many hold it tells how many hold an argument.
+    Called by a tensor hook directly: a function between them holds a reference more. False if it is unknown.
+    probe: `object()`, written in the call: its reference count is that of any argument.
     """
     measured = _alone.get(sys.getrefcount(probe))
     if measured is None:
@@ -504,22 +501,23 @@ def is_held_by_autograd_alone(gradient: Tensor, probe: object) -> bool:
     if base is not None:
         if sys.getrefcount(base) > alone.base_references or _uses(base) > alone.base_uses or not has_no_holes(base):
             return False
+    # Memory that cannot be resized was not allocated by torch: it may be NumPy's.
     storage = gradient.untyped_storage()
     if sys.getrefcount(storage) > alone.storage_references or not storage.resizable():
-        return False  # the latter is memory that torch did not allocate, such as numpy's
+        return False
     return _storage_uses(storage._cdata) <= alone.storage_uses
 
 
 def calibrate_holders(probe: object) -> None:
-    """Measure who holds a gradient that autograd alone holds, once; to be called outside of a backward pass.
+    """Measure the references to a gradient that autograd alone holds, once; to be called outside of a backward pass.
 
-    The counts are trusted if each way to hold on to a gradient raises one of them: a name, an alias, a view, its
-    storage, a NumPy array, a DLPack capsule. Nothing is measured under a debugger, which holds what frames know, nor
-    where Dynamo would compile what measures. probe: as of `is_held_by_autograd_alone`.
+    The counts are trusted if each way to hold a gradient raises one of them: a name, an alias, a view, its storage, a
+    NumPy array, a DLPack capsule. probe: as of `is_held_by_autograd_alone`.
     """
     references = sys.getrefcount(probe)
     if references in _alone or current_graph_task() >= 0:
         return
+    # A debugger holds the variables of frames, and Dynamo would compile the code that measures.
     if sys.gettrace() is not None or callable(_callback_of_frames()):
         return
     with _measuring:
@@ -530,8 +528,9 @@ def calibrate_holders(probe: object) -> None:
             for is_view in (False, True)
             for hold in (_hold_nothing, *_WAYS_TO_HOLD)
         }
+        # Another thread has begun or ended to compile meanwhile.
         if any(in_hook != references for in_hook, _ in found.values()):
-            return  # another thread began or ended to compile meanwhile
+            return
         alone = found[False, _hold_nothing][1], found[True, _hold_nothing][1]
         is_trusted = all(
             any(more > least for more, least in zip(counted, alone[is_view], strict=True))
@@ -553,7 +552,8 @@ def _count_holders(is_view: bool, hold: Callable[[Tensor], Any]) -> tuple[int, _
     """Count the references to an argument, and those in the hook of a gradient while `hold(gradient)` is alive."""
     counts: list[tuple[int, _Holders]] = []
 
-    def count(gradient: Tensor, probe: object) -> tuple[int, _Holders]:  # as is_held_by_autograd_alone
+    # A function as `is_held_by_autograd_alone`, which is called with the same number of references.
+    def count(gradient: Tensor, probe: object) -> tuple[int, _Holders]:
         base = gradient._base
         own = sys.getrefcount(gradient), _uses(gradient)
         of_base = (0, 0) if base is None else (sys.getrefcount(base), _uses(base))
@@ -575,7 +575,7 @@ def _count_holders(is_view: bool, hold: Callable[[Tensor], Any]) -> tuple[int, _
 
 
 def leaves_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The leaves that get gradients in a backward pass from these tensors."""
+    """Yield the leaves that get gradients in a backward pass from these tensors."""
     waiting, seen = [x.grad_fn for x in tensors], set()
     while waiting:
         node = waiting.pop()
@@ -588,13 +588,11 @@ def leaves_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def keep_none(ctx: Any, inputs: Any = None, output: Any = None) -> None:
-    """Pass None to a backward where no gradient arrives, as torch's own operations get: nothing behind it has one.
-
-    torch makes zeros of it by default. As `set_materialize_grads(False)`, which torch.compile refuses to trace.
-    """
+    """Pass None to a backward where no gradient arrives, as torch's own operations get, instead of zeros."""
+    # As `set_materialize_grads(False)`, which torch.compile refuses to trace.
     ctx.materialize_grads = False
 
 
 def hooks_of_gradient(x: Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """The hooks on the gradient of a leaf, and those that are called once it is in `x.grad`."""
+    """Return the hooks on the gradient of a leaf, and those that are called once it is in `x.grad`."""
     return [*(x._backward_hooks or {}).values()], [*(x._post_accumulate_grad_hooks or {}).values()]  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """torch's private names around a call: modes, transforms, hooks, replacements of a module's call; shards.
 
-`tests/fpsim/test_torch_modes.py` holds each belief against the installed torch.
+`tests/fpsim/test_torch_modes.py` checks each assumption against the installed torch.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # default. torch leaves it out of copies and pickles.
 CALL_SLOT = "_compiled_call_impl"
 
-# Functions of C, bound and not wrapped: no signal is handled between their begin and their end. A `with` block of a
-# mode handles signals before and after each of these two.
+# C functions, bound and not wrapped: Python handles no signal inside of them. A `with` block of a mode handles signals
+# before and after each of these two.
 push_mode: Callable[[TorchFunctionMode], None] = torch._C._push_on_torch_function_stack  # type: ignore[attr-defined]
 _pop: Callable[[], TorchFunctionMode] = torch._C._pop_torch_function_stack  # type: ignore[attr-defined]
 _size: Callable[[], int] = torch._C._len_torch_function_stack
-any_mode = _size  # how many function modes are on the stack of this thread; 0 for none
+any_mode = _size  # the number of function modes on the stack of this thread
 _at: Callable[[int], TorchFunctionMode] = torch._C._get_function_stack_at  # type: ignore[attr-defined]
 
 
@@ -92,7 +92,7 @@ _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_defaul
 
 
 def hooks_of_saved_tensors() -> Any:
-    """The current hooks that pack and unpack saved tensors, as saved_tensors_hooks and checkpoints set them."""
+    """Return the current hooks that pack and unpack saved tensors, as saved_tensors_hooks and checkpoints set them."""
     return _top_hooks(False)
 
 
@@ -104,7 +104,7 @@ has_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active  #
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Whether a tensor is a zero that autograd made without memory.
 _is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor  # type: ignore[assignment]
-# Whether it is a transform that shows this tensor, also one that has ended: it has no memory of its own.
+# Whether a transform shows this tensor, which then has no memory of its own; also one that has ended.
 _is_shown: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -115,15 +115,14 @@ def is_watched() -> bool:
 
 
 def is_unwatched() -> bool:
-    """True if no mode of dispatch, transform or forward-mode differentiation is there, and no hook packs saved tensors.
-
-    `is_watched` and `hooks_of_saved_tensors` in one, for who asks them in each call. Dynamo is not to come here.
-    """
+    """True if no dispatch mode, transform or forward-mode differentiation is on, and no hook packs saved tensors."""
+    # `is_watched` and `hooks_of_saved_tensors` in one, for code that runs in each call. Dynamo must not trace it.
     return not (_dispatch_modes() or has_transform() or forward_ad._current_level >= 0 or _top_hooks(False))
 
 
 def _has_mode(count: int) -> bool:
-    """True if one is not of a selective checkpoint, which keeps results in the memory in which they are rounded."""
+    """True if one of the modes may keep unrounded results."""
+    # Not that of a selective checkpoint, which keeps results in the memory in which they are rounded.
     kinds = (type(torch._C._get_dispatch_stack_at(i)) for i in range(count))
     return any(kind.__module__ != "torch.utils.checkpoint" for kind in kinds)
 
@@ -132,23 +131,22 @@ def is_plain(x: Tensor) -> bool:
     """True if a kernel may be called on the memory of `x` at once: it holds the values, and no mode sees the call."""
     if (type(x) is not Tensor and type(x) is not nn.Parameter) or torch.compiler.is_compiling():
         return False
+    # The three flags first, as `is_watched` is a frame of Python that almost no call needs.
     if (_dispatch_modes() or has_transform() or forward_ad._current_level >= 0) and is_watched():
         return False
     return not (x.is_neg() or _is_zero_tensor(x) or _is_shown(x)) and (x.is_cpu or x.is_cuda)
 
 
 def layers_behind(x: Tensor) -> Iterator[Tensor]:
-    """The tensors that transforms of torch.func show as `x`, with all samples of a batch in them; the memory last."""
+    """Yield the tensors that transforms of torch.func show as `x`, with all samples of a batch; the memory last."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
         yield x
 
 
 def after_transforms(x: Tensor) -> Tensor | None:
-    """Return `x` itself, or the tensor behind it if it belonged to a transform of torch.func that has ended. None for a
-    sample that a vmap
-    has ended with: torch refuses each call with it.
-    """
+    """Return `x` itself, or the tensor behind it if it belonged to a transform of torch.func that has ended."""
+    # None for a sample of a vmap that has ended: torch refuses each call with it.
     x = torch._C._functorch.unwrap_if_dead(x)
     return x if torch._C._functorch.maybe_get_level(x) <= (torch._C._functorch.maybe_current_level() or 0) else None
 
@@ -159,21 +157,21 @@ def is_sample(x: Tensor) -> bool:
 
 
 def memory_behind(x: Tensor) -> Tensor:
-    """The tensor that holds the numbers of what transforms of torch.func show as `x`."""
+    """Return the tensor that holds the numbers of `x`, which transforms of torch.func may show."""
     return [x, *layers_behind(x)][-1]
 
 
 def below_transforms() -> AbstractContextManager[None]:
-    """A block in which transforms of torch.func see no call: it works on the memory behind their tensors."""
+    """Return a context in which transforms of torch.func see no call: it works on the memory behind their tensors."""
     return torch._C._DisableFuncTorch()  # type: ignore[attr-defined, no-any-return]
 
 
 def modes() -> Iterator[TorchFunctionMode]:
-    """The function modes of this thread, the outermost first. Within the function of a mode it is not among them."""
+    """Yield the function modes of this thread, the outermost first; not one whose function is running."""
     return map(_at, range(_size()))
 
 
-# torch.cond, while_loop and their like: operations that are given functions
+# torch.cond, while_loop and their like: operations that take functions
 
 
 SEES_BODIES = "_fpsim_sees_bodies"  # an attribute of a mode that wants each call of those functions
@@ -195,7 +193,7 @@ def require_no_compiler() -> None:
 
 
 def _branches(body: Callable[..., Any], pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
-    """`torch.cond`: for each sample of a batch the result of its own branch, as in torch's batching rule."""
+    """Compute `torch.cond`: for each sample of a batch the result of its own branch, as torch's batching rule does."""
     if not (isinstance(pred, Tensor) and is_sample(pred)):
         return body(pred, true_fn, false_fn, operands)
     results = true_fn(*operands), false_fn(*operands)
@@ -208,7 +206,8 @@ def over_positions(function: Callable[..., Any], first: tuple[Any, ...], last: t
     from torch.nn.attention.flex_attention import _vmap_for_bhqkv
 
     def run(*args: Any) -> Any:
-        with TransformGetItemToIndex():  # table[i] with a sample's i
+        # For `table[i]` in the function, with the i of a sample.
+        with TransformGetItemToIndex():
             return _vmap_for_bhqkv(function, prefix=first, suffix=last)(*args)
 
     return run
@@ -216,17 +215,17 @@ def over_positions(function: Callable[..., Any], first: tuple[Any, ...], last: t
 
 @functools.cache
 def watch_bodies() -> None:
-    """From here on, report calls of such an operation to modes that ask to see its functions.
-
-    torch compiles the functions first, also in eager code, and refuses to do so under a mode.
-    """
+    """Patch torch to report calls of such an operation to modes that ask to see its functions."""
+    # torch compiles the functions first, also in eager code, and refuses to do so under a mode.
     from torch._higher_order_ops import utils
     from torch.nn.attention import flex_attention
 
-    name = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # it compiles on its own, and has a switch against that
+    # flex_attention compiles on its own, and has a switch against that.
+    name = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
     setattr(flex_attention, name, _UnlessWatched(getattr(flex_attention, name)))
     compile_and_call = getattr(utils, "_hop_compile_and_call", None)
-    if compile_and_call is None:  # before torch 2.13: torch's error stays
+    # A torch before 2.13 has no such function, and its error stays.
+    if compile_and_call is None:
         return
 
     def call(function: Any, args: Any, kwargs: Any = None) -> Any:
@@ -238,7 +237,7 @@ def watch_bodies() -> None:
 
 
 class _UnlessWatched:
-    """A switch of torch's that says that functions are not compiled first: on where a mode wants to see them."""
+    """Switch of torch's against compiling functions first: on if a mode wants to see them."""
 
     def __init__(self, known: Any) -> None:
         self.known = known
@@ -254,7 +253,7 @@ _SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 
 
 def skip_frames(code: CodeType, is_deep: bool = False) -> None:
-    """Let torch.compile run frames of this code as they are, as those of torch's files; if deep, all below them too."""
+    """Let torch.compile run frames of this code as they are, like torch's own; if deep, also all frames below them."""
     compiler: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
     skip, default = compiler._FrameAction.SKIP, compiler._FrameAction.DEFAULT
     compiler.set_code_exec_strategy(code, compiler._FrameExecStrategy(skip, skip if is_deep else default))
@@ -269,12 +268,11 @@ class PlainFunction(torch.autograd.Function, _Unwatched):
 
 
 def watch_functions(run: Callable[[Callable[..., Any], type, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """From here on `run(apply, cls, args, kwargs)` is called where the autograd Function `cls` is applied.
+    """Patch torch to call `run(apply, cls, args, kwargs)` when the autograd Function `cls` is applied.
 
-    Behind `cls.apply`, which code keeps under a name of its own, maybe since before this.
-
-    apply: what torch does there, a function of the class and of the arguments.
+    apply: torch's own function, of the class and of the arguments.
     """
+    # Below `cls.apply`, because code keeps that under names of its own, perhaps since before this patch.
     home: Any = torch.autograd.function
     under_transforms = home.custom_function_call
 
@@ -284,7 +282,8 @@ def watch_functions(run: Callable[[Callable[..., Any], type, tuple[Any, ...], di
     def plain_under_transforms(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not vars(cls).get(_IS_LIKE, False):
             return under_transforms(cls, *args, **kwargs)
-        with without_torch_function():  # else it is one operation to a mode, which sees nothing of its inside
+        # A mode would see one operation, and nothing of its inside.
+        with without_torch_function():
             return under_transforms(cls, *args, **kwargs)
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -308,7 +307,7 @@ def function_like(
 ) -> Any:  # fmt: skip
     """Subclass the autograd Function `cls`, under its name, so that its calls are reported.
 
-    begin: called with each context before the Function is given it.
+    begin: called with each context before the Function gets it.
     backward: called instead of the Function's own backward, with that, the context and the gradients.
     of_context: comes before torch's own class among the bases of contexts.
     """
@@ -317,7 +316,7 @@ def function_like(
     name = "vjp" if cls.vjp is not plain.vjp else "backward"
 
     def seen(method: str, is_begin: bool) -> staticmethod[..., Any]:
-        """A method of the Function whose calls are seen by the modes from any caller."""
+        """Wrap a method of the Function, so that modes see its calls from any caller."""
 
         @functools.wraps(getattr(cls, method))
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -344,7 +343,7 @@ def function_like(
 
 
 def wrap_module_hooks(wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]) -> None:
-    """From here on `wrap(module, hook)` runs instead of each full backward hook and pre-hook of a module."""
+    """Patch torch to run `wrap(module, hook)` instead of each full backward hook and pre-hook of a module."""
     from torch.utils.hooks import BackwardHook
 
     plain = BackwardHook.__init__
@@ -357,7 +356,7 @@ def wrap_module_hooks(wrap: Callable[[nn.Module, Callable[..., Any]], Callable[.
 
 
 def tell_of_forward_hooks(told: Callable[[nn.Module], None]) -> None:
-    """From here on `told(module)` runs when a forward hook or pre-hook is registered on a module."""
+    """Patch torch to run `told(module)` when a forward hook or pre-hook is registered on a module."""
 
     def telling(plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
@@ -373,7 +372,7 @@ def tell_of_forward_hooks(told: Callable[[nn.Module], None]) -> None:
 
 
 def forward_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
-    """The forward pre-hooks and hooks of a module."""
+    """Return the forward pre-hooks and hooks of a module."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
@@ -381,7 +380,8 @@ _FakeTensor: type = torch._subclasses.FakeTensor
 
 
 def is_stand_in(x: Tensor) -> bool:
-    """True if `x` has a shape and no numbers: on device meta, or of a FakeTensorMode, which says it is on the CPU."""
+    """True if `x` has a shape and no numbers: on device meta, or of a FakeTensorMode."""
+    # The type is asked too, because a fake tensor reports the device that it stands for.
     return x.is_meta or isinstance(x, _FakeTensor)
 
 
@@ -389,18 +389,17 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 def plain_tensors() -> AbstractContextManager[None]:
-    """A block that makes no inference tensors, and puts the mode of gradients back too. Of C: left at any signal."""
+    """Return a context that makes no inference tensors, and restores the grad mode too."""
+    # A C object, which restores both at any signal.
     return torch._C._InferenceMode(False)  # type: ignore[no-any-return]
 
 
 def keeps_grad_mode(function: Function) -> Function:
-    """Restore the grad mode after `function`, also if it raises.
-
-    A `with torch.no_grad()` that is interrupted while it ends leaves them off.
-    """
+    """Restore the grad mode if `function` raises."""
 
     @functools.wraps(function)
     def keeping(*args: Any, **kwargs: Any) -> Any:
+        # A `with torch.no_grad()` that a signal interrupts while it ends leaves gradients off.
         is_enabled = torch.is_grad_enabled()
         try:
             return function(*args, **kwargs)
@@ -412,10 +411,8 @@ def keeps_grad_mode(function: Function) -> Function:
 
 
 def take_off(mode: TorchFunctionMode) -> None:
-    """Take a mode off the stack of this thread, wherever and however often it is there; the others stay.
-
-    May be called again where it was interrupted.
-    """
+    """Remove a mode from the stack of this thread, wherever and however often it is there; the others stay."""
+    # Asks the stack anew in each turn, so that it may be called again after an interrupt.
     while size := _size():
         if _at(size - 1) is mode:
             _pop()
@@ -447,7 +444,7 @@ _CALLER: CodeType = nn.Module._wrapped_call_impl.__code__
 
 
 def module_called() -> nn.Module | None:
-    """The module whose call runs the replacement in its slot; None if that was called by other code."""
+    """Return the module whose call runs the replacement in its slot; None if other code called that."""
     frame = sys._getframe(2)
     return frame.f_locals.get("self") if frame.f_code is _CALLER else None
 
@@ -466,10 +463,8 @@ def hooked(x: Tensor, hook: Callable[[Tensor], Any], handles: list[Any]) -> None
 
 
 def hook_gradient(x: Tensor, hook: Callable[[Tensor], Any]) -> None:
-    """`x.register_hook(hook)` of a result, without a handle by which to take it off: that takes two thirds of the time.
-
-    The hook itself is its key, where torch has numbers.
-    """
+    """Run `x.register_hook(hook)` for a result, without a handle to remove it by."""
+    # The handle takes two thirds of the time. The hook itself is its key, where torch has numbers.
     hooks = x._backward_hooks
     if hooks is None:
         x._backward_hooks = hooks = OrderedDict()
@@ -481,7 +476,7 @@ def hook_gradient(x: Tensor, hook: Callable[[Tensor], Any]) -> None:
 GUARD = "fpsim_guard"  # by which a guard is found
 
 
-# Hooks that are taken off by themselves, not by a handle: a signal may come before anybody has that.
+# Hooks that are removed by the function itself, not by a handle: a signal may come before the handle is stored.
 
 
 def hook_steps(optimizer: Optimizer | None, before: Callable[..., Any], after: Callable[..., Any]) -> None:
@@ -505,11 +500,11 @@ def unhook_steps(optimizer: Optimizer | None, before: Callable[..., Any], after:
 
 
 class _Guard:
-    """Around the steps of an optimizer.
+    """Wrapper of the steps of an optimizer.
 
-    before: what stood instead of its method; None for the method itself.
-    step: what stands there now.
-    is_on: whether anybody is told.
+    before: the attribute that replaced its method before; None for the method itself.
+    step: the attribute that replaces it now.
+    is_on: whether errors are reported.
     """
 
     def __init__(self, before: Any) -> None:
@@ -518,11 +513,9 @@ class _Guard:
 
 
 def guard_step(optimizer: Optimizer, on_error: Callable[[], object]) -> None:
-    """Call a function where a step of this optimizer raises: hooks behind it do not run then.
-
-    As torch's schedules do, it takes the place of the method, and does not keep the optimizer alive. They take
-    `__func__` of the method that they find, so it has one.
-    """
+    """Call a function if a step of this optimizer raises: hooks after the step do not run then."""
+    # It replaces the method, as torch's schedules do, and does not keep the optimizer alive. Schedules take `__func__`
+    # of the method that they find, so it has one.
     guard = _Guard(vars(optimizer).get("step"))
     reference = weakref.ref(optimizer)
 
@@ -541,7 +534,7 @@ def guard_step(optimizer: Optimizer, on_error: Callable[[], object]) -> None:
             raise ReferenceError("The optimizer of this step is gone. Keep the optimizer itself, not its step alone.")
         return unbound(held, *args, **kwargs)
 
-    vars(unbound)[GUARD] = guard  # `functools.wraps` of a schedule takes it along
+    vars(unbound)[GUARD] = guard  # `functools.wraps` of a schedule copies it
     vars(step).update({"__func__": unbound, GUARD: guard})
     vars(optimizer)["step"] = guard.step = step
 
@@ -560,7 +553,7 @@ def unguard_step(optimizer: Optimizer) -> None:
 
 
 def unhook_call(module: nn.Module, hook: Callable[..., Any]) -> None:
-    """Take off what `module.register_forward_pre_hook(hook)` has put on; may be called again."""
+    """Undo `module.register_forward_pre_hook(hook)`; may be called again."""
     for key in _take_out(module._forward_pre_hooks, hook):
         module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -573,7 +566,7 @@ def _take_out(hooks: MutableMapping[int, Any], hook: Callable[..., Any]) -> list
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """A block in which torch's functions ask no mode and no subclass."""
+    """Return a context in which torch's functions call no mode and no subclass."""
     return torch._C.DisableTorchFunction()
 
 
@@ -588,7 +581,7 @@ class Place(NamedTuple):
 
 
 def place_of(x: Tensor) -> Place | None:
-    """The place of this rank's part of a sharded tensor (a DTensor); None for a whole one."""
+    """Return the place of this rank's part of a sharded tensor (a DTensor); None for a whole one."""
     mesh, placements = getattr(x, "device_mesh", None), getattr(x, "placements", None)
     if mesh is None or placements is None or all(p.is_replicate() for p in placements):
         return None

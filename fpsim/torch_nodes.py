@@ -68,25 +68,26 @@ in_forward_mode._dynamo_marked_constant = True  # type: ignore[attr-defined]  # 
 
 
 def slot_dtypes(node: Any) -> list[torch.dtype]:
-    """The dtypes of the gradients that arrive at a node of autograd's graph: those of the outputs of its operation."""
+    """Return the dtypes of the gradients that arrive at a node of autograd's graph: of the operation's outputs."""
     return [slot.dtype for slot in node._input_metadata]
 
 
 def slot_shapes(node: Any) -> list[tuple[int, ...]]:
-    """The shapes of the gradients that arrive at a node, of nested tensors without meaning."""
+    """Return the shapes of the gradients that arrive at a node; those of nested tensors have no meaning."""
     return [tuple(slot.shape) for slot in node._input_metadata]
 
 
 def key_of(node: Any) -> tuple[str, int]:
-    """The same for a node whenever it is asked for: its Python object may be another by then. Not for leaves.
+    """Return a key that is the same for a node whenever it is called. Not for leaves.
 
     Only nodes that two threads made at the same place of theirs share one.
     """
+    # Not `id(node)`: torch makes a new Python object for a node when the old one is gone.
     return node.name(), node._sequence_nr()
 
 
 def edge_of(x: Any) -> tuple[Any, int]:
-    """The node and the slot at which the gradient of a tensor, or of a GradientEdge, arrives; no node for a leaf."""
+    """Return the node and the slot where the gradient of a tensor or GradientEdge arrives; no node for a leaf."""
     if isinstance(x, Tensor):
         return x.grad_fn, x.output_nr
     return x.node, x.output_nr
@@ -102,19 +103,19 @@ _MOVING = f"""
     SplitWithSizes Unbind Diagonal DiagEmbed BlockDiag Flip Roll Rot90 PixelShuffle PixelUnshuffle ChannelShuffle Cat
     Stack Tril Triu Sort Topk Kthvalue Median Nanmedian Mode Max Min Amax Amin Abs Neg Relu
     """
+# torch numbers the nodes of an operation's overloads, from 0.
 _ADDS, _MOVES = (
     frozenset(f"{name}Backward{i}" for name in names.split() for i in range(4)) for names in (_ADDING, _MOVING)
 )
 
 
 def sends_sums_by_moving(x: Tensor) -> bool:
-    """True if numbers of a tensor's gradient are added up before they reach an operation that computes.
-
-    They are where values were moved to several places: by an index, or by joining a tensor with itself.
-    """
+    """True if numbers of a tensor's gradient are added up before they reach an operation that computes."""
+    # They are if values were moved to several places: by an index, or by joining a tensor with itself.
     try:
         waiting: list[Any] = [x.grad_fn]
-    except RuntimeError:  # autograd refuses to say so of some views whose base was written to
+    # autograd raises for some views whose base was written to.
+    except RuntimeError:
         return False
     if waiting[0] is None:
         return False
@@ -129,6 +130,7 @@ def sends_sums_by_moving(x: Tensor) -> bool:
         for edge in at.next_functions:
             if edge[0] is None:
                 continue
+            # A second way to one input: its gradient is the sum of both.
             if edge in seen:
                 return True
             seen.add(edge)
@@ -148,10 +150,12 @@ def is_view_of_function(x: Tensor) -> bool:
 
 
 def calls_of_backward() -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
-    """The outputs and the inputs that the running `torch.autograd.backward` or `grad` was given; asked in a hook of it.
+    """Yield the outputs and the inputs that the running `torch.autograd.backward` or `grad` got; called in its hooks.
 
-    On a card, whose nodes run in another thread than the call, those of all threads; nothing for a pass that C++ began.
+    Nothing for a pass that C++ began.
     """
+    # Read from the frame of torch's function: the engine does not tell. Nodes on a card run in another thread than the
+    # call, so that the frames of all threads are searched.
     code: Any = torch.autograd.graph._engine_run_backward.__code__
     own = sys._getframe(1)
     for last in (own, *(frame for frame in sys._current_frames().values() if frame is not own)):
@@ -166,7 +170,8 @@ def calls_of_backward() -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
 
 
 def graph_tasks_so_far() -> int:
-    """Number of backward passes begun in this process; begins one, as each gets the next number."""
+    """Number of backward passes begun in this process."""
+    # Each pass gets the next number, which only a pass can read: one without work is run.
     found: list[int] = []
     with torch.enable_grad():
         node = torch.zeros(1, device="cpu", requires_grad=True).sum().grad_fn
@@ -177,10 +182,8 @@ def graph_tasks_so_far() -> int:
 
 
 def names_in_graphs(model: nn.Module) -> dict[int, str]:
-    """The names of parameters by the id of the leaves that graphs of the model have.
-
-    FSDP2 computes with parameters of its own, which it puts in for the shards for a while.
-    """
+    """Return the names of parameters by the ids of the leaves in graphs of the model."""
+    # FSDP2 computes with parameters of its own, which replace the shards for a while.
     found = {id(p): name for name, p in model.named_parameters()}
     modules = [*model.named_modules()]
     sharded = [module for _, module in modules if hasattr(type(module), "_get_fsdp_state")]
@@ -196,29 +199,31 @@ def names_in_graphs(model: nn.Module) -> dict[int, str]:
 
 
 def convolution_of(node: Any) -> tuple[int, bool]:
-    """The groups of the convolution that a ConvolutionBackward0 belongs to, and whether it is transposed."""
+    """Return the groups of the convolution that a ConvolutionBackward0 belongs to, and whether it is transposed."""
     return node._saved_groups, node._saved_transposed
 
 
 def sum_sent_by_convolution(node: Any, shape: tuple[int, ...]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function from other numbers than a ConvolutionBackward0 has to the gradient that it sends to its input.
+    """Return a function that computes the gradient that a ConvolutionBackward0 would send to its input.
 
-    shape: of the input. The function takes the gradient that arrives and the weight, and does not hold the node.
+    shape: of the input. The function takes the gradient that arrives, and the weight.
     """
+    # Only the settings are kept: the node would keep its saved tensors alive.
     settings = node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed
     rest = node._saved_output_padding, node._saved_groups, [True, False, False]
 
     def sent(g: Tensor, weight: Tensor) -> Tensor:
-        x = torch.empty((), dtype=g.dtype, device=g.device).expand(shape)  # only its shape is looked at
+        # The operator reads only the shape of x.
+        x = torch.empty((), dtype=g.dtype, device=g.device).expand(shape)
         return torch.ops.aten.convolution_backward(g, x, weight, None, *settings, *rest)[0]
 
     return sent
 
 
 def take_float32_gradients(leaf: Tensor) -> None:
-    """Give a leaf of any dtype float32 gradients: the engine casts what arrives before hooks of the last node see it.
+    """Give a leaf of any dtype float32 gradients: the engine casts them before hooks of the last node see them.
 
-    Raises NotImplementedError where this torch cannot.
+    Raises NotImplementedError if this torch cannot.
     """
     if not HAS_GRAD_DTYPE:
         raise NotImplementedError(
@@ -228,7 +233,7 @@ def take_float32_gradients(leaf: Tensor) -> None:
     leaf.grad_dtype = torch.float32  # type: ignore[attr-defined]
 
 
-# Both are None where torch has no such name, which `require_hooks_of_nodes` refuses.
+# None in a torch without such a name, which `require_hooks_of_nodes` refuses.
 # Whether the running backward pass will call a node of the graph, or has; asked within it.
 will_run: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", None)  # type: ignore[assignment]
 # Calls a function once the running backward pass has computed all gradients; `backward` raises its errors.

@@ -16,8 +16,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Undo:
     """Stack of actions that restore state, run last in, first out.
 
-    Python handles a signal between any two calls, in a `finally` and at the first line of an `__exit__` too. So an
-    action is registered before the change that it undoes, and may run twice; and `undone` runs the stack twice.
+    Register an action before the change that it undoes. It may run twice, and before the change has happened.
     """
 
     def __init__(self) -> None:
@@ -30,31 +29,34 @@ class Undo:
     def __call__(self) -> None:
         actions = self._actions
         while actions:
+            # Removed only after it has run: a signal within it, or before the `pop`, makes it run again.
             try:
                 actions[-1]()
+            # An action that fails is not tried again; the second call of `undone` runs the others.
             except Exception:
-                actions.pop()  # the others' turn comes when it is asked again
+                actions.pop()
                 raise
             actions.pop()
 
 
 def undone(function: Callable[[Undo], Result]) -> Result:
-    """Run `function(undo)`, then undo what it registered; one interrupt meanwhile leaves nothing behind."""
+    """Run `function(undo)`, then its registered actions; one interrupt meanwhile leaves nothing changed."""
     undo = Undo()
     try:
         return function(undo)
     finally:
+        # Twice: Python handles a signal between any two calls, in a `finally` too.
         try:
             undo()
         finally:
             undo()
 
 
-# Blocks: `with` statements that are left wherever Ctrl-C comes
+# Blocks: `with` statements that are left wherever Ctrl-C comes.
 #
-# Python handles a signal at the first instruction of an `__exit__` too, before any of its lines. The object lives on
-# with the traceback, which a notebook keeps. A `with` statement alone holds the function to call at its end, and drops
-# it after any exception: then the block is left, if it has not been.
+# Python handles a signal at the first instruction of an `__exit__` too, before any of its lines, and the object lives
+# on with the traceback, which a notebook keeps. But only the `with` statement holds the function to call at its end,
+# and drops it after any exception: when it is collected, the block is left, if it has not been.
 
 
 class Exit:
@@ -67,7 +69,8 @@ class Exit:
         if block is None:
             return _leave
         leave = functools.partial(_leave, block)
-        if not block.is_inside:  # a `with` statement asks, which enters next
+        # A `with` statement reads `__exit__` before it calls `__enter__`.
+        if not block.is_inside:
             block.held = weakref.ref(leave, functools.partial(_lost, weakref.ref(block)))
         return leave
 
@@ -84,7 +87,7 @@ def _lost(block: Callable[[], Any], _: object) -> None:
 
 
 class Block(Generic[Result]):
-    """A `with` block: `begin(undo)` at its begin, and at its end the registered actions run. Decorates too.
+    """A `with` block that runs `begin(undo)`, and at its end the registered actions. Decorates functions too.
 
     begin: returns the value of the `with` statement.
     """
@@ -95,6 +98,7 @@ class Block(Generic[Result]):
     def __enter__(self) -> Result:
         if self.is_inside:
             raise RuntimeError("This block is running already. Make another one for a block inside of it.")
+        # Set first: after a signal in `begin` the block has to be left.
         try:
             self.is_inside = True
             return self._begin(self._undo)
@@ -112,7 +116,7 @@ class Block(Generic[Result]):
             self._undo()
 
     def __call__(self, function: Function) -> Function:
-        """The function, run in a block of its own each time."""
+        """Return the function, run in a block of its own each time."""
 
         @functools.wraps(function)
         def within(*args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 import torch
 from torch import nn
 
-from fpsim.compiling.notice import silence
+from fpsim.compiling.kept import silence
 from fpsim.formats.blocks import BLOCKS
 from fpsim.formats.codebook import CODEBOOKS
 from fpsim.formats.floats import CATALOGUE
@@ -32,12 +32,13 @@ _PROCESSES = 2  # a third would find little to do: the recipes share their loops
 
 
 def _small(device: str) -> nn.Module:
-    """A model with an inner layer: recipes leave out the first and the last."""
+    """Make a model with an inner layer."""
+    # Recipes leave out the first and the last.
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(device)
 
 
 def _step(model: nn.Module, device: str, update: str | None = None) -> None:
-    """A training step, with weights and states stored in few bits or not."""
+    """Run a training step, with weights and states stored in few bits if `update` is given."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if update:
         quantize_optimizer(optimizer, update)
@@ -71,7 +72,8 @@ def _formats(formats: list[str], rounding: str, device: str) -> None:
     warm_up(device, formats, [rounding])
 
 
-STEPS: dict[str, Callable[[str], None]] = {  # what runs on a device; the longest first, so that processes end together
+# Steps by name, which run on a device; the longest first, so that processes end together.
+STEPS: dict[str, Callable[[str], None]] = {
     "recipe:nvfp4": partial(_recipe, "nvfp4"),
     **{
         f"{kind}, {rounding}": partial(_formats, formats, rounding)
@@ -80,14 +82,15 @@ STEPS: dict[str, Callable[[str], None]] = {  # what runs on a device; the longes
     },
     **{f"recipe:{row.name}": partial(_recipe, row.name) for row in recipes() if row.name != "nvfp4"},
     **{f"watch {fmt}": partial(_observed, fmt) for fmt in ("fp16", "e4m3fn")},
-    # Muon runs the loops of the other updates, and takes another optimizer
+    # Muon runs the loops of the other updates, and takes another optimizer.
     **{f"update {name}": partial(_update, name) for name in UPDATES if not name.startswith("muon")},
     "products in an accumulator": _product,
 }
 
 
 def _begin() -> None:
-    """In a worker: its loops are shown by its parent, which also answers Ctrl-C."""
+    """Begin a worker."""
+    # Its parent shows its progress, and handles Ctrl-C.
     silence()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -100,7 +103,7 @@ def _run(name: str, device: str) -> None:
 def compile_steps(device: str) -> Iterator[str]:
     """Run all STEPS in this user's cache of machine code, and yield the name of each that is done.
 
-    Two processes share them where the machine has two cores. Random numbers of this process are not touched there.
+    If the machine has two cores, two other processes share them, and draw no random numbers of this one.
     """
     if device != "cpu" or (os.cpu_count() or 1) < _PROCESSES:
         silence()
@@ -108,7 +111,7 @@ def compile_steps(device: str) -> Iterator[str]:
             step(device)
             yield name
         return
-    # spawned: a fork of a process whose torch has threads may wait for a lock that nobody holds
+    # Spawned: in a fork of a process whose torch has threads, a lock may be held that no thread will release.
     with ProcessPoolExecutor(_PROCESSES, get_context("spawn"), _begin) as pool:
         try:
             waiting = {pool.submit(_run, name, device): name for name in STEPS}

@@ -31,7 +31,7 @@ FLOORS = (
     ),
     (
         "fpsim.compiling",
-        "__init__ callees notice sources",
+        "__init__ callees sources",
         "deferred",
         "compile kept",
         "card native",
@@ -131,7 +131,6 @@ FLOORS = (
         "rules.loss.base",
         "rules.loss.counting rules.loss.every_step",
         "rules.loss.tolerance",
-        "rules.loss.catalogue",
         "rules.loss.__init__ rules.formulas",
         "rules.layer",
         "rules.__init__ record scalers.gradients",

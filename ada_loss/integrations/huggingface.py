@@ -40,7 +40,7 @@ def use_scaler(loop: Any, scaler: GradScaler) -> None:
             `layers`, for float16 where the loop does not cast to it; and later, when the model is prepared, for a
             quantised model in float16, and for one that is not quantised in bfloat16.
     """
-    accelerator = getattr(loop, "accelerator", loop)
+    accelerator = getattr(loop, "accelerator", loop)  # a Trainer has made its own
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"The loop is {shown(loop)}. Expected: an accelerate.Accelerator, a transformers.Trainer.")
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
@@ -86,14 +86,17 @@ def use_scaler(loop: Any, scaler: GradScaler) -> None:
             )
         return prepare(model, *args, **kwargs)
 
+    # The model is seen only when it is prepared, which a Trainer does at the beginning of its training.
     prepare = accelerator.prepare_model
     if is_half or is_bfloat16:
         accelerator.prepare_model = prepare_model
     accelerator.scaler = scaler
-    accelerator.unscale_gradients = unscale_gradients  # its own does nothing but under autocast in float16
+    # Accelerate's own method does nothing unless it casts to float16 itself.
+    accelerator.unscale_gradients = unscale_gradients
 
 
 def is_quantised(model: Any) -> bool:
+    """Return True if `fpsim.quantize` made the model."""
     try:
         return bool(listeners(model))
     except ValueError:
@@ -106,7 +109,7 @@ def tell(log: Callable[..., None]) -> Any:
     Args:
         log: called as log(step, **numbers), such as the method of a `Job`; steps count from 0.
     """
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback  # here, because Accelerate alone needs no transformers
 
     class Tell(TrainerCallback):  # type: ignore[misc]
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:

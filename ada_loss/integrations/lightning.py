@@ -60,11 +60,13 @@ class ScaledPrecision(Precision):  # type: ignore[misc]
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
+        # autocast's cache of cast weights is off, as in Lightning's own plugin for mixed precision.
         with ExitStack() as stack:
             if self.precision == "16-mixed":
                 stack.enter_context(torch.autocast("cuda", torch.float16, cache_enabled=False))
             elif self.precision == "bf16-mixed":  # type: ignore[comparison-overlap]
-                for device in ("cpu", "cuda"):  # wherever the batch is; autocast of a device that is not there warns
+                # The batch may be on either device, and autocast warns of a device that is not there.
+                for device in ("cpu", "cuda"):
                     if device == "cpu" or torch.cuda.is_available():
                         stack.enter_context(torch.autocast(device, torch.bfloat16, cache_enabled=False))
             else:
@@ -86,7 +88,8 @@ class ScaledPrecision(Precision):  # type: ignore[misc]
                 "optimizer, or Lightning's own precision."
             )
         result = closure()
-        if result is None and model.automatic_optimization:  # the step had no loss
+        # `training_step` returned None, by which Lightning skips a batch: there is no gradient to unscale.
+        if result is None and model.automatic_optimization:
             return result
         self.scaler.unscale_(optimizer)
         self._after_closure(model, optimizer)

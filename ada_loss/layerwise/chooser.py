@@ -55,12 +55,13 @@ class ScaleChooser:
         """
         if not incoming:
             return self._constants.tensor(torch.int64, device, self._init_log2_scale)
-        for a in incoming:  # the allocator must not hand their memory to another stream before they are read here
+        # Consumers may have run on other streams, whose allocator must not reuse their memory before it is read here.
+        for a in incoming:
             for sent in (a.log2_scale,) if a.amax is None else (a.log2_scale, a.amax):
                 if sent.is_cuda:
                     sent.record_stream(torch.cuda.current_stream(sent.device))
         if any(a.log2_scale.device != device for a in incoming):  # a model over several GPUs
-            # not asynchronously to the CPU, where they are read at once
+            # Not asynchronously to the CPU, where they are read at once.
             moved = partial(torch.Tensor.to, device=device, non_blocking=device.type != "cpu")
             incoming = [
                 a._replace(log2_scale=moved(a.log2_scale), amax=None if a.amax is None else moved(a.amax))
@@ -68,11 +69,12 @@ class ScaleChooser:
             ]
         if len(incoming) == 1:
             return incoming[0].log2_scale
+        # By identity: `Constants` makes equal scales one tensor, and on a card comparing values would need the host.
         scales = list({id(a.log2_scale): a.log2_scale for a in incoming}.values())
         if len(scales) == 1:
             return scales[0]
         rounded = [a for a in incoming if a.amax is not None]
-        if rounded:  # branches="original"
+        if rounded:  # branches="original", whose amaxima decide at which of their scales the sum fits
             out = self._constants.new_scale(device)
             amaxima = torch.cat([a.amax for a in rounded if a.amax is not None])
             on_device(meeting_scale, amaxima, torch.cat([a.log2_scale for a in rounded]), limits, out)
@@ -194,13 +196,15 @@ def _measure_last_amaxes(rule: Any, constants: Constants, m: Measured) -> None:
 def _measure_squared_error(_: Any, constants: Constants, m: Measured) -> None:
     spec = m.site.spec
     _, highest = log2_scale_limits(spec, m.site.dtype)
-    m.run(scale_to_max, constants.tensor(torch.int64, m.gradient.device, 0))  # without a margin
+    # The fitting scale of `current` without a margin is written to `out`, and is the first candidate.
+    m.run(scale_to_max, constants.tensor(torch.int64, m.gradient.device, 0))
     tried = [(m.out + i).clamp_(max=highest) for i in range(CANDIDATES)]
     m.run(least_error_scale, torch.stack([_squared_error(m.gradient, spec, scale) for scale in tried]))
 
 
 def _measure_underflow(rule: Any, constants: Constants, m: Measured) -> None:
     device = m.gradient.device
+    # An element that is exactly a power of two is counted with the binade that shares its fate at the threshold.
     bins, first = binades(m.gradient, power_begins=not constants.loses_ties(m.site.spec))
     share = constants.tensor(torch.float64, device, rule.n_uf_threshold)
     m.run(smallest_sufficient_scale, bins, constants.tensor(torch.int64, device, first), share)

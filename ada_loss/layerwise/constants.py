@@ -16,7 +16,8 @@ from fpsim.scaling import RoundingSpec, keep_memory_of, log2_scale_limits, memor
 
 __all__ = ["Constants"]
 
-TO_NEAREST = ("nearest_even", "nearest_away", "stochastic")  # roundings that flush half of the smallest magnitude
+# Roundings that flush up to half of the smallest magnitude; stochastic rounding does so on average.
+TO_NEAREST = ("nearest_even", "nearest_away", "stochastic")
 
 
 class Constants:
@@ -76,10 +77,10 @@ class Constants:
     def _lost_exponent(self, spec: RoundingSpec) -> int:
         """The exponent of the largest power of two up to which, or below which, magnitudes are lost."""
         if not isinstance(self._u_min, str):
-            mantissa, exponent = math.frexp(self._u_min)  # the histogram counts powers of two: u_min is rounded up
+            # The histogram counts powers of two, so u_min is rounded up to one.
+            mantissa, exponent = math.frexp(self._u_min)
             return exponent - 1 if mantissa == 0.5 else exponent
         lost_below = spec.fmt.smallest_normal if self._u_min == "normal" else spec.fmt.smallest
-        # stochastic rounding flushes on average what nearest rounding flushes: up to half of the smallest magnitude
         flushed = 1 if self._u_min != "normal" and spec.rounding in TO_NEAREST else 0
         return math.floor(math.log2(lost_below)) - flushed
 

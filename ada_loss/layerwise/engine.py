@@ -93,7 +93,7 @@ class Observed(Protocol):
 
 def _require_no_capture() -> None:
     """Raise NotImplementedError during a capture, whose replays would never update the scales."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if _is_captured():
         raise NotImplementedError(
             "AdaLossScaled with update_every above 1 was used while a CUDA graph was captured, whose replays would "
             "hold the scales of this step for ever. Expected: no graph; or AdaLossScaled(model, update_every=1)."
@@ -115,6 +115,7 @@ class Engine:
         self._measures_casts = self._predicts and options.scales_casts and not rule.is_constant
         self._product_rule: Any = rule if rule.forms_products else None
         self._is_fixed = rule.is_constant
+        # Held scales, constant factors and formed products read the amax of `state.moments`, so it must be there.
         self._skips_amax = self._predicts and not (self._holds_scales or self._is_fixed or rule.forms_products)
         self._warns_of_noise = rule.saturates
         self._dead = Dead(self._predicts and not rule.is_constant)
@@ -180,14 +181,18 @@ class Engine:
                 return tell
         is_selected = self._modules is None or site.split(":")[0] in self._modules
         made = GradientSite(site, role, spec, out.dtype, is_selected, is_linked, graph_task)
-        tell = partial(self.scale_at, made)  # bound here, so that `sites.py` need not know the engine above it
-        if operation == BACKWARD and operands[0] is not None:  # there is no graph: its consumer is the gradient
+        # Bound here, so that `sites.py` need not know the engine above it.
+        tell = partial(self.scale_at, made)
+        # An error that the model's own code computes within a backward pass is in no graph: the scale of the gradient
+        # that it was computed from comes as the operand.
+        if operation == BACKWARD and operands[0] is not None:
             made.receive(graph_task, IncomingScale(operands[0], True, False, made))
         if not is_linked:
             self.unlinked[made.key] = made, tell
         elif out.grad_fn is not None:
             register(made, out)
-            if operation != "weight" or operands[0].grad_fn is not None:  # no site lies behind a parameter
+            # No site lies behind a parameter, and the search would find none at every call of every layer.
+            if operation != "weight" or operands[0].grad_fn is not None:
                 edges = link(made, out, self._products(made, operation, operands))
                 if self._options.branches == "original":
                     round_branches(made, out, operands, edges, self.constants)
@@ -225,12 +230,13 @@ class Engine:
         key, state = self._state_of(site)
         if state.moments.device != gradient.device:
             state.move_to(gradient.device)
-        if site.is_linked or state.last_step < schedule.last_update:  # it may learn, or comes for the first time
+        # Such a site may learn its factors in this step, or comes for the first time since the update.
+        if site.is_linked or state.last_step < schedule.last_update:
             schedule.is_all_known = None
         state.last_step = schedule.step
         seen = None if self._told is None else gradient.detach()
-        if seen is not None and may_round:
-            seen = seen.clone()  # the observer sees it before it is rounded
+        if seen is not None and may_round:  # in place, and the observer sees it unrounded
+            seen = seen.clone()
         something = gradient.any() if self._dead.wants(key[1]) else None
         if site.is_linked or state.held_log2_scale is None:
             log2_scale = self._choose_scale(site, graph_task, gradient, state, may_round)
@@ -244,10 +250,8 @@ class Engine:
         return log2_scale
 
     def _state_of(self, site: GradientSite) -> tuple[tuple[str, str], SiteState]:
-        """The state of a site and its key, with '#1' and so on from the second use in a step.
-
-        Uses are counted in backward order, since not every forward pass has a backward pass: the last use is first.
-        """
+        """Return the state of a site and its key, with '#1' and so on from the second use in a step."""
+        # Uses are counted in backward order, the last use first: not every forward pass has a backward pass.
         key = site.key
         state = self.states[key]
         if state.last_step == self.schedule.step:
@@ -272,14 +276,14 @@ class Engine:
             requested = state.held_log2_scale
         else:
             requested = chooser.requested_scale(incoming, limits, gradient.device)
-            if self._told is not None:
-                state.chosen[:REQUESTED] = math.nan  # not what an earlier step chose
+            if self._told is not None:  # a site without a product would show the choice of an earlier step
+                state.chosen[:REQUESTED] = math.nan
         has_moments = is_measured and mode >= IF_UNKNOWN
-        if has_moments:  # as the original's cast does, before the gradient is in the format
+        if has_moments:  # of the unrounded gradient, as the original's cast takes them
             moments_of(gradient, logs=self._rule.logs, out=state.moments)
         if is_measured:
             requested = chooser.scale_by_factor(requested, state.moments, None, 1, limits, mode, state, MEASURED)
-        # a gradient that was rounded at this very scale fits, and nobody needs its amax
+        # A gradient that was rounded at this very scale fits, and nobody needs its amax.
         may_skip = incoming and self._skips_amax and not is_measured
         fits = bool(may_skip) and self._told is None and is_rounded_at(gradient, requested, site.spec)
         log2_scale = requested if fits else chooser.fit_scale(site, gradient, requested, state, has_moments)
@@ -298,17 +302,15 @@ class Engine:
         return log2_scale
 
     def _round_for_products(self, site: GradientSite, gradient: Tensor, log2_scale: Tensor, may_round: bool) -> Tensor:
-        """The rounded gradient, from which its products' factors are computed, as in the original.
-
-        A copy if somebody else holds the gradient. Stochastic rounding then draws its own noise, so that the
-        training's noise does not change.
-        """
+        """Return the rounded gradient, from which its products' factors are computed, as in the original."""
         if is_rounded_at(gradient, log2_scale, site.spec):
             return gradient
         if may_round:
             round_memory_(gradient, site.spec, None, log2_scale)
             mark_rounded(gradient, log2_scale, site.spec)
             return gradient
+        # A copy, since somebody else holds the gradient. Its noise is not the training's, which draws for the gradient
+        # itself later, and must draw the same with any rule.
         return rounded(gradient, site.spec, torch.tensor(self.schedule.step, device="cpu"), log2_scale)
 
     def _mode_of(self, site: GradientSite, incoming: list[IncomingScale], state: SiteState) -> tuple[SiteMode, bool]:
@@ -362,6 +364,7 @@ class Engine:
         else:
             if gathers and edge.other is not None:
                 edge.other_moments = moments_of(edge.other)
+            # Its moments are all that is needed from here on: the memory of the operand is free for the pass.
             edge.other = None
             w = edge.other_moments
             if w is None:
@@ -375,13 +378,11 @@ class Engine:
     def _hold_scale(
         self, site: GradientSite, gradient: Tensor, state: SiteState, held: Tensor, may_round: bool
     ) -> Tensor:
-        """The held scale, or a lower one at which the gradient does not overflow.
-
-        On the CPU one pass finds amax and rounds, if the last gradient left enough headroom. If this one does not fit
-        after all, its elements below the ceiling have been rounded once already when its scale is lowered.
-        """
+        """Return the held scale, or a lower one at which the gradient does not overflow."""
+        # On the CPU one pass finds amax and rounds, if the last gradient left enough headroom: two passes would double
+        # the traffic. If this one does not fit after all, its elements below the ceiling are rounded twice.
         is_rounded = may_round and state.has_headroom() and self._round_if_it_fits(site, gradient, state, held)
-        if is_rounded or is_rounded_at(gradient, held, site.spec):  # what was rounded at this very scale fits
+        if is_rounded or is_rounded_at(gradient, held, site.spec):  # rounded at this very scale, it fits
             if self._told is not None:
                 state.chosen[REQUESTED:] = held  # REQUESTED and FINAL
             return held
@@ -399,16 +400,13 @@ class Engine:
         return True
 
 
-# Warn once of gradients that underflow completely in the first step, as in a branch multiplied by a number of 1e-6
-
-
-SHOWN = 3
+SHOWN = 3  # sites in the warning
 
 
 class Dead:
-    """Check the first step of a rule that predicts, with one copy from the device at the beginning of the next step.
+    """Warn once of gradients that underflow completely in the first step of a rule that predicts.
 
-    Only gradients of results, not of parameters: the gradient of a key's bias is noise, and may vanish.
+    This happens in a branch multiplied by a number such as 1e-6.
     """
 
     def __init__(self, may_look: bool) -> None:
@@ -417,7 +415,8 @@ class Dead:
         self._found: list[tuple[str, Tensor]] = []
 
     def begin(self, step: int) -> None:
-        """Begin a step: the first is checked; at the second, warn of what was found."""
+        """Begin a step: the first is checked; at the second, warn of the gradients that were found."""
+        # Only then: the flags are copied from the device at once, when the first step has long been computed.
         if self._step is None:
             self._step = step
         elif self.looks:
@@ -425,6 +424,7 @@ class Dead:
             self._tell()
 
     def wants(self, role: str) -> bool:
+        # Gradients of parameters may vanish: that of the bias of an attention's key is noise.
         return self.looks and role == "error" and not _is_captured()
 
     def note(self, site: str, was_something: Tensor, gradient: Tensor, spec: RoundingSpec, log2_scale: Tensor) -> None:
@@ -454,21 +454,18 @@ def _is_captured() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-# Statistics of every product of a gradient's element and a weight's, for the rule element_wise_range
-
-
 MOST_PRODUCTS = 1 << 27  # 1 GiB in float64
 
 
 def product_moments(gradient: Tensor, other: Tensor, channel: tuple[int, int] | None, share: float | None) -> Tensor:
-    """AMIN and AMAX of all products of an element of `gradient` and one of `other` in the same channel, as `Moments`.
+    """Return AMIN and AMAX of all products of an element of `gradient` and one of `other`, for element_wise_range.
 
     gradient: of the operation's output, any shape.
     other: the other operand, any shape.
-    channel: the dimension of `gradient` and the one of `other` along which only equal indices are multiplied. None
-        where elements are multiplied one by one, `other` being broadcast.
+    channel: the dimension of `gradient` and the one of `other` along which only equal indices are multiplied. None if
+        elements are multiplied one by one, `other` being broadcast.
     share: the share of the products, largest first, of which AMIN is the smallest; None for all, without forming them.
-    Raises ValueError where a share was given with more than 2**27 products.
+    Returns `Moments`, the others 0. Raises ValueError for a share with more than 2**27 products.
     """
     moments = torch.zeros(len(Moments._fields), dtype=torch.float64, device=gradient.device)
     if gradient.numel() == 0 or other.numel() == 0:
@@ -481,6 +478,7 @@ def product_moments(gradient: Tensor, other: Tensor, channel: tuple[int, int] | 
         for x, dimension in ((gradient, channel[0]), (other, channel[1]))
     )
     if share is None:
+        # The smallest product of a channel is that of its smallest factors: no product has to be formed.
         amin = torch.stack([t.masked_fill(~(t > 0), math.inf).amin(1) for t in (g, w)]).prod(0).amin()
         amax = (g.amax(1) * w.amax(1)).amax()
         amin = torch.where(amin < math.inf, amin, 0.0)

@@ -38,8 +38,9 @@ __all__ = ["NativeScaling", "native_rule"]
 
 CPU = torch.device("cpu")
 NOTHING = (0.0,) * len(Moments._fields)  # moments that stand for a missing operand
-BACKOFF = 4  # powers of two that a site loses when its numbers overflow
-RECOVERY = 200  # steps after which an overflowed site may scale twice as far again
+# Powers of two that a site loses when its numbers overflow, and steps after which it may scale twice as far again.
+BACKOFF = 4
+RECOVERY = 200
 
 
 class NativeScaling:
@@ -114,7 +115,7 @@ class NativeScaling:
             # Native code sees an overflow only when it has happened: the kernel bounds each factor by the worst case.
             predicting = replace(rule, bound="measured")
         self._kernel, self._parameters = carried_factor_kernel(predicting.core()), predicting.parameters()
-        # of a product's results; 0 for any
+        # The limit of a product's results. A constant factor has none, which is 0: the rule asked for this very factor.
         self._largest = 0.0 if rule.is_constant else self.options.u_max or torch.finfo(HALF).max
         self._weights: dict[int, Tensor] = {}  # moments of parameters in this update, by id
         self._events: dict[torch.device, Any] = {}  # after which the factors of the last update are on the host
@@ -138,7 +139,8 @@ class NativeScaling:
 
         Raises TypeError if no gradient of the pass is float16, and as `NativePass.scale` does.
         """
-        self._pass.names = names_in_graphs(self.model)  # some may be new, as LoRA's
+        # At each loss: parameters may be new, as LoRA's.
+        self._pass.names = names_in_graphs(self.model)
         self.has_scaled = True
         step, observer = self.schedule.step + 1, self.observer
         if observer is None or not observer.wants(step):
@@ -163,7 +165,8 @@ class NativeScaling:
         )
 
     def _may_read(self, step: int) -> bool:
-        """True if held factors can be read on the host without waiting: always in the same step after an update."""
+        """True if held factors can be read on the host without waiting."""
+        # In a fixed step after the update, not as soon as a copy has arrived: a repeated run must take the same path.
         if not (self._events or self.keeps_on_device):
             return True
         if step < self.schedule.last_update + 2:
@@ -221,11 +224,12 @@ class NativeScaling:
             if sites - bad and leaf.grad is not None and not bool(leaf.grad.isfinite().all()):
                 bad |= sites
         hit = next((i for i, site in enumerate(self._order) if site in bad), None)
-        # the gradients may be elsewhere: FSDP2 has taken them from the leaves of the graph
+        # Without a hit all sites are lowered: FSDP2 has taken the gradients from the leaves of the graph by now.
         for site in self._order if hit is None else self._order[max(hit - 1, 0) : hit + 1]:
             state = self.states.get((site, "error"))
             passed_on = math.nan if state is None else float(state.chosen[FINAL])
             self.limits[site] = (0 if math.isnan(passed_on) else int(passed_on)) - BACKOFF
+        # The next step is an update: held factors were chosen before the limits.
         self.schedule.last_update = self.schedule.step - self.options.update_every
 
     def state_dict(self) -> dict[str, Any]:
@@ -272,7 +276,7 @@ class NativeScaling:
             self._weights.clear()
         if schedule.step % RECOVERY == 0:
             self.limits = {site: k + 1 for site, k in self.limits.items()}
-        self._order, self._is_lowered = sites, False
+        self._order, self._is_lowered = sites, False  # for `overflowed`, which comes after the pass
         if is_whole:  # no leaf knows of sites without hooks
             self._leaves = {id(leaf): (leaf, names) for leaf, names in leaves}
 

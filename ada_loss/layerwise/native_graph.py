@@ -21,6 +21,7 @@ from fpsim.scaling import convolution_of, is_python_function, key_of, slot_dtype
 __all__ = ["Arrivals", "Cell", "Entry", "Exit", "Factor", "Gradients", "Meeting", "Plan", "plan_of"]
 
 Node = Any  # torch.autograd.graph.Node; its classes have members that the base class does not declare
+# Names of torch's classes of nodes. A test compares the tables with the nodes that operations make on this torch.
 MATRICES = ("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "LinearBackward0")
 CONVOLUTION = "ConvolutionBackward0"
 INSIDE = ("ScaledDotProduct", "CompiledFunctionBackward", "CudnnRnn", "MkldnnRnn")  # prefixes; products within one node
@@ -139,6 +140,7 @@ def plan_of(
     def leave(node: Node, cell: Cell, edge: int, end: Meeting | Tensor) -> None:
         exits.setdefault(node, Exit(node, cell, [])).edges.append((edge, end))
 
+    # Kahn's order: a node comes after all its producers, so the cells of its slots are known.
     ready = [root]
     while ready:
         node = ready.pop()
@@ -157,6 +159,7 @@ def plan_of(
             )
         slots = {} if node is not root else {0: true}
         for nr, parts in producers[node].items():
+            # A slot holds its parts until the last one only if they carry different powers: torch adds the others.
             slots[nr] = parts[0][2]
             if len(parts) > 1 and any(cell is not slots[nr] for _, _, cell in parts):
                 meeting = Meeting(new_cell(frozenset(s for *_, cell in parts for s in cell.sites)))
@@ -170,7 +173,7 @@ def plan_of(
         factor = _factor(node, kind, edges[node], slots, names, half, used)
         if factor is not None:
             plan.sites.append(factor.site)
-            factor = None if factor.site in ones else factor
+            factor = None if factor.site in ones else factor  # its name is taken all the same: others keep theirs
         cells = [*slots.values()]
         cell = cells[0]
         if factor is not None or (len(cells) > 1 and any(other is not cell for other in cells)):
@@ -181,6 +184,7 @@ def plan_of(
             if child is None:
                 continue
             producers[child][nr].append((node, edge, cell))
+            # At the edge, not at the leaf: its parts may carry different powers, and leave one node at a time.
             if hasattr(child, "variable") and cell is not true:
                 leave(node, cell, edge, child.variable)
             arriving[child] -= 1
@@ -209,7 +213,8 @@ def _edges_of(root: Node) -> tuple[dict[Node, tuple[tuple[Node, int], ...]], dic
 
 
 def parameter_behind(node: Node | None) -> Tensor | None:
-    """The leaf behind views and casts. Saved tensors are not read: a checkpoint allows only one read."""
+    """The leaf behind views and casts."""
+    # Along the graph, not from the node's saved tensors: a checkpoint allows only one read of those.
     while node is not None and not hasattr(node, "variable"):
         if node.name() not in PASSED:
             return None
@@ -231,13 +236,15 @@ def _factor(
     if not is_product and not kind.startswith(INSIDE) and not _narrows(edges, slots, arrives, half):
         return None
     children = [child for child, _ in edges]
+    # Complex numbers are two of float32: they need no factor, and have no moments to choose one by.
     if not any(children) or any(arrives[nr].is_complex for nr in slots):
-        return None  # complex numbers are two of float32: they need no factor, and have no moments to choose one by
+        return None
     rows, terms, word = 0, 1, kind.removesuffix("Backward0")
     parameter: Tensor | None = None
     behind = [parameter_behind(child) for child in children] if is_product else []
     if kind in MATRICES:
         at = next((i for i in reversed(range(len(behind))) if (p := behind[i]) is not None and p.dim() > 1), None)
+        # Without a parameter in reach, as in attention, the factor follows from the gradient alone.
         if at is not None:
             parameter, word, shape = behind[at], "linear", slot_shapes(node)[0]
             terms = shape[-1] if at == len(behind) - 1 else shape[-2]  # x @ w, or w @ x
@@ -255,8 +262,8 @@ def _factor(
             rows = math.prod(shape) // shape[1]
     elif kind == GATE and any(p is not None for p in behind):
         others = [i for i, child in enumerate(children) if child is not None and behind[i] is None]
-        if not others:
-            return None  # nothing but leaves behind it: no gradient goes on that could underflow
+        if not others:  # nothing but leaves behind it: no gradient goes on that could underflow
+            return None
         parameter, word = next(p for p in behind if p is not None), "mul"
         child, nr = edges[others[0]]
         terms = math.prod(slot_shapes(node)[0]) // max(math.prod(slot_shapes(child)[nr]), 1)

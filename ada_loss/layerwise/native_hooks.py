@@ -1,4 +1,4 @@
-"""What a native backward pass does at the nodes of its plan: multiply, hold where branches meet, divide at leaves.
+"""Hooks of a native backward pass at the nodes of its plan: multiply, hold where branches meet, divide at leaves.
 
 `Checks` refuses, or warns once of, what scaling of layers cannot make right while a pass runs.
 """
@@ -67,7 +67,8 @@ class NativePass:
         whether these are all.
     """
 
-    running: ClassVar[set[int]] = set()  # graph tasks of scaled losses of all scalers: no two may meet
+    # Graph tasks of scaled losses, of all scalers: each would divide by its own powers only, so no two may meet.
+    running: ClassVar[set[int]] = set()
 
     def __init__(
         self,
@@ -95,7 +96,8 @@ class NativePass:
         """
         if not loss.requires_grad:
             raise TypeError("Got a loss that requires no gradient. Expected: the loss of a forward pass, not detached.")
-        loss = loss.clone()  # a view that is written to, as by `loss /= steps`, is no part of its own graph any more
+        # A copy, not a view: an in-place operation afterwards, as `loss /= steps`, would take a view out of its graph.
+        loss = loss.clone()
         self.checks.names = self.names
         plan = plan_of(loss.grad_fn, self.names, self.half, ones)
         if self.needs_half and not plan.has_half:
@@ -138,9 +140,11 @@ class NativePass:
             self._arrivals = arrivals
             if cells:
                 self.checks.look_at_call(current_node(), arrivals)
+            # The graph may be retained, and run once more: nothing of the pass before may be taken for this one's.
             for cell in cells:
                 cell.log2 = None
             for meeting, producers in meetings:
+                # `backward(inputs=...)` runs only a part of the graph, and would wait for the rest for ever.
                 meeting.expected = sum(will_run(node) for node in producers)
                 meeting.held.clear()
             task.undelivered = {id(leaf): (leaf, *written(leaf)) for leaf in carried}
@@ -148,6 +152,7 @@ class NativePass:
             self.on_begin(sites, leaves, is_whole)
 
         def end() -> None:
+            # A leaf that no hook divided must have no new gradient: fused weight gradients are written past autograd.
             NativePass.running.discard(task.number)
             left, task.undelivered = task.undelivered, {}
             for leaf, *before in left.values():
@@ -171,7 +176,7 @@ class NativePass:
             if current_graph_task() != task.number:
                 return None
             came = {nr: _known(slots[nr]) for nr, g in enumerate(gradients) if g is not None and nr in slots}
-            if not came:
+            if not came:  # a pass over a part of the graph may bring no gradient here; what follows still reads `out`
                 out.log2 = 0
                 return None
             result, log2 = aligned(gradients, came)
@@ -223,7 +228,7 @@ class _Task:
     undelivered: leaves with carried gradients that no hook has divided yet, and their `.grad` before the pass.
     """
 
-    number = -2
+    number = -2  # before the first pass; torch gives -1 outside of a backward pass
 
     def __init__(self) -> None:
         self.undelivered: dict[int, tuple[Tensor, int, int]] = {}
@@ -236,6 +241,8 @@ def _known(cell: Cell) -> Power:
 
 def _gather(meeting: Meeting, g: Tensor | None, log2: Power) -> Tensor | None:
     """Hold a part of the sum; return the sum with the last part."""
+    # Parts are held, because the scale of the first to come may be one at which the sum overflows. A producer that
+    # sends no gradient counts as well, or its meeting would never end.
     meeting.held.append((g, log2))
     if len(meeting.held) < meeting.expected:
         return None
@@ -281,6 +288,7 @@ class Checks:
                     f"of an auxiliary loss, and a constant would be divided by the scale of its layer. Add the "
                     f"auxiliary loss to the loss: scaler.scale(loss + auxiliary).",
                 )
+            # By kind and place, not by node: each forward pass makes new nodes, and one look at each Function will do.
             count[kind] = number = count.get(kind, 0) + 1
             if (kind, number) not in self._seen:
                 self._watch(node, (kind, number), [leaf for leaf, _ in plan.leaves], is_ours)
@@ -338,7 +346,7 @@ class Checks:
         def compare(sent: Gradients, _: Gradients) -> None:
             if not is_ours():
                 return
-            # Without a backward pass inside, what was written is true: FSDP2 reduces gradients in such a Function.
+            # Without a backward pass inside, the written gradient is true: FSDP2 reduces gradients in such a Function.
             has_passes = graph_tasks_so_far() > begun + 1
             for leaf, was in before:
                 if has_passes and written(leaf) != was:

@@ -16,7 +16,9 @@ __all__ = ["HALF", "HEADROOM", "Power", "Ratio", "aligned", "from_to", "largest"
 Power = int | Tensor
 # the multiplier of a gradient: its exponent as a number, or the factor itself, (1,) float32 on its device
 Ratio = int | Tensor
-HEADROOM = 10  # powers of two that a sum of branches leaves to the products and weight gradients behind it
+# Powers of two that a sum of branches leaves to the products and weight gradients behind it. Without them, a fork with
+# a gate of 1e-6 overflowed there.
+HEADROOM = 10
 HALF = torch.float16
 
 
@@ -61,7 +63,8 @@ def times(g: Tensor, ratio: Ratio) -> Tensor:
         return result
     if ratio == 0:
         return g
-    while abs(ratio) > NORMAL:  # in steps of float32's normal powers of two
+    # In steps of float32's normal powers of two: 2.0**ratio is a Python float, but the product is one of float32.
+    while abs(ratio) > NORMAL:
         step = NORMAL if ratio > 0 else -NORMAL
         g, ratio = g * 2.0**step, ratio - step
     return g * 2.0**ratio
@@ -104,8 +107,9 @@ def aligned(gradients: Iterable[Tensor | None], came: dict[int, Power]) -> tuple
 def meet(parts: Sequence[tuple[Tensor, Power]]) -> tuple[Tensor, Power]:
     """Add gradients, in their dtype, at the largest of their powers of two at which the sum keeps its headroom.
 
-    parts: each gradient and its power; they are added in float32, or in their dtype if that is wider.
+    parts: each gradient and its power.
     """
+    # Added in float32, or in their dtype if that is wider: the sum may exceed float16 before it is lowered.
     g, top = parts[0]
     is_half, device = g.dtype is HALF, g.device
     top = largest([power for _, power in parts], device)

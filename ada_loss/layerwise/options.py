@@ -1,4 +1,4 @@
-"""What adaptive scaling is told, validated once; and a state that was saved, checked whole before it is loaded."""
+"""Settings of adaptive scaling, validated once, and checks of a saved state before it is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Options", "check_progress", "check_sites"]
 
 BRANCHES = ("exact", "original")
 U_MINS = ("smallest", "flush", "normal")
-MOST_LOG2_SCALE = 2100  # float64's numbers span 2**-1074 to 2**1024
+MOST_LOG2_SCALE = 2100  # float64's numbers span 2**-1074 to 2**1024, so no scale between two of them is larger
 MOST_STEPS = 2**63 - 1
 ROLES = ("error", "weight_grad", "wgrad.dy")
 KEYS = ("site", "role", "factors", "kept", "amax", "ceiling", "reached", "history")
@@ -78,7 +78,8 @@ class Options:
             )
         for name, given in (("u_min", u_min), ("u_max", u_max)):
             if not (given is None or isinstance(given, str)):
-                object.__setattr__(self, name, float(given))  # as the JSON of a state has it
+                # As the JSON of a state has it, so that equal settings compare equal after a round trip.
+                object.__setattr__(self, name, float(given))
         if not isinstance(u_min, str) and u_max is not None and not u_min < u_max:
             raise ValueError(f"u_min={u_min!r} is not below u_max={u_max!r}. Expected: a range. Exchange the two.")
 
@@ -133,7 +134,7 @@ class Options:
         fmt = spec.fmt
         u_min = self.u_min if isinstance(self.u_min, float) else fmt.smallest
         u_max = fmt.largest if self.u_max is None else self.u_max
-        # up to half of the smallest magnitude rounding gives 0, so a rule would keep gradients above nothing
+        # Rounding flushes up to half of the smallest magnitude: with a lower u_min a rule would keep gradients at 0.
         if not fmt.smallest / 2 <= u_min < u_max <= fmt.largest:
             given = [
                 f"{name}={getattr(self, name)!r}" for name in ("u_min", "u_max") if getattr(self, name) is not None
@@ -194,6 +195,7 @@ def check_sites(sites: Any, step: int, modules: Collection[str], length: int | N
 
 
 def _check_site(saved: Mapping[str, Any], step: int, length: int | None) -> None:
+    """Raise ValueError, with all invalid fields of a site in one message."""
     factors, history = saved["factors"], saved["history"]
     wrong = [name for name in ("kept", "log2_scale") if not _is_log2_scale(saved.get(name))]
     wrong += [name for name in ("amax", "ceiling") if not _is_magnitude(saved[name])]
@@ -221,6 +223,7 @@ def _check_site(saved: Mapping[str, Any], step: int, length: int | None) -> None
 
 
 def _is_log2_scale(value: Any) -> bool:
+    """True for None, and for an exponent that a scale may have."""
     return value is None or (is_whole(value) and abs(value) <= MOST_LOG2_SCALE)
 
 

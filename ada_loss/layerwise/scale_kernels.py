@@ -68,7 +68,8 @@ class SiteMode(IntEnum):
     RECOMPUTE = 3  # all factors are computed, from new statistics
 
 
-HOLD, REUSE, IF_UNKNOWN, RECOMPUTE = SiteMode  # for speed: Python 3.11 takes 60 ns to look a member up in its class
+# For speed: Python 3.11 takes 60 ns to look a member up in its class.
+HOLD, REUSE, IF_UNKNOWN, RECOMPUTE = SiteMode
 
 
 class Limits(NamedTuple):
@@ -93,6 +94,7 @@ UNBOUND, BOUND, POWER_OF_TWO, REQUESTED, FINAL = CHOSEN
 def _fit(k, amax, limits, out, chosen):
     """Lower the requested scale k until a gradient of this amax fits; 1 for a gradient that is not finite."""
     chosen[REQUESTED] = k
+    # `not amax < inf` is true for NaN too. At scale 1 such a gradient reaches the parameters, where a scaler sees it.
     k = 0 if not amax < math.inf else min(k, fitting_log2_scale(amax, limits[U_MAX]))
     k = min(max(k, int(limits[LOWEST])), int(limits[HIGHEST]))
     out[0] = k
@@ -145,7 +147,7 @@ def delayed_scaling(log2_scale, moments, limits, margin, history, out, chosen):
     k = fitting_log2_scale(largest, limits[U_MAX]) - margin[0] if largest > 0.0 else 0
     k = _measured(k, log2_scale, limits, chosen)
     _fit(k, moments[AMAX], limits, out, chosen)
-    if moments[AMAX] < math.inf:
+    if moments[AMAX] < math.inf:  # one overflow would fix the scale for as many steps as the history has
         for i in range(len(history) - 1):
             history[i] = history[i + 1]
         history[len(history) - 1] = moments[AMAX]
@@ -165,14 +167,13 @@ def smallest_sufficient_scale(log2_scale, moments, limits, bins, first, share, o
 def least_error_scale(log2_scale, moments, limits, errors, out, chosen):
     """Choose the scale of least squared error among the fitting one and larger ones; the smaller of two equals.
 
-    errors: of each scale, beginning at the one in `out`; not finite where a number overflowed.
+    errors: of each scale, beginning at the one in `out`; not finite where a number overflowed, which is never smaller.
     """
     best, k = 0, out[0]
     for i in range(1, len(errors)):
         if errors[i] < errors[best]:
             best = i
-    if not moments[AMAX] < math.inf:
-        best = 0
+    # Not by `_fit`: the scale of least error may be one at which the largest elements saturate.
     k = _measured(k + best, log2_scale, limits, chosen)
     k = min(max(k, int(limits[LOWEST])), int(limits[HIGHEST]))
     out[0] = k
@@ -199,6 +200,7 @@ def factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
         tells = 0.0 < g[AMAX] < math.inf and (w[COUNT] == 0.0 or 0.0 < w[AMAX] < math.inf)
         is_computed = mode[0] == RECOMPUTE or (mode[0] == IF_UNKNOWN and factor[0] == 0.0)
         if tells and is_computed:
+            # The gradient travels in its true size, so the format's limits are divided by the scale instead.
             unit = math.ldexp(1.0, int(-s))
             factor[0] = formula(g, w, float(terms[0]), limits[U_MIN] * unit, limits[U_MAX] * unit, unit, p)
         unbound = factor[0] if factor[0] > 0.0 else 1.0
@@ -250,17 +252,13 @@ def carried_factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
     return choose_carried
 
 
-# Powers of two that the gradients of a native backward pass carry: top, power, goes, came are (1,) int64
-
-
+# In the kernels of native backward passes, powers that gradients carry (top, power, goes, came) are (1,) int64.
 NORMAL = 126  # 2**-126 to 2**126 are normal numbers of float32
 
 
 def quotient(goes, came, out):
-    """The factor 2**(goes - came).
-
-    Scales are limited to those at which float32 holds the true gradient: beyond the clamp it rounds to zero anyway.
-    """
+    """Write the factor 2**(goes - came)."""
+    # Scales are limited to those at which float32 holds the true gradient: beyond the clamp it rounds to zero anyway.
     out[0] = math.ldexp(1.0, min(max(goes[0] - came[0], -NORMAL), NORMAL))
 
 

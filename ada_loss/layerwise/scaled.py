@@ -138,8 +138,10 @@ class AdaLossScaled:
             *_selected(model, transforms),
         )
         self.model = model
+        # A weak reference, because the model's hooks hold the engine: an AdaLossScaled that its user dropped must be
+        # seen to be lost, so that the next one may take over the model.
         self._engine = Engine(self._options, weakref.ref(self))
-        self.is_inside = False  # of a block
+        self.is_inside = False  # of a `with` block; fpsim's Exit resets it
         try:
             for group in self._listeners:
                 group.scaling = self._engine.make_site
@@ -314,6 +316,7 @@ class AdaLossScaled:
                 f"has {', '.join(f'{name}={_short(settings[name])}' for name in other)}. Make an AdaLossScaled with "
                 f"the state's settings, or start without the state."
             )
+        # Nothing is loaded before all of it is checked: half of a state would train on with mixed scales.
         check_progress(state)
         modules = {name for m in self.model.modules() for name, _ in m.named_modules()}
         length = getattr(self.rule, "length", None)

@@ -54,7 +54,8 @@ __all__ = [
     "sites_behind",
 ]
 
-HEADROOM = 16.0  # how many times a gradient may exceed the last one and still be rounded before its amax is known
+# A gradient may be this many times as large as the last one and still be rounded before its amax is known.
+HEADROOM = 16.0
 MEASURED = -1  # the index of the factor that a site's own gradient gets; products count from 0
 
 
@@ -86,7 +87,7 @@ class SiteState:
         self.uses = 0  # gradients of the site in that step, counted in the state of the first of them
         self.history: Tensor | None = None  # of amax, for delayed scaling
         self.log2_scale: Tensor | None = None  # at which the last gradient was rounded
-        # of the unrounded gradient, often only its amax; and of the rounded one, if a product needs it
+        # Of the unrounded gradient, often only its amax; and of the rounded one, if a product needs it.
         self.moments = keep_memory_of(torch.zeros(len(Moments._fields), dtype=torch.float64, device="cpu"))
         self.rounded_moments = keep_memory_of(torch.zeros_like(self.moments))
         self.chosen = keep_memory_of(torch.full((len(CHOSEN),), math.nan, dtype=torch.float64, device="cpu"))
@@ -102,6 +103,7 @@ class SiteState:
 
     def copy_to_host(self, index: int) -> None:
         """Start a copy of a factor to the host."""
+        # Kept up to date, so that `knows` can tell whether a step is an update without waiting for the card.
         factor = self.factors[index]
         if factor.device.type == "cpu":
             self.factors_on_host[index] = factor
@@ -134,7 +136,7 @@ class SiteState:
         self.factors = {index: factor.to(device) for index, factor in self.factors.items()}
         self.history = None if self.history is None else self.history.to(device)
         self.held_log2_scale = None if self.held_log2_scale is None else self.held_log2_scale.to(device)
-        self.ceiling = 0.0
+        self.ceiling = 0.0  # only gradients on the CPU are rounded before their amax is known
         self.moments, self.rounded_moments = self.moments.to(device), self.rounded_moments.to(device)
         self.chosen = self.chosen.to(device)
 
@@ -181,7 +183,8 @@ class ProductEdge:
         self.targets, self.terms, self.index = targets, product.terms, index
         self.channel = product.channel
         self.is_hidden = product.other is None
-        # autograd saves it for the backward pass anyway; released once its moments are known, if they are all it takes
+        # No additional memory: autograd saves the operand for the backward pass anyway. It is released once its moments
+        # are known, if they are all it takes.
         self.other = None if product.other is None else product.other.detach()
         if self.other is not None and product.gain != 1:
             self.other = self.other * product.gain
@@ -241,7 +244,8 @@ class StepKind(Enum):
     BETWEEN = "between updates: sites are not linked, and all scales are held"
 
 
-UPDATE, COMPLETE, BETWEEN = StepKind  # for speed: Python 3.11 takes 60 ns to look a member up in its class
+# For speed: Python 3.11 takes 60 ns to look a member up in its class.
+UPDATE, COMPLETE, BETWEEN = StepKind
 
 
 class Schedule:
@@ -269,8 +273,6 @@ class Schedule:
     def links_sites(self, graph_task: int) -> bool:
         """True if sites made now must be linked, because their step, this one or the next, chooses scales.
 
-        Steps between updates choose none, and skip the search of the graph to save time.
-
         graph_task: the one in which the forward pass runs, -1 outside of one.
         """
         if not self._holds_scales:
@@ -280,7 +282,7 @@ class Schedule:
         if self.step + 1 - self.last_update >= self._update_every:
             return True
         if self.is_all_known is None:
-            # a site that no step has reached since the update may never come again
+            # A site that no step has reached since the update may never come again: waiting for it would link for ever.
             reached = [s for s in self._states.values() if s.last_step >= self.last_update]
             self.is_all_known = all(s.held_log2_scale is not None and s.knows(s.factors_on_host) for s in reached)
         return not self.is_all_known
@@ -295,18 +297,21 @@ class Schedule:
         root = graph_task
         if made_in >= 0:
             root = self._roots.setdefault(graph_task, self._roots.get(made_in, made_in))
+        # torch numbers graph tasks upwards: a larger number is a new backward pass, and a smaller one is an outer pass
+        # that goes on after an inner one.
         begins = root > self._graph_task
         if begins:
             self._graph_task = root
             self.step += 1
             self._roots.clear()
-            self.is_all_known = self.is_all_known or None  # what was not known may be by now
+            self.is_all_known = self.is_all_known or None  # ask again: unknown scales may be known by now
             is_due = self.step - self.last_update >= self._update_every
             self.kind = BETWEEN if not is_linked else UPDATE if is_due else COMPLETE
             if self.kind is UPDATE:
                 self.last_update = self.step
-        if not is_linked and self.kind is UPDATE:  # the site is of an earlier forward pass
-            self.last_update = self.step - self._update_every  # so that the next step is an update
+        # The site is of an earlier forward pass and cannot choose: the next step is made an update too.
+        if not is_linked and self.kind is UPDATE:
+            self.last_update = self.step - self._update_every
         return begins
 
 
@@ -316,6 +321,7 @@ _KEY = "ada_loss"  # under which a node's metadata holds the sites of its output
 
 def register(site: GradientSite, out: Tensor) -> None:
     """Store the site of `out` in its graph node, for `sites_behind`."""
+    # In the node's metadata, which lives as long as the graph: a table by id would need to be told when that dies.
     node: Any = out.grad_fn
     node.metadata.setdefault(_KEY, {})[out.output_nr] = site
 
@@ -348,9 +354,11 @@ def _entry_of(operand: Tensor, out: Tensor) -> Entry:
     node: Any = operand.grad_fn
     if operand is not out:
         return node, operand.output_nr
-    if base_of(operand) is not None:  # the operation wrote to a part of another tensor, whose rest it did not multiply
+    # The operand was written to, and is the result itself. If it is a view, the rest of its base was not multiplied, so
+    # that no factor would be right for all of it.
+    if base_of(operand) is not None:
         return None, 0
-    return node.next_functions[0]  # type: ignore[no-any-return]  # the operation wrote to its first operand
+    return node.next_functions[0]  # type: ignore[no-any-return]
 
 
 def has_site(entry: Entry) -> bool:
@@ -439,7 +447,7 @@ class _RoundBranch:
         rounded = round_differentiably(branch, first.spec, log2_scale)
         new = sent._replace(log2_scale=log2_scale, amax=amax_of(rounded)[AMAX : AMAX + 1])
         for target in self.targets:
-            # it replaces what was sent, and is added to it from the second time on that an operand is taken
+            # It replaces what was sent, and is added to it from the second time on that an operand is taken.
             sent_before = (i for i, a in enumerate(target.incoming) if a.sender is self.sender and a.amax is None)
             at = next(sent_before, len(target.incoming))
             target.incoming[at : at + 1] = [new]

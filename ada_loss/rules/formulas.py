@@ -45,19 +45,19 @@ GRAD_WEIGHT, GRAD, PRODUCT = range(len(STATS))
 BOUNDS = ("measured", "worst_case")
 MEASURED_BOUND, WORST_CASE = range(len(BOUNDS))
 HALF_WIDTH, STATISTICS, IS_LOGNORMAL, QUANTILE, BOUND = range(5)  # the parameters of approx_range
-NEVER = 1 << 20  # a log2_scale beyond those of any container
+# A log2_scale beyond those of any container. Not inf: exponents are int64 in the kernels.
+NEVER = 1 << 20
 
 
 def floor_log2(x):
     """The exponent of the largest power of two not above `x`, or 0 if x is not finite or not above 0.
-
-    It is computed by frexp, because a float32 log2 rounds up just below a power of two.
 
     >>> [floor_log2(x) for x in (1.0, 7.9999999, 8.0, 0.3)]
     [0, 2, 3, -2]
     """
     if not (0.0 < x < math.inf):
         return 0
+    # By frexp: a float32 log2 rounds up just below a power of two.
     return math.frexp(x)[1] - 1
 
 
@@ -69,12 +69,13 @@ def fitting_log2_scale(amax, u_max):
     """
     if amax == 0.0:
         return NEVER
+    # By exponents and mantissas: u_max / amax may overflow, or round up to a power of two at which amax is too large.
     a, exponent = math.frexp(amax)
     b, top = math.frexp(u_max)
     return top - exponent - (1 if a > b else 0)
 
 
-# The least variance, as a share of the second moment, that is told from a constant's, which is 0: float64 sums of 2**24
+# The least variance, as a share of the second moment, that differs from that of a constant, 0: float64 sums of 2**24
 # equal numbers were found to leave a share of 2**-35. The deviation is then 2**-15 of the numbers.
 LEAST_VARIANCE = 2.0**-30
 
@@ -101,10 +102,10 @@ def approx_range(g, w, terms, u_min, u_max, unit, p):
         limit = math.inf  # the product's scale is lowered once its result is there and does not fit
     if p[IS_LOGNORMAL] > 0.0 and w[COUNT] == 0.0:
         deviation = math.sqrt(max(g[LOG_MEAN_SQUARE] - g[LOG_MEAN] * g[LOG_MEAN], 0.0))
-        # exp(700) is below float64's largest
+        # The mean of logarithms may be far from log(u_min); exp(700) is below float64's largest.
         needed = math.exp(min(math.log(u_min) - g[LOG_MEAN] - deviation * p[QUANTILE], 700.0))
     else:
-        # the raw second moment, and no variance: a constant gradient has a size, but no deviation
+        # The raw second moment, not the variance: a constant gradient has a size, but no deviation.
         square = g[MEAN_SQUARE]
         if p[STATISTICS] == GRAD:
             square = square - g[MEAN] * g[MEAN]
@@ -116,7 +117,8 @@ def approx_range(g, w, terms, u_min, u_max, unit, p):
                 square = square * (0.5 * terms)  # a ReLU sets half of the terms to zero
         if square == 0.0:
             return 1.0
-        needed = u_min / p[HALF_WIDTH] / math.sqrt(square)  # in two steps: the product of the divisors may underflow
+        # In two steps: the product of the divisors may underflow.
+        needed = u_min / p[HALF_WIDTH] / math.sqrt(square)
     return min(max(needed, 1.0), limit)
 
 
@@ -129,6 +131,7 @@ def abs_range(g, w, terms, u_min, u_max, unit, p):
         if w[NONZERO] == 0.0:
             return 1.0
         smallest, k = smallest * w[AMIN], terms
+    # The floor of 1e-15 is the authors', for a product that carries the scale.
     needed = u_min / (k * max(smallest, 1e-15 * unit))
     return min(max(needed, 1.0), overflow_limit(g, w, terms, u_max))
 
@@ -162,6 +165,7 @@ def exact(bins, first, log2_threshold, share):
         total += bins[i]
     if total == 0:
         return 0
+    # From the smallest exponents upwards, as long as the elements so far may be lost.
     below, i = 0, 0
     while i < len(bins) and below + bins[i] <= share * total:
         below += bins[i]
@@ -182,6 +186,7 @@ def bounded(factor, log2_scale, scale_bound, accumulated_bound):
 
 def branch_exponent(amaxima, log2_scales, u_max):
     """Unchecked branch_log2_scale: the gradient may not fit if no scale down to 2**-4 is small enough."""
+    # The authors' code step by step, with `<` where a format would allow equality, and their end of the halving.
     largest = 0.0
     for i in range(len(amaxima)):
         largest = max(largest, amaxima[i])

@@ -46,7 +46,7 @@ class LayerRule:
 
     name: ClassVar[str]  # the name for `layer_rule`
     predicts: ClassVar[bool] = True  # it predicts a product from its operands; others measure the gradient itself
-    measures: ClassVar[str] = ""  # what a rule that measures looks for, a key of `layerwise.chooser.MEASURES`
+    measures: ClassVar[str] = ""  # the statistic of a rule that measures, a key of `layerwise.chooser.MEASURES`
     is_constant: ClassVar[bool] = False  # its factor depends neither on the gradient nor on operands
     forms_products: ClassVar[bool] = False  # its moments are those of all products, which are formed for it
     logs: ClassVar[bool] = False  # it needs the moments of log|x|
@@ -116,9 +116,9 @@ class ApproxRange(LayerRule):
 
     def parameters(self) -> tuple[float, ...]:
         normal, share = NormalDist(), self.n_uf_threshold
-        # sqrt(2) erfinv(2q - 1) is the normal's quantile at q
+        # sqrt(2) erfinv(2q - 1) is the normal's quantile at q, so that no SciPy is needed for erfinv.
         half_width = normal.inv_cdf((1 + share) / 2)
-        # 1 + share has lost digits of a small share, which one step of Newton's method restores
+        # 1 + share has lost digits of a small share, which one step of Newton's method restores.
         slope = math.sqrt(2 / math.pi) * math.exp(-half_width * half_width / 2)
         half_width += (share - math.erf(half_width / math.sqrt(2))) / slope
         words = float(STATS.index(self.stats)), float(self.lognormal), normal.inv_cdf(share)

@@ -19,7 +19,8 @@ from fpsim.checks import require_flag, require_mapping, shown
 
 __all__ = ["GradScaler", "NoScaler"]
 
-DEVICES = ("cpu", "cuda", "mps", "xpu")  # the first argument of torch.amp.GradScaler is a device, ours a rule
+# The first argument of torch.amp.GradScaler is a device, ours is a rule: code written for torch passes one of these.
+DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 class GradScaler:
@@ -138,7 +139,8 @@ class GradScaler:
         Raises ValueError for float16 gradients, since the quotient would underflow; RuntimeError for a second call.
         """
         self._verbs.unscale_(optimizer)
-        self._lower_layers(optimizer)  # before gradients are clipped, by which one NaN makes all of them NaN
+        # Before gradients are clipped: one NaN would make all of them NaN, and every layer would be lowered.
+        self._lower_layers(optimizer)
 
     def clip_(self, optimizer: Optimizer, max_norm: float) -> None:
         """Multiply the unscaled gradients of an optimizer by max_norm / (their global norm + 1e-6), at most by 1.
@@ -155,7 +157,7 @@ class GradScaler:
         result = self._verbs.step(self, optimizer, args, kwargs)
         if self.layers is not None and not self.layers.has_scaled:
             self._warn_of_a_plain_loss()
-        # here too, for optimizers that unscale by themselves; a loop may drop the gradients before update()
+        # Here too, for optimizers that unscale by themselves. Not in update(): a loop may drop the gradients before it.
         self._lower_layers(optimizer)
         return result
 
@@ -269,6 +271,7 @@ class GradScaler:
                 stacklevel=2,
             )
             return
+        # A refused state changes nothing, and the rule's part is loaded by now.
         try:
             self.layers.load_state_dict(layers)
         except BaseException:
@@ -276,6 +279,7 @@ class GradScaler:
             raise
 
     def __getstate__(self) -> dict[str, Any]:
+        # As torch's: tensors of the scale are made again, on whichever device the copy is used.
         return {**self.__dict__, "_verbs": self._verbs.between_steps()}
 
 

@@ -43,7 +43,7 @@ def gradients_of(optimizer: Optimizer) -> Gradients:
             if grad is None:
                 continue
             if grad.is_sparse:
-                # two finite values of one index may have a sum that overflows
+                # Coalesced before the check: two finite values of one index may have a sum that overflows.
                 grad = parameter.grad = grad.coalesce()
                 grad = grad.values()
             kind = grad.device, grad.dtype
@@ -67,6 +67,7 @@ def unscale_and_check_(
         flag = found_inf.get(device)
         if flag is None:
             flag = found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
+        # One pass over all gradients of a device, with the flag left there: the host does not wait.
         torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse_on(device))
 
 
@@ -136,6 +137,7 @@ def join_overflows_(kept: Iterable[Tensor], summed: Iterable[Tensor], group: dis
     summed: the parameters whose gradients are equal on all ranks. They become NaN too: a rank may lack all of `kept`.
     """
     kept, summed = list(kept), list(summed)
+    # NaN, not a flag: the checks of every rank then find the overflow by themselves, whatever scaler they use.
     grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in kept if p.grad is not None]
     lost = torch.zeros(1, device=summed[0].device)
     for grad in grads:

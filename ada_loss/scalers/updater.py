@@ -96,7 +96,7 @@ class Updater:
             if self.weight_decay is not None:
                 self._decay(self.weight_decay)
             self.scaler.step(self.optimizer)
-            # before update(), which forgets what the checks of this step found
+            # Before update(), which forgets what the checks of this step found.
             skipped = self.scaler.rule.skips and self.scaler.overflowed(self.optimizer)
             self.scaler.update()
             if not skipped:
@@ -120,6 +120,7 @@ class Updater:
             all_reduce_(parameters_of(self.optimizer), group)
             return
         all_reduce_(self.grads, group)
+        # A sum carries an overflow to all ranks. Gradients that each rank keeps do not, and ranks must skip together.
         if self.scaler.rule.skips:
             summed = set(map(id, self.grads))
             join_overflows_((p for p in parameters_of(self.optimizer) if id(p) not in summed), self.grads, group)

@@ -181,13 +181,15 @@ class Scaling:
         self.progress = {}
         if not self._rule.dynamic:
             return
-        # The host has not asked whether this step overflowed, and need not: torch's kernel adjusts on the device.
+        # The host has not asked whether this step overflowed, and need not: torch's kernel adjusts on the device. Not
+        # isinstance: apex's rule with hysteresis is a subclass, and the kernel does not count its overflows.
         if type(self._rule) is Torch and any(progress.known is None for progress in seen):
             found_inf = total_of(flag for progress in seen for flag in progress.found_inf.values())
             assert found_inf is not None
             self._adjust_on_device(self._rule, found_inf)
             return
         ok = not any(progress.overflow() for progress in seen)
+        # Only a rule that needs the largest gradient has collected any, and the copy to the host waits for the device.
         largest = [float(t) for progress in seen for t in progress.largest] if ok else []
         self._adopt(self.rule.adjust(ok, max(largest, default=None)))
 
@@ -244,7 +246,8 @@ class Scaling:
         scaler.max_gradient_norm = norm
         self.progress = {}
         self._adopt(rule)
-        if not POSITIVE.allows(float32(scale)):  # a rule can reach 0 and inf, and its state goes on from there
+        # Loaded all the same: a rule can reach 0 and inf, and its state continues from there.
+        if not POSITIVE.allows(float32(scale)):
             warnings.warn(
                 f"The state has scale={shown(scale)}, {float32(scale)} as float32: with 0 the parameters become NaN, "
                 f"and with inf each step is skipped. Call update(new_scale=...) with a finite number above 0 before "
@@ -260,7 +263,7 @@ class Scaling:
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end "
                 "after scaler.update(). Call update() first, or save state_dict(), at any time."
             )
-        saved = Scaling(self.rule)  # the property: it fetches what the device has adjusted
+        saved = Scaling(self.rule)  # the property, which fetches a scale that the device has adjusted
         saved._has_scaled, saved._skipped = self._has_scaled, self.skipped
         return saved
 
@@ -281,7 +284,7 @@ class Scaling:
     def _scale_on(self, device: torch.device) -> Tensor:
         scale = self.scales.get(device)
         if scale is None:
-            # a tensor, as in torch: it promotes a 0-d float16 loss, which a number would let overflow
+            # A tensor, as in torch: it promotes a 0-d float16 loss, which a number would let overflow.
             if self._adjusted is not None:
                 scale = self._adjusted[0].to(device, non_blocking=device.type != "cpu", copy=True)
             else:
@@ -293,7 +296,7 @@ class Scaling:
         inverse = self.inverses.get(device)
         if inverse is None:
             scale = self._scale_on(device)
-            # in float64, because some compilers divide float32 inexactly; mps has no float64
+            # In float64, because some compilers divide float32 inexactly; mps has no float64.
             exact = scale if device.type == "mps" else scale.double()
             inverse = self.inverses[device] = exact.reciprocal().float()
         return inverse
@@ -315,7 +318,7 @@ class Scaling:
         optimizer.grad_scale, optimizer.found_inf = scale, found_inf if self._rule.skips else None
         try:
             return optimizer.step(*args, **kwargs)
-        finally:
+        finally:  # as torch does: a step without a scaler would read them again
             del optimizer.grad_scale, optimizer.found_inf
 
     def _adjust_on_device(self, rule: Torch, found_inf: Tensor) -> None:
@@ -330,6 +333,7 @@ class Scaling:
         self.scales, self.inverses = {}, {}
 
     def _adopt(self, rule: LossRule) -> None:
+        # Tensors of an unchanged scale are kept: most steps change none, and would make one for each device anew.
         if rule.scale != self._rule.scale or self._adjusted is not None:
             self.scales, self.inverses = {}, {}
         self._rule, self._adjusted = rule, None

@@ -44,10 +44,7 @@ def callee_type(function: Callable[..., Any], options: _Options) -> Any:
 
 
 def linked_libraries(library: Any) -> Iterable[Any]:
-    """Return the libraries that a library calls, directly or not, each after all that call it.
-
-    LLVM's linker drops a function that nothing calls yet.
-    """
+    """Return the libraries that a library calls, directly or not, each after all that call it."""
     seen: set[Any] = set()
     finished: list[Any] = []
 
@@ -59,13 +56,15 @@ def linked_libraries(library: Any) -> Iterable[Any]:
         finished.append(one)
 
     visit(library)
+    # Callers first: LLVM's linker drops a function that nothing calls yet. The last one is the library itself.
     return reversed(finished[:-1])
 
 
 class Callee:
     """The part of a dispatcher that Numba needs to type and lower a call; Python cannot call it."""
 
-    is_compiling = False  # none calls itself
+    # Numba asks this to detect recursion, which no loop has.
+    is_compiling = False
 
     def __init__(self, function: Callable[..., Any], options: _Options) -> None:
         from numba.core import utils
@@ -77,7 +76,8 @@ class Callee:
         from numba.core import types, typing
 
         if kws:
-            raise TypeError(f"{self.py_func.__name__} is called with keywords. Give its arguments by place.")
+            raise TypeError(f"{self.py_func.__name__} is called with keywords. Pass its arguments by position.")
+        # Without the values of literals: each constant that is passed would be a compilation of its own.
         kinds = tuple(map(types.unliteral, args))  # type: ignore[attr-defined]
         if kinds not in self._compiled:
             self._compiled[kinds] = self._compile(kinds)
@@ -88,7 +88,8 @@ class Callee:
     def _compile(self, kinds: tuple[Any, ...]) -> tuple[Any, Any]:
         """Compile, and return a key by which Numba finds the code, and the signature."""
         done = compiled_library(self.py_func, kinds, self.targetoptions)
-        done.library._finalized = True  # not optimised by itself: the loop is, with all that it calls
+        # Marked as final without being optimised: LLVM optimises the loop together with all that it calls.
+        done.library._finalized = True
         key = object()
         done.target_context.insert_user_function(key, done.fndesc, [done.library])
         return key, done.signature
@@ -109,6 +110,7 @@ def compiled_library(function: Callable[..., Any], kinds: tuple[Any, ...], optio
 
     class Compiler(_FunctionCompiler):  # type: ignore[misc]
         def _customize_flags(self, flags: Any) -> Any:
+            # Nothing calls the wrappers: `compile._entry_module` writes the entry of a loop, and callees need none.
             flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = True
             return flags
 

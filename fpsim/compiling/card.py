@@ -30,7 +30,7 @@ from fpsim.checks import pip_install
 from fpsim.compiling.compile import CUDA_THREADS, cuda_module, for_device, ptx_code
 from fpsim.compiling.kept import kept_code, source_digest
 
-IS_SIMULATED = bool(numba.config.ENABLE_CUDASIM)  # which is settled when Numba is imported
+IS_SIMULATED = bool(numba.config.ENABLE_CUDASIM)  # fixed when Numba is imported
 VECTOR_BYTES = 16  # the most that a thread loads at once
 
 WORDS32, WORDS64 = types.CPointer(types.uint32), types.CPointer(types.uint64)
@@ -44,7 +44,7 @@ def _require(result: tuple[Any, ...]) -> Any:
     """Return the result of a driver function. Raises RuntimeError if the function failed."""
     error, *values = result
     if int(error):
-        raise RuntimeError(f"The CUDA driver gave {getattr(error, 'name', error)}.")
+        raise RuntimeError(f"The CUDA driver returned {getattr(error, 'name', error)}.")
     return values[0] if values else None
 
 
@@ -53,7 +53,8 @@ def _driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError:
-        cuda_module()  # the error that says what to install
+        # Raises the error with the remedy, if numba-cuda is missing too.
+        cuda_module()
         raise
     _require(driver.cuInit(0))
     return driver
@@ -74,10 +75,7 @@ def compute_capability(device: int) -> tuple[int, int]:
 
 
 def assembled(ptx: str, capability: tuple[int, int]) -> bytes:
-    """Assemble PTX to a cubin with nvJitLink, and raise its error if it refuses the PTX.
-
-    For a card that is newer than nvJitLink return the PTX itself, which the card's driver assembles.
-    """
+    """Assemble PTX to a cubin with nvJitLink, and raise its error if it refuses the PTX."""
     from cuda.bindings import nvjitlink
 
     options = [f"-arch=sm_{capability[0]}{capability[1]}", "-O3"]
@@ -87,6 +85,7 @@ def assembled(ptx: str, capability: tuple[int, int]) -> bytes:
     except nvjitlink.nvJitLinkError as error:
         if error.status not in (nvjitlink.Result.ERROR_UNRECOGNIZED_ARCH, nvjitlink.Result.ERROR_UNSUPPORTED_ARCH):
             raise
+        # The card is newer than nvJitLink: its driver assembles PTX, too.
         return text
     try:
         nvjitlink.add_data(link, nvjitlink.InputType.PTX, text, len(text), "kernel")
@@ -107,7 +106,7 @@ def assembled(ptx: str, capability: tuple[int, int]) -> bytes:
 def _too_new(complaint: str) -> str:
     return (
         f"NVVM writes PTX that nvJitLink does not know: {complaint}. They are of two releases of CUDA. Expected: both "
-        f"of one, which {pip_install('cuda12', 'cuda13')} brings, whichever CUDA your torch was built for; or "
+        f"of one, as {pip_install('cuda12', 'cuda13')} installs, whichever CUDA your torch was built for; or "
         f"pip install --upgrade nvidia-nvjitlink, with -cu12 at its end for CUDA 12."
     )
 
@@ -178,7 +177,8 @@ class CudaKernel:
                     "compiled or loaded. Run the same code once before, or fpsim.warm_up(device, formats, roundings)."
                 )
             code = self.cubin(compute_capability(device))
-            with _not_part_of_a_capture():  # the driver may leave the loading to the second call
+            # Around both calls: CUDA loads lazily, and may allocate only when the function is asked for.
+            with _not_part_of_a_capture():
                 module = _require(driver.cuModuleLoadData(code))
                 function = _require(driver.cuModuleGetFunction(module, b"kernel"))
             self._modules.append(module)
@@ -214,14 +214,16 @@ class CudaKernel:
             loaded = self._loaded[device]
         launch, function = loaded
         # A free list instead of a lock: `pop` and `append` are atomic, and a launch does not wait for another thread's.
+        # The driver copies the arguments within the call, so that the next launch may overwrite them.
         try:
-            packed = self._free.pop()  # the driver copies it in the call; another thread takes another one
+            packed = self._free.pop()
         except IndexError:
             packed = _Packed(self._count)
         self._pack(packed.values, 0, *arguments)
         words = blocks, 1, 1, self.threads, 1, 1, 0, stream, packed.address, 0
         (error,) = launch(function, *words)
         if error:
+            # Checked after the launch, not before: both are rare, and a question to the driver would cost every launch.
             if int(error) == _INVALID_CONTEXT:  # a thread in which torch has not used the device yet
                 _require(_driver().cuCtxSetCurrent(_context(device)))
                 (error,) = launch(function, *words)
@@ -243,13 +245,12 @@ def _width(kind: Any) -> int:
 
 
 def array_words(address: int, shape: tuple[int, ...], item_size: int) -> tuple[int, ...]:
-    """Describe a contiguous array as a kernel takes it: two owners, items, size of one, address, shape, strides in
-    bytes.
-    """
+    """Describe a contiguous array by the words that a kernel takes: the fields of Numba's structure of an array."""
     strides, step = [], item_size
     for extent in reversed(shape):
         strides.append(step)
         step *= extent
+    # Its two owners are null, because torch owns the memory. Behind them: items, bytes of one, address, shape, strides.
     return 0, 0, step // item_size, item_size, address, *shape, *reversed(strides)
 
 
@@ -273,9 +274,8 @@ def _toolchain() -> str:
 
 
 def for_card(function: Any) -> Any:
-    """Return the function with its callees inlined; in the simulator unchanged, because compiled code cannot take its
-    arrays.
-    """
+    """Return the function with its callees inlined; in the simulator, return it as it is."""
+    # Compiled code cannot take the simulator's arrays.
     return function if IS_SIMULATED else for_device(function)
 
 

@@ -1,4 +1,4 @@
-"""Wraps Numba's compilers: loops as object code that Python can call, arrays on the stack, and PTX by numba-cuda.
+"""Wrap Numba's compilers: loops as object code that Python can call, arrays on the stack, and PTX by numba-cuda.
 
 Numba is imported when one of these functions is called.
 """
@@ -21,7 +21,8 @@ from fpsim.compiling.callees import callees_of, compiled_library, linked_librari
 from fpsim.compiling.deferred import Deferred, carray, intrinsic, njit
 
 ENTRY = "fpsim_entry"  # the name of a loop in its object code: a function (self, arguments, count) as Python calls it
-FUNCTIONS = {  # C functions of Python that it calls: the type returned, then the types taken
+# C functions of Python that the entry calls: the type returned, then the types taken.
+FUNCTIONS = {
     "PyLong_AsLongLong": "integer object",
     "PyFloat_AsDouble": "float object",
     "PyErr_Occurred": "object",
@@ -66,6 +67,7 @@ def machine_code(text: str) -> bytes:
     with global_compiler_lock:
         codegen = cpu_target.target_context.codegen()
         library = codegen.create_library("loop")
+        # Its parts one by one: `finalize` would also load the code into Numba's own engine.
         library._final_module = binding.parse_assembly(text)
         library._optimize_final_module()
         library._final_module.verify()
@@ -76,8 +78,9 @@ def machine_code(text: str) -> bytes:
 def _shared_scopes(ir: Any) -> Iterator[None]:
     """Make Numba share a function's scope among the blocks that it copies for inlining, instead of copying it for each.
 
-    The copies take a third of the compile time. ir: Numba's module, another one for CUDA. The caller holds its lock.
+    ir: Numba's module, another one for CUDA. The caller holds its lock.
     """
+    # The copies take a third of the compile time.
     ir.Scope.__deepcopy__ = lambda self, memo: self
     try:
         yield
@@ -101,7 +104,8 @@ def _entry_module(done: Any, names: tuple[str, ...]) -> Any:
         python[name] = ir.Function(module, ir.FunctionType(gives, takes), name)
     entry = ir.Function(module, ir.FunctionType(object_, [object_, object_.as_pointer(), integer]), ENTRY)
     builder = ir.IRBuilder(entry.append_basic_block())
-    # Numba counts references to arrays; theirs own no memory, so that this, which would free it, is never called
+    # Numba counts references to arrays. Those of loops own no memory, so that the destructor is never called; but the
+    # object code links to nothing of Numba's runtime, and so needs a definition of it.
     free = ir.Function(module, ir.FunctionType(nothing, [object_]), "NRT_MemInfo_call_dtor")
     ir.IRBuilder(free.append_basic_block()).unreachable()
     error, arguments, given = entry.args
@@ -143,8 +147,8 @@ def _entry_module(done: Any, names: tuple[str, ...]) -> Any:
 @cache
 def stack_array(shape: int | tuple[int, ...], kind: Any) -> Callable[[], Any]:
     """Return a function for loops that allocates an uninitialised array of this shape and type on the loop's stack."""
-    size = math.prod(shape if isinstance(shape, tuple) else (shape,)) * np.dtype(kind).itemsize
     extents = shape if isinstance(shape, tuple) else (shape,)
+    size = math.prod(extents) * np.dtype(kind).itemsize
 
     @intrinsic
     def memory(typingctx: Any) -> Any:
@@ -152,7 +156,8 @@ def stack_array(shape: int | tuple[int, ...], kind: Any) -> Callable[[], Any]:
         from numba import types
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            with builder.goto_entry_block():  # once, whatever loop it stands in
+            # In the entry block: an alloca within a loop takes more of the stack in every iteration.
+            with builder.goto_entry_block():
                 place = builder.alloca(ir.ArrayType(ir.IntType(8), size))
                 place.align = 64
             return builder.bitcast(place, ir.IntType(8).as_pointer())
@@ -262,9 +267,10 @@ _R = TypeVar("_R")
 
 @cache
 def cuda_module() -> Any:
-    """Import numba-cuda. Raises RuntimeError, which says what to install, if it is missing."""
+    """Import numba-cuda. Raises RuntimeError with the remedy if it is missing."""
     try:
-        import numba_cuda  # numba's own target is deprecated; importing this replaces it
+        # Imported first: it replaces Numba's own target, which is deprecated.
+        import numba_cuda
         from numba import cuda
     except ImportError:
         raise RuntimeError(
@@ -278,7 +284,7 @@ def cuda_module() -> Any:
             f"{np.__version__}, which has no np.row_stack: pip install 'numpy<2.5'; "
             "or move the tensor to the CPU with .cpu()."
         )
-    # a small tensor makes a small grid, and its owner cannot help it
+    # A small tensor makes a small grid, which the user cannot change.
     warnings.filterwarnings("ignore", message=r"Grid size \d+ will likely result in GPU under-utilization")
     return cuda
 
@@ -320,6 +326,7 @@ def for_device(function: types_module.FunctionType) -> types_module.FunctionType
             return njit(inline="always")(for_device(called))
         return value.compiled if isinstance(value, Deferred) else value
 
+    # Copies of globals and closures: the function itself keeps its placeholders, which the CPU's loops need.
     code = function.__code__
     used = {name: of(value) for name, value in function.__globals__.items() if name in code.co_names}
     cells = tuple(types_module.CellType(of(cell.cell_contents)) for cell in function.__closure__ or ())

@@ -26,24 +26,25 @@ class Deferred:
         """Numba's object."""
         return self._make()
 
+    # Numba looks under this name for the type of a global.
     @property
-    def _numba_type_(self) -> Any:  # where Numba looks for the type of a global
+    def _numba_type_(self) -> Any:
         from numba.core.registry import cpu_target
 
         value = self.compiled
-        cpu_target.typing_context.refresh()  # it learns of a new intrinsic
+        # `compiled` may have registered an intrinsic, which the context learns of only when it is refreshed.
+        cpu_target.typing_context.refresh()
         return cpu_target.typing_context.resolve_value_type(value)
 
 
 class Function(Deferred):
     """A Python function, `py_func`, that loops and CUDA kernels call.
 
-    With `inline="always"` Numba inlines it. With `forceinline=True` LLVM inlines it in CPU loops, which is faster, and
-    Numba elsewhere. Numba has to inline a function that returns memory on its stack, and should inline one that takes
-    arrays, because a call counts references to their owners.
+    With `inline="always"` Numba inlines it. With `forceinline=True` LLVM inlines it in CPU loops, and Numba elsewhere.
+    Numba has to inline a function that returns memory on its stack, and should inline one that takes arrays, because a
+    call counts references to their owners.
 
-    keeps_types: calls from Python, such as those of CUDA's simulator, run the Python function. The compiled one would
-    return plain integers instead of NumPy's.
+    keeps_types: calls from Python, such as those of CUDA's simulator, run the Python function.
     """
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any], keeps_types: bool) -> None:
@@ -54,6 +55,7 @@ class Function(Deferred):
     @property
     def targetoptions(self) -> dict[str, Any]:
         """Options that Numba reads to decide whether it inlines the function."""
+        # Asked in each compilation: LLVM inlines in milliseconds where Numba takes seconds, but only in CPU loops.
         return {"inline": "always"} if self._options.get("forceinline") and not compiles_a_loop() else self._options
 
     def _compile(self) -> Any:
@@ -67,6 +69,7 @@ class Function(Deferred):
         return callee_type(self.py_func, self._options) if is_called else super()._numba_type_
 
     def __call__(self, *arguments: Any) -> Any:
+        # The compiled function returns plain integers instead of NumPy's, whose width the simulator relies on.
         return (self.py_func if self._keeps_types else self.compiled)(*arguments)
 
 
@@ -91,7 +94,7 @@ def njit(function: Callable[..., Any] | None = None, *, keeps_types: bool = Fals
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
-    """Defer `numba.extending.intrinsic`. The function imports what it needs of Numba and llvmlite itself."""
+    """Defer `numba.extending.intrinsic`. The function has its own imports of Numba and llvmlite."""
     return Intrinsic(function)
 
 

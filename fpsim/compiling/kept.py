@@ -1,10 +1,15 @@
-"""Cache of machine code on disk: its folder, file names and locks, and the checks of ownership and integrity."""
+"""Cache of machine code on disk: its folder, file names and locks, and the checks of ownership and integrity.
+
+A process that compiles for longer than a second says so once on stderr, so that a first call does not look hung.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import stat
+import sys
 import time
 import uuid
 import warnings
@@ -12,8 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from threading import Lock, Timer
 
-from fpsim.compiling.notice import announced
 from fpsim.compiling.sources import digest_of_imported, have_changed
 
 try:
@@ -22,7 +27,7 @@ except ImportError:  # Windows has none
     fcntl = None  # type: ignore[assignment]
 
 MAX_BYTES = 1 << 26  # of a file; the largest kernels have a few hundred thousand
-# How long a process waits for another that compiles the same loop, in seconds: the largest takes 6 alone.
+# Seconds for which a process waits for another that compiles the same loop: the largest takes 6 alone.
 LONGEST_WAIT, BETWEEN_TRIES = 60.0, 0.02
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # Absent on Windows. O_NONBLOCK: opening a pipe must not wait for its writer.
@@ -41,7 +46,8 @@ def source_digest(toolchain: str) -> str:
 
 
 def _digest(file: Path, payload: bytes) -> bytes:
-    return hashlib.sha256(file.name.encode() + payload).digest()  # the name: a file is not to stand in for another
+    # With its name, so that no file can be copied over another.
+    return hashlib.sha256(file.name.encode() + payload).digest()
 
 
 def write_whole(file: Path, payload: bytes) -> None:
@@ -58,7 +64,7 @@ def write_whole(file: Path, payload: bytes) -> None:
 
 
 def read_whole(file: Path) -> bytes | None:
-    """Return the bytes that `write_whole` wrote under this name; None if there are none, or a bit of them has changed.
+    """Return the bytes that `write_whole` wrote under this name; None without them, or if a bit of them has changed.
 
     Raises UntrustedError if another user may have written the file, and if it is not a regular file.
     """
@@ -102,7 +108,7 @@ def _folder_of(chosen: str) -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     folders = [Path(chosen, "fpsim")] if chosen else []
     error: OSError | None = None
-    # a folder of its own in __pycache__, which Python makes with the rights that the user's mask leaves
+    # Not in __pycache__ itself, which Python makes with the permissions that the umask leaves: others may write to it.
     for folder in (*folders, Path(__file__).parent / "__pycache__" / "fpsim", caches / "fpsim"):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +128,7 @@ def folder_of_code() -> Path:
 
 
 def read_kept(name: str) -> bytes | None:
-    """Return the code cached under this name; None if there is none that is whole and trusted."""
+    """Return the code cached under this name, if it is whole and trusted; else None."""
     try:
         return read_whole(folder_of_code() / name)
     except OSError:
@@ -134,8 +140,9 @@ def read_kept(name: str) -> bytes | None:
 
 def keep(name: str, code: bytes) -> None:
     """Cache code on disk under this name, if that is possible and the imported sources are still the same."""
+    # This process may have imported some files before an update and others after it.
     if have_changed():
-        return  # this process may have imported some files before an update and others after it
+        return
     try:
         folder = folder_of_code()
         _require_trusted(folder, folder.stat())
@@ -151,10 +158,10 @@ def keep(name: str, code: bytes) -> None:
 
 @contextmanager
 def one_process_for(name: str) -> Iterator[None]:
-    """Keep other processes on this folder from making the same code meanwhile, unless it takes very long.
+    """Keep other processes from making the same code meanwhile, and announce it if making it or waiting takes long.
 
-    On a system without locks, several processes may make the same code. If making it or waiting takes long, a line on
-    stderr says so.
+    Without locks, or where another process takes longer than LONGEST_WAIT, several processes make the same code: each
+    file is replaced as a whole, so that this costs only time.
     """
     with announced(name.partition("-")[0]), _locked(name):
         yield
@@ -169,7 +176,8 @@ def _locked(name: str) -> Iterator[None]:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | _NO_LINK | _NO_WAIT, 0o600)
             _try_to_lock(descriptor)
     except OSError:
-        pass  # `keep` will warn that the folder cannot be written
+        # Not an error here: `keep` will warn that the folder cannot be written.
+        pass
     try:
         yield
     finally:
@@ -194,7 +202,7 @@ def _try_to_lock(descriptor: int) -> None:
 
 
 def kept_code(name: str, make: Callable[[], bytes]) -> bytes:
-    """Return the code cached under this name; make and cache it if there is none."""
+    """Return the code cached under this name, or make and cache it."""
     code = read_kept(name)
     if code is None:
         with one_process_for(name):
@@ -206,11 +214,71 @@ def kept_code(name: str, make: Callable[[], bytes]) -> bytes:
     return code
 
 
+AFTER = 1.0  # seconds without machine code, after which the line on stderr is written
+_RANKS = "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"  # set by launchers of many processes
+
+_lock = Lock()
+_waited = 0.0  # seconds, of all loops so far: a step needs several, each of which may take less than a second
+_is_said = False
+
+
+@contextmanager
+def announced(name: str) -> Iterator[None]:
+    """Announce that this process compiles a loop, or waits for another process that does.
+
+    Once a process has spent a second in such blocks, it writes a line on stderr, one for all its loops. Workers write
+    none.
+    """
+    global _waited
+    if _is_said or _is_one_of_many():
+        yield
+        return
+    # A second thread prints it while this one compiles: Numba is Python, and LLVM is called without the GIL.
+    timer = Timer(max(0.0, AFTER - _waited), _say, (name,))
+    timer.daemon = True
+    begin = time.monotonic()
+    # Without the line where the interpreter shuts down, or the system starts no thread.
+    with suppress(RuntimeError):
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        with _lock:
+            _waited += time.monotonic() - begin
+
+
+def silence() -> None:
+    """Suppress the line in this process, which shows the progress of compilation in another way."""
+    global _is_said
+    _is_said = True
+
+
+def _is_one_of_many() -> bool:
+    """True if another process writes the line: the parent of this one, or the first rank."""
+    return multiprocessing.parent_process() is not None or any(os.environ.get(name, "0") != "0" for name in _RANKS)
+
+
+def _say(name: str) -> None:
+    global _is_said
+    with _lock:
+        if _is_said or sys.stderr is None:
+            return
+        _is_said = True
+        print(
+            f"fpsim compiles its loops for this processor (now: {name}). A first step takes 3 to 20 seconds; later "
+            f"steps and processes find the machine code on disk. To compile in advance: python -m fpsim warm",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 _warned: set[str] = set()
 
 
 def _warn_once(text: str) -> None:
     """Warn once for all loops of a process, not for each."""
+    # By the beginning of the text: the rest names a file or an error, which differ from loop to loop.
     kind = text[:20]
     if kind not in _warned:
         _warned.add(kind)

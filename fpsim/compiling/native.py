@@ -29,7 +29,7 @@ from fpsim.compiling.compile import ENTRY, FUNCTIONS, llvm_text, machine_code
 from fpsim.compiling.kept import keep, one_process_for, read_kept, source_digest
 from fpsim.compiling.sources import digest_of_imported
 
-# environment variables, NUMBA_..., that Numba reads when it is imported and that change its machine code
+# Environment variables, NUMBA_..., that Numba reads when it is imported and that change its machine code.
 _SETTINGS = ("OPT", "CPU_NAME", "CPU_FEATURES", "ENABLE_AVX", "LOOP_VECTORIZE", "SLP_VECTORIZE", "DISABLE_INTEL_SVML")
 
 # Loops that a wheel ships as LLVM IR, so that a first call waits for LLVM alone: Numba takes seconds to read a loop's
@@ -62,7 +62,8 @@ class _MethodDefinition(ctypes.Structure):
 
 _METH_FASTCALL = 0x80
 _numbers, _lock = count(), Lock()
-_loaded: list[Any] = []  # never unloaded: a thread may be in it when the interpreter ends
+# Loops are never unloaded: a thread may be in one when the interpreter ends.
+_loaded: list[Any] = []
 
 
 @cache
@@ -125,7 +126,8 @@ class Loop:
             return None
         try:
             function = loaded(code)
-        except RuntimeError:  # whole, and of libraries that are not here: as good as none
+        # The file is whole, but was linked for libraries that this process lacks: compile again.
+        except RuntimeError:
             return None
         self.was_compiled = False
         return function
@@ -159,7 +161,8 @@ def write_shipped(file: Path, texts: Mapping[str, str]) -> None:
     """Write the IR of loops by name. Equal loops make equal bytes."""
     with zipfile.ZipFile(file, "w") as archive:
         for name, text in [(_ABOUT, json.dumps(_about(), indent=1)), *sorted(texts.items())]:
-            entry = zipfile.ZipInfo(name if name == _ABOUT else name + _SUFFIX)  # of 1980, whatever the time
+            # ZipInfo without a date is of 1980: with the time of writing, equal loops would make other bytes.
+            entry = zipfile.ZipInfo(name if name == _ABOUT else name + _SUFFIX)
             archive.writestr(entry, text, zipfile.ZIP_DEFLATED, compresslevel=9)
 
 
@@ -174,6 +177,7 @@ def _read(archive: zipfile.ZipFile, name: str) -> bytes:
 def _opened(file: Path) -> zipfile.ZipFile | None:
     """Open the file, if it is as trustworthy as the code that reads it, and of this version, system and LLVM."""
     try:
+        # Compared with this file: who could write the IR could then change this code, too.
         mine, theirs = os.stat(__file__), os.lstat(file)
         if not stat.S_ISREG(theirs.st_mode) or theirs.st_uid != mine.st_uid:
             return None

@@ -1,7 +1,7 @@
 """Digest of the sources of compiled code, read before the first of them is imported.
 
 A running process keeps the functions that it has imported. An update may have changed the files since then, so a digest
-of the files as they are now would be a wrong name for what this process compiles.
+of the files as they are now would be a wrong name for the code that this process compiles.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ _IMPORTED = _digest()
 
 
 def digest_of_imported() -> bytes:
-    """The digest of the sources as they were when fpsim was imported."""
+    """Return the digest of the sources as they were when fpsim was imported."""
     return _IMPORTED
 
 
 def have_changed() -> bool:
-    """True if the files differ from what was imported. Then it is not known which of them a function came from."""
+    """True if the files differ from those that were imported: a function may then come from either version."""
     try:
         return _digest() != _IMPORTED
-    except OSError:  # a file is gone: an update is running
+    # A file is missing while an update runs.
+    except OSError:
         return True

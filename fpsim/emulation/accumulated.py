@@ -20,13 +20,14 @@ Multiplies = tuple[Multiply, ...]  # of fprop, dgrad and wgrad
 
 
 def in_matrices(form: Form, multiply: Sequence[Multiply | None]) -> Form:
-    """The same product, whose sums `multiply` makes: of fprop, dgrad and wgrad; None leaves them to torch.
+    """Return the same product with sums made by `multiply`, of fprop, dgrad and wgrad; None leaves a sum to torch.
 
     Raises NotImplementedError for a form that is not known as a product of matrices.
     """
     for kind, made in ((Linear, _Linear), (Batched, _Batched), (Convolution, _Convolution)):
         if isinstance(form, kind):
             matrices = made(form, tuple(own or _torchs for own in multiply))  # type: ignore[arg-type]
+            # On the instance, so that a product without an accumulator keeps the form's own method.
             for name, own in zip(("forward", "data_gradient", "weight_gradient"), multiply, strict=True):
                 if own is None:
                     setattr(matrices, name, getattr(form, name))
@@ -38,9 +39,10 @@ def in_matrices(form: Form, multiply: Sequence[Multiply | None]) -> Form:
 
 
 def in_order(form: Form, accumulators: Sequence[Accumulator]) -> Sequence[Accumulator]:
-    """Accumulators of the three products, with operands in the order of the product of `in_matrices`."""
+    """Return the accumulators of the three products, with operands in the order of the product of `in_matrices`."""
+    # These forms multiply x by dy for the weight gradient; an accumulator with a format for each operand has dy first.
     is_turned = form.settings.transposed if isinstance(form, Convolution) else isinstance(form, Batched)
-    return (*accumulators[:2], accumulators[2].turned) if is_turned else accumulators  # wgrad of x by dy
+    return (*accumulators[:2], accumulators[2].turned) if is_turned else accumulators
 
 
 def _torchs(*_: Any) -> Tensor:
@@ -117,7 +119,7 @@ class _Convolution(Convolution):
         return _from_rows(y, x.shape[0], out)
 
     def _transposed(self, multiply: Multiply, x: Tensor, w: Tensor, size: Sequence[int], bias: Tensor | None) -> Tensor:
-        """A convolution of x with zeros between its elements, by the kernel turned around."""
+        """Convolve x, with zeros between its elements, with the kernel turned around."""
         s, n = self.settings, len(w.shape) - 2
         spread = x.new_zeros(*x.shape[:2], *((length - 1) * step + 1 for length, step in zip(x.shape[2:], s.stride)))
         places: tuple[Any, ...] = (..., *(slice(None, None, step) for step in s.stride))
@@ -149,7 +151,8 @@ def _patches(x: Tensor, kernel: Sequence[int], s: ConvolutionSettings, out: Sequ
     x = F.pad(x, [p for pad in reversed(s.padding) for p in (pad, pad)])
     for i in range(n):
         x = x.unfold(2 + i, s.dilation[i] * (kernel[i] - 1) + 1, s.stride[i])[..., :: s.dilation[i]]
-        x = x.narrow(2 + i, 0, out[i])  # of a gradient, whose input's last elements nobody saw
+        # With a stride, the last inputs may belong to no output: the weight gradient has fewer positions.
+        x = x.narrow(2 + i, 0, out[i])
     x = x.unflatten(1, (s.groups, -1)).movedim(2, n + 2)  # (batch, groups, positions, channels, kernel)
     return x.transpose(0, 1).reshape(s.groups, x.shape[0] * math.prod(out), x.shape[n + 2] * math.prod(kernel))
 
@@ -162,5 +165,5 @@ def _rows_of(bias: Tensor | None, groups: int, batch: int, out: Sequence[int]) -
 
 
 def _from_rows(y: Tensor, batch: int, out: Sequence[int]) -> Tensor:
-    """(groups, batch and positions, channels) as (batch, groups and channels, positions)."""
+    """Rearrange (groups, batch and positions, channels) as (batch, groups and channels, positions)."""
     return y.unflatten(1, (batch, *out)).movedim(-1, 1).movedim(2, 0).flatten(1, 2).contiguous()

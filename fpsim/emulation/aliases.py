@@ -2,8 +2,7 @@
 
 `w[0]`, `w.detach()` and `w.data` lie in the memory of the master weight. Code that reads them wants numbers of the
 format; code that writes to them wants the parameter to change. So each view of a parameter exists twice: as a view of
-its rounded copy, and as a view of its own memory. Which of them the code holds, and where the other one is, is kept
-here.
+its rounded copy, and as a view of its own memory. This file tracks which of them the code holds, and finds the other.
 """
 
 from __future__ import annotations
@@ -53,7 +52,8 @@ __all__ = [
 ]
 
 
-_NOTHING: ByIdentity[Any] = ByIdentity()  # stays empty
+# Shared by all emulations that track nothing, so that entering a mode makes no dictionaries. It stays empty.
+_NOTHING: ByIdentity[Any] = ByIdentity()
 
 
 class Alias:
@@ -61,8 +61,8 @@ class Alias:
 
     base: the parameter, buffer or input.
     is_of_copy: whether the tensor is a view of the rounded copy, and not of the base's own memory.
-    rounded: the same view of the rounded copy, where the tensor lies in the base's own memory and that is known.
-    state: of the base when `rounded` was made, as `Aliases.state_of` says it.
+    rounded: the same view of the rounded copy, if the tensor lies in the base's own memory and that view is known.
+    state: `Aliases.state_of` the base when `rounded` was made.
     """
 
     __slots__ = ("_own", "base", "is_of_copy", "rounded", "state")
@@ -78,9 +78,10 @@ class Alias:
         self._own: Any = own
 
     def memory(self, x: Tensor) -> Tensor:
-        """The tensor itself, or the same view of the base's own memory, which is made when it is first asked for."""
+        """Return the tensor itself, or the same view of the base's own memory."""
         if not self.is_of_copy:
             return x
+        # Made when it is first needed: few views are written to.
         if not isinstance(self._own, Tensor):
             self._own = self._own()
         return self._own  # type: ignore[no-any-return]
@@ -92,7 +93,7 @@ class Aliases:
     def __init__(self) -> None:
         self.is_blank = True  # whether no tensor was ever known
         self._known: ByIdentity[Alias] = _NOTHING
-        self._writes: ByIdentity[int] = _NOTHING  # through `.data`, which counts for itself, to a base
+        self._writes: ByIdentity[int] = _NOTHING  # to a base through `.data`, which has a version counter of its own
 
     @property
     def is_empty(self) -> bool:
@@ -108,7 +109,7 @@ class Aliases:
         return id(x) in self._known.held
 
     def add(self, x: Tensor, alias: Alias) -> None:
-        """Know this tensor."""
+        """Track this tensor."""
         if self.is_blank:
             self.is_blank, self._known, self._writes = False, ByIdentity(), ByIdentity()
         self._known[x] = alias
@@ -125,7 +126,7 @@ class Aliases:
         return [(x, a.memory(x)) for x, a in self._known.items() if a.base is base and a.is_of_copy]
 
     def note_write(self, x: Tensor) -> None:
-        """The base of this tensor may have been written to where its own counter does not see it."""
+        """Count a write to the base of this tensor that the base's own version counter may not see."""
         alias = self.of(x)
         if alias is not None:
             self._writes[alias.base] = (self._writes.get(alias.base) or 0) + 1
@@ -138,7 +139,9 @@ def note_write(emulation: Any, x: Tensor) -> None:
         return
     aliases.note_write(x)
     alias = aliases.of(x)
-    if alias is not None and is_made_here(alias.base):  # whose memory others may have, and `.data` counts for itself
+    # Other tensors may share the memory of a result, and writes through `.data` raise none of their counters: all
+    # rounded copies are made again.
+    if alias is not None and is_made_here(alias.base):
         emulation.forget_operands()
     base = x if alias is None else alias.base
     specs, has_role = emulation.scope.specs, _is_weight(emulation, base)
@@ -152,6 +155,7 @@ def note_write(emulation: Any, x: Tensor) -> None:
 def _refresh(copy: Tensor, own: Tensor, spec: RoundingSpec | None, keep_masks: bool, has_history: bool) -> None:
     """Round the memory again, into a copy that is still in use, with the history of its writes if it has one."""
     known = format_of(copy)
+    # Copied twice: this records the write in the graph of the copy; the numbers are rounded below autograd.
     if has_history:
         copy.copy_(own)
     with torch.no_grad():
@@ -165,20 +169,21 @@ def _refresh(copy: Tensor, own: Tensor, spec: RoundingSpec | None, keep_masks: b
 def view_from_outside(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A view of a tensor from outside: of the rounded copy where gradients flow, else of the memory itself.
+    """Return a view of a tensor from outside: of the rounded copy if gradients flow, else of the memory itself.
 
     NotImplemented for any other tensor: the call makes a copy, or the tensor cannot be looked into.
     """
     x, aliases = args[0], emulation.aliases
     alias = aliases.of(x)
     is_seen = alias is not None or is_plain(x) or is_traced(x)
-    # use the tensor behind a transform where it may be written to in parts: without a graph
+    # Use the tensor behind a transform if it may be written to in parts: without a graph.
     is_seen = is_seen or (has_transform() and not torch.is_grad_enabled())
     if not is_roundable(x) or is_marked_wide(x) or not is_seen:
         return NotImplemented
     base = x if alias is None else alias.base
     is_of_copy = alias is not None and alias.is_of_copy
-    has_role = _is_weight(emulation, base) or (not is_of_copy and is_weight(x))  # a Function may have saved a view
+    # A view that an autograd Function saved comes back as a tensor with the mark of a weight, and without an alias.
+    has_role = _is_weight(emulation, base) or (not is_of_copy and is_weight(x))
     leaves_raw = not is_of_copy and emulation.leaves_raw((x,))  # where autocast is switched off
     is_known = alias is not None and (is_of_copy or alias.rounded is not None)
     if is_state(x) or (not has_role and (leaves_raw or not (x.requires_grad or is_known))):
@@ -191,10 +196,12 @@ def view_from_outside(
     memory = x if alias is None else alias.memory(x)
 
     def of_memory() -> Any:
-        # a transform's tensor stays as it is: a tangent is written to along with it
+        # A transform's tensor stays attached, because its tangent is written to along with it.
         as_it_is = call.name == "data" or (has_transform() and not is_plain(memory))
         return func(memory if as_it_is else memory.detach(), *args[1:], **kwargs)
 
+    # With a graph the code holds a view of the copy, whose gradient reaches the parameter through the rounding. Without
+    # one it holds the memory itself, so that writes go where they belong, and reads find the copy by its alias.
     if torch.is_grad_enabled() and rounded.requires_grad and call.name not in ("detach", "data"):
         out = call(func, (rounded, *args[1:]), kwargs)
         if not all(_shares_memory(view, rounded) for view in tensors_in(out)):
@@ -234,7 +241,7 @@ def _own_view(of_memory: Callable[[], Any], i: int, has_role: bool) -> Tensor:
 def _view_as_it_is(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor
 ) -> Any:
-    """A view of a buffer, or of a tensor from outside without a gradient: it is rounded where it is used."""
+    """Return a view of a buffer, or of a tensor from outside without a gradient, to be rounded where it is used."""
     out = call(func, args, kwargs)
     for view in tensors_in(out):
         if not _shares_memory(view, args[0]):
@@ -268,24 +275,27 @@ def _with_role(emulation: Any, out: Any, has_role: bool, is_of_weight: bool) -> 
 def write_outside(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A write to a parameter or a buffer, which is stored as it was computed, or to a view of a tensor from outside.
+    """Write to a parameter or a buffer, which stores the numbers as they are, or to a view of a tensor from outside.
 
-    What came from outside and is neither is an operand, and takes numbers of the format.
+    A tensor from outside that is neither takes numbers of the format.
     """
     x, aliases = args[0], emulation.aliases
     alias = aliases.of(x)
     base, target = (x, x) if alias is None else (alias.base, alias.memory(x))
+    # Raises torch's own error, which the write to the memory would not.
     if target is not x and torch.is_grad_enabled() and x.requires_grad and is_view_of_function(x):
-        return call(func, args, kwargs)  # torch refuses it
+        return call(func, args, kwargs)
     if not _is_weight(emulation, base):
         args = (x, *(emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for y in args[1:]))
         kwargs = {name: emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for name, y in kwargs.items()}
+    # The words of torch's error: the memory is detached, so that torch itself would not refuse the write.
     if target is not x and torch.is_grad_enabled() and base.requires_grad and base.is_leaf:
         raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
     spec = spec_of_memory(emulation, x)
     if spec is not None:
         if emulation.has_wide and call.copies:
             args = emulation.cast_to_format(args)
+        # Before the call too: an operation in place reads its target, an operand of the format.
         round_seen_(target, spec)
     run = partial(call, func, (target, *args[1:]), kwargs)
     write = emulation.scope.write
@@ -305,7 +315,7 @@ def written_outside(emulation: Any, x: Tensor) -> None:
 
 
 def spec_of_memory(emulation: Any, x: Tensor) -> RoundingSpec | None:
-    """The spec of numbers that are written to `x`; None for parameters and buffers, which take them as they are."""
+    """Return the spec of numbers that are written to `x`; None for parameters and buffers, which take any number."""
     alias = emulation.aliases.of(x)
     base = x if alias is None else alias.base
     is_as_it_is = is_state(x) or _is_weight(emulation, base) or not is_roundable(x)
@@ -313,7 +323,7 @@ def spec_of_memory(emulation: Any, x: Tensor) -> RoundingSpec | None:
 
 
 def round_seen_(x: Tensor, spec: RoundingSpec) -> None:
-    """Round numbers that were written, or are about to be, in their own memory."""
+    """Round the numbers of a written tensor in their own memory."""
     if not (has_transform() and round_behind(x, spec)):
         round_here_(x, spec, keep_masks=True)
 
@@ -321,9 +331,10 @@ def round_seen_(x: Tensor, spec: RoundingSpec) -> None:
 def round_behind(x: Tensor, spec: RoundingSpec, keep_infinity: bool = True) -> bool:
     """Round the tensor behind a transform in its own memory, so that an operation's saved copy is rounded too.
 
-    False where that cannot be: of noise, each transform wants its own.
+    Returns False if it cannot.
     """
     memory = memory_behind(x)
+    # Stochastic rounding is left to the transform, which may want noise of its own for each element of a batch.
     if spec.rounding == "stochastic" or type(memory) is not Tensor or not (memory.is_cpu or memory.is_cuda):
         return False
     if not is_roundable(memory):

@@ -1,4 +1,4 @@
-"""The tensors among the arguments and results of a call, and what is asked of them before it is emulated."""
+"""The tensors among the arguments and results of a call, and their properties that decide how it is emulated."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def roundable_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def typed_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that may be float32 on purpose: those that are rounded, complex ones, and sparse ones that are."""
+    """Return the tensors that may be float32 on purpose: rounded ones, complex ones, and sparse ones marked so."""
+    # Without the generators of `tensors_in`, because every call comes through here.
     tensors: list[Tensor] = []
     for x in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(x, Tensor):
@@ -63,38 +64,41 @@ def are_integers(args: tuple[Any, ...]) -> bool:
 
 @cache
 def has_lazy(types: tuple[type, ...]) -> bool:
-    """Whether a parameter or a buffer that has no memory yet is among the arguments."""
+    """True if a parameter or a buffer without memory yet is among the arguments."""
     return any(issubclass(kind, UninitializedParameter | UninitializedBuffer) for kind in types)
 
 
 @cache
 def mask_among(types: tuple[type, ...]) -> Any:
-    """The class of a mask of torch.nn.attention.bias among these. It holds no numbers, and a copy of it no mask."""
+    """Return the class of a mask of torch.nn.attention.bias among these, or None."""
+    # Such a mask holds no numbers to round, and a copy of it would be a plain tensor.
     return next((kind for kind in types if kind.__module__ == "torch.nn.attention.bias"), None)
 
 
 def renormalised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an embedding after it has changed the weight itself, not the rounded copy."""
+    """Renormalise the weight of an embedding, and return the arguments without `max_norm`."""
+    # On the weight itself: with `max_norm`, the call would renormalise the rounded copy alone.
     torch.embedding_renorm_(args[1].detach(), args[0].contiguous(), kwargs["max_norm"], kwargs["norm_type"])
     return {**kwargs, "max_norm": None}
 
 
 def as_numbers(x: Any) -> Any:
-    """What is read, detached where torch refuses its gradient: another view of what it is a view of was written to."""
+    """Return a tensor to be read, detached if torch refuses its gradient since its base was written to by a view."""
     if not isinstance(x, Tensor) or not x.requires_grad or base_of(x) is None or format_of(x) is not None:
         return x
     return x if has_history(x) else x.detach()
 
 
-# Masks: float32's extremes, where attention may not look, in formats of which code cannot ask the extremes
+# Masks: float32's extremes, where attention may not look, in formats whose extremes code cannot ask torch for
 
 
 def masks_to_scale(spec: RoundingSpec | None, args: tuple[Any, ...]) -> Tensor | None:
-    """Which numbers are masks, where a call multiplies or divides a tensor by a number; None where none can be lost.
+    """Return which numbers are masks, if a call multiplies or divides a tensor by a number; None if none can be lost.
 
-    A mask that was scaled would be a number, and become infinite or saturate. Where torch has a name for the format,
-    masks are the format's own extremes, and scaling them is as it is in native code.
+    A scaled mask would be an ordinary number, and become infinite or saturate.
     """
+    # Where torch has a name for the format, masks are the format's own extremes, and scaling them is right as it is. In
+    # a format that reaches beyond 2**100, a scaled extreme of float32 still hides every position.
     if spec is None or spec.dtype is not None or float(spec.fmt.largest) > 2.0**100:
         return None
     tensors = [x for x in args if isinstance(x, Tensor)]
@@ -102,18 +106,18 @@ def masks_to_scale(spec: RoundingSpec | None, args: tuple[Any, ...]) -> Tensor |
         return None
     x = tensors[0].detach()
     largest, is_now = torch.finfo(x.dtype).max, is_plain(x)
+    # A transform shows tensors without memory.
     if not (is_now or is_traced(x)):
-        return None  # under a transform, which shows tensors without memory
-    if is_now and x.is_cpu and float(amax_of(x)[AMAX]) < largest:  # in one pass; on a card the processor would wait
+        return None
+    # One pass over the memory spares the comparison and the `where`. On a card the processor would wait for it.
+    if is_now and x.is_cpu and float(amax_of(x)[AMAX]) < largest:
         return None
     return x.abs() == largest
 
 
 def keep_masks(out: Any, masks: Tensor | None) -> Any:
-    """Make masks again of what came from masks, in the memory of `out` and below autograd.
-
-    `(scores + mask) / 8` has a row of equal masks then, where native code has a row of equal numbers.
-    """
+    """Turn the results of masks into masks again, in the memory of `out` and below autograd."""
+    # `(scores + mask) / 8` then has a row of equal masks, where native code has a row of equal numbers.
     if masks is not None and out.dtype in WIDE_DTYPES and out.shape == masks.shape:
         with torch.no_grad():
             largest = torch.finfo(out.dtype).max

@@ -24,8 +24,9 @@ _ROWS = Side(-1, -2)
 
 
 def weighted(call: ProductCall, weights: Tensor, value: Tensor, found: Attended | None, **rest: Any) -> Tensor:
-    """o = p v of an attention with points. found: the tracked state of the weights."""
+    """Return o = p v of an attention with points. found: the tracked state of the weights."""
     points = _points(call)
+    # In one block the weights are enough. In several, each block has exponentials of its own, made from the scores.
     if points.block_kv is None or not weights.shape[-1]:
         make = partial(_OfWeights, points)
         return call.compute(Batched(weights, value), weights, value, specs=points.pv, make=make, **rest)
@@ -40,7 +41,7 @@ def weighted(call: ProductCall, weights: Tensor, value: Tensor, found: Attended 
 
 
 def softmax(call: ProductCall, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    """The weights of an attention from its scores; any other softmax is torch's."""
+    """Return the weights of an attention from its scores; any other softmax is torch's."""
     known, points = call.scope.listeners.attended, _points(call)
     if known.get(input) is None or dim is None:
         return NotImplemented
@@ -56,14 +57,15 @@ def softmax(call: ProductCall, input: Tensor, dim: int | None = None, _stackleve
     weights = _weights(call, points, scores.mT).mT.contiguous() if is_turned else _weights(call, points, scores)
     found = Attended(None, None)
     if points.block_kv is not None:
-        scores = scores.clone()  # also if they were written to since
+        # A copy, which later writes to the scores do not reach.
+        scores = scores.clone()
         found = Attended(scores, None, writes_to(scores), is_turned)
     known[weights] = found.of(weights)
     return weights
 
 
 def dropout(call: ProductCall, input: Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
-    """Dropout of an attention's weights: torch draws its factors, from the same random numbers."""
+    """Apply dropout to an attention's weights: torch draws its factors, from the same random numbers."""
     known = call.scope.listeners.attended
     found = known.get(input)
     if found is None:
@@ -73,6 +75,7 @@ def dropout(call: ProductCall, input: Tensor, p: float = 0.5, *args: Any, **kwar
     if not is_on:
         return NotImplemented
     found = found if found.is_still(input) else Attended(None, None)
+    # Of ones, so that the factors are known: the blocks multiply each part of their weights by them.
     keep = F.dropout(torch.ones_like(input), p)
     out = input.mul_(keep) if rest.get("inplace", False) or call.operation == "dropout_" else input * keep
     both = keep if found.keep is None else found.keep * keep
@@ -81,9 +84,9 @@ def dropout(call: ProductCall, input: Tensor, p: float = 0.5, *args: Any, **kwar
 
 
 def attended(call: ProductCall, scores: Tensor, hides_all: Tensor, dropout_p: float) -> tuple[Tensor, Attended | None]:
-    """The weights of `scaled_dot_product_attention`, and their tracked state.
+    """Return the weights of `scaled_dot_product_attention`, and their tracked state.
 
-    scores: those of keys that are hidden are -inf, but of rows that hide all, which give zeros.
+    scores: -inf for hidden keys, except in rows where all keys are hidden, which give zeros.
     """
     points = _points(call)
     weights = _weights(call, points, scores).masked_fill(hides_all, 0.0)
@@ -102,7 +105,7 @@ def _points(call: ProductCall) -> Attention:
 
 
 def _weights(call: ProductCall, points: Attention, scores: Tensor) -> Tensor:
-    """softmax over the last axis, with the points `diff` and `exp` of one block of all keys."""
+    """Compute softmax over the last axis, with the points `diff` and `exp` of one block of all keys."""
     if (points.diff is None and points.exp is None) or not scores.shape[-1]:
         return torch.softmax(scores, -1)
     specs = ProductSpecs((None, None), (None, None), (None, None), None, None, None)
@@ -138,7 +141,7 @@ class _Softmax(PlainFunction):
 
 
 class _Times:
-    """A product whose x was multiplied by a number, which its sums are divided by."""
+    """Product whose x was multiplied by a number; its sums are divided by it."""
 
     def __init__(self, form: Form, number: float) -> None:
         self._form, self._number = form, number
@@ -199,10 +202,12 @@ class _InBlocks(_OfWeights):
                 one = scores[..., part]
                 above = torch.maximum(largest, one.amax(-1, keepdim=True))
                 shift = _finite(above)
-                decay = torch.exp(largest - shift)  # 0 before the first block
+                # Rescales earlier blocks to the new maximum, as flash-attention does; 0 before the first block.
+                decay = torch.exp(largest - shift)
                 powers = _exponentials(self, self.points, one, shift)
                 weights = powers if keep is None else powers * keep[..., part]
                 pq, vq = self.operands("fprop", weights, value[..., part, :])
+                # The sum is that of all exponentials: dropout acts on the weights after they are normalised.
                 total = total * decay + powers.sum(-1, keepdim=True)
                 out = out * decay + self._form(pq, vq).forward(pq, vq, None)
                 largest = above
@@ -223,15 +228,18 @@ class _InBlocks(_OfWeights):
             log2_scales = self.log2_scales(dy)
             dy = dy.detach().to(self.working)
             of_dgrad = self.quantised(dy, self.specs.dgrad[0], _ROWS, "dgrad.dy", log2_scales[0])
+            # The row sum of dp * p, as flash-attention computes it: from dy and o, once for all blocks.
             inner = (of_dgrad * out).sum(-1, keepdim=True)
             shift = _finite(scores.amax(-1, keepdim=True))
             of_scores, of_value = [], []
             for part in self._blocks(scores.shape[-1]):
                 v = value[..., part, :]
+                # Made again with the final maximum and sum, instead of keeping the weights of all blocks.
                 weights = _exponentials(self, self.points, scores[..., part], shift) / total
                 kept = None if keep is None else keep[..., part]
                 form = self._form(weights, v)
-                if w is not None:  # the scores need a gradient
+                # Autograd passes an operand where the other one needs a gradient: w for that of the scores.
+                if w is not None:
                     vq = self.quantised(v, self.specs.dgrad[1], form.dgrad[1], "dgrad.w")
                     dp = self.at_point(form.data_gradient(of_dgrad, vq), self.specs.error, "dgrad.dx")
                     of_scores.append(weights * ((dp if kept is None else dp * kept) - inner))
@@ -245,5 +253,6 @@ class _InBlocks(_OfWeights):
 
 
 def _finite(largest: Tensor) -> Tensor:
-    """The maximum to subtract: 0 where all keys until here are hidden, whose exponentials are 0 then."""
+    """Return the maximum to subtract; 0 where all keys so far are hidden, whose exponentials are 0 then."""
+    # -inf - (-inf) would be NaN.
     return largest.masked_fill(largest == -math.inf, 0.0)

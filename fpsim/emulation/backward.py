@@ -12,15 +12,15 @@ from fpsim.emulation.scope import Observer, Scope
 from fpsim.tensors.autograd import round_differentiably
 from fpsim.tensors.expressions import round_traced
 from fpsim.tensors.launch import round_memory_, rounded, to_float64
-from fpsim.tensors.spec import RoundingSpec, container_width
+from fpsim.tensors.spec import RoundingSpec, Spec, container_width
 from fpsim.torch_internals import has_no_holes, is_held_by_autograd_alone, is_legacy_batched, is_traced
 from fpsim.torch_modes import is_plain
 
-__all__ = ["BackwardRounding", "ScaledBackwardRounding"]
+__all__ = ["BackwardRounding", "ScaledBackwardRounding", "show_at_scale"]
 
 
 class BackwardRounding:
-    """A tensor hook: rounds the gradient of one tensor.
+    """Tensor hook that rounds the gradient of one tensor.
 
     scope: of the module in whose forward pass the tensor was made.
     site, role, spec: its name for observers, and the rounding of the gradient.
@@ -32,20 +32,24 @@ class BackwardRounding:
         self.scope, self.site, self.role, self.spec = scope, site, role, spec
 
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
-        """The rounded gradient, or None where it is rounded in place or needs no rounding."""
+        """Return the rounded gradient, or None where it is rounded in place or needs no rounding."""
         if gradient is None or gradient.is_sparse or is_legacy_batched(gradient) or not is_plain(gradient):
             return self._unusual(gradient)
-        if torch.is_grad_enabled():  # it is to be differentiated again
+        # With gradients enabled (create_graph=True) this one is differentiated again, and needs a node of its own.
+        if torch.is_grad_enabled():
             return self._unusual(gradient)
         spec, listeners = self.spec, self.scope.listeners
+        # `hasattr` first: most gradients carry no mark, and this hook runs for each tensor of a backward pass.
         if hasattr(gradient, MARK) and is_rounded_at(gradient, None, spec):
             return None
         observer = None if listeners.observer is None else listeners.watching(self.site, self.role)
         if spec.is_float32 and container_width(spec, gradient.dtype) == 0:
-            # not rounded; a copy has no holes, and sums in another order
+            # Returned as it is, even with holes: a contiguous copy would be summed in another order later on.
             self._show(observer, gradient, gradient, None)
             return None
         is_dense = gradient.is_contiguous() or has_no_holes(gradient)
+        # In place saves an allocation, and is safe only if nobody else sees the memory: a saved tensor, another branch
+        # or the user's own gradient would change too. An observer compares with the tensor before, and needs a copy.
         if observer is None and is_dense and is_held_by_autograd_alone(gradient, object()):
             round_memory_(gradient, spec)
             mark(gradient, spec.text)
@@ -53,12 +57,13 @@ class BackwardRounding:
         return self._apart(observer, gradient, gradient, None)
 
     def _scale_of(self, gradient: Tensor) -> Tensor | None:
-        """log2 of the scale of a gradient that is not to be rounded in place; None for a scale of 1."""
+        """Return log2 of the scale of a gradient that is not to be rounded in place; None for a scale of 1."""
         return None
 
     def _unusual(self, gradient: Tensor | None) -> Tensor | None:
-        """The rounded gradient if it is None, sparse, traced, seen by a transform, or differentiated again."""
-        if gradient is None:  # an output that nobody used, beside one that somebody did
+        """Return the rounded gradient if it is None, sparse, traced, seen by a transform, or differentiated again."""
+        # None: of an unused output of an operation whose other output was used.
+        if gradient is None:
             return None
         if gradient.is_sparse:
             return self._sparse(gradient)
@@ -73,8 +78,9 @@ class BackwardRounding:
             return None
         if not is_traced(gradient) or torch.is_grad_enabled():
             result = round_differentiably(gradient, spec, log2_scale)
+            # The mark carries the scale on: the model's own code that comes next rounds at this scale too.
             if log2_scale is not None:
-                mark(result, spec.text, log2_scale)  # the model's own code that comes next rounds at this scale too
+                mark(result, spec.text, log2_scale)
             return result
         if container_width(spec, gradient.dtype) == 0:
             return None
@@ -83,7 +89,8 @@ class BackwardRounding:
         return result
 
     def _sparse(self, gradient: Tensor) -> Tensor:
-        """The gradient of an embedding: its rows are summed, then rounded."""
+        """Return the rounded gradient of an embedding, in which each row is summed first."""
+        # Rows of a token that occurs twice are added up in float32, as in the dense gradient, then rounded once.
         gradient = gradient.coalesce()
         indices, values = gradient.indices(), gradient.values()
         result = self(values)
@@ -98,17 +105,14 @@ class BackwardRounding:
         return result
 
     def _show(self, observer: Observer | None, before: Tensor, after: Tensor, log2_scale: Tensor | None) -> None:
-        if observer is None:
-            return
-        if log2_scale is not None:  # as the format sees it; exact, for float64 has exponents to spare
-            before, after = to_float64(before, log2_scale), to_float64(after, log2_scale)
-        observer(self.site, self.role, before, after, self.spec)
+        if observer is not None:
+            show_at_scale(observer, self.site, self.role, before, after, self.spec, log2_scale)
 
 
 class ScaledBackwardRounding(BackwardRounding):
     """The same at a scale that is found when the gradient arrives.
 
-    scale: gives the log2 of the scale, see `Scaling`; it may round a gradient that nobody else holds at once.
+    scale: returns log2 of the scale, see `Scaling`; it may at once round a gradient that nobody else holds.
     """
 
     __slots__ = ("scale",)
@@ -123,9 +127,10 @@ class ScaledBackwardRounding(BackwardRounding):
         """As of `BackwardRounding`."""
         if gradient is None or gradient.is_sparse or is_legacy_batched(gradient) or not is_plain(gradient):
             return self._unusual(gradient)
-        if torch.is_grad_enabled():  # it is to be differentiated again
+        if torch.is_grad_enabled():
             return self._unusual(gradient)
         spec, listeners = self.spec, self.scope.listeners
+        # The scaling may round a free gradient in place, so that an observer needs a copy from before.
         is_free = mark_of(gradient) is None and has_no_holes(gradient) and is_held_by_autograd_alone(gradient, object())
         observer = listeners.watching(self.site, self.role) if is_free else None
         before = gradient if observer is None else gradient.detach().clone()
@@ -138,7 +143,7 @@ class ScaledBackwardRounding(BackwardRounding):
         if container_width(spec, gradient.dtype) == 0:
             self._show(observer, gradient, gradient, log2_scale)
             return None
-        # asked again: the scaling may have kept the gradient
+        # Asked again: the scaling may have kept the gradient.
         if observer is None and has_no_holes(gradient) and is_held_by_autograd_alone(gradient, object()):
             round_memory_(gradient, spec, None, log2_scale)
             mark(gradient, spec.text, log2_scale)
@@ -147,3 +152,13 @@ class ScaledBackwardRounding(BackwardRounding):
 
     def _scale_of(self, gradient: Tensor) -> Tensor | None:
         return self.scale(gradient, False)
+
+
+def show_at_scale(
+    observer: Observer, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, log2_scale: Tensor | None
+) -> None:
+    """Show an observer numbers as the format sees them: times the scale."""
+    # Exact, because float64 has exponents to spare.
+    if log2_scale is not None:
+        before, after = to_float64(before, log2_scale), to_float64(after, log2_scale)
+    observer(site, role, before, after, spec)

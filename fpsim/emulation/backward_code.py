@@ -1,8 +1,8 @@
-"""The model's own code that runs in the backward pass, of autograd Functions and of hooks: it computes in the format.
+"""Emulation of a model's own code in the backward pass: the code of autograd Functions and of hooks.
 
 A result that depends on the incoming gradient is an error, any other one an activation. A Function returns the gradient
-of an operand, which is rounded where that one arrives, by the role and the scale of that place; it is handed over as it
-was before it was rounded here, for no gradient is rounded twice.
+of an operand, which is rounded where it arrives, by the role and the scale of that place. No gradient is rounded twice:
+the Function hands it over as it was before it was rounded here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fpsim.emulation.aliases import Aliases
 from fpsim.emulation.arguments import tensors_in
+from fpsim.emulation.backward import show_at_scale
 from fpsim.emulation.calls import SHAPE_OF_OTHERS, Action, Call, call_of
 from fpsim.emulation.conversions import DTYPE_OF, dtype_of
 from fpsim.emulation.marks import (
@@ -34,7 +35,7 @@ from fpsim.emulation.operands import Rounds
 from fpsim.emulation.scope import BACKWARD, Scope, active, in_backward
 from fpsim.tensors.autograd import round_differentiably, with_values
 from fpsim.tensors.expressions import round_here_, round_traced
-from fpsim.tensors.launch import round_memory_, to_float64
+from fpsim.tensors.launch import round_memory_
 from fpsim.tensors.spec import RoundingSpec
 from fpsim.torch_internals import base_of, is_traced, share_storage
 from fpsim.torch_modes import (
@@ -55,13 +56,14 @@ _run_in: RunIn
 
 
 def run_modes_by(run_in: RunIn) -> None:
-    """Run the code by this function: it enters a mode, calls a function with these arguments, and leaves the mode."""
+    """Set the function that enters a mode, calls a function with these arguments, and leaves the mode."""
+    # Set by `entering`, which imports this file: the arrow cannot point the other way, too.
     global _run_in
     _run_in = run_in
 
 
 class OwnCode:
-    """A piece of the model's own code, as the forward pass met it, and where that was.
+    """State of the forward pass at a piece of the model's own code.
 
     site: its name among the operations of the module; its results are rounded there.
     takes_wide: of each argument, whether it is float32 on purpose.
@@ -69,7 +71,7 @@ class OwnCode:
     copies: of each argument of which a Function was given a rounded copy. Weak: a Function that needs it keeps it.
     has_weights: whether a weight is among the arguments.
     is_island: whether it computes in float32, where autocast is switched off.
-    scale: gives the scale at which dy enters the products, where no role rounds it before; else None.
+    scale: returns the scale at which dy enters the products, if no role rounds it before; else None.
     """
 
     __slots__ = (
@@ -97,7 +99,7 @@ class OwnCode:
 
     @classmethod
     def met_by(cls, emulation: Emulation, name: str) -> OwnCode:
-        """The code of this name, where a forward pass is now."""
+        """Return the code of this name at the present position of a forward pass."""
         return cls(emulation.scope, name, emulation.has_names, emulation.aliases, emulation.names)
 
     @property
@@ -116,30 +118,32 @@ def is_of_a_model(code: Any) -> bool:
 def run_in_backward(
     code: OwnCode, run: Callable[..., Any], gradients: Any, is_given_back: bool, adds_depth: bool = False
 ) -> Any:
-    """`run()` under emulation, in the thread that runs the backward pass.
+    """Call `run()` under emulation, in the thread that runs the backward pass.
 
-    gradients: those that it is given, in a tuple or a list.
+    gradients: the incoming ones, in a tuple or a list.
     is_given_back: whether its results are the gradients of arguments, which are rounded where they arrive.
-    adds_depth: whether it opens a block of autocast of its own, which says nothing.
+    adds_depth: whether it opens a block of autocast of its own, which is not the model's choice.
     """
     kind = BackwardCode if code.stand_ins is None else _TracedBackwardCode
     emulation = kind(code, adds_depth)
     try:
         return _run_in(emulation, emulation.computed, (run, gradients, is_given_back), {})
     finally:
-        emulation.activations.errors = emulation.errors.errors = None  # a cycle would keep every tensor
+        # Breaks a cycle that would keep every tensor of the pass alive until the garbage collector runs.
+        emulation.activations.errors = emulation.errors.errors = None
 
 
 class BackwardCode(Emulation):
-    """The mode in which such code runs.
+    """Mode in which such code runs.
 
     activations, errors: the scopes of calls without and with a tensor that depends on the incoming gradient.
-    log2_scale: at which the results of the call that runs are rounded, if they are errors; None for 1.
+    log2_scale: at which the results of the running call are rounded, if they are errors; None for 1.
     """
 
     def __init__(self, code: OwnCode, adds_depth: bool) -> None:
         self.activations = in_backward(code.scope, code.label, self, False)
         self.errors = in_backward(code.scope, code.label, self, True)
+        # One counter, so that two calls of an operation get two names, also where one computes an error.
         self.errors.counts = self.activations.counts
         Emulation.__init__(self, self.activations, code.aliases, code.has_names)
         self.names |= code.names
@@ -154,7 +158,7 @@ class BackwardCode(Emulation):
             self.know_copy(copy, copy[2]())
 
     def know_copy(self, copy: CopyOfArgument, now: Tensor | None) -> None:
-        """Let `now` be the copy of an argument, if only in the graph where that was written to since."""
+        """Use `now` as the copy of an argument; only its place in the graph if the argument was written to since."""
         argument = copy[0]()
         if argument is not None and now is not None:
             self._copies[argument] = (now, writes_to(argument) == copy[1])
@@ -179,7 +183,8 @@ class BackwardCode(Emulation):
             self._scale_of_products = self.code.scale(gradient, False)
 
     def _given_back(self, x: Any, i: int) -> Any:
-        """The gradient of the i-th argument: unrounded, but for one of float32, whose place rounds nothing."""
+        """Return the gradient of the i-th argument before it was rounded here."""
+        # The place of an argument in float32 rounds nothing, so that its gradient stays as it was rounded here.
         if not isinstance(x, Tensor) or self.code.takes_wide[i : i + 1] == [True]:
             return x
         before = _before(x)
@@ -191,19 +196,20 @@ class BackwardCode(Emulation):
         self._known[x] = (log2_scale,)
 
     def _error(self, x: Tensor) -> tuple[Tensor | None] | None:
-        """The scale of an error, in a tuple; None for any other tensor."""
+        """Return the scale of an error, in a tuple; None for any other tensor."""
         if not self._known.held:
             return None
         found = self._known.get(x)
+        # A view of an error is one, whether a call made it under this mode or not.
         base = base_of(x) if found is None else None
         return found if base is None else self._known.get(base)
 
     def among(self, operands: tuple[Any, ...]) -> dict[int, Tensor]:
-        """The errors among these, by id."""
+        """Return the errors among these, by id."""
         return {id(x): x for x in tensors_in(operands) if self._error(x) is not None}
 
     def scale_of_products(self) -> Tensor | None:
-        """log2 of the scale at which an error enters a product."""
+        """Return log2 of the scale at which an error enters a product."""
         return self.log2_scale if self._scale_of_products is None else self._scale_of_products
 
     # Calls
@@ -214,12 +220,14 @@ class BackwardCode(Emulation):
         if func == DTYPE_OF:
             return dtype_of(self, inspect.currentframe(), args[0])
         around, scale = self.scope, self.log2_scale
-        if around is not self.activations and around is not self.errors:  # of a module that runs again
+        # A checkpoint runs a module again, in a scope of its own: that is a forward pass.
+        if around is not self.activations and around is not self.errors:
             return super().__torch_function__(func, types, args, kwargs)
         call = call_of(func)
         given: tuple[Any, ...] = (args, tuple((kwargs or {}).values()))
+        # Operations that take only shape or dtype of an error compute no error.
         if call.name in SHAPE_OF_OTHERS or call.action is Action.CAST:
-            given = args[:1]  # of the others it takes the shape or the dtype
+            given = args[:1]
         elif call.action is Action.LIKE:
             given = ()
         error = next((found for x in tensors_in(given) if (found := self._error(x)) is not None), None)
@@ -236,9 +244,10 @@ class BackwardCode(Emulation):
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
         log2_scale: Tensor | None,
     ) -> None:  # fmt: skip
-        """Note that the results of a call are errors, and the unrounded values of views of errors."""
+        """Record that the results of a call are errors, and the unrounded values of views of errors."""
         for x in tensors_in(out):
-            if self._known.get(x) is None:  # else it has been rounded, at a scale of its own
+            # A result that is known already was rounded at a scale of its own.
+            if self._known.get(x) is None:
                 self._note(x, log2_scale)
         for x in tensors_in(call.written(args, kwargs)):
             self._note(x, log2_scale)
@@ -250,6 +259,7 @@ class BackwardCode(Emulation):
         is_moved = call.is_view or call.name == "clone"
         if not is_moved or any(True for _ in tensors_in((args[1:], tuple(kwargs.values())))):
             return
+        # The same view of the unrounded values: a Function often reshapes the gradient that it returns.
         before = _before(first)
         if before is not None:
             _keep_before(out, func(before, *args[1:], **kwargs))
@@ -261,7 +271,8 @@ class BackwardCode(Emulation):
         found = self._copies.get(x) if result is not x and result.requires_grad else None
         if found is None:
             return result
-        # A Function asks autograd for gradients of its arguments, or of saved tensors.
+        # A Function may ask autograd for gradients of its arguments, or of saved tensors. The copy that its forward got
+        # is a node between them and the loss; another copy would have no part in that graph.
         own, has_numbers = found
         known = format_of(result)
         if has_numbers and format_of(own) == known:
@@ -318,6 +329,8 @@ class BackwardCode(Emulation):
             return super().round_result(out, call, operands, floats, target, product, is_now)
         if spec is None or spec.is_float32:
             return out
+        # A write in place is rounded in place, at the scale of the incoming gradient. A new result gets a scale of its
+        # own, if a scaling chooses one.
         is_target = target is not None and (out is target or any(out is x for x in tensors_in(target)))
         if not is_target and any(share_storage(out, x) for x in floats):
             self.carry_marks(out, floats, None, None)
@@ -333,10 +346,7 @@ class BackwardCode(Emulation):
             before = out if observer is None else out.detach().clone()
             self._round_memory_(out, spec)
         if observer is not None:
-            before, after = before.detach(), result.detach()
-            if log2_scale is not None:
-                before, after = to_float64(before, log2_scale), to_float64(after, log2_scale)
-            observer(site, "error", before, after, spec)
+            show_at_scale(observer, site, "error", before.detach(), result.detach(), spec, log2_scale)
         return result
 
     def _round_memory_(self, x: Tensor, spec: RoundingSpec) -> None:
@@ -362,7 +372,7 @@ class _TracedBackwardCode(BackwardCode, TracedEmulation):
 
 
 def _before(x: Tensor) -> Tensor | None:
-    """The values of an error before it was rounded, if nothing was written to it since."""
+    """Return the values of an error before it was rounded, if nothing was written to it since."""
     kept = vars(x).get(_BEFORE)
     return kept[0] if kept is not None and kept[1] == writes_to(x) else None
 

@@ -1,9 +1,9 @@
 """Caches of keys and values: round keys and values where transformers stores them, in `Cache.update`.
 
 The cache classes are those of transformers, if the process has imported it; this module never imports it. A module that
-would store keys and values and is given no cache, as in training, is given one of its own for the call, so that they
-are rounded at the same place, after the rotary embedding and before attention. Everything else that a model does with
-its cache is left alone.
+stores keys and values, but gets no cache, as in training, is given one of its own for the call, so that they are
+rounded at the same place, after the rotary embedding and before attention. Everything else that a model does with its
+cache is left alone.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from fpsim.torch_modes import is_plain, without_torch_function
 
 __all__ = ["CacheUse", "Stored", "cache_use", "counted"]
 
-PARAMETERS = ("past_key_values", "layer_past")  # as forwards of transformers name the cache that they are given
-LAYERS = ("layer_idx", "layer_id")  # as its attention names the layer of the cache that is its own
+PARAMETERS = ("past_key_values", "layer_past")  # names of the cache in forwards of transformers
+LAYERS = ("layer_idx", "layer_id")  # names of an attention's own layer of the cache
 LIBRARY = "transformers.cache_utils"
 
 
@@ -53,27 +53,25 @@ class CacheUse(NamedTuple):
     of_encoder: bool
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The cache among the arguments of a call; None without one."""
+        """Return the cache among the arguments of a call; None without one."""
         return args[self.position] if self.position < len(args) else kwargs.get(self.name)
 
     def with_cache(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The arguments with a cache among them."""
+        """Return the arguments with a cache among them."""
         if self.position < len(args):
             return (*args[: self.position], cache, *args[self.position + 1 :]), kwargs
         return args, {**kwargs, self.name: cache}
 
 
 def cache_use(module: nn.Module, signature: inspect.Signature | None) -> CacheUse | None:
-    """Use of a cache of keys and values by a module; None if it takes no cache.
-
-    Whether its code stores something is read from the names that the code uses. An encoder shares the code of a decoder
-    in some models, and says by `is_decoder` which of the two it is: its keys are in no cache.
-    """
+    """Return how a module uses a cache of keys and values; None if it takes no cache."""
     names = [] if signature is None else list(signature.parameters)
     name = next((name for name in names if name in PARAMETERS), None)
     if name is None:
         return None
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    # Its code is read, since no attribute tells whether it calls `update` or hands the cache on. In some models encoder
+    # and decoder share their code, and only `is_decoder` differs: an encoder stores nothing.
     used = () if code is None else code.co_names
     has_layer = any(isinstance(getattr(module, layer, None), int) for layer in LAYERS)
     stores = "update" in used and has_layer and getattr(module, "is_decoder", True) is not False
@@ -91,7 +89,7 @@ _stored: weakref.WeakSet[Any] = weakref.WeakSet()  # caches in which something w
 class Stored:
     """The keys and values that one call of a module stores in a cache.
 
-    use: how it takes one; None where it does not.
+    use: how it takes one; None if it takes none.
     where: the module, for errors.
     """
 
@@ -102,7 +100,7 @@ class Stored:
         _watch()
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the call, with a cache where the module would store something and has none.
+        """Return the arguments of the call, with a new cache if the module stores something and has got none.
 
         Raises TypeError for a cache that is not one of transformers.
         """
@@ -149,7 +147,7 @@ class Stored:
                 )
 
     def require_any(self, policy: Policy) -> None:
-        """Raise RuntimeError where no cache was met in a call of a whole model: its policy would change nothing."""
+        """Raise RuntimeError if a call of a whole model stored nothing in a cache: its policy would change nothing."""
         if counted.updates == self._before:
             raise RuntimeError(
                 f"{self.where} stored no keys and values, and its policy rounds those that are stored: {policy}. "
@@ -164,13 +162,15 @@ _watching = threading.Lock()
 
 
 def _watch() -> None:
-    """Have `Cache.update` of transformers round, from here on, where it runs inside of an emulation that says so."""
+    """Patch `Cache.update` of transformers, so that it rounds inside of an emulation with formats of a cache."""
     global _watched
     library = sys.modules.get(LIBRARY)
-    of = getattr(library, "Cache", None)  # not there yet while another thread imports it
+    # The class may be missing while another thread imports the module.
+    of = getattr(library, "Cache", None)
     if of is None or of is _watched:
         return
-    with _watching:  # twice, it would round twice
+    # Under a lock: patched twice, it would round twice.
+    with _watching:
         if of is not _watched:
             of.update = _rounding(of.update)
             _watched = of
@@ -179,7 +179,8 @@ def _watch() -> None:
 def _rounding(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Dynamo reads this line by line, for models that are not ours; ours it takes as one
+        # Dynamo traces this line by line in models that are not quantised, and must not meet the emulation there. A
+        # quantised model is one operator to it.
         if not torch.compiler.is_dynamo_compiling():
             emulation = active.emulation
             if emulation is not None and emulation.scope.cache is not None:
@@ -191,7 +192,7 @@ def _rounding(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rounded_pair(emulation: Any, *pair: Tensor) -> list[Tensor]:
-    """Keys and values as they are stored."""
+    """Return keys and values as they are stored."""
     counted.updates += 1
     site = emulation.scope.site("cache")
     operands = [emulation.scope.cache.get(name) for name in CACHED]
@@ -202,19 +203,18 @@ def _rounded_pair(emulation: Any, *pair: Tensor) -> list[Tensor]:
 
 
 def _rounded(emulation: Any, x: Tensor, operand: Operand, site: str, role: str) -> Tensor:
-    """One of them, with the gradient of `x`. A mark says where it is in the activations' format; else that is found
-    out, and it is brought there, where it is read.
-    """
+    """Round keys or values, with a straight-through gradient."""
     spec: Any = operand.spec()
     is_wide = is_wide_tensor(x)
     with without_torch_function():
-        # values read from a cache in a real half dtype have that dtype: a scale of float32 makes other numbers
+        # In float32, also for a cache of a real half dtype: in that dtype, a float32 scale makes other numbers.
         given = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         observer = None if is_traced(x) else emulation.scope.listeners.watching(site, role)
         axis, cut = max(given.dim() - 1, 0), None
         if isinstance(spec.fmt, OwnFormat):
             values, _ = rounded_by_function(given, spec.fmt, axis, site)
-            out = given.clone()  # its backward is the straight-through gradient
+            # A copy, overwritten below autograd: the gradient of `clone` is the straight-through one.
+            out = given.clone()
             with torch.no_grad():
                 out.copy_(values)
         elif isinstance(spec, BlockSpec):
@@ -228,6 +228,8 @@ def _rounded(emulation: Any, x: Tensor, operand: Operand, site: str, role: str) 
         if observer is not None:
             observer(site, role, given.detach(), out.detach(), spec, cut)
         out = out.to(x.dtype)
+    # Marked only if the cache has the activations' format. Else the tensor counts as one from outside, and is brought
+    # into that format when attention reads it.
     if is_wide:
         emulation.mark_wide(out)
     elif spec.text == emulation.scope.activation:

@@ -44,13 +44,13 @@ class Action(Enum):
 
     PASS = "it computes nothing in the format: metadata, random numbers, autograd's controls"
     DTYPE = "it asks a tensor for its dtype"
-    READ = "it reads values and gives none of the format: comparisons, indices, numbers of Python"
+    READ = "it reads values and returns none of the format: comparisons, indices, numbers of Python"
     SET_DATA = "it puts other memory into a tensor, which takes the other's dtype"
     FOREACH = "it does what a method of one name does, with each tensor of a list"
     FACTORY = "it makes a tensor of nothing but sizes and numbers"
     LIKE = "it makes a tensor like another one"
     FILL = "it writes new numbers over all of a tensor, which keeps its format"
-    STEP = "it gives the next number of the format"
+    STEP = "it returns the next number of the format"
     CAST = "it may move values between float32 and the format"
     MOVE = "the values that come out are values that went in, or their negatives: views, copies, selections"
     SET_ITEM = "it moves values into a tensor"
@@ -73,14 +73,15 @@ PASS = frozenset(
     set_default_dtype get_default_dtype set_grad_enabled is_grad_enabled
     """.split()
 )
-COMPARISONS = frozenset(  # those in place write ones and zeros
+# Those in place write zeros and ones, which every format has.
+COMPARISONS = frozenset(
     form
     for row in TABLE.values()
     if row.kind is Kind.COMPARISON
     for name in (row.name, *row.spellings)
     for form in (name, f"__{name}__")
 )
-# Functions that take a number beside a tensor on lists of tensors alone, and compare with it.
+# Functions of lists that take a number next to tensors, as those of tensors do not, and compare with it.
 _FOREACH_THRESHOLDS = frozenset("_foreach_maximum _foreach_minimum _foreach_maximum_ _foreach_minimum_".split())
 READ = COMPARISONS | frozenset(
     """
@@ -91,24 +92,7 @@ READ = COMPARISONS | frozenset(
 )
 # Functions that write new numbers over all of a tensor.
 FILL = frozenset("fill_ zero_ normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_".split())
-MOVE = frozenset(
-    """
-    data complex T mT H mH real imag view_as_real view_as_complex
-    values _values view view_as reshape reshape_as flatten unflatten
-    squeeze unsqueeze squeeze_ unsqueeze_ transpose transpose_ t t_ permute swapaxes swapdims movedim moveaxis adjoint
-    expand expand_as broadcast_to broadcast_tensors contiguous clone detach alias
-    cpu cuda positive narrow select diagonal unfold
-    as_strided chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind meshgrid
-    atleast_1d atleast_2d atleast_3d cat concat concatenate stack hstack vstack dstack column_stack row_stack
-    block_diag index_select gather take take_along_dim masked_select __getitem__ flip fliplr flipud roll rot90 tile
-    repeat repeat_interleave unique unique_consecutive tril triu ravel diag diag_embed sort topk kthvalue median mode
-    max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
-    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d pixel_shuffle pixel_unshuffle channel_shuffle
-    relu relu_ max min amax amin maximum minimum abs neg negative __neg__ __abs__ cummax cummin embedding
-    _pack_padded_sequence resolve_conj resolve_neg __iter__ __reversed__
-    """.split()
-)
-# Those of them whose result may lie in the memory of an argument: writes to it are writes there.
+# Functions that move values, and whose result may lie in the memory of an argument: writes to it are writes there.
 VIEWS = frozenset(
     """
     data detach alias T mT H mH real imag view_as_real view_as_complex values _values view view_as reshape reshape_as
@@ -118,7 +102,19 @@ VIEWS = frozenset(
     __getitem__ ravel positive resolve_conj resolve_neg __iter__ cpu cuda
     """.split()
 )
-# Functions in which a dtype may be given by its place among the arguments.
+# With relu, max and abs, whose results are numbers that went in, zeros, or negatives: rounding changes none of them.
+MOVE = VIEWS | frozenset(
+    """
+    complex clone cat concat concatenate stack hstack vstack dstack column_stack row_stack block_diag
+    index_select gather take take_along_dim masked_select flip fliplr flipud roll rot90 tile repeat repeat_interleave
+    unique unique_consecutive tril triu diag diag_embed sort topk kthvalue median mode
+    max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d pixel_shuffle pixel_unshuffle channel_shuffle
+    relu relu_ max min amax amin maximum minimum abs neg negative __neg__ __abs__ cummax cummin embedding
+    _pack_padded_sequence __reversed__
+    """.split()
+)
+# Functions in which a dtype may be given by position.
 TAKES_DTYPE = frozenset(
     """
     softmax log_softmax softmin sum nansum mean nanmean prod cumsum cumprod norm linalg_norm linalg_vector_norm
@@ -140,7 +136,7 @@ NOT_OPERANDS: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {
     **dict.fromkeys((F.batch_norm, F.instance_norm), ((1, 2), _STATISTICS)),
     **dict.fromkeys(_OPERATORS.split(), ((3, 4), _STATISTICS)),  # torch's operators have the weight and the bias first
 }
-# Arguments that promote nothing, by function: they are only compared, or multiplied into what others gave.
+# Arguments that promote nothing, by function: they are only compared, or multiplied into the result of others.
 ONLY_COMPARED = {
     **dict.fromkeys(
         (F.binary_cross_entropy_with_logits, torch.binary_cross_entropy_with_logits),
@@ -165,7 +161,7 @@ EACH = frozenset("broadcast_tensors meshgrid atleast_1d atleast_2d atleast_3d".s
 SHAPE_OF_OTHERS = ("view_as", "expand_as", "reshape_as")
 STORED_AS_FIRST = ("huber_loss", "soft_margin_loss")  # computed with all of them, and stored in the dtype of the first
 COPIES_INTO_FIRST = ("diagonal_scatter", "select_scatter", "slice_scatter", "as_strided_scatter")
-# Functions that give their argument itself where they drop nothing, and whether they drop if they are not told.
+# Functions that return their argument itself if they drop nothing, and whether they drop by default.
 DROPS = {
     **dict.fromkeys("dropout dropout2d dropout3d feature_dropout".split(), True),
     **dict.fromkeys("alpha_dropout feature_alpha_dropout".split(), False),
@@ -207,7 +203,7 @@ _RANKS = {name: rank for rank, name in enumerate(_OPERANDS)}
 
 
 def in_order(named: dict[str, Any]) -> list[Any]:
-    """The operands that were given by name, in the order of torch's own parameters."""
+    """Return the operands that were given by name, in the order of torch's own parameters."""
     if len(named) < 2:
         return [*named.values()]
     return [named[name] for name in sorted(named, key=lambda name: _RANKS.get(name, len(_RANKS)))]
@@ -257,7 +253,7 @@ class Call:
     scales: whether it multiplies or divides a tensor by a number, if it is given one.
     has_dtype_of_first: whether the first argument alone decides the result's dtype.
     is_of_each: whether it moves each of several tensors, which keep their dtypes.
-    drops: whether it drops numbers if it is not told; None for what drops none.
+    drops: whether it drops numbers by default; None for a function that never does.
     inplace_at: the position of the argument `inplace`; None without one.
     may_write: whether it writes to its first argument with some of its arguments.
     may_renormalise: whether it changes a weight first, if it is given a `max_norm`.
@@ -279,7 +275,8 @@ class Call:
     def __init__(self, function: Callable[..., Any]) -> None:
         name = getattr(function, "__name__", None) or type(function).__name__
         name = name.partition(".")[0]  # torch.ops.aten.add_.Tensor
-        if name == "__get__":  # a property: its own name is the descriptor's
+        # A property of tensors: its name is that of the descriptor.
+        if name == "__get__":
             name = getattr(getattr(function, "__self__", None), "__name__", name)
             action = Action.DTYPE if name == "dtype" else Action.PASS
             self.action = Action.MOVE if name in MOVE else action
@@ -307,7 +304,8 @@ class Call:
         # The functions of lists are emulated tensor by tensor, and have no operands of their own.
         has_operands = self.action is not Action.FOREACH
         self.scales = has_operands and row.scales and not is_swapped
-        is_exact = not has_operands or (is_swapped and row.number is Number.SECOND)  # there, the first one is second
+        # SECOND: a tensor of one number as the second operand. Where operands are swapped it is the first one.
+        is_exact = not has_operands or (is_swapped and row.number is Number.SECOND)
         self.number = Number.EXACT if is_exact else row.number
         is_number = row.number is not Number.EXACT or self.is_comparison or self.action is Action.SET_ITEM
         self.promotes = has_operands and (is_number or self.name in PROMOTING)
@@ -325,6 +323,7 @@ class Call:
         self.inplace_at = names.index("inplace") if "inplace" in names else None
         self.may_write = self.in_place or self.inplace_at is not None
         self.may_renormalise, self.gives_float64 = self.name.startswith("embedding"), self.name in _FLOAT64
+        # One flag, so that the mode has one question for the common call.
         self.only_computes = self.action is Action.COMPUTE and not (
             self.may_write
             or self.is_view
@@ -343,12 +342,12 @@ class Call:
         return self.in_place or (at is not None and bool(args[at] if at < len(args) else kwargs.get("inplace")))
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The arguments that a call with these arguments writes to: tensors, or lists of them."""
+        """Return the arguments that a call with these arguments writes to: tensors, or lists of them."""
         positions, names = self.writes
         found = [args[i] for i in positions if i < len(args)]
         found += [kwargs[name] for name in (*names, "out") if kwargs.get(name) is not None]
         if self.writes_to_first(args, kwargs):
-            found.append(args[0] if args else kwargs.get("input"))  # a schema says "self"
+            found.append(args[0] if args else kwargs.get("input"))  # "self" in the schema
         return found
 
     def drops_nothing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -359,11 +358,14 @@ class Call:
 
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function itself."""
+        # In inference mode tensors have no version counter: writes are counted here instead.
         if (self.in_place or "out" in kwargs or self.inplace_at is not None) and torch.is_inference_mode_enabled():
             note_inference_write()
         return function(*args, **kwargs)
 
 
+# The order matters: a name of several tables is treated by the first. COMPUTE is the rest, so that a function that a
+# new torch adds is rounded, and not overlooked.
 def _action_of(function: Callable[..., Any], name: str) -> Action:
     if name in PASS or name.startswith(("_fused_", "_amp_", "_use_", "_is_", "__dlpack")):
         return Action.PASS
@@ -398,11 +400,12 @@ def _action_of(function: Callable[..., Any], name: str) -> Action:
 
 
 class _BackwardCall(Call):
-    """A backward pass. It may run modules again, of a checkpoint: they enter a mode of their own, this one is off."""
+    """A backward pass."""
 
     __slots__ = ()
 
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Off meanwhile: a checkpoint may run modules again, which enter a mode of their own.
         emulation, active.emulation = active.emulation, None
         try:
             return super().__call__(function, args, kwargs)
@@ -410,7 +413,7 @@ class _BackwardCall(Call):
             active.emulation = emulation
 
 
-# Those that were looked up.
+# The cache of `call_of`. Backward passes are of a class of their own, whatever their names say.
 known_calls: dict[Any, Call] = {
     f: _BackwardCall(f) for f in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 }
@@ -418,6 +421,7 @@ known_calls: dict[Any, Call] = {
 
 def call_of(function: Callable[..., Any]) -> Call:
     """Treatment of this torch function; looked up once and cached."""
+    # `setdefault`: of two threads that make an entry, both get the same one.
     call = known_calls.get(function)
     return known_calls.setdefault(function, Call(function)) if call is None else call
 

@@ -57,7 +57,7 @@ FACTORIES_LIKE = frozenset(
 )
 WIDE_DTYPES = (torch.float32, torch.float64)
 _WIDE_TYPES = ("FloatTensor", "DoubleTensor")  # the names of dtypes before torch had dtypes
-_HOME = os.path.join(Path(torch.__file__).parent, "")  # not torchvision's, nor torch_geometric's
+_HOME = os.path.join(Path(torch.__file__).parent, "")  # with the separator: not the folder of torchvision
 # The package of the modes. Not all of fpsim: `forwards` calls modules, and what calls it may be torch's sharding.
 _MODES = os.path.join(sys.modules[__package__].__path__[0], "")
 _MACHINERY = ("autograd", "distributed", "export", "fx", "func", "optim", "overrides.py", "utils")
@@ -73,7 +73,7 @@ def dtype_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | Non
 
 
 def asks_for_float32(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if the code that called `function` asks for float32 (or float64) in words.
+    """True if the code that called `function` asks for float32 (or float64) by name.
 
     `x.float()` does, and `softmax(x, dtype=torch.float32)`, also by a variable that was set so; `y.dtype` does not.
     """
@@ -82,7 +82,8 @@ def asks_for_float32(function: Callable[..., Any], name: str, args: tuple[Any, .
     dtype, frame = dtype_in(args, kwargs), _caller_of(inspect.currentframe())
     if name == "type" and dtype is None:
         kind = args[1] if len(args) > 1 else kwargs.get("dtype")
-        if isinstance(kind, str):  # x.type() gives such a string too
+        # `y.type()` returns such a string too, so that the calling code has to contain it.
+        if isinstance(kind, str):
             return kind.endswith(_WIDE_TYPES) and frame is not None and kind in frame.f_code.co_consts
         return getattr(kind, "__name__", "") in _WIDE_TYPES
     if dtype not in WIDE_DTYPES:
@@ -91,7 +92,7 @@ def asks_for_float32(function: Callable[..., Any], name: str, args: tuple[Any, .
 
 
 def _caller_of(frame: FrameType | None) -> FrameType | None:
-    """The frame of the code that called, past torch's own wrapping and ours."""
+    """Return the frame of the code that called, past torch's own wrapping and ours."""
     frame = frame and frame.f_back
     while frame is not None and _is_between(frame.f_code.co_filename):
         frame = frame.f_back
@@ -104,10 +105,8 @@ has_process_group: Callable[[], bool] = (  # bool() is False
 
 
 def is_called_by_sharding() -> bool:
-    """True if torch.distributed itself calls: it gathers and frees parameters between modules, and computes nothing.
-
-    Asked only where there is a process group.
-    """
+    """True if torch.distributed itself calls: it gathers and frees parameters between modules, and computes nothing."""
+    # Walking the stack is slow: callers ask only if there is a process group.
     frame: FrameType | None = inspect.currentframe()
     while frame is not None and _is_between(frame.f_code.co_filename):
         if _is_of_sharding(frame.f_code.co_filename):
@@ -136,7 +135,8 @@ def _is_between(file: str) -> bool:
     return file.startswith((_HOME, _MODES))
 
 
-_LOOK: Any = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)  # torch says the depth as it changes
+# torch tells the depth only as it changes it: up, and down again.
+_LOOK: Any = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
 
 
 def autocast_here() -> list[Callable[[], AbstractContextManager[Any]]]:
@@ -146,20 +146,16 @@ def autocast_here() -> list[Callable[[], AbstractContextManager[Any]]]:
 
 
 def autocast_depth() -> int:
-    """In how many `with torch.autocast(...)` blocks the code runs, of those that switch it on and those that do not.
-
-    Both calls are made by one instruction. A Ctrl-C between them would leave torch in a block for ever, and autocast,
-    which forgets its casts of weights at the end of the outermost one, would compute with old weights from then on.
-    """
+    """Return the number of `torch.autocast` blocks around the running code, whether they switch it on or off."""
+    # `map` makes both calls within one instruction. A Ctrl-C between them would leave torch in a block for ever, and
+    # autocast, which drops its casts of weights at the end of the outermost one, would compute with old weights.
     _, depth = map(operator.call, _LOOK)
     return depth  # type: ignore[no-any-return]
 
 
 def is_float32_island(outer_depth: int) -> bool:
-    """True if autocast was switched off since the depth was `outer_depth`: `with torch.autocast(..., enabled=False)`.
-
-    A checkpoint runs its forward again inside of such blocks of its own, which say nothing.
-    """
+    """True if a block `torch.autocast(..., enabled=False)` was entered since the depth was `outer_depth`."""
+    # Compared with a depth, because a checkpoint recomputes inside of such blocks of its own.
     _, depth = map(operator.call, _LOOK)  # as autocast_depth
     if depth <= outer_depth:
         return False
@@ -176,10 +172,10 @@ _BOUND = ("self", "cls")  # parameters that no call passes in words
 
 
 class _Words(NamedTuple):
-    """The source expression in one place, as far as it may name a dtype.
+    """Parts of a source expression that may name a dtype.
 
-    is_literal: torch.float32 or its like.
-    is_own: the dtype of something, `x.dtype`.
+    is_literal: whether it has torch.float32 or its like.
+    is_own: whether it has the dtype of something, `x.dtype`.
     variables: local names.
     """
 
@@ -189,9 +185,9 @@ class _Words(NamedTuple):
 
 
 def names_float32(frame: FrameType, function: str, caller_of: Callable[[FrameType], FrameType | None]) -> bool:
-    """True if the code that calls `function` in `frame` says float32 or float64 in words.
+    """True if the code that calls `function` in `frame` names float32 or float64.
 
-    caller_of: the frame of the code that called, past frames that do not count.
+    caller_of: returns the frame of the code that called, past frames that do not count.
     """
     if _calls_by_name(frame.f_code, frame.f_lasti):
         return True
@@ -210,7 +206,7 @@ def _any_variable_does(
 
 
 def _variable_does(frame: FrameType, name: str, caller_of: Callable[[FrameType], FrameType | None]) -> bool:
-    """True if a local variable, which holds a dtype, was set to float32 in words."""
+    """True if a local variable that holds a dtype was set to float32 by name."""
     code = frame.f_code
     set_to = _words_of_assignments(code, name)
     if name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
@@ -220,9 +216,11 @@ def _variable_does(frame: FrameType, name: str, caller_of: Callable[[FrameType],
             return False
         if passed != _NOT_PASSED:
             return passed.is_literal or (not passed.is_own and _any_variable_does(caller, passed.variables, caller_of))
-        return set_to is None or (set_to.is_literal and not set_to.is_own)  # its default, or what stands in for None
+        # Not passed: the default, which holds float32, or the value that the function puts in for None.
+        return set_to is None or (set_to.is_literal and not set_to.is_own)
     if set_to is None:
-        outer = frame.f_back if name in code.co_freevars else None  # of a comprehension
+        # A comprehension has a frame of its own before Python 3.12, and its variable is one of the function around it.
+        outer = frame.f_back if name in code.co_freevars else None
         return outer is not None and name in outer.f_code.co_cellvars and _variable_does(outer, name, caller_of)
     if set_to.is_literal or set_to.is_own:
         return not set_to.is_own
@@ -235,7 +233,8 @@ _NOT_PASSED = _Words(False, False, ("",))
 
 @cache
 def _calls_by_name(code: CodeType, last: int) -> bool:
-    """True if the call at offset `last` is `x.float()` or its like: a compiler's stand-in for x calls `to` then."""
+    """True if the call at offset `last` is `x.float()` or its like."""
+    # Asked of the bytecode, because a compiler's stand-in for x turns the call into `to`.
     loads = [x for x in _arguments(code, last) if x.opname.startswith("LOAD")]
     return bool(loads) and loads[-1].argval in _CAST_METHODS and not loads[-1].opname.startswith("LOAD_CONST")
 
@@ -245,6 +244,7 @@ def _words_of_call(code: CodeType, last: int, function: str) -> _Words:
     """Read the expressions among the arguments of the call at offset `last`, outside of nested calls."""
     arguments = _arguments(code, last)
     named = [i for i, x in enumerate(arguments) if x.argval == function and x.opname.startswith("LOAD")]
+    # Only behind the function's name: the tensor before it may come from an expression that names a dtype.
     return _words_of(_outside_of_calls(arguments[named[-1] + 1 :] if named else arguments))
 
 
@@ -253,8 +253,9 @@ def _words_of_passed(code: CodeType, last: int, callee: CodeType, name: str) -> 
     """Read the expression that the call of `callee` at offset `last` passes as `name`; None if it cannot be read."""
     instructions, call = _arguments(code, last), _at(code, last)
     is_of_callee = callee.co_name == "forward" or any(x.argval == callee.co_name for x in instructions)
+    # Any other call is that of a wrapper, which passes its argument on as *args.
     if not is_of_callee or call.opname not in ("CALL", "CALL_KW", "PRECALL") or call.arg is None:
-        return None  # a wrapper, which passes its argument on
+        return None
     keywords: tuple[str, ...] = ()
     for x in instructions[-3:]:
         is_names = x.opname == "KW_NAMES" or (call.opname == "CALL_KW" and x.opname.startswith("LOAD_CONST"))
@@ -268,7 +269,7 @@ def _words_of_passed(code: CodeType, last: int, callee: CodeType, name: str) -> 
 
 @cache
 def _words_of_assignments(code: CodeType, name: str) -> _Words | None:
-    """Read the expressions that the code assigns to a variable; None where it does not."""
+    """Read the expressions that the code assigns to a variable; None if it assigns none."""
     instructions, assigned = _instructions(code), []
     for end, x in enumerate(instructions):
         if name in _stored_by(x):
@@ -283,10 +284,11 @@ def _words_of_assignments(code: CodeType, name: str) -> _Words | None:
 
 
 def _stored_by(x: dis.Instruction) -> tuple[str, ...]:
-    """The local variables that an instruction sets."""
+    """Return the local variables that an instruction sets."""
     if not x.opname.startswith(("STORE_FAST", "STORE_DEREF")):
         return ()
-    names = x.argval if isinstance(x.argval, tuple) else (x.argval,)  # two in one, since Python 3.13
+    # Since Python 3.13 one instruction may store two variables, or store one and load another.
+    names = x.argval if isinstance(x.argval, tuple) else (x.argval,)
     return names[:1] if x.opname.endswith("LOAD_FAST") else names
 
 
@@ -311,7 +313,8 @@ def _at(code: CodeType, last: int) -> dis.Instruction:
 
 
 def _arguments(code: CodeType, last: int) -> list[dis.Instruction]:
-    """The instructions that make the callee and the arguments of the call at offset `last`."""
+    """Return the instructions that make the callee and the arguments of the call at offset `last`."""
+    # By positions in the source, not by the stack: these survive every reordering of the bytecode between versions.
     call = _at(code, last)
     return [x for x in _instructions(code) if x.offset < call.offset and _lies_in(x, call)]
 
@@ -322,8 +325,9 @@ def _outside_of_calls(instructions: list[dis.Instruction]) -> list[dis.Instructi
 
 
 def _lies_in(x: dis.Instruction, outer: dis.Instruction) -> bool:
-    """True if an instruction comes from inside of the source of another one. True where positions were left out."""
+    """True if an instruction comes from inside of the source of another one."""
     own, around = x.positions, outer.positions
+    # Without positions (python -X no_debug_ranges) every instruction counts.
     if own is None or around is None or None in own or None in around:
         return True
     starts = (around.lineno, around.col_offset) <= (own.lineno, own.col_offset)  # type: ignore[operator]

@@ -27,15 +27,16 @@ __all__ = ["Hooks", "packed_afterwards", "watch_checkpoints"]
 
 
 class _Replay:
-    """A function that a checkpoint runs, and the state to restore when the backward pass runs it again.
+    """Function that a checkpoint runs, with the state to restore when the backward pass runs it again.
 
     function: the checkpoint's function.
-    args: its arguments: of each tensor the mark is kept, for the tensors that come again are others.
-    start: where the forward pass is; it has `scope`, `copies_of(x)` and `enter(undo)`.
+    args: its arguments.
+    start: position of the forward pass; it has `scope`, `copies_of(x)` and `enter(undo)`.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], start: Any) -> None:
         self.function, self.start = function, start
+        # The marks of the arguments are kept here: the recomputation gets other tensors of the same numbers.
         self.formats = [format_of(x) if isinstance(x, Tensor) else None for x in args]
         stands_in = start.scope.stands_in
         self.weights = [isinstance(x, Tensor) and (is_weight(x) or stands_in(x)) for x in args]
@@ -44,20 +45,23 @@ class _Replay:
         self.noise = noise_state()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The forward pass itself, which an emulation runs.
         if active.emulation is not None:
-            return self.function(*args, **kwargs)  # the first time
+            return self.function(*args, **kwargs)
         for x, known in zip(args, self.formats, strict=False):
             if isinstance(x, Tensor) and known is not None:
                 mark_like(x, known)
         for x, was_weight, was_view in zip(args, self.weights, self.views, strict=False):
+            # A reentrant checkpoint detaches its arguments, so that a parameter comes back as a plain tensor.
             if was_weight and not self.start.scope.stands_in(x):
-                mark_as_weight(x)  # a reentrant checkpoint detaches it: it is a parameter no longer
+                mark_as_weight(x)
             elif was_view:
                 mark_as_view_of_weight(x)
 
         def again(undo: Undo) -> Any:
             replay_noise(self.noise, undo)
             self.start.enter(undo)
+            # Stochastic rounding may have rounded an argument before the checkpoint: its copies are used again.
             for x, copies in zip(args, self.copies, strict=False):
                 if copies:
                     active.emulation.know_values(x, copies)
@@ -67,7 +71,7 @@ class _Replay:
 
 
 def _settle(outputs: Any) -> None:
-    """The gradients of a reentrant checkpoint's outputs are rounded where it runs again, at their own place."""
+    """Leave the gradients of a reentrant checkpoint's outputs to its recomputation, which rounds them in place."""
     if active.emulation is None:
         return
     if active.stand_ins is not None:
@@ -82,7 +86,7 @@ def _settle(outputs: Any) -> None:
 
 @cache
 def watch_checkpoints(position_of: Callable[[Any], Any]) -> None:
-    """Make checkpoints that run inside of an emulation recompute inside of it, from now on.
+    """Make checkpoints that run inside of an emulation recompute inside of it; wraps torch's, once in a process.
 
     position_of: returns the position of the forward pass of an emulation.
     """
@@ -93,14 +97,15 @@ def watch_checkpoints(position_of: Callable[[Any], Any]) -> None:
     wrap_checkpoints(wrap, _settle)
 
 
-# Saved tensors: those of an operation's backward pass are packed once the operation's result is rounded
+# Saved tensors: those of an operation's backward pass are packed once the operation's result is rounded. An operation
+# may save its result, which is rounded in place after it: hooks that pack at once would store the unrounded numbers.
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class _Saved:
-    """A saved tensor: the tensor itself, then the hook's packed value."""
+    """Saved tensor: first the tensor itself, then the hook's packed value."""
 
     __slots__ = ("value",)
 
@@ -110,7 +115,7 @@ class _Saved:
 
 @contextmanager
 def packed_afterwards(hooks: Hooks) -> Iterator[None]:
-    """A block in which tensors are saved as they are; `hooks` pack them when it ends."""
+    """Save tensors as they are inside of the block; `hooks` pack them when it ends."""
     pack, unpack = hooks
     waiting: list[_Saved] = []
 

@@ -1,8 +1,9 @@
 """Conversions between the format and float32: the reported dtype of a tensor, casts, and new tensors.
 
-The format is a dtype below float32 that torch does not have. Where it is bf16 or fp16, torch has one of that name:
-`x.dtype` of a tensor in the format is that, and whoever asks for that dtype gets a tensor in the format. torch.float32
-is float32 on purpose then. In any other format `x.dtype` is torch.float32 for both, and the code that called is read.
+The format is a dtype below float32 that torch does not have. For bf16 and fp16, torch has a dtype of that name: it is
+the `x.dtype` of a tensor in the format, code that asks for it gets a tensor in the format, and torch.float32 means
+float32 on purpose. In any other format `x.dtype` is torch.float32 for both, and the calling code is read to tell them
+apart.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _WIDE_TYPES = {"FloatTensor": torch.float32, "DoubleTensor": torch.float64}
 class Asked(Enum):
     """The dtype that a call asks for its result."""
 
-    NOTHING = "no dtype, or one that the code that called has to be read for"
+    NOTHING = "no dtype, or one that only the calling code tells"
     NARROW = "the format's"
     WIDE = "float32 or float64"
 
@@ -75,17 +76,19 @@ DTYPE_OF: Any = Tensor.dtype.__get__  # type: ignore[attr-defined]  # a mode's c
 
 
 def dtype_of(emulation: Any, frame: Any, x: Tensor) -> torch.dtype:
-    """`x.dtype`: torch's name of the format for a tensor that is not float32 on purpose.
+    """Return `x.dtype`: torch's name of the format for a tensor that is not float32 on purpose.
 
-    frame: of the mode; behind it is whoever reads the attribute.
+    frame: of the mode; its caller reads the attribute.
     """
     dtype, name = x.dtype, emulation.scope.dtype
     if name is None or dtype is not torch.float32 or not emulation.has_names:
         return dtype
     if emulation.has_wide and is_marked_wide(x):
         return dtype
+    # Checkpoints, sharding and tracers ask for the memory's dtype, to make buffers; only a model asks for the format's.
     if frame is not None and frame.f_back is not None and is_of_machinery(frame.f_back.f_code.co_filename):
         return dtype
+    # Remembered: the code may ask for this dtype in a module whose own format has another name.
     emulation.names.add(name)
     return name  # type: ignore[no-any-return]
 
@@ -93,7 +96,7 @@ def dtype_of(emulation: Any, frame: Any, x: Tensor) -> torch.dtype:
 def named_dtype(
     emulation: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Asked]:
-    """The arguments with float32, the container, instead of the format's own name; and the dtype asked for."""
+    """Return the arguments with float32, the container, instead of the format's own dtype; and the dtype asked for."""
     name, dtype = emulation.scope.dtype, dtype_in(args, kwargs)
     if call.action is Action.CAST and call.name == "type":
         dtype = _dtype_of_type(args, kwargs) or dtype
@@ -104,7 +107,8 @@ def named_dtype(
     if call.name == "view" and name is not None and isinstance(args[0], Tensor):
         _require_no_bits(emulation, args[0], dtype)
     if dtype is not name and dtype not in emulation.names:
-        is_container = dtype is torch.float64 and emulation.scope.is_float64  # `x.dtype`, which says no name there
+        # In a float64 model float64 is the container, which `x.dtype` says of every tensor.
+        is_container = dtype is torch.float64 and emulation.scope.is_float64
         is_wide = name is not None and dtype in WIDE_DTYPES and not is_container
         return args, kwargs, Asked.WIDE if is_wide else Asked.NOTHING
     args = tuple(_container_for(x, dtype) for x in args)
@@ -113,7 +117,7 @@ def named_dtype(
 
 
 def _require_no_bits(emulation: Any, x: Tensor, dtype: torch.dtype) -> None:
-    """Raise NotImplementedError for a view of bits: those of a number of the format are not in memory."""
+    """Raise NotImplementedError for a view of bits: the bits of a number of the format are not in memory."""
     name, is_ours = emulation.scope.dtype, x.dtype is torch.float32 and not is_marked_wide(x)
     is_of_bits = dtype is not name if is_ours else dtype is name and x.dtype is not name
     if is_of_bits and not (has_process_group() and is_called_by_sharding()):
@@ -134,7 +138,7 @@ def _container_for(x: Any, dtype: torch.dtype) -> Any:
 
 
 def _type_named(x: Any) -> tuple[str, str]:
-    """Of torch.cuda.HalfTensor, or its name in words: "torch.cuda" and "HalfTensor". Of anything else ("", "")."""
+    """Return "torch.cuda" and "HalfTensor" for torch.cuda.HalfTensor or its name; ("", "") for anything else."""
     if isinstance(x, type):
         x = f"{x.__module__}.{x.__name__}"
     place, _, name = x.rpartition(".") if isinstance(x, str) else ("", "", "")
@@ -147,8 +151,9 @@ def _dtype_of_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype
 
 
 def result_type(emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.result_type`, of tensors in the format by its name."""
+    """Compute `torch.result_type`, with the format's own dtype for tensors in the format."""
 
+    # torch promotes by dtype and number of axes alone: tensors of one number without memory stand for the arguments.
     def standing_for(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
@@ -160,7 +165,7 @@ def result_type(emulation: Any, func: Callable[..., Any], args: tuple[Any, ...],
 
 
 def mark_gradients(emulation: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A gradient, of `x.grad` or of torch.autograd.grad, has the dtype of the tensor that it belongs to."""
+    """Mark a gradient, of `x.grad` or of torch.autograd.grad, as float32 on purpose if its tensor is."""
     if is_attribute := len(args) == 1 and not kwargs:
         inputs, gradients = args[0], (out,)
     else:
@@ -168,9 +173,11 @@ def mark_gradients(emulation: Any, out: Any, args: tuple[Any, ...], kwargs: dict
     for x, gradient in zip((inputs,) if isinstance(inputs, Tensor) else inputs, gradients, strict=False):
         if not isinstance(gradient, Tensor):
             continue
+        # With the tensors behind transforms, so that the mark is known outside of them, too.
         if emulation.has_wide and any(map(is_marked_wide, (x, *layers_behind(x)))):
-            emulation.mark_wide(gradient, *layers_behind(gradient))  # it is known outside of the transform, too
-        elif not is_attribute:  # a result, like that of any other call
+            emulation.mark_wide(gradient, *layers_behind(gradient))
+        # torch.autograd.grad returns a new result, whose mark says where it was rounded and not its dtype.
+        elif not is_attribute:
             for y in (gradient, *layers_behind(gradient)):
                 if not is_made_here(y):
                     unmark(y)
@@ -187,7 +194,7 @@ def is_float64(x: Any) -> bool:
 def asks_for_wide(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """True if a call that is given a dtype asks for float32 in words; or for float64, which never means the format."""
+    """True if a call with a dtype asks for float32 by name; or for float64, which never means the format."""
     if dtype_in(args, kwargs) in _FLOAT64 and not emulation.scope.is_float64:
         return True
     return asks_for_float32(func, call.name, args, kwargs)
@@ -196,7 +203,7 @@ def asks_for_wide(
 def cast(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
 ) -> Any:
-    """A cast, which moves values between float32 and the format where it changes no dtype of torch."""
+    """Cast a tensor: between float32 and the format, if the call changes no dtype of torch."""
     specs = emulation.scope.specs
     if call.name == "type" and len(args) == 1 and not kwargs:
         return _name_of_dtype(emulation, func, args[0])
@@ -207,8 +214,9 @@ def cast(
             emulation.carry_marks(out, [x], None, None)
             return out
         func, args = Tensor.to, (args[0], torch.float32)
+    # The format is float32: a copy would change the order in which gradients are added up.
     if is_roundable(args[0]) and leaves_float32(specs, args[0]):
-        out = call(func, args, kwargs)  # the format is float32: a copy would change the order of gradients' sums
+        out = call(func, args, kwargs)
         if is_float64(out):
             emulation.mark_wide(out)
         return out
@@ -220,9 +228,10 @@ def cast(
         is_wide = asked is Asked.NOTHING and like is None and asks_for_float32(func, call.name, args, kwargs)
     alias = emulation.aliases.of(x)
     is_ours = is_made_here(x) or (alias is not None and is_made_here(alias.base))
-    stays = not is_wide and is_ours  # torch may give the tensor itself
-    stays = stays or x.dtype not in WIDE_DTYPES  # a real tensor of few bits is widened first
-    if is_roundable(x) and not (is_state(x) or emulation.leaves_raw((x,)) or stays):  # a buffer is read as it is
+    # A cast of a result to its own dtype returns the tensor itself, and later writes to it have to reach it. A real
+    # tensor of few bits is widened first. A buffer is read as it is.
+    stays = (not is_wide and is_ours) or x.dtype not in WIDE_DTYPES
+    if is_roundable(x) and not (is_state(x) or emulation.leaves_raw((x,)) or stays):
         x = emulation.operand(x, Rounds.ALL_BUT_WIDE)
     out = call(func, (x, *args[1:]), kwargs)
     if is_float64(out) and not (emulation.scope.is_float64 or is_float64(x)):
@@ -230,12 +239,14 @@ def cast(
         return out
     if not isinstance(out, Tensor) or not is_roundable(out):
         return out
+    # Only to another device.
     if like is None and dtype_in(args, kwargs) is None and call.name == "to":
-        emulation.carry_marks(out, [x], None, None)  # to another device
+        emulation.carry_marks(out, [x], None, None)
         return out
     if is_wide:
         if not is_marked_wide(x) or out is not x:
-            out = out.clone() if out is args[0] or out is x else out  # its mark is its own
+            # torch returns the tensor itself, since it is float32 already; the mark must not spread to it.
+            out = out.clone() if out is args[0] or out is x else out
             emulation.mark_wide(out)
         return out
     if out.dtype not in WIDE_DTYPES:
@@ -244,6 +255,7 @@ def cast(
         emulation.prepare_target(x)
         return x
     result = emulation.new_operand(out) if is_marked_wide(out) else emulation.operand(out, Rounds.ALL)
+    # torch would have returned the tensor from outside itself: writes to the result go to its memory.
     if result is not args[0] and out is x and not is_made_here(args[0]):
         emulation.aliases.add(result, Alias(args[0], own=partial(_itself, args[0])))
     return result
@@ -266,14 +278,15 @@ def _name_of_dtype(emulation: Any, func: Callable[..., Any], x: Tensor) -> Any:
 def make(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
 ) -> Any:
-    """A new tensor: float32 on purpose, unless it is made like another one or the model's dtype is asked for."""
+    """Make a new tensor: float32 on purpose, unless it is made like another one or asks for the format's dtype."""
     out = call(func, args, kwargs)
     if not isinstance(out, Tensor) or not is_roundable(out):
         return out
     if isinstance(kwargs.get("out"), Tensor):
         return out if is_marked_wide(out) else emulation.round_result(out, call, (), [], out)
     others = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
-    if any(out is x for x in others):  # torch.as_tensor(x, dtype=...)
+    # torch.as_tensor(x, dtype=...) may return x itself, and is a cast.
+    if any(out is x for x in others):
         return out if dtype_in(args, kwargs) is None else cast(emulation, Tensor.to, call, args, kwargs, asked)
     if asked is not Asked.NOTHING:
         is_wide = asked is Asked.WIDE
@@ -281,12 +294,13 @@ def make(
         is_wide = asks_for_wide(emulation, func, call, args, kwargs)
     elif call.action is Action.LIKE:
         like = args[0] if args else kwargs.get("input")
-        is_wide = isinstance(like, Tensor) and is_marked_wide(like)  # with any fill value
+        is_wide = isinstance(like, Tensor) and is_marked_wide(like)  # whatever dtype the fill value has
     else:
         is_wide = not others or any(is_marked_wide(x) for x in others)
     if is_wide:
         emulation.mark_wide(out)
         return out
+    # Zeros are in every format but e8m0, which has none; empty memory has no numbers to round.
     spec = emulation.scope.specs.activation
     if spec is not None and call.name in _ZERO_OR_NOTHING and getattr(spec.fmt, "specials", None) != "scale":
         mark(out, spec.text)
@@ -295,7 +309,7 @@ def make(
 
 
 def fill(emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """New numbers in a tensor, which is as narrow or as wide as before."""
+    """Fill a tensor with new numbers; it stays in the format, or float32, as before."""
     x = args[0] if args else next((y for y in kwargs.values() if isinstance(y, Tensor)), None)
     if not isinstance(x, Tensor) or isinstance(x, nn.Parameter):
         return call(func, args, kwargs)
@@ -309,10 +323,8 @@ def fill(emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, 
 def set_data(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`x.data = y` and `torch.ops.aten.set_`: the tensor takes the other's memory, and its dtype with it.
-
-    torch shows `x.set_(y)` to no mode: for us it is a write, after which the tensor is rounded again.
-    """
+    """Run `x.data = y` or `torch.ops.aten.set_`: the tensor takes the other's memory, and its dtype with it."""
+    # `x.set_(y)` itself reaches no mode: it counts as a write, after which the tensor is rounded again.
     x, other = args[0], next((y for y in (*args[1:], *kwargs.values()) if isinstance(y, Tensor)), None)
     out = call(func, args, kwargs)
     if other is not None and not isinstance(x, nn.Parameter):
@@ -326,10 +338,8 @@ def set_data(
 def for_each(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Apply a function of lists to each tensor: those of the format are rounded, others stay as they are.
-
-    Optimizers work so on parameters, their states and gradients, which come from outside.
-    """
+    """Apply a function of lists to each tensor: those of the format are rounded, others stay as they are."""
+    # The others are parameters, states and gradients, which come from outside: optimizers work on lists of them.
     first = args[0] if args and isinstance(args[0], list | tuple) else ()
     for others in (*args[1:], *kwargs.values()):
         for i, y in enumerate(others if type(others) in (list, tuple) else (others,)):
@@ -338,12 +348,14 @@ def for_each(
             x = first[i]
             is_mixed = y.dtype not in FLOATING or x.dtype not in FLOATING
             if emulation.has_wide and not is_mixed:
-                known: Any = getattr(x, MARK, None)  # is_marked_wide of both, in no call
+                # `is_marked_wide` of both, without the calls: an optimizer has thousands of tensors.
+                known: Any = getattr(x, MARK, None)
                 other: Any = getattr(y, MARK, None)
                 is_mixed = (bool(known) and known[0] == WIDE) is not (bool(other) and other[0] == WIDE)
                 is_mixed = is_mixed and (known is not None or not call.in_place)
+            # As torch does with lists of several dtypes.
             if is_mixed:
-                return _each_alone(emulation, call, first, args, kwargs)  # as torch does with lists of several dtypes
+                return _each_alone(emulation, call, first, args, kwargs)
     if call.in_place and len(first) > 1:
         for i in range(len(first)):
             for_each(emulation, func, call, *_of_one(i, args, kwargs))
@@ -394,7 +406,7 @@ def _is_ours(emulation: Any, call: Call, x: Tensor) -> bool:
 
 
 def _of_one(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the i-th tensor of a list."""
+    """Return the arguments of the i-th tensor of a list."""
 
     def pick(y: Any) -> Any:
         return [y[i]] if isinstance(y, list | tuple) else y
@@ -406,17 +418,16 @@ def _in_place(
     emulation: Any, func: Callable[..., Any], call: Call, x: Tensor, others: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Write the result to one tensor of a list."""
-
     is_wide, is_stored = is_marked_wide(x), emulation.is_stored(x)
     is_in_step = is_stored and emulation.scope.write is not None
     spec = emulation.scope.specs.activation if is_in_step or not is_stored else spec_of_memory(emulation, x)
     is_rounded = not is_wide and spec is not None and (is_stored or (is_made_here(x) and is_roundable(x)))
     number: Any = others[0] if others else None
-    number = number[0] if isinstance(number, list | tuple) and number else number  # of each tensor its own
+    number = number[0] if isinstance(number, list | tuple) and number else number
     takes_number = is_rounded and call.name == "_foreach_mul_" and type(number) in (float, int) and x.is_cpu
 
     def write(target: Tensor, *rest: Any, **named: Any) -> None:
-        # torch on the CPU takes a number here in the tensor's own dtype; its gradient is that of the number itself
+        # On the CPU torch casts the number to the tensor's own dtype here; its backward pass uses the number itself.
         product = target.detach() * number_in_format(number, spec.fmt) if takes_number and spec else None
         func([target], *rest, **named)
         if product is not None:

@@ -21,7 +21,7 @@ from fpsim.torch_modes import over_positions
 
 __all__ = ["by_operations", "flex_attention"]
 
-# torch functions of many operations, in Python: their inside is emulated call by call.
+# Functions of torch that are many operations, in Python: their inside is emulated call by call.
 _decomposed: dict[Any, Callable[..., Any]] = {
     torch.ldexp: lambda input, other, **out: _ldexp(input, other, **out),
     Tensor.ldexp: lambda self, other: _ldexp(self, other),
@@ -34,13 +34,17 @@ _decomposed: dict[Any, Callable[..., Any]] = {
 def by_operations(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What a call of several operations gives, emulated one by one; NotImplemented for one that is left as it is."""
+    """Return the result of a call of several operations, each emulated; NotImplemented for a call to be left to torch.
+
+    Raises NotImplementedError for a function of `REFUSE`.
+    """
     scope = emulation.scope
     if call.action is Action.REFUSE:
         raise NotImplementedError(
             f"{resolve_name(func) or call.name} at {scope.name or 'the top level'} hides several operations in one "
             f"call and cannot be emulated. To do: {REFUSE[call.name]}."
         )
+    # A recurrent layer in which nothing is rounded is left to torch's fused kernel.
     is_left = call.name in recurrent.OPERATIONS and scope.products is None and leaves_float32(scope.specs, args[0])
     if call.action is Action.DECOMPOSE and not is_left:
         inner = _decomposed.get(func) or partial(recurrent.OPERATIONS[call.name], scope.repeated)
@@ -54,13 +58,15 @@ def by_operations(
 
 
 def _ldexp(x: Tensor, other: Tensor, **out: Any) -> Tensor:
-    """As torch computes it: a power of a dtype of its own, and where that is of integers a result of the first's."""
+    """Compute ldexp as torch does: x times a power of two of its own dtype."""
+    # With integer exponents the result has x's dtype; with floating ones it is promoted.
     made = torch.mul(x, torch.pow(2.0, other), **out)
     return made.type_as(x) if x.is_floating_point() and not (out or other.is_floating_point()) else made
 
 
 def _is_elementwise(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a loss gives a number for each pair: native kernels round the difference first then, on cards too."""
+    """True if a loss returns a number for each pair."""
+    # Native kernels round the difference first then, also on cards. With a sum they compute in float32 inside.
     named = {name: x for name, x in kwargs.items() if x is not None}
     if len(args) != 2 or named != {"reduction": "none"}:
         return False
@@ -78,16 +84,14 @@ def flex_attention(
     score_buffers: tuple[Any, ...] = (),
     mask_buffers: tuple[Any, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As torch/_higher_order_ops/flex_attention.py has it in `math_attention`; called under the emulation's mode.
+    """Compute flex_attention as `math_attention` of torch/_higher_order_ops/flex_attention.py does, call by call.
 
-    Scores and weights are float32 on purpose, and `score_mod` is given them so. The weights are cast to the query's
-    format for their product with the values, and its result is rounded.
+    Scores and weights are float32 on purpose, and `score_mod` gets them so. The weights are cast to the query's format
+    for their product with the values, whose result is rounded. Called under the emulation's mode.
 
-    Torch reads `query.dtype` in files of its own, which are not a model's: there it is the container's.
-
-    query: (batch, heads, positions, features); key and value: as it, of maybe fewer heads, and of another length.
+    query: (batch, heads, positions, features). key, value: the same, with another length and perhaps fewer heads.
     Returns the result, with the query's order of strides, log2 of the sums of exponentials, and the largest score over
-    ln 2; the last two are empty where nobody asked for them.
+    ln 2; the last two are empty if the call does not ask for them.
     """
     scope = active.emulation.scope
     if scope.products is not None and scope.products.attention:
@@ -96,6 +100,8 @@ def flex_attention(
             f"Products(attention=True) cannot quantise inside of it. To do: call F.scaled_dot_product_attention with a "
             f"mask, or write the products with @."
         )
+    # Written here and not taken from torch's file, which reads `query.dtype`: outside of a model's own code that is
+    # float32, so that its casts would do nothing.
     if scope.rounds_nothing or query.dtype is torch.float64:
         wide_query, wide_key = query, key
     else:
@@ -119,6 +125,6 @@ def flex_attention(
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """`x` with the order of strides of another tensor, but the last axis the innermost."""
+    """Copy `x` to the order of strides of another tensor, but with the last axis the innermost."""
     order = [*sorted(range(x.dim() - 1), key=like.stride, reverse=True), x.dim() - 1]
     return x.permute(order).contiguous().permute(*[order.index(i) for i in range(x.dim())])

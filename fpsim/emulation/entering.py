@@ -1,4 +1,4 @@
-"""Entering the emulation: for a module, for a block of code, and for what a checkpoint runs again.
+"""Entering the emulation: for a module, for a block of code, and for the recomputation of a checkpoint.
 
 Threads that a forward starts are not emulated, and one warning says so.
 """
@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -49,13 +49,14 @@ _POOLS = {
 
 @functools.cache
 def watch_threads() -> None:
-    """From here on, warn once per model if emulated code computes in another thread that it starts or gives work to.
+    """Patch threads to warn, once per model, if emulated code computes in a thread that it starts or gives work to.
 
-    It is not emulated: sites are counted in the order of calls, which two threads do not have. Modules of a quantised
-    model enter their own emulation in whichever thread they are called.
+    Modules of a quantised model enter their own emulation in the thread that calls them.
     """
+    # A warning, not emulation: sites are counted in the order of calls, which two threads do not have.
     start = threading.Thread.start
-    of_pools = {pool.__module__ for pool in _POOLS}  # whose threads live on, and are given work by these methods
+    # Threads of pools outlive the call that starts them: there each piece of work is watched, and not the thread.
+    of_pools = {pool.__module__ for pool in _POOLS}
 
     @functools.wraps(start)
     def started(self: Any) -> None:
@@ -64,7 +65,8 @@ def watch_threads() -> None:
         if watched is not run and getattr(getattr(self, "_target", None), "__module__", None) not in of_pools:
 
             def run_once() -> None:
-                del self.run  # a cycle
+                # The attribute and this closure refer to each other, and would keep the thread's arguments alive.
+                del self.run
                 watched()
 
             self.run = run_once
@@ -77,7 +79,7 @@ def watch_threads() -> None:
 
 
 def _giving_watched(method: Any) -> Any:
-    """A method of a pool that is given a function first."""
+    """Wrap a method of a pool whose first argument is a function."""
 
     @functools.wraps(method)
     def give(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +89,7 @@ def _giving_watched(method: Any) -> Any:
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which warns when it computes, if emulated code asks for it here."""
+    """Return `function`, with a warning when it computes, if the caller is emulated code."""
     emulation = active.emulation
     if emulation is None or emulation.scope.rounds_nothing or emulation.scope.listeners in _warned:
         return function
@@ -100,7 +102,7 @@ def _run(mode: TorchFunctionMode, function: Callable[..., Any], *args: Any, **kw
 
 
 class _Unemulated(TorchFunctionMode):
-    """Warns of the first operation that computes with numbers outside of any emulation."""
+    """Mode that warns of the first operation that computes with numbers outside of any emulation."""
 
     def __init__(self, scope: Scope) -> None:
         super().__init__()
@@ -119,7 +121,8 @@ class _Unemulated(TorchFunctionMode):
         return listeners is not None and listeners not in _warned
 
     def _warn(self, operation: str) -> None:
-        with _lock:  # two threads may come here at once
+        # Two threads may come here at once.
+        with _lock:
             if not self._is_due():
                 return
             _warned.add(self.listeners())  # type: ignore[arg-type]
@@ -137,8 +140,9 @@ def _is_of_numbers(x: Tensor) -> bool:
 
 
 def enter(scope: Scope, undo: Undo) -> None:
-    """Run what follows under `scope`: in the mode that is active in this thread, or in a new one."""
+    """Put `scope` in force, in the mode that is active in this thread, or in a new one."""
     emulation: Emulation | None = active.emulation
+    # A call of a model begins here, unless one of its own modules calls another.
     if emulation is None or emulation.scope.listeners is not scope.listeners:
         scope.listeners.histories.begin_call()
     if emulation is None:
@@ -153,7 +157,7 @@ def enter(scope: Scope, undo: Undo) -> None:
 
 
 def _warn_of_inner(emulation: Emulation, scope: Scope) -> None:
-    """Warn where a block that began inside of this one has not ended, and computes in float32 from here on."""
+    """Warn of a block that began inside of this one and has not ended: from here on it computes in float32."""
     if emulation.scope is not scope:
         warnings.warn(
             "A block of fpsim.emulate was left before one that began inside of it, and that one rounds nothing from "
@@ -164,7 +168,8 @@ def _warn_of_inner(emulation: Emulation, scope: Scope) -> None:
 
 
 def _go_back(emulation: Emulation, scope: Scope, previous: Scope) -> None:
-    if emulation.scope is scope:  # else it ends late
+    # Not if this block ends late, after the one around it.
+    if emulation.scope is scope:
         emulation.scope = previous
 
 
@@ -175,7 +180,8 @@ def run_entered(
     kwargs: Mapping[str, Any],
     has_names: bool = True,
 ) -> Any:
-    """`function(*args, **kwargs)` under `scope`. Nothing stays behind, whatever is raised and wherever."""
+    """Run `function(*args, **kwargs)` under `scope`. State is restored whatever is raised, and wherever."""
+    # As `enter`, but without an `Undo`: this runs in each call of each module.
     emulation: Emulation | None = active.emulation
     if emulation is None or emulation.scope.listeners is not scope.listeners:
         scope.listeners.histories.begin_call()
@@ -199,10 +205,12 @@ def _run_in(
         push_mode(emulation)
         return function(*args, **kwargs)
     finally:
+        # Disarmed first: if torch puts the mode back later, after a signal, it rounds nothing.
         active.emulation, emulation.scope, emulation.has_names = None, _NOTHING, False
         try:
             take_off(emulation)
-        except BaseException:  # a signal came before it, or within it
+        # A signal came before it, or within it.
+        except BaseException:
             take_off(emulation)
             raise
 
@@ -217,7 +225,8 @@ def _new_emulation(scope: Scope, has_names: bool) -> Emulation:
     watch_own_code(_run_in)
     watch_steps()
     _watch_torch()
-    note_inference_write()  # what happened outside was not seen
+    # Writes to inference tensors outside of the emulation were not counted.
+    note_inference_write()
     take_off_leftovers()
     if active.stand_ins is not None:
         return TracedEmulation(active.stand_ins, scope, has_names)
@@ -245,12 +254,9 @@ def _end(emulation: Emulation) -> None:
 
 
 def take_off_leftovers() -> None:
-    """Take off what an interrupted call has left on torch's stack of modes, and say so.
-
-    torch takes a mode off and puts it back around each of its functions in Python (`_pop_mode_temporarily`). A signal
-    that is handled while it does so lets it put the mode back as late as the traceback is forgotten, after we have
-    taken it off.
-    """
+    """Remove modes that an interrupted call has left on torch's stack, and warn."""
+    # torch pops a mode and pushes it again around each of its Python functions (`_pop_mode_temporarily`). After a
+    # signal within that, it pushes the mode only when the traceback is collected, after we have removed it.
     leftovers = [mode for mode in modes() if _is_leftover(mode)] if any_mode() else []
     if not leftovers:
         return
@@ -269,11 +275,12 @@ def _is_leftover(mode: TorchFunctionMode) -> bool:
     return getattr(mode, "has_ended", False)
 
 
-_NOTHING = Scope("", NO_SPECS, (), Listeners())  # of a mode that has ended: wherever it still lies, it rounds nothing
+# The scope of a mode that has ended: on whichever stack it still is, it rounds nothing.
+_NOTHING = Scope("", NO_SPECS, (), Listeners())
 
 
 class Position:
-    """Where a forward pass is: its scope with the sites counted so far, and the operands that are rounded already."""
+    """Position of a forward pass: its scope with the sites counted so far, and the operands rounded already."""
 
     def __init__(self, emulation: Emulation) -> None:
         scope, is_grad = emulation.scope, torch.is_grad_enabled()
@@ -287,16 +294,17 @@ class Position:
         }
 
     def copies_of(self, x: Tensor) -> dict[Any, Copy] | None:
-        """The rounded copies of this tensor."""
+        """Return the rounded copies of this tensor."""
         return next((copies for reference, copies in self.operands.items() if reference() is x), None)
 
     def enter(self, undo: Undo) -> None:
-        """Run from here on as the first time, until it is undone."""
+        """Put the emulation back to this position, until it is undone."""
         self.scope.counts = dict(self.counts)
         emulation = Emulation(self.scope, self.aliases, self.has_names)
         emulation.names |= self.names
         emulation.take_over(self.operands)
-        emulation.autocast_depth -= self.is_island  # a checkpoint switches autocast off again, in a block of its own
+        # A checkpoint switches autocast off again, in a block of its own.
+        emulation.autocast_depth -= self.is_island
         watch_checkpoints(Position)
         watch_own_code(_run_in)
         note_inference_write()
@@ -305,7 +313,7 @@ class Position:
 
 @contextmanager
 def computing_a_weight() -> Iterator[None]:
-    """Run in float32, whatever the scope around: from master values to a weight that is rounded where it is used."""
+    """Compute in float32 inside of the block: from master values to a weight, which is rounded where it is used."""
     emulation: Emulation | None = active.emulation
     if emulation is None:
         yield
@@ -325,7 +333,7 @@ def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) ->
 
     The twin of `torch.autocast`: put the forward pass and the loss inside, the backward pass and the optimizer's step
     outside. Operands that come from outside are rounded, each result is rounded once, and gradients on their way back.
-    What a parametrisation computes counts as activations here; `quantize` knows it for weights.
+    Results of a parametrisation count as activations here; `quantize` knows them as weights.
 
     Args:
         fmt: a format for every role, or a Policy without overrides: there are no modules here.
@@ -341,6 +349,18 @@ def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) ->
 
 
 def _emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None, undo: Undo) -> None:
+    # A format's name always means the same: its blocks check it once, and plan each function once. A Policy may hold
+    # mappings, which can change between two blocks.
+    if isinstance(fmt, str) and (rounding is None or isinstance(rounding, str)):
+        scope = _scope_of_name(fmt, rounding)
+    else:
+        scope = _scope_of(fmt, rounding)
+    take_off_leftovers()
+    enter(scope.of_block(Listeners()), undo)
+
+
+def _scope_of(fmt: FormatLike, rounding: str | Mapping[str, str] | None) -> Scope:
+    """Check the arguments of `emulate`, and return the scope of its blocks."""
     policy = as_policy(fmt)
     if policy.overrides:
         raise ValueError("emulate() knows no modules, and the policy has overrides. Use quantize(model, policy).")
@@ -361,5 +381,7 @@ def _emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None, undo: Un
         )
     if rounding is not None:
         policy = policy.with_rounding(rounding)
-    take_off_leftovers()
-    enter(make_scope("", policy, Listeners()), undo)
+    return make_scope("", policy, Listeners())
+
+
+_scope_of_name = lru_cache(maxsize=64)(_scope_of)

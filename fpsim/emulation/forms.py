@@ -1,7 +1,7 @@
 """The forms of a product: where its sums run, and how its two gradients follow from its operands.
 
-A product is linear in each of x and w. Its gradients are products of the same kind, at operands of their own:
-`dx = vjp(f, at=w)(dy)`. `ByVjp` computes them so, for any such function; the other forms are written by hand.
+A product is linear in each of x and w, so that its gradients are products of the same kind, whose operands may be
+quantised again: `dx = vjp(f, at=w)(dy)`. `ByVjp` does this for any such function; the other forms are written by hand.
 `contraction` turns an einsum formula into a batched product of two matrices.
 """
 
@@ -50,19 +50,19 @@ class Form(Protocol):
     groups: int  # how many sums lie one behind the other along the axes of fprop and dgrad
 
     def arrange(self, x: Tensor) -> Tensor:
-        """x or dy, with the axes that the sides name; w has them as it is."""
+        """Return x or dy with the axes that the sides name; w has them as it is."""
         ...
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        """y, as torch computes it."""
+        """Return y, as torch computes it."""
         ...
 
     def data_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
-        """dx, in the shape that x was given in."""
+        """Return dx, in the shape that x was given in."""
         ...
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        """dw, in the shape of w."""
+        """Return dw, in the shape of w."""
         ...
 
     def bias_gradient(self, dy: Tensor) -> Tensor:
@@ -80,10 +80,12 @@ class Linear:
         self.leading = x.shape[:-1]
 
     def arrange(self, x: Tensor) -> Tensor:
+        # An empty tensor has no unique size for -1.
         return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        y = x.new_empty(*self.leading, w.shape[0])  # no view, which autograd would let nobody change in place
+        # Not `(x @ w.t()).view(...)`: autograd forbids in-place changes of a view that a Function returns.
+        y = x.new_empty(*self.leading, w.shape[0])
         rows = y.view(x.shape[0], w.shape[0])
         torch.mm(x, w.t(), out=rows) if bias is None else torch.addmm(bias, x, w.t(), out=rows)
         return y
@@ -99,7 +101,7 @@ class Linear:
 
 
 class Batched:
-    """y = x w. x: (..., rows, inner), w: (..., inner, columns), whose leading axes are broadcast. No bias."""
+    """y = x w. x: (..., rows, inner), w: (..., inner, columns), whose leading axes are broadcast. Without a bias."""
 
     fprop = Side(-1, -2), Side(-2, -1)
     dgrad = Side(-1, -2), Side(-1, -2)
@@ -154,6 +156,7 @@ class Convolution:
         return torch.convolution(x, w, bias, *self.settings)
 
     def data_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
+        # The operator reads only the shape of x here: one number, expanded, instead of memory for all.
         like_x = dy.new_empty(1).expand(self.shapes[0])
         return self._backward(dy, like_x, w, [True, False, False])[0]
 
@@ -185,6 +188,7 @@ class ByVjp:
 
     def data_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
         with torch.enable_grad():
+            # f is linear in x: its gradient is the same at any x, and zeros do.
             x = dy.new_zeros(self.shapes[0]).requires_grad_()
             return torch.autograd.grad(self._f(x, w), x, dy)[0]
 
@@ -201,10 +205,10 @@ _LETTERS = string.ascii_letters
 
 
 def simplified(args: tuple[Any, ...]) -> tuple[list[str], list[Tensor], str] | None:
-    """The terms, operands and result of torch.einsum's arguments; each letter once in a term, no ellipsis.
+    """Return terms, operands and result of torch.einsum's arguments; each letter once in a term, no ellipsis.
 
-    Letters of one operand that nobody else has are summed, repeated ones are read along the diagonal, and axes of
-    length 1 that stand for longer ones are dropped. None for arguments that torch refuses.
+    Letters of a single operand are summed, repeated ones are read along the diagonal, and axes of length 1 that are
+    broadcast are dropped. None for arguments that torch refuses.
     """
     read = _read(args)
     if read is None:
@@ -240,13 +244,14 @@ def is_contracted(args: tuple[Any, ...]) -> bool:
 
 
 def _read(args: tuple[Any, ...]) -> tuple[list[str], list[Tensor], str] | None:
-    """The terms without an ellipsis, the operands and the result; None for arguments that torch refuses."""
+    """Return the terms without an ellipsis, the operands and the result; None for arguments that torch refuses."""
     if isinstance(args[0], str):
         rest = args[1:]
         operands = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else list(rest)
         left, arrow, right = args[0].replace(" ", "").partition("->")
         terms, out = left.split(","), right if arrow else None
-    else:  # operands, each before a list of numbers
+    # The other form of arguments: operands, each followed by a list of numbers of axes.
+    else:
         operands, lists = list(args[0 : len(args) // 2 * 2 : 2]), list(args[1::2])
         terms = [_from_numbers(numbers) for numbers in lists]
         out = _from_numbers(args[-1]) if len(args) % 2 else None
@@ -261,22 +266,24 @@ def _from_numbers(numbers: Any) -> str:
 
 
 def _without_ellipses(terms: list[str], operands: list[Tensor], out: str | None) -> tuple[list[str], str] | None:
-    """The terms and the result with letters for every axis; None where their numbers do not fit."""
+    """Return the terms and the result with letters for every axis; None if their numbers do not fit."""
     unused = [c for c in _LETTERS if c not in "".join([*terms, out or ""])]
     hidden = [x.dim() - len(t.replace("...", "")) if "..." in t else 0 for t, x in zip(terms, operands, strict=True)]
     most = max(hidden, default=0)
     names = "".join(unused[:most])
+    # The last of the names: ellipses of different lengths are aligned at the right, as broadcasting aligns axes.
     full = [t.replace("...", names[most - n :]) for t, n in zip(terms, hidden, strict=True)]
     if any(n < 0 for n in hidden) or any(len(t) != x.dim() for t, x in zip(full, operands, strict=True)):
         return None
-    if out is None:  # ellipsis first, then what appears once in the order of the alphabet
+    # Without an arrow: the ellipsis first, then the letters that appear once, in the order of the alphabet.
+    if out is None:
         together = "".join(terms).replace("...", "")
         return full, names + "".join(sorted(c for c in set(together) if together.count(c) == 1))
     return full, out.replace("...", names)
 
 
 def _simple_term(term: str, x: Tensor, sizes: dict[str, int], wanted: set[str]) -> tuple[str, Tensor]:
-    """A term and its operand without repeated letters, letters of no other term, and broadcast axes."""
+    """Return a term and its operand without repeated letters, letters of no other term, and broadcast axes."""
     letters = "".join(dict.fromkeys(term))
     kept = "".join(c for c in letters if c in wanted)
     if kept != term:
@@ -311,7 +318,7 @@ class Contraction:
         return a, b, out
 
     def operands(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, rows, inner) and (batch, inner, columns); without the batch if the operands have none."""
+        """Return (batch, rows, inner) and (batch, inner, columns); without the batch if the operands have none."""
         of_a, of_b, _ = self._terms
         return (
             _grouped(a, of_a, self.batch, self.rows, self.inner),
@@ -319,7 +326,7 @@ class Contraction:
         )
 
     def result(self, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """(batch, rows, columns) as the result's letters have it."""
+        """Rearrange (batch, rows, columns) to the letters of the result."""
         of_a, of_b, out = self._terms
         sizes = dict(zip(of_a + of_b, (*a.shape, *b.shape), strict=True))
         letters = self.batch + self.rows + self.columns
@@ -328,7 +335,7 @@ class Contraction:
 
 
 def contraction(a: str, b: str, out: str) -> Contraction:
-    """The contraction of two `simplified` terms and a result, which has all letters of one operand alone."""
+    """Return the contraction of two `simplified` terms; the result has every letter that only one operand has."""
     batch = "".join(c for c in a if c in b and c in out)
     inner = "".join(c for c in a if c in b and c not in out)
     rows, columns = ("".join(c for c in t if c not in other) for t, other in ((a, b), (b, a)))

@@ -33,7 +33,7 @@ class _Kept(NamedTuple):
 
 
 class KeptWeights:
-    """The rounded copies of the weights of one model, from the first call that uses them on.
+    """Cache of the rounded weights of one model, filled by the first call that uses each.
 
     name_of: the name of a weight in the error.
     """
@@ -48,7 +48,7 @@ class KeptWeights:
         return type(x) is nn.Parameter or self._copies.get(x) is not None
 
     def find(self, x: Tensor, key: Hashable) -> Tensor | None:
-        """The copy that `copy_of` has made; None for none. Raises RuntimeError as that does."""
+        """Return the cached copy, or None. Raises RuntimeError if the weight was written to since."""
         copies = self._kept.get(x)
         kept = None if copies is None else copies.get(key)
         if kept is None:
@@ -58,7 +58,7 @@ class KeptWeights:
         return kept.copy
 
     def copy_of(self, x: Tensor, key: Hashable, make: Callable[[Tensor], Tensor], is_by_number: bool = False) -> Tensor:
-        """The kept copy of a weight, which is `make(x)`. Raises RuntimeError where the weight was written to since.
+        """Return the cached copy of a weight, or make it by `make(x)`. Raises RuntimeError as `find` does.
 
         is_by_number: as of the cached copy.
         """
@@ -68,18 +68,17 @@ class KeptWeights:
         copies = self._kept.get(x)
         if copies is None:
             copies = self._kept[x] = {}
-        with plain_tensors():  # another call may need a gradient
+        # Outside of inference mode, whose tensors autograd cannot save: a later call may need a gradient.
+        with plain_tensors():
             kept = copies[key] = _Kept(writes_to(x), make(x), make, is_by_number)
         self._copies[kept.copy] = True
         return kept.copy
 
     def require_unchanged(self) -> None:
-        """Raise RuntimeError for a weight that has changed since it was rounded, by any kind of write.
-
-        Each copy of a weight is made again and compared: `w.data` and NumPy write where no counter sees it. A copy of
-        a copy is of the same numbers then, and nobody else has it.
-        """
+        """Raise RuntimeError for a weight that has changed since it was rounded, by any kind of write."""
         for x, copies in self._kept.items():
+            # Each copy is made again and compared, because `w.data` and NumPy write without raising the version
+            # counter. A copy of a copy needs no comparison: nobody else can write to the copy that it is made of.
             is_weight = self._copies.get(x) is None
             for kept in copies.values():
                 if kept.writes != writes_to(x) or (is_weight and not _is_still(kept, x)):
@@ -93,22 +92,23 @@ class KeptWeights:
 
 
 def key_of_product(specs: ProductSpecs, side: Hashable) -> Hashable | None:
-    """The cache key of a forward product's second operand; None where each call quantises its own.
+    """Return the cache key of a forward product's second operand; None if each call has to quantise it.
 
     side: how it lies in the product.
     """
     first, operand = specs.fprop
     if operand is None or operand.rounding == "stochastic" or operand.is_delayed or operand.is_own:
         return None
+    # Clipping needs the unquantised numbers in the backward pass; x's Hadamard transform is applied to w as well.
     is_changed = operand.ste == "clip" or (first is not None and first.hadamard is not None)
     return None if is_changed else (str(operand), side)
 
 
-_AT_ONCE = 1 << 16  # numbers that are made again at once: they stay in the cache, and their memory is used again
+_AT_ONCE = 1 << 16  # numbers that are made again at once: they fit the processor's cache, and memory is used again
 
 
 def _is_still(kept: _Kept, x: Tensor) -> bool:
-    """True if a copy is what would be made of the weight now."""
+    """True if rounding the weight now gives this copy."""
     if not (kept.is_by_number and x.is_contiguous() and kept.copy.is_contiguous()):
         return _same_bits(kept.copy, kept.make(x))
     parts = zip(*(y.detach().view(-1).split(_AT_ONCE) for y in (kept.copy, x)), strict=True)
@@ -118,5 +118,5 @@ def _is_still(kept: _Kept, x: Tensor) -> bool:
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     pattern = _PATTERNS[a.element_size()]
     a, b = (x.detach().contiguous().view(pattern) for x in (a, b))
-    # NumPy compares several at once, torch one after the other: a fifth of the time
+    # NumPy takes a fifth of torch's time: it compares several numbers at once.
     return np.array_equal(a.numpy(), b.numpy()) if a.is_cpu else torch.equal(a, b)

@@ -16,15 +16,17 @@ __all__ = ["attended_among", "follow_attention", "know_copy", "note_views_of_wei
 
 
 def weights_among(scope: Scope, originals: tuple[Any, ...], prepared: tuple[Any, ...]) -> dict[int, Tensor]:
-    """Those of the prepared arguments, by id, that are weights, as the call's own arguments say."""
+    """Return the prepared arguments, by id, that are weights."""
+    # The call's own arguments are asked: the prepared ones may be rounded copies, which have no role.
     pairs = zip(tensors_in(originals), tensors_in(prepared), strict=True)
     return {id(made): made for x, made in pairs if is_view_of_weight(x) or scope.stands_in(x)}
 
 
 def note_views_of_weights(scope: Scope, call: Call, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note that views, copies and slices of a weight count as weights, for products and for a scaling."""
+    """Mark views, copies and slices of a weight as weights, for products and for a scaling."""
     if scope.products is None and scope.listeners.scaling is None:
         return
+    # A look-up in an embedding moves numbers of a weight, and its result is an activation.
     if call.action not in (Action.MOVE, Action.CAST) or call.name in LOOK_UPS:
         return
     operands = typed_in(args, kwargs)
@@ -35,8 +37,9 @@ def note_views_of_weights(scope: Scope, call: Call, out: Any, args: tuple[Any, .
 
 
 def attended_among(scope: Scope, originals: tuple[Any, ...], prepared: tuple[Any, ...]) -> dict[int, Attended]:
-    """The state of the prepared arguments, by id, that come from q k^T of an attention with points."""
+    """Return the state of the prepared arguments, by id, that come from q k^T of an attention with points."""
     known = scope.listeners.attended
+    # Almost every call ends here: only models whose attention has points hold such tensors.
     if not known.held:
         return {}
     pairs = zip(tensors_in(originals), tensors_in(prepared), strict=True)
@@ -47,19 +50,22 @@ def attended_among(scope: Scope, originals: tuple[Any, ...], prepared: tuple[Any
 def follow_attention(
     scope: Scope, function: Callable[..., Any], call: Call, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Note which results were computed from the scores, or from the weights, of an attention."""
+    """Record which results were computed from the scores, or from the weights, of an attention."""
     known = scope.listeners.attended
     if scope.products is None or scope.products.points is None or not known.held:
         return
     first = args[0] if args else None
     if isinstance(first, Tensor) and known.get(first) is not None:
-        if call.name == "data" or call.writes_to_first(args, kwargs):  # writes to x.data are not counted
+        # Writes to x.data raise no version counter: from here on, nothing is known of its numbers.
+        if call.name == "data" or call.writes_to_first(args, kwargs):
             known[first] = Attended(None, None)
     source = next((x for x in typed_in(args, kwargs) if known.get(x) is not None), None)
     if source is None:
         return
     found = known.get(source)
     assert found is not None
+    # A computed result with the same rows still belongs to the attention, but has no scores: its product with the
+    # values is then rounded at the points, or refused if keys come in blocks, which need the scores.
     for x in tensors_in(out):
         is_moved = call.action is Action.MOVE and source is first
         if known.get(x) is None and (is_moved or x.shape[-2:-1] == source.shape[-2:-1]):
@@ -77,7 +83,7 @@ def _moved(
     found: Attended, source: Tensor, x: Tensor, function: Callable[..., Any], call: Call, args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Attended:  # fmt: skip
-    """The state of a result: the scores behind moved weights are moved alike; computed weights have none."""
+    """Return the state of a result: the scores behind moved weights are moved alike; computed weights have none."""
     if found.scores is None or call.action not in (Action.MOVE, Action.CAST):
         return Attended(None, None)
 
@@ -95,7 +101,7 @@ def _moved(
     return found if x.shape == source.shape else found.moved(move)
 
 
-# what moves no number along the axes of queries and keys, where these stay the last two
+# Operations that move no number along the axes of queries and keys, where these stay the last two.
 KEEPING = frozenset(
     "contiguous clone view reshape view_as reshape_as unsqueeze squeeze flatten unflatten expand expand_as".split()
 )
@@ -103,12 +109,13 @@ PERMUTATIONS = frozenset("mT mH adjoint t T H transpose swapaxes swapdims permut
 
 
 def _permuted(name: str, dims: tuple[Any, ...], n: int) -> list[int] | None:
-    """The order of n axes after a call; None if it is unknown."""
+    """Return the order of n axes after a call; None if it is unknown."""
     axes = list(range(n))
     if name == "permute":
         flat = dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
         return [d % n for d in flat]
     a, b = dims if len(dims) == 2 else (-1, -2)
+    # t and H refuse more than two axes, and T, deprecated there, reverses all of them.
     if n < 2 or (not dims and name in ("t", "T", "H") and n > 2):
         return None
     axes[a], axes[b] = axes[b], axes[a]

@@ -51,31 +51,30 @@ __all__ = [
     "writes_to",
 ]
 
-# Behind the format in a weight's mark: in another module its format may be that of weights, and an activation still has
-# to fit.
+# Behind the format in a weight's mark: a module that uses the tensor as an activation has to round it still.
 OF_A_WEIGHT = " of a weight"
 # The mark of tensors that are float32 on purpose, and not in the format.
 WIDE = "wide"
 MARK = "_fpsim"  # the attribute of a tensor where its mark is
 
 
-# A mark is a plain tuple, for torch.save writes it with the tensor and torch.load(weights_only=True) takes no class. It
-# holds while the tensor is not written to: the rounding's text, the writes to the tensor until then, the scale of a
-# gradient (None for 1), and whether the tensor was computed with a gradient; a leaf, and one that requires a gradient
-# later, has no place yet where its gradient is rounded. The mark WIDE stands for a dtype, not for values, and no write
-# changes it.
+# A mark is a plain tuple, because torch.save writes it with the tensor, and torch.load(weights_only=True) takes no
+# class: the rounding's text, the number of writes to the tensor until then, the scale of a gradient (None for 1), and
+# whether the gradient has a place where it is rounded: a leaf, and a tensor that requires a gradient later, has none.
+# The mark holds while the tensor is not written to. WIDE stands for a dtype, not for values: no write changes it.
 Mark = tuple[str, int | None, Tensor | None, bool]
 
 WIDE_MARK: Mark = (WIDE, 0, None, True)  # one for all tensors that are float32 on purpose, known by identity
 
 
 class _MarkAtScale(tuple[Any, ...]):
-    """The mark of a gradient rounded at a scale, known by identity, so that copies do not inherit it."""
+    """The mark of a gradient rounded at a scale. Copies do not inherit it: the scale is compared by identity."""
 
     __slots__ = ()
 
+    # Serialised as an empty torch.Size, which torch.load(weights_only=True) accepts and which reads as no mark.
     def __reduce__(self) -> Any:
-        return torch.Size, ((),)  # nothing that torch.load(weights_only=True) would refuse
+        return torch.Size, ((),)
 
 
 def is_roundable(x: Tensor) -> bool:
@@ -84,19 +83,20 @@ def is_roundable(x: Tensor) -> bool:
 
 
 def mark_as_weight(x: Tensor) -> None:
-    """Note that `x`, which was computed from parameters, has the role of a weight wherever it is used."""
+    """Mark `x`, which was computed from parameters, as a weight wherever it is used."""
     if not isinstance(x, nn.Parameter):
         x._fpsim_weight = True  # type: ignore[attr-defined]
 
 
 def is_weight(x: Tensor) -> bool:
     """True if `x` has the role of a weight: a parameter, or a tensor marked as one."""
+    # `type` first: `isinstance` of a Parameter runs Python code of its metaclass, and most tensors are plain.
     is_parameter = type(x) is not Tensor and isinstance(x, nn.Parameter)
     return is_parameter or getattr(x, "_fpsim_weight", False)
 
 
 def mark_as_view_of_weight(x: Tensor) -> None:
-    """Note that `x` holds values of a weight and nothing else: a product with it is one with a weight."""
+    """Mark `x` as holding values of a weight and nothing else: a product with it is one with a weight."""
     if not is_weight(x):
         x._fpsim_view_of_weight = True  # type: ignore[attr-defined]
 
@@ -107,7 +107,7 @@ def is_view_of_weight(x: Tensor) -> bool:
 
 
 def mark_as_state(x: Tensor) -> None:
-    """Note that `x` is a buffer of a quantised model: values written to it stay as computed."""
+    """Mark `x` as a buffer of a quantised model: values written to it stay as computed."""
     x._fpsim_state = True  # type: ignore[attr-defined]
 
 
@@ -117,7 +117,7 @@ def is_state(x: Tensor) -> bool:
 
 
 def mark_as_seen_from_outside(x: Tensor) -> None:
-    """Note that `x` is a view of a tensor from outside, and not rounded yet."""
+    """Mark `x` as a view of a tensor from outside, which is not rounded yet."""
     x._fpsim_outside = True  # type: ignore[attr-defined]
 
 
@@ -126,39 +126,42 @@ def is_seen_from_outside(x: Tensor) -> bool:
     return getattr(x, "_fpsim_outside", False)
 
 
-# Inference tensors count no writes: for all of them, minus the number of writes that one of them may have seen.
+# Inference tensors have no version counter. One counter serves all of them, negative to differ from every version.
 _inference_writes = itertools.count(1)
 _inference_version = 0
 
 
 def note_inference_write() -> None:
-    """Some inference tensor may have been written to: the marks of all of them no longer hold."""
+    """Invalidate the marks of all inference tensors, one of which may have been written to."""
     global _inference_version
     _inference_version = -next(_inference_writes)
 
 
 def writes_to(x: Tensor) -> int:
-    """A number that changes whenever `x` is written to."""
+    """Return a number that changes whenever `x` is written to."""
     return _inference_version if x.is_inference() else version_of(x)
 
 
 def writes_behind(x: Tensor) -> Any:
-    """`writes_to`, also for the tensors of a transform: what vmap shows counts no write, the memory behind it does."""
+    """Return the same also for the tensors of a transform."""
     if not has_transform():
         return writes_to(x)
+    # A tensor that vmap shows counts no writes; the memory behind it does.
     return (writes_to(x), *[version_of(y) for y in layers_behind(x) if not y.is_inference()])
 
 
 def is_leaf(x: Tensor) -> bool:
-    """True if `x`, which requires a gradient, is not a result. torch refuses to say so of views whose base changed."""
+    """True if `x`, which requires a gradient, is not a result."""
+    # A view is a result; torch raises an error if it is asked whether a view whose base changed is a leaf.
     return base_of(x) is None and x.is_leaf
 
 
 def mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
-    """Note that `x` was rounded as `text` says, at this scale."""
+    """Mark `x` as rounded in the way of `text`, at this scale."""
+    # `writes_to` and `is_leaf` written out: this runs for every result.
     is_inference = x.is_inference()
-    writes = _inference_version if is_inference else version_of(x)  # as writes_to
-    has_place = x.requires_grad and not (base_of(x) is None and x.is_leaf)  # as is_leaf
+    writes = _inference_version if is_inference else version_of(x)
+    has_place = x.requires_grad and not (base_of(x) is None and x.is_leaf)
     if log2_scale is not None:
         x._fpsim = _MarkAtScale((text, writes, log2_scale, has_place))  # type: ignore[attr-defined]
     elif writes or has_place or is_inference:
@@ -169,7 +172,7 @@ def mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
 
 @cache
 def mark_of_new(text: str) -> Mark:
-    """The mark of tensors rounded as `text` says, without a gradient and never written to; known by identity."""
+    """Return the mark of rounded tensors without a gradient that nobody has written to; compared by identity."""
     return text, 0, None, False
 
 
@@ -177,11 +180,12 @@ _has_wide = False
 
 
 def mark_wide(x: Tensor) -> None:
-    """Note that `x` is float32 on purpose, also after writes."""
+    """Mark `x` as float32 on purpose, also after writes."""
     global _has_wide
     _has_wide = True
     x._fpsim = WIDE_MARK  # type: ignore[attr-defined]
-    if has_transform():  # its tensor outside of the transform
+    # The tensors behind it outlive the transform.
+    if has_transform():
         for y in layers_behind(x):
             y._fpsim = WIDE_MARK  # type: ignore[attr-defined]
 
@@ -205,17 +209,19 @@ def was_any_made_wide() -> bool:
 
 
 def alone_of(x: Tensor, new: Mark) -> Mark | None:
-    """`new` or WIDE_MARK, if that is the only mark of a dense float32; None for any other tensor.
+    """Return `new` or WIDE_MARK, if that is the only mark of a dense float32 tensor; None for any other tensor.
 
-    new: of `mark_of_new`. A tensor with another note on it, as one that is a weight, has a second attribute.
+    new: of `mark_of_new`.
     """
+    # A tensor with another mark, such as that of a weight, has a second attribute.
     notes = x.__dict__
     if len(notes) != 1 or x.dtype is not torch.float32:
         return None
     if x.layout is not torch.strided:
         return None
     mark = notes.get(MARK)
-    if mark is new:  # never of an inference tensor, which does not say how often it was written to
+    # Never of an inference tensor: `mark` gives those a tuple of their own, so that `version_of` may be asked.
+    if mark is new:
         return None if version_of(x) or x.requires_grad else new
     if mark is WIDE_MARK:
         return WIDE_MARK
@@ -232,17 +238,17 @@ def mark_like(x: Tensor, known: str) -> None:
 
 
 def unmark(x: Tensor) -> None:
-    """Forget the mark of `x`, but not that it is the result of an emulated call."""
+    """Drop the mark of `x`, but still know it as the result of an emulated call."""
     x._fpsim = ("", None, None, True)  # type: ignore[attr-defined]
 
 
 def forget(x: Tensor) -> None:
-    """Take the mark off, as of a tensor that no emulated call has seen."""
+    """Remove the mark, as of a tensor that no emulated call has seen."""
     vars(x).pop(MARK, None)
 
 
 def mark_of(x: Tensor) -> Mark | None:
-    """The mark of a tensor that has not changed since, or that is float32 on purpose."""
+    """Return the mark of a tensor that has not changed since, or that is float32 on purpose; else None."""
     mark = getattr(x, "_fpsim", None)
     if not mark or mark[0] == WIDE:
         return mark or None
@@ -250,12 +256,10 @@ def mark_of(x: Tensor) -> Mark | None:
 
 
 def format_of(x: Tensor) -> str | None:
-    """The format that `x` is in; None if it is unknown, or for a gradient rounded at a scale.
-
-    Numbers rounded at a scale may lie between the format's values.
-    """
+    """Return the format that `x` is in; None if it is unknown, or for a gradient rounded at a scale."""
     mark = getattr(x, "_fpsim", None)
-    if not mark or mark[2] is not None:  # empty: of a gradient at a scale that was copied
+    # Numbers rounded at a scale may lie between the format's values. An empty mark is a copy of one at a scale.
+    if not mark or mark[2] is not None:
         return WIDE if mark is None and has_transform() and _is_wide_behind(x) else None
     if mark[0] == WIDE:
         return WIDE
@@ -276,25 +280,26 @@ def is_made_here(x: Tensor) -> bool:
 
 def is_rounded_at(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> bool:
     """True if this very tensor was rounded so at this very scale, on the other side of an addition or a view."""
+    # The scale by identity: a comparison of numbers would wait for the GPU.
     mark = mark_of(gradient)
     return mark is not None and mark[0] == spec.text and mark[2] is log2_scale
 
 
 def mark_rounded(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> None:
-    """Note that this very tensor has been rounded so at this very scale."""
+    """Mark this very tensor as rounded so at this very scale."""
     mark(gradient, spec.text, log2_scale)
 
 
-# A dictionary whose keys are tensors, which are told apart by identity and not kept alive
+# A weak dictionary with tensors as keys. WeakKeyDictionary compares keys by `==`, which tensors answer with a tensor.
 
 
 Value = TypeVar("Value")
 
 
 class ByIdentity(Generic[Value]):
-    """A weak dictionary of tensors by identity: an entry lives as long as its tensor.
+    """Weak dictionary of tensors by identity: an entry lives as long as its tensor.
 
-    held: {the tensor's id: (a reference to it, its value)}. Empty while nothing is known.
+    held: {the tensor's id: (a reference to it, its value)}.
     """
 
     __slots__ = ("__weakref__", "held")
@@ -303,17 +308,19 @@ class ByIdentity(Generic[Value]):
         self.held: dict[int, tuple[weakref.ref[Tensor], Value]] = {}
 
     def get(self, x: Tensor) -> Value | None:
-        """The value of a tensor; None for nothing."""
+        """Return the value of a tensor, or None."""
+        # The reference is compared too: the id may be that of a tensor that is gone, whose callback has not run.
         found = self.held.get(id(x))
         return found[1] if found is not None and found[0]() is x else None
 
     def setdefault(self, x: Tensor, value: Value) -> Value:
-        """The value of a tensor: `value` from now on, where that was nothing."""
+        """Return the value of a tensor; `value`, which becomes that, if it has none."""
         key = id(x)
         found = self.held.get(key)
         if found is not None and found[0]() is x:
             return found[1]
-        own = weakref.ref(self)  # weak: with a cycle, all of this would wait for a collection
+        # Weak, as a cycle through the callback would keep all values alive until the garbage collector runs.
+        own = weakref.ref(self)
 
         def forget(_: object) -> None:
             found = own()
@@ -328,13 +335,14 @@ class ByIdentity(Generic[Value]):
         self.setdefault(x, value)
 
     def items(self) -> list[tuple[Tensor, Value]]:
-        """The tensors that are alive, with their values."""
+        """Return the tensors that are alive, with their values."""
         return [(x, value) for reference, value in [*self.held.values()] if (x := reference()) is not None]
 
 
 def forget_everywhere(x: Tensor) -> None:
-    """Know nothing of `x` any more, wherever it is a key: its contents are about to be those of another tensor."""
+    """Remove `x` from every dictionary: its contents are about to be those of another tensor."""
+    # The callbacks of its weak references are found by their module, and run as if the tensor were gone.
     for reference in weakref.getweakrefs(x):
         callback = reference.__callback__
-        if getattr(callback, "__module__", None) == __name__:  # as if the tensor had gone
+        if getattr(callback, "__module__", None) == __name__:
             callback(reference)

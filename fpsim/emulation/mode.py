@@ -88,26 +88,27 @@ from fpsim.torch_modes import has_transform, hooks_of_saved_tensors, require_no_
 
 __all__ = ["Emulation", "TracedEmulation"]
 
-FLOAT32 = rounding_spec("fp32")  # what an observer is told of a result that is float32 on purpose
+FLOAT32 = rounding_spec("fp32")  # the rounding that an observer gets for a result that is float32 on purpose
 
 
 class Emulation(Roundings, TorchFunctionMode):
-    """The emulated twin of `torch.autocast`: one per thread, with the scope of the module that runs."""
+    """The emulated twin of `torch.autocast`: one per thread, with the scope of the running module."""
 
     _fpsim_sees_bodies = True  # torch_modes.SEES_BODIES
 
     def __init__(self, scope: Scope, aliases: Aliases | None = None, has_names: bool = True) -> None:
         super().__init__(scope, aliases)
         self.has_names = has_names  # whether torch's name of the format may stand for it; not where it is a real dtype
-        self.names: set[torch.dtype] = set()  # those that were given as the dtype of something
+        self.names: set[torch.dtype] = set()  # those that `x.dtype` has returned
         self.autocast_depth = autocast_depth()
-        self.step: Step | None = None  # of an optimizer, which runs inside
+        self.step: Step | None = None  # of an optimizer that runs inside
         self.is_in_kernel = False  # of the policy, whose operations are torch's own
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func == DTYPE_OF:  # no variable: a frame in itself is a cycle
+        # First: code reads `x.dtype` more often than it computes. The frame is in no variable, which would be a cycle.
+        if func == DTYPE_OF:
             return dtype_of(self, inspect.currentframe() if is_dynamo_compiling() else own_frame(), args[0])
         kwargs = kwargs or {}
         if not is_dynamo_compiling():
@@ -128,8 +129,9 @@ class Emulation(Roundings, TorchFunctionMode):
                     return body(*args, **kwargs)
         if (self.step is not None and self.step.is_running(scope)) or (types and has_lazy(types)):
             return call(func, args, kwargs)
+        # The mask's own function calls attention with a tensor, or with flags.
         if types and (mask := mask_among(types)) is not None:
-            with self:  # it calls attention with what it stands for
+            with self:
                 return mask.__torch_function__(func, types, args, kwargs)
         if scope.is_float32 and any(map(is_float64, tensors_in((*args, *(kwargs or {}).values())))):
             out = self._pass(func, call, args, kwargs)
@@ -140,6 +142,7 @@ class Emulation(Roundings, TorchFunctionMode):
             args, kwargs, asked = named_dtype(self, call, args, kwargs)
         specs = scope.specs
         rounds_nothing = specs is NO_SPECS
+        # Collectives move bytes: what a sharding library runs between modules is no operation of the model.
         if (
             action is Action.PASS
             or (rounds_nothing and scope.products is None)
@@ -159,6 +162,7 @@ class Emulation(Roundings, TorchFunctionMode):
                 return out
         run = self.compute if call.only_computes and not self.has_wide and "out" not in kwargs else self._emulated
         hooks = hooks_of_saved_tensors()
+        # Hooks of saved tensors wait until the result is rounded: it may be what the operation saves.
         try:
             if hooks is None:
                 out = run(func, call, args, kwargs, asked)
@@ -168,7 +172,7 @@ class Emulation(Roundings, TorchFunctionMode):
             if scope.products is not None and not has_products_in:
                 follow_attention(scope, func, call, out, args, kwargs)
             return out
-        except ContainerError as error:  # of a TypeError, an operator makes "unsupported operand"
+        except ContainerError as error:  # a TypeError in an operator would become "unsupported operand"
             raise RuntimeError(str(error)) from None
 
     def _pass(self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,11 +187,12 @@ class Emulation(Roundings, TorchFunctionMode):
     def _emulated(
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
     ) -> Any:
-        """The call, as what it does is to be treated."""
+        """Run a call by the treatment of its kind."""
         first = args[0] if args else None
+        # A dropout that drops nothing is no operation. In a compiled program its result is a copy.
         if call.drops is not None and isinstance(first, Tensor) and call.drops_nothing(args, kwargs):
             out = call(func, args, kwargs)
-            if out is not first:  # in a program it is a copy
+            if out is not first:
                 if (known := format_of(first)) is not None:
                     mark_like(out, known)
                 know_copy(self.scope, first, out)
@@ -197,7 +202,8 @@ class Emulation(Roundings, TorchFunctionMode):
         written = first if isinstance(first, Tensor) and call.writes_to_first(args, kwargs) else None
         if written is not None and self.is_stored(written):
             return write_outside(self, func, call, args, kwargs)
-        if call.name == "data" and isinstance(first, Tensor) and has_transform():  # of the memory itself
+        # Under a transform `x.data` is the tensor's own memory, and no view of a rounded copy.
+        if call.name == "data" and isinstance(first, Tensor) and has_transform():
             out = call(func, args, kwargs)
             self.aliases.add(out, Alias(first))
             if is_weight(first) or self.scope.stands_in(first):
@@ -216,8 +222,9 @@ class Emulation(Roundings, TorchFunctionMode):
                 args = self.cast_to_format(args)
             into = kwargs.get("out")
             if isinstance(into, Tensor) and (alias := self.aliases.of(into)) is not None and alias.is_of_copy:
+                # Raises torch's own error.
                 if into.requires_grad and torch.is_grad_enabled():
-                    return call(func, args, kwargs)  # torch refuses it
+                    return call(func, args, kwargs)
                 self.compute(func, call, args, {**kwargs, "out": alias.memory(into)}, asked)
                 note_write(self, into)
                 return into
@@ -231,7 +238,7 @@ class Emulation(Roundings, TorchFunctionMode):
     def _each_moved(
         self, func: Callable[..., Any], call: Call, moved: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Views of several tensors, each in the dtype of its own."""
+        """Return views of several tensors, each in its own dtype."""
         floats: list[Tensor] = []
         out = call(func, tuple(self.prepared(x, Rounds.ALL_BUT_WIDE, floats) for x in args), kwargs)
         prepared = iter(floats)
@@ -243,7 +250,7 @@ class Emulation(Roundings, TorchFunctionMode):
     def _converted(
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
     ) -> Any:
-        """A call that makes a tensor, or decides what a tensor's dtype is."""
+        """Run a call that makes a tensor, or decides the dtype of one."""
         action = call.action
         if action is Action.FILL:
             return fill(self, func, call, args, kwargs)
@@ -262,7 +269,7 @@ class Emulation(Roundings, TorchFunctionMode):
     def _read(
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
     ) -> Any:
-        """A call that reads values, and gives none of the format."""
+        """Run a call that reads values, and returns none of the format."""
         is_wide = self.has_wide and self._is_wide_call(func, call, args, kwargs, None, asked)
         rounds = Rounds.ALL_BUT_WIDE if is_wide else Rounds.ALL
         if self.leaves_raw(roundable_in(args, kwargs)):
@@ -280,7 +287,8 @@ class Emulation(Roundings, TorchFunctionMode):
         spec = self.scope.specs.activation
         if call.name != "bincount" or not floats or spec is None or spec.is_float32:
             return call(func, args, kwargs)
-        if not is_wide:  # torch sums float32 in float32, and any other dtype in float64
+        # bincount sums weights of float32 in float32, and those of any other dtype in float64.
+        if not is_wide:
             args = tuple([x.double() if isinstance(x, Tensor) and is_roundable(x) else x for x in args])
             kwargs = {name: x.double() if x is floats[-1] else x for name, x in kwargs.items()}
         out = call(func, args, kwargs)
@@ -288,14 +296,14 @@ class Emulation(Roundings, TorchFunctionMode):
         return out
 
     def is_stored(self, x: Tensor) -> bool:
-        """Whether `x` is a parameter or a buffer, or lies in the memory of something from outside."""
+        """True if `x` is a parameter or a buffer, or lies in the memory of a tensor from outside."""
         is_master = is_state(x) or isinstance(x, nn.Parameter) or self.scope.stands_in(x)
         return (is_master or self.aliases.of(x) is not None) and not is_marked_wide(x)
 
     def compute(
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
     ) -> Any:
-        """Any other call: its operands are brought into their formats, and its results are rounded."""
+        """Run any other call: bring its operands into their formats, and round its results."""
         if call.may_renormalise and kwargs.get("max_norm") is not None:
             kwargs = renormalised(args, kwargs)
         keeps_first = call.may_write and call.writes_to_first(args, kwargs)
@@ -309,6 +317,7 @@ class Emulation(Roundings, TorchFunctionMode):
         if call.action is Action.SET_ITEM:
             return self._set_item(func, call, new_args, new_kwargs, is_wide)
         operands = (*new_args, *in_order(new_kwargs)) if new_kwargs else new_args
+        # Read before the call: a write drops the marks of the target and of the tensor that it is a view of.
         known_base, was_marked = None if target is None else self.format_of_base(target), None
         if isinstance(first, Tensor):
             if not is_wide and call.action is not Action.MOVE:
@@ -323,11 +332,13 @@ class Emulation(Roundings, TorchFunctionMode):
             out = compute_products(product, partial(call, func), new_args, new_kwargs, target)
         else:
             masks = None if is_wide or not call.scales else masks_to_scale(self.scope.specs.activation, operands)
+            # `call` also counts writes to inference tensors; a call without a target writes to nothing.
             out = call(func, new_args, new_kwargs) if target is not None else func(*new_args, **new_kwargs)
             if masks is not None:
                 out = keep_masks(out, masks)
         if isinstance(given := kwargs.get("out"), Tensor):
             return self._given_out(given, known_base, out, call, operands, floats, is_wide)
+        # A float result of integers alone is float32 on purpose too, as torch gives it the default dtype.
         if is_wide or (not floats and not isinstance(target, Tensor) and are_integers(args)):
             self.let_results_be_wide(out, call)
             return out
@@ -346,7 +357,7 @@ class Emulation(Roundings, TorchFunctionMode):
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any],
         target: Any, asked: Asked,
     ) -> tuple[bool, Rounds]:  # fmt: skip
-        """Whether a call computes float32 on purpose, and which of its operands are brought into their formats."""
+        """Return whether a call computes float32 on purpose, and which of its operands are brought into formats."""
         may_be_wide = self.has_wide or call.takes_dtype or call.gives_float64 or "dtype" in kwargs
         is_wide = may_be_wide and self._is_wide_call(func, call, args, kwargs, target, asked)
         if is_wide:
@@ -359,6 +370,7 @@ class Emulation(Roundings, TorchFunctionMode):
             rounds = Rounds.ALL
         else:
             rounds = Rounds.ALL_BUT_WIDE
+        # Where autocast is switched off, operands outside of the format stay as they are, and so does the result.
         if is_float32_island(self.autocast_depth):
             is_wide = is_wide or self.leaves_raw(roundable_in(args, kwargs))
             rounds = Rounds.NOTHING if is_wide else rounds
@@ -368,14 +380,14 @@ class Emulation(Roundings, TorchFunctionMode):
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], keeps_first: bool, rounds: Rounds,
         floats: list[Tensor], is_wide: bool,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-        """The arguments, with those that are operands in their formats, which are appended to `floats`."""
+        """Return the arguments with operands in their formats, which are appended to `floats`."""
         index, moves = 1 if call.action is Action.SET_ITEM else -1, call.action is not Action.COMPUTE
-        positional, has_others = [*args], False  # others than of floating dtype, which may be integers to promote
+        positional, has_others = [*args], False  # of other than floating dtype, which may be integers to promote
         for i, x in enumerate(args):
             if (i == 0 and keeps_first) or i in call.skip_positions:
                 continue
             if isinstance(x, Tensor):
-                if x.dtype in FLOATING and x.layout is torch.strided:  # as is_roundable
+                if x.dtype in FLOATING and x.layout is torch.strided:  # `is_roundable`, without the call
                     positional[i] = x = self.operand(x, rounds)
                     floats.append(x)
                 else:
@@ -400,7 +412,7 @@ class Emulation(Roundings, TorchFunctionMode):
         self, out: Any, call: Call, operands: tuple[Any, ...], floats: list[Tensor], first: Any,
         was_marked: str | None, rounds: Rounds,
     ) -> Any:  # fmt: skip
-        """The result of a call that moves values, which are in the format that they were in."""
+        """Return the result of a call that moves values, in the format that they were in."""
         self.carry_marks(out, floats, first, was_marked)
         if (rounds is Rounds.VIEWED or has_transform()) and not (isinstance(out, Tensor) and is_made_here(out)):
             for x in tensors_in(out):
@@ -409,6 +421,7 @@ class Emulation(Roundings, TorchFunctionMode):
         if call.name not in LOOK_UPS or not isinstance(out, Tensor):
             return out
         activation = self.scope.specs.activation
+        # Rows of an embedding were rounded as a weight. In the activations' format only their gradient is left to hook.
         if activation is None or format_of(out) == activation.text:
             if out.requires_grad:
                 self.hook(out, self.scope.site(call.name), call.name, operands)
@@ -419,7 +432,7 @@ class Emulation(Roundings, TorchFunctionMode):
         self, given: Tensor, known_base: str | None, out: Any, call: Call, operands: tuple[Any, ...],
         floats: list[Tensor], is_wide: bool,
     ) -> Any:  # fmt: skip
-        """The result of a call with `out=`: computed in the operands' dtype, then stored in that of what was given."""
+        """Return the result of a call with `out=`: computed in the operands' dtype, then stored in the target's."""
         if self.is_stored(given):
             written_outside(self, given)
             return out
@@ -435,7 +448,7 @@ class Emulation(Roundings, TorchFunctionMode):
     def _set_item(
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], is_wide: bool
     ) -> Any:
-        """Write values, which are in the target's format, into a part of it."""
+        """Write values in the target's format into a part of it."""
         target = args[0]
         known, known_base = format_of(target), self.format_of_base(target)
         call(func, *scalars_in_format(self.scope.specs.activation, call, args, kwargs, is_wide))
@@ -443,12 +456,12 @@ class Emulation(Roundings, TorchFunctionMode):
         self.know_again(base_of(target), known_base, call)
 
     def format_of_base(self, x: Any) -> str | None:
-        """The format of the tensor that `x` is a view of."""
+        """Return the format of the tensor that `x` is a view of."""
         base = base_of(x) if isinstance(x, Tensor) else None
         return None if base is None else format_of(base)
 
     def know_again(self, x: Tensor | None, known: str | None, call: Call) -> None:
-        """Note that what was written to a part of `x` is in the format that it was in."""
+        """Mark `x` again in its format after a write of such numbers to a part of it."""
         if x is not None and known is not None and known != WIDE:
             mark(x, known)
             if torch.is_grad_enabled() and x.requires_grad:
@@ -465,7 +478,7 @@ class Emulation(Roundings, TorchFunctionMode):
         target: Any,
         asked: Asked,
     ) -> bool:
-        """Whether a call computes float32 on purpose, by torch's type promotion with the format as a dtype below it."""
+        """True if a call computes float32 on purpose, by torch's type promotion with the format as a dtype below it."""
         if asked is not Asked.NOTHING or call.gives_float64:
             return asked is not Asked.NARROW
         if "dtype" in kwargs or call.takes_dtype:
@@ -490,11 +503,12 @@ class Emulation(Roundings, TorchFunctionMode):
                 return True
             if not (call.may_multiply and only_multiplies(call.name, args, kwargs)):
                 return False
+        # A tensor without dimensions promotes no tensor that has some.
         dimensions = 0 if call.expands else max(x.dim() for x in tensors)
         return any(is_marked_wide(x) for x in tensors if x.dim() or not dimensions)
 
     def let_results_be_wide(self, out: Any, call: Call) -> None:
-        """These results are float32 on purpose: they are not rounded, nor are their gradients."""
+        """Mark results as float32 on purpose: they are not rounded, nor are their gradients."""
         results = [out] if type(out) is Tensor else [*tensors_in(out)]
         self.mark_wide(*results)
         if call.action is Action.MOVE or not any(map(is_roundable, results)):
@@ -507,28 +521,25 @@ class Emulation(Roundings, TorchFunctionMode):
                 observer(site, "activation", x.detach(), x.detach(), FLOAT32)
 
     def leaves_raw(self, operands: Iterable[Tensor]) -> bool:
-        """Whether autocast was switched off here, and none of these is in the format."""
+        """True if autocast was switched off here, and none of these is in the format."""
         return is_float32_island(self.autocast_depth) and not any(map(self._is_narrow, operands))
 
     def _is_narrow(self, x: Tensor) -> bool:
         return format_of(x) not in (None, WIDE)
 
 
-# A part of a model that is compiled breaks its graph at each call of torch, and comes here. Dynamo would compile these
-# frames, too, and gives them wrong results: `x.dim()` was a device.
+# A compiled part of a model breaks its graph at each call of torch, and comes here. Dynamo would compile these frames,
+# too, with wrong results: `x.dim()` was a device.
 skip_frames(Emulation.__torch_function__.__code__, is_deep=True)
 
 
-_HISTORY_OF: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # what a mode is told of `x.grad_fn`
+_HISTORY_OF: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # a mode's call for `x.grad_fn`
 
 
 class TracedEmulation(Emulation):
-    """The same where torch.compile makes a program: what code keeps of parameters is what stands in for them.
+    """The same where torch.compile makes a program: parameters are replaced by their stand-ins in every call.
 
-    A list, a closure or an object keeps the parameter itself, which the program would take for a constant, and give no
-    gradient.
-
-    stand_ins: what stands in for a parameter or a buffer, by the id of that.
+    stand_ins: by the ids of the parameters and buffers that they replace.
     """
 
     def __init__(self, stand_ins: Mapping[int, Tensor], scope: Scope, has_names: bool = True) -> None:
@@ -538,8 +549,9 @@ class TracedEmulation(Emulation):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # None, as of a leaf: a module refuses to register a parameter with a history.
         if func == _HISTORY_OF and isinstance(args[0], nn.Parameter):
-            return None  # as of a leaf: a module that is given it would refuse it
+            return None
         if any(isinstance(x, torch.Generator) for x in (*args, *(kwargs or {}).values())):
             raise NotImplementedError(
                 f"{call_of(func).name} at {self.scope.name or 'the top level'} is given a torch.Generator, which a "
@@ -554,6 +566,8 @@ class TracedEmulation(Emulation):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _standing_in(self, x: Any) -> Any:
+        # A list, a closure or an object may hold the parameter itself, which the program would take for a constant
+        # without a gradient.
         if type(x) is Tensor or type(x) is nn.Parameter:
             found = self.stand_ins.get(id(x))
             if found is None and x.requires_grad and not has_transform():

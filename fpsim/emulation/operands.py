@@ -16,13 +16,14 @@ __all__ = ["Rounds", "leaves_float32"]
 class Rounds(Enum):
     """Choice of the operands of a call that are rounded."""
 
-    ALL = "all: of products, convolutions and normalisations, as autocast does, and of what is moved"
+    ALL = "all: of products, convolutions and normalisations, as autocast does, and of moved tensors"
     ALL_BUT_WIDE = "all but those that are float32 on purpose, from which torch takes the number as it is"
-    VIEWED = "weights, and what came from outside and has a gradient: other memory is seen as it is, and rounded in use"
-    NOTHING = "none: autocast was switched off here"
+    VIEWED = "weights, and tensors from outside with a gradient: other memory is viewed as it is, and rounded in use"
+    NOTHING = "nothing: autocast was switched off here"
 
     def leaves(self, x: Tensor, known: str | None) -> bool:
         """True if a tensor without a weight's role is not rounded. known: its format."""
+        # A view of a rounded copy would not see later writes to the memory that it is meant to show.
         if self is Rounds.VIEWED:
             return is_made_here(x) or not x.requires_grad
         return known == WIDE and self is Rounds.ALL_BUT_WIDE

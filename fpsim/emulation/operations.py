@@ -37,10 +37,10 @@ class Kind(Enum):
     GAMMA = "has poles at 0, -1, -2, ..., element by element"
     GROWING = "may overflow where its arguments are far from the end of the format, element by element"
     SMOOTH = "is defined everywhere and grows no faster than its argument, element by element"
-    ROUNDING = "gives whole numbers, or what is left of them, element by element"
-    CHOICE = "gives one of its arguments, or a bound, element by element"
+    ROUNDING = "returns whole numbers, or the fractions behind them, element by element"
+    CHOICE = "returns one of its arguments, or a bound, element by element"
     BITS = "is for integers or truth values, element by element"
-    COMPARISON = "gives a truth value, element by element"
+    COMPARISON = "returns a truth value, element by element"
     PRODUCT = "sums products"
     REDUCTION = "sums, multiplies or measures the elements of one tensor"
     MEAN = "divides a sum by a count"
@@ -49,18 +49,18 @@ class Kind(Enum):
     SOFTMAX = "divides exponentials by their sum"
     NORMALISATION = "divides by a deviation or a norm"
     CROSS_ENTROPY = "picks the logarithms of the probabilities of targets"
-    LOSS = "gives another loss of scores and targets"
-    DECOMPOSITION = "gives factors of a matrix"
-    LOG_DETERMINANT = "gives the logarithm of a determinant"
+    LOSS = "computes another loss of scores and targets"
+    DECOMPOSITION = "returns factors of a matrix"
+    LOG_DETERMINANT = "returns the logarithm of a determinant"
     FILL = "puts given numbers into its result"
     CAST = "may change the dtype and nothing else"
-    VIEW = "gives the same numbers in another shape"
-    SELECTION = "gives some of the numbers, or copies"
+    VIEW = "returns the same numbers in another shape"
+    SELECTION = "returns some of the numbers, or copies"
     OTHER = "has no row"
 
 
 class Number(Enum):
-    """Treatment by torch's kernels of a tensor without dimensions, or a Python number, beside one of low precision."""
+    """Treatment by torch's kernels of a tensor without dimensions, or a Python number, next to one of low precision."""
 
     EXACT = "as it is"
     CAST = "in the dtype of the result"
@@ -72,7 +72,7 @@ class Number(Enum):
 class Domain:
     """The interval of one argument on which the results of an operation are not NaN.
 
-    holds_low, holds_high: whether it gives a number at that border, rather than an infinity.
+    holds_low, holds_high: whether the result at that border is a number, rather than an infinity.
     at: the argument's position.
     """
 
@@ -94,19 +94,19 @@ class Row:
     name: the canonical one.
     spellings: other names of the same function.
     arguments: the names of the arguments that a column refers to, in the order of their positions.
-    divides: the position of the argument that is divided by; None where none is.
+    divides: the position of the divisor; None without one.
     domain: on which numbers it is defined, if not on all of them.
     steep: the points at which its slope is infinite.
     adds: whether it adds numbers, so that infinities of opposite signs are NaN.
     multiplies: whether it multiplies numbers and adds none, so that zero times infinity is NaN, in gradients too.
     scales: whether it multiplies or divides all of a tensor by one number, if it is given one.
-    is_measure: whether its results are no counts, even if they are whole numbers.
+    is_measure: whether its results are measures, not counts, even if they are whole numbers.
     underflows: whether its results become 0 where its arguments are far from 0 or small.
     keeps_mask: whether constants far below zero stay there, so that a mask stays one.
     passes: whether it replaces infinities and NaN, so that they end here: False if it does.
-    makes_minus_infinity: whether it may give minus infinity for numbers; of all other operations, it is a mask.
-    number: what becomes of a number, or of a tensor without dimensions, in a low precision.
-    threshold: whether a number is compared or divided with, in the dtype of the tensor: "always", "on card" or never.
+    makes_minus_infinity: whether it may return minus infinity for numbers; of all other operations, it is a mask.
+    number: treatment of a number, or of a tensor without dimensions, in a low precision.
+    threshold: whether a number is compared or divided with in the dtype of the tensor: "always", "on card" or never.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Row:
 
 
 def _rows(kind: Kind, names: str, **columns: Any) -> Iterator[Row]:
-    """Rows that differ by their names alone. names: "asin=arcsin acos=arccos", the canonical one first."""
+    """Yield rows that differ by their names alone. names: "asin=arcsin acos=arccos", the canonical one first."""
     for group in names.split():
         name, *others = group.split("=")
         yield Row(name, kind, tuple(others), **columns)
@@ -317,7 +317,7 @@ _TABLE = (
     # Matrices
     _rows(Kind.DECOMPOSITION, "eigh svd eig"),
     _rows(Kind.LOG_DETERMINANT, "logdet slogdet", makes_minus_infinity=True),
-    # What moves numbers
+    # Operations that move numbers
     _rows(Kind.FILL, "masked_fill index_fill full full_like new_full fill tensor"),
     _rows(Kind.FILL, "where", number=Number.CAST),
     _rows(Kind.CAST, "to type type_as float double half bfloat16", keeps_mask=True),
@@ -335,7 +335,7 @@ _NAMESPACES = ("foreach_", "special_", "linalg_")
 
 @dataclass(frozen=True)
 class Spelling:
-    """One way to write an operation.
+    """A way to write an operation.
 
     is_swapped: whether its two arguments are in the other order, as in `__rtruediv__`.
     """
@@ -348,7 +348,7 @@ class Spelling:
         return 1 - position if self.is_swapped and position < 2 else position
 
     def find(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
-        """The index or the name under which an argument of the row was given to a call; None if it was not."""
+        """Return the index or the name under which an argument of the row was given to a call; None if it was not."""
         place, names = self.place(position), self.row.arguments
         if place < len(args):
             return place
@@ -356,14 +356,14 @@ class Spelling:
         return name if name in kwargs else "self" if place == 0 and "self" in kwargs else None
 
     def get(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An argument of the row in a call; None if it was not given."""
+        """Return an argument of the row in a call; None if it was not given."""
         key = self.find(position, args, kwargs)
         return None if key is None else args[key] if isinstance(key, int) else kwargs[key]
 
 
 @cache
 def spelling_of(name: str) -> Spelling:
-    """The row of a function's name, and the order of its arguments. A name without a row gets one of kind OTHER."""
+    """Return the row of a function's name, and the order of its arguments; a row of kind OTHER for an unknown name."""
     stem = name.strip("_")
     for namespace in _NAMESPACES:
         if stem not in _STEMS and stem.startswith(namespace):
@@ -376,10 +376,10 @@ def spelling_of(name: str) -> Spelling:
 
 
 def row_of(name: str) -> Row:
-    """The facts about the operation that a function of this name computes."""
+    """Return the facts about the operation that a function of this name computes."""
     return spelling_of(name).row
 
 
 def canonical(name: str) -> str:
-    """The name of an operation's row; the name itself, without underscores around it, of one without a row."""
+    """Return the name of an operation's row; without a row, the name itself without underscores around it."""
     return spelling_of(name).row.name

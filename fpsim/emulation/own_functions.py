@@ -1,8 +1,8 @@
-"""autograd Functions of a model, and the hooks that it registers on tensors: both passes compute in the format.
+"""Emulation of a model's autograd Functions, and of the hooks that it registers on tensors, in both passes.
 
-A Function is given operands in their formats, as any operation is, so that it saves numbers of the format, and the
-gradient of its result is rounded where it arrives. It is applied through a class like it, which tells of its contexts,
-and whose `backward` runs in a mode of its own: `backward_code`.
+A Function gets operands in their formats, as any operation does, so that it saves numbers of the format, and the
+gradient of its result is rounded where it arrives. It is applied through a class made like it, whose contexts mark
+saved tensors, and whose `backward` runs in a mode of its own: `backward_code`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from fpsim.torch_modes import (
 
 __all__ = ["watch_own_code"]
 
-_LIKE = "_fpsim_like"  # of a Function: the class that is applied in its place
+_LIKE = "_fpsim_like"  # of a Function: the class that is applied instead
 _WARNED = "_fpsim_warned"  # of a Function
 _CODE = "_fpsim_code"  # of a context: the OwnCode that it belongs to
 _SAVED = "_fpsim_saved"  # of a context: the marks of its saved tensors
@@ -73,7 +73,7 @@ _SAVED = "_fpsim_saved"  # of a context: the marks of its saved tensors
 
 @cache
 def watch_own_code(run_in: RunIn) -> None:
-    """From here on, emulate in the backward pass the code that an emulated forward pass leaves to it.
+    """Patch torch, once in a process, to emulate the code that an emulated forward pass leaves to the backward pass.
 
     run_in: enters a mode, calls a function with these arguments, and leaves the mode.
     """
@@ -90,19 +90,21 @@ _running = _Running()
 
 
 def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`cls.apply(*args, **kwargs)`."""
+    """Run `cls.apply(*args, **kwargs)`, emulated if the Function is a model's."""
     emulation: Emulation | None = active.emulation
     if emulation is None or not is_of_a_model(cls) or vars(cls).get(_LIKE) is cls:
         return apply(cls, *args, **kwargs)
     scope = emulation.scope
     if scope.rounds_nothing or (emulation.step is not None and emulation.step.is_running(scope)):
         return apply(cls, *args, **kwargs)
+    # The mode is off while it computes an operation: this Function is a part of that, and is rounded with its result.
     if not any(mode is emulation for mode in modes()):
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
             _warn_of_one_operation(cls, scope)
         return apply(cls, *args, **kwargs)
     code, around = OwnCode.met_by(emulation, cls.__name__), (scope.is_in_step, scope.made, _running.code)
     with without_torch_function():
+        # A Function in float32 gets its arguments as they are; else the copies, and where they came from, are recorded.
         code.is_island = emulation.leaves_raw(x for x in args if isinstance(x, Tensor) and is_roundable(x))
         given = args if code.is_island else tuple(_given(emulation, x) for x in args)
         versions = [writes_to(y) if y is not x else None for x, y in zip(args, given, strict=True)]
@@ -120,6 +122,7 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
     finally:
         scope.is_in_step, scope.made, _running.code = around
     with without_torch_function():
+        # A forward that wrote to its argument wrote to our copy: the numbers go to the argument's own memory.
         for x, y, version in zip(args, given, versions, strict=True):
             if version is not None and writes_to(y) != version:
                 alias = emulation.aliases.of(x)
@@ -141,31 +144,34 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
 
 
 def _warn_of_one_operation(cls: type, scope: Scope) -> None:
-    """Warn, once for each class, where a Function is a part of a call that the mode treats as one operation."""
+    """Warn, once for each class, of a Function inside of a call that the mode treats as one operation."""
     if not vars(cls).get(_WARNED, False):
         setattr(cls, _WARNED, True)
         warnings.warn(
             f"The autograd Function {cls.__name__} was applied inside of another operation at "
-            f"{scope.name or 'the top level'}. Its forward and its backward compute in float32, and what the operation "
-            f"gives is rounded. Apply it in a forward of the model.",
+            f"{scope.name or 'the top level'}. Its forward and its backward compute in float32, and the operation's "
+            f"result is rounded. Apply it in a forward of the model.",
             stacklevel=5,
         )
 
 
 def _given(emulation: Emulation, x: Any) -> Any:
-    """An argument of a Function: in its format, and with the attributes of the parameter that it is a copy of."""
+    """Return an argument of a Function in its format, with the attributes of the parameter that it is a copy of."""
     if not isinstance(x, Tensor) or not is_roundable(x) or is_state(x):
         return x
     copy = emulation.operand(x, Rounds.ALL_BUT_WIDE)
     alias = emulation.aliases.of(x)
     if copy is x and alias is not None and alias.is_of_copy and (is_plain(x) or is_traced(x)):
-        copy = x.view_as(x)  # whose views in the forward, without a graph, are not those of the parameter's own memory
+        # Another tensor of the same copy: the forward runs without a graph, where views of `x` itself would be views of
+        # the parameter's own memory.
+        copy = x.view_as(x)
         if (known := format_of(x)) is not None:
             mark_like(copy, known)
     if copy is not x and (is_view_of_weight(x) or emulation.scope.stands_in(x)):
         mark_as_view_of_weight(copy)
+        # Not those with an underscore, which are torch's and ours, such as the one that makes a stand-in a parameter.
         for name, value in vars(x).items():
-            if not name.startswith("_"):  # torch's own, such as what makes a stand-in a parameter
+            if not name.startswith("_"):
                 vars(copy).setdefault(name, value)
     return copy
 
@@ -173,9 +179,10 @@ def _given(emulation: Emulation, x: Any) -> Any:
 def _result(
     emulation: Emulation, code: OwnCode, x: Any, given: tuple[Any, ...], i: int, made_of: Callable[[Tensor], Any] | None
 ) -> Any:
-    """A result of a Function: its gradient is rounded where it arrives, and its numbers are, if they were not yet.
+    """Return a result of a Function, rounded if it was not yet, and with its gradient rounded where it arrives.
 
-    made_of: the operation that gave a result of the forward, and its operands: what a product sends, a scaling knows.
+    made_of: returns the operation in the forward that made a result, and its operands: a scaling predicts from these
+        the gradient that a product sends on.
     """
     if isinstance(x, Tensor) and is_traced(x):
         _know_as_argument(x, given, emulation.scope)
@@ -183,13 +190,15 @@ def _result(
     code.gives_wide.append(is_wide)
     if not isinstance(x, Tensor) or is_wide or not is_roundable(x):
         return x
+    # A Function applied in a backward pass: errors are rounded as such already.
     if isinstance(emulation, BackwardCode) and emulation.among((x,)):
         return x
     known, site = _format_of_numbers(x), f"{code.site}.{i}" if i else code.site
     made = (made_of(x) if made_of is not None else None) or (_BORDER.name, given)
     if known is None or not (is_plain(x) or is_traced(x)):
+        # A view of an argument, or of a parameter's own memory, is rounded where it is used.
         if _argument_of(x, given) is not None or emulation.aliases.of(x) is not None:
-            return x  # a view of an argument, or of a parameter's own memory, which is rounded where it is used
+            return x
         x = emulation.round_result(x, _BORDER, given, [], None, code)  # type: ignore[arg-type]
     elif x.requires_grad:
         mark(x, known)
@@ -200,12 +209,12 @@ def _result(
 
 
 def _argument_of(x: Tensor, given: tuple[Any, ...]) -> Tensor | None:
-    """The argument that a result is, or is a view of."""
+    """Return the argument that a result is, or is a view of; None for a new tensor."""
     return next((y for y in given if isinstance(y, Tensor) and (x is y or share_storage(x, y))), None)
 
 
 def _know_memory(emulation: Emulation, x: Tensor, args: tuple[Any, ...], given: tuple[Any, ...]) -> None:
-    """Know which part of the argument's own memory a view is, if it is one of the argument's copy: for writes."""
+    """Track which part of the argument's own memory a view of the argument's copy stands for, for writes to it."""
     if not is_plain(x):
         return
     for argument, copy in zip(args, given, strict=True):
@@ -213,6 +222,8 @@ def _know_memory(emulation: Emulation, x: Tensor, args: tuple[Any, ...], given: 
             continue
         known = emulation.aliases.of(argument)
         memory = argument if known is None else known.memory(argument)
+        # The view is described by size, strides and offset, which hold for the argument's memory if it is laid out
+        # like the copy.
         if is_plain(memory) and memory.dtype is x.dtype and memory.stride() == copy.stride():
             place = x.size(), x.stride(), x.storage_offset() - copy.storage_offset() + memory.storage_offset()
             base = argument if known is None else known.base
@@ -236,13 +247,14 @@ def _know_as_argument(x: Tensor, given: tuple[Any, ...], scope: Scope) -> None:
 
 
 def _format_of_numbers(x: Tensor) -> str | None:
-    """The format of the numbers of a result, whether its gradient has its place already or not."""
+    """Return the format of the numbers of a result, or None."""
+    # Not by `format_of`: the forward ran without a graph, so that its marks say nothing of the gradient yet.
     known = getattr(x, "_fpsim", None)
     return known[0] if known and known[2] is None and known[1] == writes_to(x) else None
 
 
 def _ask_for_scale(scope: Scope, code: OwnCode, x: Tensor, made: tuple[str, tuple[Any, ...]], site: str) -> None:
-    """Ask the scaling for the scale of dy as an operand of products, where no role has asked for that of the result."""
+    """Ask the scaling for the scale of dy as an operand of products, if no role rounds the gradient of the result."""
     scaling = scope.listeners.scaling
     if scaling is None or scope.products is None or scope.specs.error is not None:
         return
@@ -253,7 +265,7 @@ def _ask_for_scale(scope: Scope, code: OwnCode, x: Tensor, made: tuple[str, tupl
 
 
 class _Border:
-    """A Function where its results are rounded, as of a Call."""
+    """Stands for a Call where results of a Function are rounded."""
 
     name, has_pole, chooses_inside = "function", False, False
 
@@ -262,7 +274,8 @@ _BORDER: Any = _Border()
 
 
 def _like(cls: Any) -> Any:
-    """The class that is applied instead of a Function."""
+    """Return the class that is applied instead of a Function."""
+    # The class made like it has itself there, so that `_apply` does not begin again.
     made = vars(cls).get(_LIKE)
     if made is None:
         made = function_like(cls, _begin, _backward, _Context)
@@ -284,19 +297,21 @@ def _backward(backward: Callable[..., Any], ctx: Any, gradients: tuple[Any, ...]
             _wide(g) if isinstance(g, Tensor) and is_wide else g
             for g, is_wide in zip(gradients, code.gives_wide, strict=False)
         )
-    adds_depth = hasattr(ctx, "_fwd_used_autocast")  # torch.amp.custom_bwd switches it as it was
+    # torch.amp.custom_bwd opens a block of autocast around the backward, which switches it as it was in the forward.
+    adds_depth = hasattr(ctx, "_fwd_used_autocast")
     return run_in_backward(code, partial(backward, ctx, *gradients), gradients, True, adds_depth)
 
 
 def _wide(gradient: Tensor) -> Tensor:
-    """The gradient of a tensor that is float32 on purpose, which is so too; the tensor itself may be that of others."""
+    """Return the gradient of a tensor that is float32 on purpose, marked so as well."""
+    # A view, because others may hold the gradient itself, for which the mark is wrong.
     gradient = gradient.view_as(gradient)
     mark_wide(gradient)
     return gradient
 
 
 class _Context:
-    """Of the contexts of Functions: saved tensors have their marks again, although autograd returns other tensors."""
+    """Base of the contexts of Functions that marks saved tensors again: autograd returns others than were saved."""
 
     def save_for_backward(self, *tensors: Any) -> None:
         with without_torch_function():
@@ -308,7 +323,8 @@ class _Context:
 
     @property
     def saved_tensors(self) -> Any:
-        with _aside():  # a checkpoint runs its forward again for them
+        # A checkpoint runs its forward again here, which is not code of this backward pass.
+        with _aside():
             tensors = super().saved_tensors  # type: ignore[misc]
         with without_torch_function():
             code: OwnCode | None = getattr(self, _CODE, None)
@@ -316,8 +332,9 @@ class _Context:
                 copy = None if code is None or i is None else code.copies[i]
                 if copy is not None and copy[2]() is x:
                     _require_unwritten(copy)
+                # Hooks of saved tensors returned another one.
                 elif copy is not None and isinstance(active.emulation, BackwardCode):
-                    active.emulation.know_copy(copy, x)  # hooks of saved tensors gave back another one
+                    active.emulation.know_copy(copy, x)
                 if x is None or known is None:
                     continue
                 if known == WIDE:
@@ -332,7 +349,7 @@ class _Context:
 
 
 def _require_unwritten(copy: CopyOfArgument) -> None:
-    """Raise as torch does where a Function saved a tensor that was written to since; what it saved here is a copy."""
+    """Raise torch's error for a saved tensor that was written to since: here the Function saved a copy of it."""
     x = copy[0]()
     if x is not None and is_plain(x) and not x.is_inference() and writes_to(x) != copy[1]:
         raise RuntimeError(
@@ -343,11 +360,8 @@ def _require_unwritten(copy: CopyOfArgument) -> None:
 
 
 def _known_of_saved(x: Tensor | None, scope: Scope | None) -> str | None:
-    """The format of a tensor that is float32 on purpose, a weight, or a view or a copy of one; None for any other
-    tensor.
-
-    A weight in no format is saved itself, and so is a view of it, of which autograd gives back another tensor.
-    """
+    """Return the mark to restore on a saved tensor: float32 on purpose, a weight, a view or copy of one; or None."""
+    # A weight without a format is saved itself, and so is a view of it, for which autograd returns another tensor.
     if not isinstance(x, Tensor):
         return None
     if is_weight(x) or (scope is not None and is_traced(x) and scope.stands_in(x)):
@@ -357,7 +371,7 @@ def _known_of_saved(x: Tensor | None, scope: Scope | None) -> str | None:
 
 @contextmanager
 def _aside() -> Iterator[None]:
-    """A block in which the mode of a backward pass is off."""
+    """Switch the mode of a backward pass off inside of the block."""
     emulation: Any = active.emulation
     if not isinstance(emulation, BackwardCode):
         yield
@@ -375,7 +389,7 @@ def _aside() -> Iterator[None]:
 
 
 class _HookCall(Call):
-    """`x.register_hook(hook)` in a forward pass: the hook computes in the format, but for that of a parameter."""
+    """`x.register_hook(hook)` in a forward pass: the hook computes in the format, unless it is a parameter's."""
 
     __slots__ = ()
 
@@ -383,6 +397,7 @@ class _HookCall(Call):
         emulation: Emulation | None = active.emulation
         x = args[0]
         hook: Any = args[1] if len(args) > 1 else kwargs.get("hook")
+        # Hooks of parameters see the gradient as the optimizer does, in float32.
         is_left = isinstance(x, nn.Parameter) or not is_roundable(x) or not (callable(hook) and is_of_a_model(hook))
         if emulation is None or is_left or emulation.scope.rounds_nothing:
             return super().__call__(function, args, kwargs)
@@ -392,13 +407,14 @@ class _HookCall(Call):
 
 
 class _Hook:
-    """A hook of a tensor. Its result is not an operand's gradient that is rounded elsewhere: it is rounded here."""
+    """A hook of a tensor, whose result is rounded here: unlike that of a Function, it arrives nowhere else."""
 
     def __init__(self, code: OwnCode, hook: Callable[[Tensor | None], Any]) -> None:
         self.code, self.hook = code, hook
 
     def __call__(self, gradient: Tensor | None) -> Any:
-        if active.emulation is not None or gradient is None:  # a Function may give none
+        # A Function may return None for a gradient.
+        if active.emulation is not None or gradient is None:
             return self.hook(gradient)
         given = _wide(gradient) if self.code.gives_wide[0] else gradient
         return run_in_backward(self.code, partial(self.hook, given), (given,), False)

@@ -60,7 +60,8 @@ def compute_products(
         and torch.is_grad_enabled()
         and any(x.requires_grad for x in roundable_in(args, kwargs))
     ):
-        return function(args, kwargs)  # torch says that it has no gradient
+        # Raises torch's own error: a call with out= has no gradient.
+        return function(args, kwargs)
     out = _computed(call, function, args, named)
     if out is NotImplemented:
         return function(args, kwargs)
@@ -71,13 +72,15 @@ def compute_products(
 
 def _computed(call: ProductCall, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     compute = CALLS.get(call.operation) or OF_ATTENTION[call.operation]
+    # The signature is compared only after an error, because binding the arguments costs more than many products. A
+    # TypeError of arguments that fit is the model's own, and is raised as it is.
     try:
         return compute(call, *args, **kwargs)
     except TypeError:
         try:
             inspect.signature(compute).bind(call, *args, **kwargs)
         except TypeError as error:
-            function(args, kwargs)  # torch's own error, if it has one
+            function(args, kwargs)  # raises torch's own error, if it has one
             raise NotImplementedError(
                 f"The product at {call.site} was called in a way that is not emulated: {error}. Expected: the order of "
                 f"arguments that torch documents."
@@ -89,15 +92,16 @@ def _computed(call: ProductCall, function: Callable[..., Any], args: tuple[Any, 
 
 
 def _product(call: ProductCall, a: Tensor, b: Tensor, **rest: Any) -> Tensor:
-    """a @ b. Where one of them is a weight it is the product's w, on whichever side; else b is."""
+    """Return a @ b. If one of them is a weight it is the product's w, on whichever side; else b is."""
     assert call.scope.products is not None
+    # Only products of two activations belong to an attention; one with a weight is a layer written by hand.
     if call.scope.products.points is not None and not (call.errors or call.is_weight(a) or call.is_weight(b)):
         return _product_of_attention(call, a, b, **rest)
     return _matmul_of(call, a, b, call.is_weight(a) and not call.is_weight(b), **rest)
 
 
 def _product_of_attention(call: ProductCall, a: Tensor, b: Tensor, **rest: Any) -> Tensor:
-    """q k^T, or p v where one of the two was computed from q k^T."""
+    """Return q k^T, or p v where one of the two was computed from q k^T."""
     left, right = call.attended.get(id(a)), call.attended.get(id(b))
     if left is None and right is None:
         assert call.scope.products is not None
@@ -135,12 +139,14 @@ def _matmul_of(call: ProductCall, a: Tensor, b: Tensor, w_is_left: bool, **rest:
         return _matmul_of(call, a.unsqueeze(0), b, w_is_left, **rest).squeeze(-2 if b.dim() > 1 else 0)
     if b.dim() == 1:
         return _matmul_of(call, a, b.unsqueeze(1), w_is_left, **rest).squeeze(-1)
-    if w_is_left:  # a x = (x^T a^T)^T
+    # a x = (x^T a^T)^T: the forms sum over the last axis of x, and w is on the right.
+    if w_is_left:
         x, w = b.mT, a.mT
     else:
         x, w = a, b
+    # One matrix for all rows is a linear layer, (out, in): its weight gradient is one sum over the whole batch.
     if w.dim() == 2:
-        w = w.mT  # (out, in), as in a linear layer
+        w = w.mT
         y = call.compute(Linear(x, w), x, w, **rest)
     else:
         y = call.compute(Batched(x, w), x, w, **rest)
@@ -193,6 +199,7 @@ def _tensordot(call: ProductCall, a: Tensor, b: Tensor, dims: Any = 2) -> Any:
     if isinstance(dims, int):
         dims = [range(a.dim() - dims, a.dim()), range(dims)]
     of_a, of_b = ([d % x.dim() for d in axes] for x, axes in ((a, dims[0]), (b, dims[1])))
+    # Without a sum it is an outer product, an elementwise operation: its operands are not quantised.
     if not of_a:
         return NotImplemented
     free_a, free_b = ([d for d in range(x.dim()) if d not in axes] for x, axes in ((a, of_a), (b, of_b)))
@@ -203,7 +210,8 @@ def _tensordot(call: ProductCall, a: Tensor, b: Tensor, dims: Any = 2) -> Any:
 
 
 def _of(call: ProductCall, *pairs: tuple[Tensor, Tensor]) -> ProductCall:
-    """The call, with reshaped weights and errors known as such."""
+    """Return the call, with reshaped weights and errors known as such."""
+    # The dictionaries hold the reshaped tensors too: an id alone could be that of a later tensor.
     call.weights.update({id(made): made for original, made in pairs if call.is_weight(original)})
     for original, made in pairs:
         if (found := call.attended.get(id(original))) is not None and id(made) not in call.attended:
@@ -217,8 +225,9 @@ def _of(call: ProductCall, *pairs: tuple[Tensor, Tensor]) -> ProductCall:
 
 
 def _added(added: Tensor, beta: float, y: Tensor, alpha: float) -> Tensor:
+    # torch does not read the addend then, which may be inf or NaN.
     if beta == 0:
-        return y * alpha  # the addend may be inf or NaN, and is not read
+        return y * alpha
     return torch.add(added if beta == 1 else added * beta, y, alpha=alpha)
 
 
@@ -226,6 +235,7 @@ def _addmm(call: ProductCall, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta
     if not call.takes(mat1, mat2):
         return NotImplemented
     is_bias = input.dim() == 1 and mat2.dim() == 2 and input.shape[0] == mat2.shape[1]
+    # As a bias the addend is part of the product, and rounded with it once; y^T = w x has no place for one.
     if beta == alpha == 1 and is_bias and not (call.is_weight(mat1) and not call.is_weight(mat2)):
         return _product(call, mat1, mat2, bias=input)
     return _added(input, beta, _product(call, mat1, mat2), alpha)
@@ -246,12 +256,13 @@ def _addbmm(
 ) -> Any:
     if not call.takes(batch1, batch2):
         return NotImplemented
-    a, b = batch1.transpose(0, 1).flatten(1), batch2.flatten(0, 1)  # it sums over the batch too
+    # One product with a longer sum: addbmm adds up over the batch too.
+    a, b = batch1.transpose(0, 1).flatten(1), batch2.flatten(0, 1)
     return _added(input, beta, _product(_of(call, (batch1, a), (batch2, b)), a, b), alpha)
 
 
 def _grouped_mm(call: ProductCall, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, **rest: Any) -> Any:
-    """Rows of one matrix for each of several, as in a layer of experts: group g ends before row offs[g]."""
+    """Multiply groups of rows by one matrix each, as a layer of experts does: group g ends before row offs[g]."""
     if not call.takes(mat_a, mat_b):
         return NotImplemented
     if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None or any(v is not None for v in rest.values()):
@@ -260,6 +271,8 @@ def _grouped_mm(call: ProductCall, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor
             f"{mat_a.dim()} and {mat_b.dim()} axes, or a bias or dtype, whose products cannot be quantised. Expected: "
             f"(tokens, in) and (groups, in, out) with offs; or products one by one, with @."
         )
+    # Each group is a product of its own, so that blocks along the tokens do not cross from one expert to the next.
+    # Rows behind the last group have no matrix, and give zeros.
     ends = [0, *offs.tolist(), len(mat_a)]
     parts = [(mat_a[a:b], mat_b[g] if g < len(mat_b) else None) for g, (a, b) in enumerate(pairwise(ends))]
     sums = [
@@ -282,7 +295,7 @@ def _linear(call: ProductCall, input: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 def _bilinear(call: ProductCall, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """A linear layer of the products of all pairs of features, flattened."""
+    """Compute a linear layer of the products of all pairs of features, flattened."""
     if not (call.takes(input1, weight, has_weight=True) and call.takes(input2, weight, has_weight=True)):
         return NotImplemented
     x, w = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2), weight.flatten(1)
@@ -323,7 +336,7 @@ def _convolution(
 
 
 def _padded(x: Tensor, kernel: Sequence[int], padding: str, dilation: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """The input, and the padding still to add on both sides; "same" pads one more behind where the sum is odd."""
+    """Return the input and the padding still to add on both sides; "same" pads one more behind if the sum is odd."""
     if padding == "valid":
         return x, [0] * len(kernel)
     totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
@@ -373,7 +386,8 @@ def _convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> Any:
-    """The gradients of a convolution, as `torch.nn.grad` and the backward of an autograd Function ask for them."""
+    """Return the gradients of a convolution, for `torch.nn.grad` and the backward of an autograd Function."""
+    # The form has a first derivative only; torch differentiates its own function again.
     is_differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (grad_output, input, weight))
     if is_differentiated or not call.takes(grad_output, weight, has_weight=True):
         return NotImplemented
@@ -389,10 +403,11 @@ _BY_CHANNELS, _OVER_BATCH = Side(2, 1), Side(1, 2)
 
 
 def _conv_tbc(call: ProductCall, input: Tensor, weight: Tensor, bias: Tensor, pad: int = 0) -> Any:
-    """x: (time, batch, in), weight: (kernel, in, out)."""
+    """Compute a convolution of x, (time, batch, in), with a weight, (kernel, in, out)."""
     if not call.takes(input, weight, has_weight=True):
         return NotImplemented
 
+    # Without the bias: `ByVjp` takes a function that is linear in both operands.
     def f(x: Tensor, w: Tensor) -> Tensor:
         return torch.conv_tbc(x, w, x.new_zeros(w.shape[2]), pad)
 
@@ -413,7 +428,8 @@ def _einsum(call: ProductCall, *args: Any) -> Any:
         return NotImplemented
     has_several = len(operands) > 2
     term, y = terms[0], operands[0]
-    for i in range(1, len(operands)):  # from left to right, as torch without an optimiser of paths
+    # From left to right, as torch does without opt_einsum: another order would round other intermediate results.
+    for i in range(1, len(operands)):
         behind = set(out).union(*terms[i + 1 :])
         kept = out if i == len(operands) - 1 else "".join(c for c in dict.fromkeys(term + terms[i]) if c in behind)
         part = f".{i - 1}" if has_several else ""
@@ -481,6 +497,7 @@ def _several(call: ProductCall, *args: Any) -> Any:
     )
 
 
+# Powers -1, 0 and 1 are an inverse, an identity and a copy: no product is hidden in them.
 def _power(call: ProductCall, A: Tensor, n: int) -> Any:
     return NotImplemented if -2 < n < 2 else _several(call, A, A)
 
@@ -488,11 +505,12 @@ def _power(call: ProductCall, A: Tensor, n: int) -> Any:
 def _of_quantised_numbers(call: ProductCall, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
         f"{call.operation} at {call.site.partition(':')[0] or 'the top level'} computes with numbers that are "
-        f"quantised already. Expected: quantise the model of before, in float32 or bf16; or leave these modules' "
+        f"quantised already. Expected: quantise the original model, in float32 or bf16; or leave these modules' "
         f"products as they are: Policy(overrides={{name: None}})."
     )
 
 
+# Products of integers or of scaled float8 in aten, and those of torch.ops.quantized.
 _OF_QUANTISED_NUMBERS = """
     _int_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm scaled_mm scaled_grouped_mm _weight_int8pack_mm
     _weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int4pack_mm_with_scales_and_zeros

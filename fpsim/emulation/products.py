@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from fpsim.emulation.accumulated import in_matrices, in_order
+from fpsim.emulation.backward import show_at_scale
 from fpsim.emulation.forms import Form, Side
 from fpsim.emulation.kept_weights import key_of_product
 from fpsim.emulation.marks import is_roundable
-from fpsim.emulation.scope import Attended, Listeners, Observer, Scope
+from fpsim.emulation.scope import Attended, Listeners, Scope
 from fpsim.formats.blocks import BlockFormat, Delayed
 from fpsim.policies.operand import Operand, ProductSpecs
 from fpsim.policies.products import PRODUCTS
@@ -24,11 +25,11 @@ from fpsim.tensors.cuts import Cut
 from fpsim.tensors.expressions import round_traced
 from fpsim.tensors.gemm import accumulate, apply_accumulate_operator
 from fpsim.tensors.hadamard import Hadamard, apply_hadamard_operator, padded_to_groups, require_groups, transformed
-from fpsim.tensors.launch import rounded, to_float64
+from fpsim.tensors.launch import rounded
 from fpsim.tensors.noise import new_key_for, new_traceable_key
 from fpsim.tensors.own import rounded_by_function
 from fpsim.tensors.shared_scales import recorded_amax, rounded_blocks
-from fpsim.tensors.spec import FLOATING, BlockSpec, OwnFormat, RoundingSpec, Spec
+from fpsim.tensors.spec import FLOATING, BlockSpec, OwnFormat, RoundingSpec
 from fpsim.torch_internals import is_legacy_batched, is_traced, share_storage
 from fpsim.torch_modes import PlainFunction, is_plain
 
@@ -38,15 +39,15 @@ ScaleOf = Callable[[Tensor, bool], Tensor | None]
 
 
 class ProductCall:
-    """One call of a torch function that computes products, one or several, and the site where it is.
+    """A call of a torch function that computes one or several products, and its site.
 
-    scope: of the module that runs; it has products.
+    scope: of the running module; it has products.
     operation: the name of the torch function.
     operands: the function's arguments, in the order of torch's own parameters.
     weights: those tensors among them, by id, that are parameters or views of one.
     asks: whether a scaling was asked for the scale of the gradient that comes to one of the products.
-    output: how the result is rounded where no role does; None where no operand was quantised.
-    errors: those tensors among the operands, by id, that depend on the incoming gradient, where the call is in the
+    output: how the result is rounded if no role does it; None if no operand was quantised.
+    errors: those tensors among the operands, by id, that depend on the incoming gradient, if the call is in the
         backward pass of the model's own code; else None.
     attended: the state of those operands, by id, that come from q k^T of an attention with points.
     gives_scores: whether the call is such a q k^T.
@@ -69,14 +70,15 @@ class ProductCall:
         return id(x) in self.weights
 
     def takes(self, x: Tensor, w: Tensor, has_weight: bool = False) -> bool:
-        """True if a product of these two is quantised; torch's own function computes those that are not.
+        """True if a product of these two is quantised; torch's own function computes any other.
 
         has_weight: whether one of them is a weight by the meaning of the function.
         Raises NotImplementedError for tensors that are complex, or whose memory cannot be read here.
         """
         assert self.scope.products is not None
         is_wanted = has_weight or bool(self.scope.products.attention) or self.is_weight(x) or self.is_weight(w)
-        if self.errors and self.scope.errors.has_weights:  # the product of an error and a saved activation
+        # In code with weights, the product of an error and a saved activation is a weight gradient.
+        if self.errors and self.scope.errors.has_weights:
             is_wanted = is_wanted or (id(x) in self.errors) != (id(w) in self.errors)
         is_usual = x.dtype is w.dtype and is_roundable(x) and is_roundable(w)
         if is_usual and is_plain(x) and is_plain(w):
@@ -95,8 +97,9 @@ class ProductCall:
             )
         if not (is_wanted and is_roundable(x) and is_roundable(w)) or x.is_meta or w.is_meta:
             return False
+        # torch raises its own error for two dtypes.
         if x.dtype is not w.dtype and not torch.is_autocast_enabled(x.device.type):
-            return False  # torch says so
+            return False
         if not all(is_plain(t) or is_traced(t) for t in (x, w)):
             raise NotImplementedError(
                 f"A product at {self.site} has operands to quantise under torch.export, a transform of torch.func or "
@@ -111,13 +114,12 @@ class ProductCall:
         operation: str | None = None, part: str = "", specs: ProductSpecs | None = None,
         make: Callable[..., Product] | None = None,
     ) -> Tensor:  # fmt: skip
-        """y of one product.
+        """Return y of one product.
 
-        form: which one it is.
+        form: of the product.
         x, w, bias: as the form has them.
-        operands, operation: of this product, where the call has several.
-        part: the name of this product, where the call has several.
-        specs, make: of a product of an attention: its operands, and what computes it instead of `Product`.
+        operands, operation, part: of this product, and its name, if the call has several.
+        specs, make: of a product of an attention: its operands, and the class that computes it instead of `Product`.
         """
         scope = self.scope
         assert scope.products is not None
@@ -139,7 +141,8 @@ class ProductCall:
         if not (by_dgrad or by_wgrad):
             return _Node.apply(product, x, w, bias)  # type: ignore[no-any-return]
         is_apart = bool(by_dgrad and by_wgrad and by_dgrad != by_wgrad)
-        alias = w.view_as(w) if is_apart else w  # a place in the graph behind y, for the scale of a second copy of dy
+        # A view of w is a place in the graph behind y, at which the scaling finds the scale of a second copy of dy.
+        alias = w.view_as(w) if is_apart else w
         out: Tensor = _Node.apply(product, x, alias, bias)
         operation, operands = operation or self.operation, self.operands if operands is None else operands
         scale = scaling(product.site, "error", by_dgrad or by_wgrad, operation, operands, out)  # type: ignore[arg-type]
@@ -150,7 +153,7 @@ class ProductCall:
         return out
 
     def _in_backward(self, form: Form, x: Tensor, w: Tensor, bias: Tensor | None, part: str) -> Tensor:
-        """y of a product in the backward pass of the model's own code, where a tensor depends on the gradient."""
+        """Return y of a product in the backward pass of the model's own code, if a tensor depends on the gradient."""
         scope, is_error = self.scope, [_is_among(self.errors, t) for t in (x, w)]
         assert scope.products is not None
         if scope.products.points is not None and not any(_is_among(self.weights, t) for t in (x, w)):
@@ -171,13 +174,14 @@ class ProductCall:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias)):
             y = _Once.apply(product.site, y, x, w, bias)
         assert self.errors is not None
-        self.errors[id(y)] = y  # einsum has several products, one after the other
+        # For an einsum, which has several products, one after the other.
+        self.errors[id(y)] = y
         return y
 
     def gradients(
         self, form: Form, dy: Tensor, x: Tensor | None, w: Tensor | None, needs_bias: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of one product that the model's own code asks for: of x where w is given, of w where x is."""
+        """Return the gradients of one product for the model's own code: of x if w is given, of w if x is."""
         scope = self.scope
         assert scope.products is not None
         product = Product(form, self.site, scope.products.specs, scope.listeners, dy)
@@ -199,7 +203,7 @@ def _is_of_fprop(operand: Operand | None) -> bool:
 
 
 def _plain_spec(operand: Operand | None) -> RoundingSpec | None:
-    """The rounding of an operand without scales."""
+    """Return the rounding of an operand without scales."""
     spec = None if operand is None or operand.is_own else operand.spec()
     return spec if isinstance(spec, RoundingSpec) else None
 
@@ -207,10 +211,10 @@ def _plain_spec(operand: Operand | None) -> RoundingSpec | None:
 class Product:
     """Computation of one product: forward, and backward at other operands.
 
-    scales: what tells the scale at which dy is rounded, by product; nothing for a scale of 1.
+    scales: functions that return the scale at which dy is rounded, by product; empty for a scale of 1.
     is_step: whether gradients are kept, and so the amaxes of operands for the scales of later steps.
     passing: where the x and the w of the forward product let their gradients pass; None for everywhere.
-    clips: whether that is asked.
+    clips: whether `passing` is recorded.
     """
 
     __slots__ = (
@@ -221,7 +225,7 @@ class Product:
         self.site, self.specs, self.listeners = site, specs, listeners
         self.form = self.in_accumulators(form)
         self.device, self.is_step = x.device.type, torch.is_grad_enabled()
-        # in which products are added up, or handed to the accumulator
+        # The dtype in which products are added up, or handed to the accumulator.
         self.working = torch.float64 if x.dtype is torch.float64 and specs.accumulators is None else torch.float32
         casts = self.working is torch.float32 and torch.is_autocast_enabled(self.device)
         self.dtype = torch.get_autocast_dtype(self.device) if casts else x.dtype  # of y
@@ -230,7 +234,7 @@ class Product:
         self.clips = False
 
     def in_accumulators(self, form: Form) -> Form:
-        """The form with its sums made in the accumulators, if there are any."""
+        """Return the form with its sums made in the accumulators, if there are any."""
         specs, site, listeners = self.specs, self.site, self.listeners
         accumulators = specs.accumulators if listeners.scaling is None else specs.scaled
         if accumulators is None:
@@ -242,7 +246,7 @@ class Product:
         return self.forward_with(x, w, bias)[0]
 
     def forward_with(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """y, and the operands that it is the product of: x arranged, w as it lies."""
+        """Return y, and the operands that it is the product of: x arranged, w as it lies."""
         with self.own_dtype():
             kept = self._kept(w)
             x, w = x.detach(), w.detach()
@@ -255,11 +259,11 @@ class Product:
             return self.at_point(y, self.specs.result, "output").to(self.dtype), xq, wq
 
     def at_point(self, x: Tensor, point: Operand | None, role: str) -> Tensor:
-        """Numbers that an attention rounds where they are computed."""
+        """Round the numbers that an attention rounds where they are computed."""
         return x if point is None else self.quantised(x, point, Side(-1, -2), role)
 
     def _kept(self, w: Tensor) -> Tensor | None:
-        """The quantised w of an earlier call, while the model is frozen; None where each call quantises its own."""
+        """Return the quantised w of an earlier call, while the model is frozen; None if each call quantises its own."""
         kept, operand, side = self.listeners.kept_weights, self.specs.fprop[1], self.form.fprop[1]
         if kept is None or self.listeners.observer is not None or not kept.is_kept(w):
             return None
@@ -278,7 +282,7 @@ class Product:
     def backward(
         self, dy: Tensor, x: Tensor | None, w: Tensor | None, needs_bias: bool, has_used: bool = False
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """dx where w is given, dw where x is, and the gradient of the bias.
+        """Return dx if w is given, dw if x is, and the gradient of the bias.
 
         has_used: whether those that `takes_used` are the operands of the forward product; else they are made again.
         """
@@ -324,7 +328,7 @@ class Product:
             )
 
     def _require_whole_groups(self, x: Tensor) -> None:
-        """Raise ValueError where gradients of transformed operands could not be transformed back."""
+        """Raise ValueError if gradients of transformed operands could not be transformed back."""
         operand = self.specs.fprop[0]
         if operand is None or operand.hadamard is None or not self.changes_gradients:
             return
@@ -332,10 +336,7 @@ class Product:
         require_groups(operand.hadamard, x.shape[self.form.fprop[0].axis] // self.form.groups, where)
 
     def _of_original(self, gradient: Tensor, i: int) -> Tensor:
-        """The gradient of the original x (0) or w (1), from that of the forward product's operand.
-
-        It is zero where that saturated, if the operand clips, and transformed back.
-        """
+        """Return the gradient of the original x (0) or w (1), from that of the forward product's operand."""
         operand, passes = self.specs.fprop[i], self.passing[i]
         transform = None if operand is None else operand.hadamard
         is_transformed = transform is not None and self.takes_used[1 - i]
@@ -343,6 +344,7 @@ class Product:
             return gradient
         shape = gradient.shape
         arranged = self.form.arrange(gradient) if i == 0 else gradient
+        # Clipped in the basis in which the operand saturated, which is that of its transform; then transformed back.
         if passes is not None:
             if transform is not None and not is_transformed:
                 arranged = self._turned(arranged, transform, i, False)
@@ -352,19 +354,19 @@ class Product:
         return arranged.reshape(shape)
 
     def _turned(self, x: Tensor, transform: Hadamard, i: int, is_inverse: bool) -> Tensor:
-        """The transform of an operand of the forward product, which draws no signs, or its inverse."""
+        """Apply the transform of an operand of the forward product, which draws no signs, or its inverse."""
         axis = self.form.fprop[i].axis % x.dim()
         apply = apply_hadamard_operator if is_traced(x) else transformed
         return apply(x, transform, axis, None, is_inverse)
 
     def own_dtype(self) -> AbstractContextManager[Any]:
-        """A block in which torch's autocast changes nothing."""
+        """Return a context in which torch's autocast changes nothing."""
         if torch.is_autocast_enabled(self.device):
             return torch.autocast(self.device, enabled=False)
         return nullcontext()
 
     def log2_scales(self, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The scales of dy for the two gradients. Asked once where the products share one, and dgrad's first."""
+        """Return the scales of dy for the two gradients: asked once if the products share one, and dgrad's first."""
         dgrad, wgrad = self.scales.get("dgrad"), self.scales.get("wgrad")
         if dgrad is None or wgrad is None:
             return None, None
@@ -382,10 +384,10 @@ class Product:
         self, product: str, a: Tensor, b: Tensor, log2_scale: Tensor | None = None, shared: Tensor | None = None,
         kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The two operands of a product, quantised.
+        """Quantise the two operands of a product.
 
-        log2_scale: of the first, where it is dy.
-        shared, kept: the first and the second one, where they are known already.
+        log2_scale: of the first, if it is dy.
+        shared, kept: the first and the second one, if they are known already.
         """
         pair: tuple[Operand | None, Operand | None] = getattr(self.specs, product)
         sides: tuple[Side, Side] = getattr(self.form, product)
@@ -398,10 +400,11 @@ class Product:
     def _transformed(
         self, product: str, a: Tensor, b: Tensor, transform: Hadamard, sides: tuple[Side, Side]
     ) -> tuple[Tensor, Tensor]:
-        """Both operands of a product after a Hadamard transform along the axis that it sums over."""
+        """Return both operands of a product after a Hadamard transform along the axis that it sums over."""
         groups = 1 if product == "wgrad" else self.form.groups
         length, other = a.shape[sides[0].axis] // groups, b.shape[sides[1].axis]
-        if groups > 1:  # of a convolution, whose sums begin again: zeros behind the last one would mix them
+        # The sums of a grouped convolution lie one behind the other: padding behind the last would mix them.
+        if groups > 1:
             require_groups(transform, length, f"{product} of the product at {self.site}, in {groups} groups")
         elif length != other:
             raise ValueError(
@@ -409,6 +412,7 @@ class Product:
                 f"{length} and {other}, one of them broadcast. Expected: axes of one length, or no transform here."
             )
         traced = is_traced(a)
+        # One key for both: equal random signs cancel in the product.
         key = (new_traceable_key(a) if traced else new_key_for(a)) if transform.signs == "random" else None
         results = []
         for x, side in ((a, sides[0]), (b, sides[1])):
@@ -419,7 +423,7 @@ class Product:
         return results[0], results[1]
 
     def _as_in_fprop(self, x: Tensor, i: int, side: Side) -> Tensor:
-        """The forward product's operand x (0) or w (1), computed again: no amax is kept, and no observer called."""
+        """Compute the forward product's operand x (0) or w (1) again, without recording its amax or an observer."""
         operand = self.specs.fprop[i]
         if operand is not None and operand.hadamard is not None:
             x = self._turned(x, operand.hadamard, i, False)
@@ -444,7 +448,7 @@ class Product:
             if place is not None:
                 self.passing[place] = passing
             if observer is not None:
-                _show(observer, self.site, role, x, result, spec, None)
+                observer(self.site, role, x, result, spec)
             return result
         if place is not None:
             self.passing[place] = passes(x, spec, side.axis, side.across)
@@ -463,11 +467,11 @@ class Product:
             return result
         result = rounded(x, spec, None, log2_scale) if known is None else known
         if observer is not None:
-            _show(observer, self.site, role, x, result, spec, log2_scale)
+            show_at_scale(observer, self.site, role, x, result, spec, log2_scale)
         return result
 
     def _scale_of_history(self, x: Tensor, spec: BlockSpec, role: str, is_again: bool) -> Tensor:
-        """The scale that earlier steps give an operand; its amax is kept for later ones, unless it is recomputed."""
+        """Return an operand's scale from earlier steps, and record its amax for later ones, unless it is recomputed."""
         assert isinstance(spec.fmt.scale_rule, Delayed)
         history = self.listeners.histories.of(self.site, role, spec.fmt.scale_rule, spec.fmt.largest, x.device)
         if self.is_step and not is_again:
@@ -478,7 +482,7 @@ class Product:
 class _InBackward(Product):
     """A product that the model's own code computes in the backward pass, as one of the three.
 
-    kind: which.
+    kind: "fprop", "dgrad" or "wgrad".
     error_is_second: whether its second operand is the one that depends on the gradient.
     log2_scale: at which that one is rounded, if it has no scale of its own.
     """
@@ -503,7 +507,8 @@ class _InBackward(Product):
                 each.reverse()
         both = [a, b]
         for i, operand in enumerate(pair):
-            if _is_of_fprop(operand):  # whose sums ran along the other axis
+            # The sums of the forward product ran along the other axis.
+            if _is_of_fprop(operand):
                 name = roles[i].partition(".")[2]
                 turned = Side(sides[i].across, sides[i].axis)
                 both[i] = self._as_in_fprop(both[i], PRODUCTS["fprop"].index(name), turned)
@@ -524,16 +529,8 @@ def _multiply(
     return out
 
 
-def _show(
-    observer: Observer, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, log2_scale: Tensor | None
-) -> None:
-    if log2_scale is not None:  # as the format sees it; exact, for float64 has exponents to spare
-        before, after = to_float64(before, log2_scale), to_float64(after, log2_scale)
-    observer(site, role, before, after, spec)
-
-
 class _Node(PlainFunction):
-    """A product in the autograd graph. It keeps its operands as they were before they were quantised."""
+    """A product in the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, product: Product, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -543,8 +540,10 @@ class _Node(PlainFunction):
         product.clips = True
         y, *used = product.forward_with(x, w, bias)
         ctx.dtypes = x.dtype, w.dtype
+        # Operands are saved as they were before: the backward products quantise them along other axes.
         x, w = (b if takes else a for a, b, takes in zip((x, w), used, product.takes_used, strict=True))
-        passing, product.passing = product.passing, [None, None]  # what autograd saves, a checkpoint makes again
+        # Saved through autograd, and not on the product, so that a checkpoint drops and recomputes it.
+        passing, product.passing = product.passing, [None, None]
         ctx.save_for_backward(x if needs_w else None, w if needs_x else None, *passing)
         return y
 
@@ -563,7 +562,8 @@ class _Node(PlainFunction):
         data, weight, bias = product.backward(dy, x, w, ctx.needs_input_grad[3], has_used=True)
         dtypes = *ctx.dtypes, ctx.bias_dtype
         gradients = tuple(g if g is None else g.to(d) for g, d in zip((data, weight, bias), dtypes, strict=True))
-        if torch.is_grad_enabled():  # create_graph=True
+        # create_graph=True: a second derivative raises an error, instead of being silently that of float32.
+        if torch.is_grad_enabled():
             gradients = tuple(g if g is None else _Once.apply(product.site, g, dy, x, w) for g in gradients)  # type: ignore[assignment]
         return None, *gradients
 

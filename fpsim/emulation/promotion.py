@@ -1,4 +1,4 @@
-"""Numbers beside tensors of the format: where torch casts them to the tensors' dtype, and where it does not."""
+"""Numbers next to tensors of the format: where torch casts them to the tensors' dtype, and where it does not."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ _BEYOND_INT64 = 2**63
 def scalars_in_format(
     spec: RoundingSpec | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], is_wide: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, with Python numbers beside a tensor of the format rounded to the format."""
+    """Return the arguments, with Python numbers next to a tensor of the format rounded to the format."""
+    # Arithmetic takes a Python number in full (torch's opmath type); comparisons and writes cast it to the dtype first.
     is_read = call.is_comparison or call.action is Action.SET_ITEM
     if is_wide or spec is None or not (is_read or call.has_threshold):
         return args, kwargs
     beside = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and is_roundable(x)]
     if not beside or (call.threshold == "on card" and not any(x.is_cuda for x in beside)):
         return args, kwargs
-    before = 2 if call.action is Action.SET_ITEM else 0  # an index is not one of its numbers
+    # An index is an integer, and no number of the format.
+    before = 2 if call.action is Action.SET_ITEM else 0
     args = (*args[:before], *[numbers_in_format(x, spec.fmt, NUMBERS) for x in args[before:]])
     if kwargs:
         kwargs = {name: numbers_in_format(x, spec.fmt, NUMBERS) for name, x in kwargs.items()}
@@ -54,18 +56,17 @@ def scalars_in_format(
 def scalars_of_call(
     emulation: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], is_wide: bool, keeps_first: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with numbers, and tensors without dimensions, in the format where torch casts them to it.
-
-    A float32 tensor without dimensions gives no result its dtype, and torch casts it before it computes. On the CPU it
-    multiplies and divides by one in float32, and so does a card with all sums and products of one that is on the CPU.
-    """
+    """Return the arguments with numbers, and tensors without dimensions, in the format where torch casts them to it."""
+    # A float32 tensor without dimensions gives no result its dtype, and torch casts it before it computes. On the CPU
+    # it multiplies and divides by one in float32, and so does a card with all sums and products of one on the CPU.
     if call.has_threshold:
         args, kwargs = scalars_in_format(emulation.scope.specs.activation, call, args, kwargs, is_wide)
     if is_wide or not emulation.has_wide or call.number is Number.EXACT:
         return args, kwargs
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     is_on_card = any(x.is_cuda for x in given)
-    if not any(x.dim() for x in given):  # then the target is computed in float32
+    # Without a tensor that has dimensions, torch promotes to float32 as usual.
+    if not any(x.dim() for x in given):
         return args, kwargs
 
     def narrow(place: int | str, x: Any) -> Any:
@@ -80,7 +81,7 @@ def scalars_of_call(
 
 
 def _is_taken_as_it_is(call: Call, place: int | str, x: Tensor, is_on_card: bool) -> bool:
-    """True if torch computes with a tensor of one number in full, beside others of low precision."""
+    """True if torch computes with a tensor of one number in full, next to others of low precision."""
     is_second = place == 1 or place == "other"
     is_number = call.number is not Number.CAST if is_on_card else call.number is Number.SECOND and is_second
     return is_number and x.is_cpu
@@ -89,20 +90,21 @@ def _is_taken_as_it_is(call: Call, place: int | str, x: Tensor, is_on_card: bool
 def integers_in_format(
     emulation: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], keeps_first: bool, floats: list[Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, with integer tensors beside numbers of the format cast to the format, as torch does.
-
-    Truth values are numbers of any format, and are left as they are; moved integers become numbers of the format.
+    """Return the arguments, with integer tensors next to numbers of the format cast to the format, as torch does.
 
     floats: the operands in their formats, to which these are added.
     """
     spec = emulation.scope.specs.activation
     target = args[0] if keeps_first and args else None
     is_beside = bool(floats) or (isinstance(target, Tensor) and is_roundable(target))
-    if spec is None or spec.is_float32 or not is_beside:  # torch promotes to float32 by itself, and integers to none
+    # In float32 torch promotes integers by itself, and integers alone have no format.
+    if spec is None or spec.is_float32 or not is_beside:
         return args, kwargs
+    # A matrix product raises torch's error: its operands have to be of one dtype.
     if call.name in NARROWING and not only_multiplies(call.name, args, kwargs):
-        return args, kwargs  # a product, of which torch says that its operands have to be of one dtype
-    before = 2 if call.action is Action.SET_ITEM else int(keeps_first)  # the target of a write, and an index
+        return args, kwargs
+    # The target of a write, and an index, keep their dtypes.
+    before = 2 if call.action is Action.SET_ITEM else int(keeps_first)
     is_on_card = any(x.is_cuda for x in floats)
     cast = partial(_integer_in_format, emulation, call, is_on_card, floats)
     args = (*args[:before], *[cast(i, x) for i, x in enumerate(args[before:], before)])
@@ -116,6 +118,7 @@ def _integer_in_format(
         return type(x)([_integer_in_format(emulation, call, is_on_card, floats, place, item) for item in x])
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
         return x
+    # 0 and 1 are exact in every format; where they are moved the result needs a format, and so do they.
     if x.dtype is torch.bool and call.action not in (Action.MOVE, Action.SET_ITEM):
         return x
     if x.numel() == 1 and _is_taken_as_it_is(call, place, x, is_on_card):
@@ -126,7 +129,7 @@ def _integer_in_format(
 
 
 def numbers_in_format(x: Any, fmt: Element, kinds: tuple[type, ...] = (float,)) -> Any:
-    """A number of the format instead of a number, and of each in a list of numbers; anything else as it is.
+    """Round a number, or each number of a list, to the format; return anything else as it is.
 
     kinds: of numbers; an int may be a size or a position.
     """
@@ -137,9 +140,11 @@ def numbers_in_format(x: Any, fmt: Element, kinds: tuple[type, ...] = (float,)) 
 
 @lru_cache(1 << 12, typed=True)
 def number_in_format(number: float, fmt: Element) -> float:
-    """A number of Python as a tensor of the format holds it."""
+    """Round a number of Python to the value that a tensor of the format holds for it."""
+    # Left to torch, whose error says that it is too large.
     if isinstance(number, int) and abs(number) >= _BEYOND_INT64:
-        return number  # torch says that it is too large
+        return number
+    # float32's largest number and beyond is a mask, which passes every format unchanged.
     if not math.isfinite(number) or abs(number) >= torch.finfo(torch.float32).max:
         return number
     return rounded_number(float(number), rounding_spec(fmt))
@@ -148,7 +153,7 @@ def number_in_format(number: float, fmt: Element) -> float:
 def step_in_format(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Any
 ) -> Any:
-    """`torch.nextafter`, which moves by the step of the format."""
+    """Compute `torch.nextafter` with steps of the format."""
     spec = emulation.scope.specs.activation
     if spec is not None and not spec.is_float32:
         func = partial(_step, func, spec.fmt)
@@ -156,12 +161,13 @@ def step_in_format(
 
 
 def _step(func: Callable[..., Any], fmt: Element, *args: Any, **kwargs: Any) -> Tensor:
-    """The number of the format next to that of float32: directed rounding finds it for any step of the format."""
+    """Return the number of the format next to x: directed rounding of float32's next number finds it."""
     operands = [*args, *in_order({name: x for name, x in kwargs.items() if name != "out"})]
     wide = [is_marked_wide(x) for x in operands]
     if all(wide) or any(known and x.dim() for known, x in zip(wide, operands, strict=True)):
         return func(*args, **kwargs)  # type: ignore[no-any-return]
-    x, toward = (y.detach().clone() for y in operands)  # the target may be one of them
+    # Copies, because the call may write to one of them.
+    x, toward = (y.detach().clone() for y in operands)
     out: Tensor = func(*args, **kwargs)
     above, below = (out.detach().clone() for _ in range(2))
     round_here_(above, rounding_spec(fmt, "up"))

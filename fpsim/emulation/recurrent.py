@@ -1,6 +1,6 @@
 """Recurrent layers as the operations that torch hides in one call, in the order in which torch computes them.
 
-Each function takes the arguments of torch's, of a padded or of a packed sequence, after `steps`, which is asked for the
+Each function takes the arguments of torch's, of a padded or of a packed sequence, after `steps`, which returns the
 numbers of the time steps. Modes that are active when it is called see every operation.
 """
 
@@ -49,6 +49,7 @@ def _lstm_step(gates: Tensor, state: State, weights: _Weights) -> State:
 
 def _gru_step(gates: Tensor, state: State, weights: _Weights) -> State:
     (hidden,) = state
+    # In the end (hidden - new) * update + new, as torch computes it: the textbook formula rounds at other places.
     reset, update, new = gates.chunk(3, -1)
     of_reset, of_update, of_new = F.linear(hidden, weights.hidden, weights.hidden_bias).chunk(3, -1)
     reset, update = torch.sigmoid(of_reset + reset), torch.sigmoid(of_update + update)
@@ -59,7 +60,7 @@ def _gru_step(gates: Tensor, state: State, weights: _Weights) -> State:
 def _direction(
     step: Step, steps: Steps, gates: Tensor, sizes: Sequence[int], first: State, weights: _Weights, backwards: bool
 ) -> tuple[Tensor, State]:
-    """The outputs in the order of the sequence, and the last state of each of its samples.
+    """Return the outputs in the order of the sequence, and the last state of each of its samples.
 
     gates: the rows of all time steps, sizes[t] samples in step t, never more than in the step before.
     """
@@ -70,6 +71,7 @@ def _direction(
     for i in steps(len(sizes)):
         t = len(sizes) - 1 - i if backwards else i
         known, size = len(state[0]), sizes[t]
+        # Samples are sorted by length: forwards the last ones end first, backwards they begin later, from `first`.
         if size < known:
             ended.append(tuple(s[size:] for s in state))
             state = tuple(s[:size] for s in state)
@@ -106,6 +108,7 @@ def _layers(
             index = layer * directions + direction
             w = flat_weights[index * count : (index + 1) * count]
             weights = _Weights(*w) if has_biases else _Weights(w[0], w[1], projection=w[2] if len(w) > 2 else None)
+            # The input's part of the gates is one product for all time steps, as torch computes it.
             gates = F.linear(data, weights.input, weights.input_bias)
             before = tuple(s[index] for s in first)
             output, state = _direction(step, steps, gates, sizes, before, weights, backwards=direction == 1)
@@ -116,7 +119,8 @@ def _layers(
 
 
 def _layer(step: Step, steps: Steps, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    if not isinstance(args[2], bool):  # packed: the weights are one place further
+    # In the call for a packed sequence `sizes` comes first, so that the weights, and not a flag, are at this position.
+    if not isinstance(args[2], bool):
         sizes, state, *others = args
         data, last = _layers(step, steps, x, sizes.tolist(), _state(state), *others)
         return data, *last

@@ -48,17 +48,17 @@ from fpsim.torch_modes import (
 
 __all__ = ["Copy", "Roundings", "values_of"]
 
-INFERENCE = "inference"  # such a copy can be saved for no backward pass
-Copy = tuple[Any, Tensor, bool | str | None]  # None: its values alone are those of the original
+INFERENCE = "inference"  # of a copy made in inference mode, which autograd cannot save
+Copy = tuple[Any, Tensor, bool | str | None]  # None: only its values belong to the original, not its graph
 
 
 class Roundings:
-    """The tensors of one forward pass: those that were rounded already, and how others are.
+    """Roundings of one forward pass, with the copies of tensors that were rounded already.
 
-    scope: where the pass is.
+    scope: the present position of the pass.
     aliases: of parameters and buffers.
     has_names: whether torch's name of the format stands for it.
-    has_wide: whether any tensor may be float32 on purpose; until then nothing is looked for.
+    has_wide: whether any tensor may be float32 on purpose; until then the search for them is skipped.
     """
 
     has_names: bool = True
@@ -68,23 +68,24 @@ class Roundings:
         self.scope = scope
         self.aliases = Aliases() if aliases is None else aliases
         self.has_wide = was_any_made_wide()
-        self._is_calibrated = False  # whether it was asked in this pass who else may hold a gradient
+        self._is_calibrated = False  # whether this pass has measured how many references autograd holds to a gradient
         # of an original: {(its format, its gradient's): (its state, copy, whether that has a gradient or INFERENCE)}
         self._operands: ByIdentity[dict[Any, Copy]] = ByIdentity()
 
     def rounded_operands(self) -> list[tuple[Tensor, dict[Any, Copy]]]:
-        """The tensors from outside that were rounded, with their copies."""
+        """Return the tensors from outside that were rounded, with their copies."""
         return self._operands.items()
 
     def take_over(self, operands: dict[Any, dict[Any, Copy]]) -> None:
-        """Know these copies, which another pass has made."""
-        self.has_wide = True  # what comes in may be
+        """Use the copies that another pass has made."""
+        # A tensor that comes in may be float32 on purpose.
+        self.has_wide = True
         for reference, copies in operands.items():
             if (x := reference()) is not None:
                 self._operands[x] = dict(copies)
 
     def know_values(self, x: Tensor, copies: dict[Any, Copy]) -> None:
-        """Note how the numbers of `x` were rounded in another tensor, which had these copies."""
+        """Use for `x` the rounded values of another tensor with the same numbers, which had these copies."""
         if self._operands.get(x) is None:
             self._operands[x] = {key: (writes_behind(x), *copy[1:]) for key, copy in values_of(copies).items()}
 
@@ -93,17 +94,17 @@ class Roundings:
         self._operands = ByIdentity()
 
     def mark_wide(self, *tensors: Tensor) -> None:
-        """Note that these are float32 on purpose."""
+        """Mark tensors as float32 on purpose."""
         self.has_wide = True
         for x in tensors:
             if x.is_floating_point() or x.is_complex():
                 mark_wide(x)
 
     def prepared(self, x: Any, rounds: Rounds, floats: list[Tensor]) -> Any:
-        """An argument with its tensors in their formats, which are appended to `floats`."""
-        # a method, not a closure: one that calls itself is a cycle, and kept every tensor until a collection
+        """Return an argument with its tensors in their formats, which are appended to `floats`."""
+        # A method, not a closure: a closure that calls itself is a cycle, and kept every tensor until a collection.
         if isinstance(x, Tensor):
-            if x.dtype not in FLOATING or x.layout is not torch.strided:  # as is_roundable
+            if x.dtype not in FLOATING or x.layout is not torch.strided:  # `is_roundable`, without the call
                 return x
             x = self.operand(x, rounds)
             floats.append(x)
@@ -112,7 +113,8 @@ class Roundings:
         return x
 
     def prepare_target(self, x: Tensor) -> None:
-        """The target of a call in place is an operand too, and is rounded in its own memory."""
+        """Round the target of a call in place, which is an operand too, in its own memory."""
+        # Not a leaf that requires a gradient: torch refuses the call.
         if not self._is_in_format(format_of(x), self.scope.specs.activation) and not (x.requires_grad and is_leaf(x)):
             self.round_result(x, WRITTEN_TO, (x,), [], x)
 
@@ -123,18 +125,21 @@ class Roundings:
         return weight is not None and known == weight.text + OF_A_WEIGHT
 
     def operand(self, x: Tensor, rounds: Rounds) -> Tensor:
-        """`x` in its format: a parameter in the weights', anything else in the activations'."""
+        """Return `x` in its format: a parameter in the weights', anything else in the activations'."""
         return self.brought(x, format_of(x), rounds)
 
     def brought(self, x: Tensor, known: str | None, rounds: Rounds) -> Tensor:
-        """`operand` for callers that know the format of `x`."""
+        """Return `operand` for callers that know the format of `x`."""
         scope = self.scope
+        # The cheap questions first: most operands are activations in their format, and leave at the next line.
         has_weights_role = type(x) is nn.Parameter or is_weight(x) or (id(x) in scope.weights and scope.stands_in(x))
         if not has_weights_role and known is not None and known == scope.activation and x.dtype is torch.float32:
             return x
         specs = scope.specs
+        # A real tensor of the format's dtype, from autocast or of a parameter: next to float32 containers it would be a
+        # second dtype.
         if x.dtype is scope.dtype and self.has_names and rounds is Rounds.ALL:
-            x, known = x.float(), None  # of autocast, or a parameter: beside the container it would be another dtype
+            x, known = x.float(), None
         spec, backward = (specs.weight, specs.weight_grad) if has_weights_role else (specs.activation, specs.error)
         if (spec is None and backward is None) or rounds is Rounds.NOTHING:
             return x
@@ -145,12 +150,12 @@ class Roundings:
         if (spec is None or spec.is_float32) and self._rounds_no(x, backward):
             return x
         aliases = self.aliases
-        # asked of the mode, not of the copy: a transform shows no sample of a batch with its gradient
+        # Under a transform `x.requires_grad` says nothing: a sample of a batch is shown without its gradient.
         is_shown = has_transform()
         needs_grad: bool | str = torch.is_grad_enabled() and (is_shown or x.requires_grad)
         if not needs_grad and torch.is_inference_mode_enabled():
             needs_grad = INFERENCE
-        # what writes_to gives, in fewer calls
+        # `writes_to`, in fewer calls.
         state = writes_behind(x) if is_shown or x.is_inference() else version_of(x)
         values: Tensor | None = None
         if not aliases.is_blank:
@@ -158,13 +163,16 @@ class Roundings:
             if alias is not None and alias.rounded is not None and alias.state == state:
                 if needs_grad is not True and (needs_grad is INFERENCE or not alias.rounded.is_inference()):
                     return alias.rounded
-                values = alias.rounded  # a Function or a reentrant checkpoint gave the view a gradient since
+                # A Function or a reentrant checkpoint has given the view a gradient since: the values still hold.
+                values = alias.rounded
         kept = scope.listeners.kept_weights
         if kept is not None and type(x) is nn.Parameter and spec is not None and self._may_keep(x, spec):
             return kept.copy_of(x, scope.weight, partial(_rounded_weight, spec, scope.weight), True)
         copies = self._operands.setdefault(x, {})
         key = spec and spec.text, backward and backward.text
         state_then, rounded, had_grad = copies.get(key, (None, x, False))
+        # A copy without a place in the graph cannot serve a call with a gradient. Its values can: a tensor that is used
+        # twice is rounded to the same numbers, also stochastically.
         if state_then != state or had_grad is not needs_grad:
             role = "weight" if has_weights_role else "activation"
             values = rounded if state_then == state else values
@@ -172,19 +180,19 @@ class Roundings:
         return rounded
 
     def new_operand(self, x: Tensor) -> Tensor:
-        """`x`, float32 on purpose, in the activations' format: a new tensor that is not shared.
-
-        float32's extremes are numbers there, not masks, if the format has a name of which code could ask the extremes.
-        """
+        """Return `x`, float32 on purpose, in the activations' format: a new tensor that is not shared."""
+        # If torch has a name for the format, code asks for the format's own extremes to mask with: float32's extremes
+        # are ordinary numbers there.
         specs, is_named = self.scope.specs, self.has_names and self.scope.dtype is not None
         if specs.activation is None and specs.error is None:
             return x
         return self._rounded_operand(x, specs.activation, specs.error, "activation", keep_masks=not is_named)
 
     def integer_operand(self, x: Tensor) -> Tensor:
-        """Integers in the activations' format: to nearest where that is stochastic, as of numbers in a program."""
+        """Return integers in the activations' format."""
         spec = self.scope.specs.activation
         assert spec is not None
+        # To nearest if the format rounds stochastically: like a Python number, an integer is a constant of the program.
         is_drawn = spec.rounding == "stochastic"
         used = rounding_spec(spec.fmt, overflow=spec.overflow) if is_drawn else spec
         made = self._rounded_operand(x.to(torch.float32), used, None, "activation", keep_masks=False)
@@ -193,7 +201,7 @@ class Roundings:
         return made
 
     def cast_to_format(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of a write into the format; those that are float32 on purpose are cast first."""
+        """Return the arguments of a write into the format; those that are float32 on purpose are cast first."""
         return tuple([self.new_operand(x) if is_wide_tensor(x) else x for x in args])
 
     def _rounds_no(self, x: Tensor, backward: RoundingSpec | None) -> bool:
@@ -211,7 +219,7 @@ class Roundings:
         values: Tensor | None = None,
         keep_masks: bool = True,
     ) -> Tensor:
-        """values: what `x` was rounded to before, without a gradient or with one: noise is drawn once for a tensor."""
+        """Round an operand. values: of `x` rounded before, with or without a gradient: noise is drawn once a tensor."""
         site, keep_masks = self.scope.site(role), keep_masks and role == "activation"
         is_now, is_drawn = is_plain(x), spec is not None and spec.rounding == "stochastic"
         if not (is_now or is_traced(x)):
@@ -219,12 +227,14 @@ class Roundings:
                 copy = with_values(x, values, backward, spec)
             else:
                 copy = self._straight_through(x, spec, backward, keep_masks=keep_masks)
+            # Its views carry the mark on: they are not activations.
             if role == "weight" and spec is not None:
-                mark(copy, self.scope.weight)  # which its views carry: they are not activations
+                mark(copy, self.scope.weight)
             return copy
         has_gradient = x.requires_grad and torch.is_grad_enabled()
+        # One pass over the memory, if the copy needs no node in the graph.
         if is_now and spec is not None and not has_gradient and not is_drawn:
-            copy = rounded(x, spec, keep_masks=keep_masks)  # in one pass
+            copy = rounded(x, spec, keep_masks=keep_masks)
         else:
             copy = x.clone()
             if values is not None and is_drawn:
@@ -246,12 +256,13 @@ class Roundings:
         return copy
 
     def _may_keep(self, x: Tensor, spec: RoundingSpec) -> bool:
-        """True if a frozen weight's rounded copy may be that of another call: it cannot be told from a new one."""
+        """True if a frozen weight's rounded copy may be that of an earlier call: nothing tells it from a new one."""
         has_gradient, is_seen = x.requires_grad and torch.is_grad_enabled(), self.scope.listeners.observer is not None
         return not (has_gradient or is_seen or spec.rounding == "stochastic") and is_plain(x)
 
     def carry_marks(self, out: Any, floats: list[Tensor], first: Any, first_mark: str | None) -> None:
-        # an empty tensor is in every format: transformers joins keys to an empty cache
+        """Mark the results of a call that moved numbers like its operands, if these are all in one format."""
+        # An empty tensor is in every format: transformers joins keys to an empty cache.
         marks = {known for x in floats if (known := format_of(x)) is not None or x.numel()}
         if isinstance(first, Tensor):
             marks.add(first_mark)
@@ -271,23 +282,24 @@ class Roundings:
         keep_infinity: bool = True,
         of_tangent: RoundingSpec | None = None,
     ) -> Tensor:
-        """Round under a transform or a tracer. of_tangent: how a tangent is rounded where the numbers are already."""
+        """Round under a transform or a tracer. of_tangent: how a tangent is rounded if the numbers are already."""
         if _is_sharded(x):
             raise NotImplementedError(
                 f"A DTensor reached {self.scope.name or 'the top level'}, as tensor parallelism makes them. Expected: "
-                f"plain tensors, as DistributedDataParallel and fully_shard give them to a forward. Leave "
-                f"parallelize_module away, or leave these modules in float32: Policy(overrides={{name: None}})."
+                f"plain tensors, as DistributedDataParallel and fully_shard pass them to a forward. Omit "
+                f"parallelize_module, or leave these modules in float32: Policy(overrides={{name: None}})."
             )
         if self.scope.listeners.scaling is not None and backward is not None:
             raise NotImplementedError(
                 f"A gradient at {self.scope.name or 'the top level'} is to be rounded at its own scale, under "
                 f"torch.compile or a transform of torch.func. Expected: loss.backward() and torch.autograd.grad. "
-                f"Detach the scaling first, or leave the transform away."
+                f"Detach the scaling first, or omit the transform."
             )
         rounded = straight_through(x, spec, backward, of_tangent if spec is None else spec)
         if spec is None or not keep_masks:
             return rounded
-        is_mask = x.abs() == torch.finfo(x.dtype).max  # as launch.masks_of
+        # As `launch.masks_of`: a saturating format would turn a mask into a number.
+        is_mask = x.abs() == torch.finfo(x.dtype).max
         return torch.where(is_mask | (x == -torch.inf) if keep_infinity and spec.saturates else is_mask, x, rounded)
 
     def round_results(
@@ -299,7 +311,7 @@ class Roundings:
         target: Any,
         product: ProductCall | None = None,
     ) -> Any:
-        """`out` with its tensors rounded.
+        """Return `out` with its tensors rounded.
 
         target: the tensor that the call writes to, if any.
         product: the call, if it may have products to quantise.
@@ -325,24 +337,20 @@ class Roundings:
         product: ProductCall | None = None,
         is_now: bool = False,
     ) -> Tensor:
-        """A result, rounded. is_now: whether it is known to be plain; else that is asked."""
+        """Round a result. is_now: True if it is known to be plain."""
         specs = self.scope.specs
-        if out.dtype not in FLOATING or out.layout is not torch.strided:  # as is_roundable
-            kind = _NESTED if out.is_nested else _MKLDNN if out.is_mkldnn else None
-            if kind is not None and out.is_floating_point() and specs.activation and not specs.activation.is_float32:
-                raise NotImplementedError(
-                    f"Got a {kind[0]} from {call.name} at {self.scope.name or 'the top level'}, and its numbers "
-                    f"cannot be rounded. Use {kind[1]}, or leave these modules in float32: "
-                    f"Policy(overrides={{name: None}})."
-                )
+        if out.dtype not in FLOATING or out.layout is not torch.strided:  # `is_roundable`, without the call
+            self._require_no_numbers(out, call)
             return out
         is_now = is_now or is_plain(out)
         plain = is_now or is_traced(out)
         is_target = target is not None and (out is target or any(out is x for x in tensors_in(target)))
         if not is_target:
+            # A result in an operand's memory was moved, not computed: dropout in evaluation returns its input, and
+            # einsum may return a view.
             is_same = share_storage if plain else operator.is_
             for x in floats:
-                if is_same(out, x):  # it moved: dropout in evaluation gives back its input, einsum may give a view
+                if is_same(out, x):
                     self.carry_marks(out, floats, None, None)
                     return out
         if call.chooses_inside and not is_target:
@@ -357,27 +365,30 @@ class Roundings:
             of_tangent = spec
             if has_transform() and (spec is None or round_behind(out, spec, keep_infinity)):
                 spec = None
+                # Its gradient is rounded where it is used: another write to it would be a node of the graph.
                 if is_target:
-                    return out  # its gradient is rounded where it is used: to write to it again would be seen
+                    return out
             rounded = self._straight_through(out, spec, error, keep_infinity=keep_infinity, of_tangent=of_tangent)
             if is_target:
                 return out.copy_(rounded)
+            # Results of an emulated call, also the tensors behind them: views of these do not come from outside.
             for x in (rounded, *layers_behind(rounded)) if has_transform() else ():
-                unmark(x)  # it was made here, and so was its tensor outside of the transform: a view of it is no copy
+                unmark(x)
             return rounded
         if product is not None and product.asks and error is not None and out.requires_grad:
-            # its gradient is rounded here, and then as an operand: two places in the graph, two sites
+            # Its gradient is rounded here, and again as an operand: two places in the graph, and two sites.
             out, operands, site, operation = out.view_as(out), (out,), f"{site}.output", "output"
         if spec is not None:
             observer = None if listeners.observer is None else listeners.watching(site, role)
             before = None if observer is None else out.detach().clone()
-            # below autograd: the operation's saved tensors hold the rounded value, as on hardware
+            # Below autograd: the operation's saved tensors hold the rounded value, as on hardware.
             (round_memory_ if is_now else round_here_)(out, spec, keep_masks=True, keep_infinity=keep_infinity)
             if observer is not None and before is not None:
                 observer(site, role, before, out.detach(), spec)
             mark(out, spec.text)
+        # Unrounded, but its gradient has its place, and must not get a second one where it is used.
         elif error is not None:
-            mark(out, "float32")  # its gradient has its place
+            mark(out, "float32")
         if self.scope.made is not None:
             self.scope.made[out] = operation, operands
         if error is not None and out.requires_grad and (not is_target or torch.is_grad_enabled()):
@@ -385,21 +396,29 @@ class Roundings:
                 self._register(out, site, "error", error, operation, operands)
         return out
 
+    def _require_no_numbers(self, out: Tensor, call: Call) -> None:
+        """Raise NotImplementedError for a result in a layout whose numbers would stay unrounded."""
+        kind, spec = _NESTED if out.is_nested else _MKLDNN if out.is_mkldnn else None, self.scope.specs.activation
+        if kind is not None and out.is_floating_point() and spec is not None and not spec.is_float32:
+            raise NotImplementedError(
+                f"Got a {kind[0]} from {call.name} at {self.scope.name or 'the top level'}, and its numbers cannot be "
+                f"rounded. Use {kind[1]}, or leave these modules in float32: Policy(overrides={{name: None}})."
+            )
+
     def hook(self, out: Tensor, site: str, operation: str, operands: tuple[Any, ...]) -> None:
-        """Have the gradient of a result rounded where it arrives."""
+        """Hook the gradient of a result, so that it is rounded where it arrives."""
         error = self.scope.specs.error
         if error is not None and (base_of(out) is None or has_history(out)):
             self._register(out, site, "error", error, operation, operands)
 
     def returned(self, out: Tensor) -> Tensor:
-        """An output that the model moved last, with its gradient rounded where it arrives.
-
-        There no numbers of it are added up yet. Inside of the model, the reader of a moved tensor rounds it.
-        """
+        """Return an output that the model moved last, with its gradient rounded where it arrives."""
+        # Here, before numbers of it are added up. Inside of the model, the reader of a moved tensor rounds it.
         error = self.scope.specs.error
         if error is None:
             return out
-        if has_transform():  # the transform's tensor has no mark
+        # The tensors of a transform carry no marks.
+        if has_transform():
             return out if is_wide_tensor(out) else self._straight_through(out, None, error)
         if format_of(out) == self.scope.activation:
             self._register(out, self.scope.site("returned"), "error", error, "returned", (out,))
@@ -410,7 +429,7 @@ class Roundings:
     ) -> None:
         scaling, traced = self.scope.listeners.scaling, type(out) is not Tensor and is_traced(out)
         if not (self._is_calibrated or traced or has_transform()):
-            # it takes a backward pass, and none should run in another, nor may in a transform
+            # Now, as it runs a small backward pass: not within another one, nor in a transform.
             calibrate_holders(object())
             self._is_calibrated = True
         if scaling is None:
@@ -429,19 +448,21 @@ _NESTED, _MKLDNN = ("nested tensor", "x.to_padded_tensor(0.0)"), ("tensor in mkl
 
 
 def values_of(copies: dict[Any, Copy]) -> dict[Any, Copy]:
-    """The rounding of a tensor's numbers, independent of their graph, and of transforms that have ended."""
-    with without_torch_function():  # the copies are in the format, and a mode would look whether they are
+    """Return the rounding of a tensor's numbers, independent of their graph, and of transforms that have ended."""
+    # The copies are in the format: a mode would check each of them again.
+    with without_torch_function():
         known = ((key, state, after_transforms(rounded)) for key, (state, rounded, _) in copies.items())
         return {key: (state, rounded.detach(), None) for key, state, rounded in known if rounded is not None}
 
 
 def _rounded_weight(spec: RoundingSpec, text: str, x: Tensor) -> Tensor:
-    """A rounded copy of a weight, without a gradient."""
+    """Return a rounded copy of a weight, without a gradient."""
     copy = rounded(x, spec)
     mark(copy, text)
     return copy
 
 
 def _is_sharded(x: Tensor) -> bool:
-    """True if `x` is a DTensor; without its import, which takes a second."""
+    """True if `x` is a DTensor."""
+    # By name: the import takes a second.
     return type(x) is not Tensor and any(c.__name__ == "DTensor" for c in type(x).__mro__)

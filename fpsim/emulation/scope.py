@@ -1,4 +1,4 @@
-"""Where the emulation is: the module that runs, its formats, and who observes or scales its tensors."""
+"""Scope of the emulation: the running module, its formats, and the observers and scalings of its tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 NO_SPECS = RoleSpecs()
-BACKWARD = "backward"  # the operation of an error that code of the model's own computes
+BACKWARD = "backward"  # the operation of an error that the model's own code computes
 # References by id. Weak: a hook keeps its scope alive, and a weight that was computed keeps the hook.
 Weights = Mapping[int, weakref.ref[Tensor]]
 _NO_WEIGHTS: Weights = {}
@@ -46,19 +46,19 @@ class Scaling(Protocol):
 
     Called in the forward pass, once for each tensor whose gradient will be rounded. Returns a function that the
     backward pass calls with the gradient before it is rounded, and with whether nobody else holds it. That function
-    gives log2 of the scale, an int64 tensor of one element on the gradient's device and within
+    returns log2 of the scale, an int64 tensor of one element on the gradient's device and within
     `scaling.log2_scale_limits`, or None for a scale of 1. A gradient always travels in its true size: to round at a
-    scale is to round `gradient * scale` and divide again. Where nobody else holds the gradient, the function may round
-    it in place at once, and says so with `mark_rounded`.
+    scale is to round `gradient * scale` and divide again. If nobody else holds the gradient, the function may round it
+    in place at once, and then calls `mark_rounded`.
 
     site: the site's name, "layer1.conv1:conv2d".
     role: "error" or "weight_grad"; "error" too for dy as an operand of a product, which is rounded as it enters, and
         "wgrad.dy" for a second copy of it where the weight gradient's product wants another format.
     spec: the rounding.
     operation: the name of the torch function that made the tensor; "weight" or "activation" for the rounded copy of an
-        operand; "output" for what leaves a module that computes in float32 inside; "function" for what a Function of
-        the model's own gives, unless it is what one operation in it has given; BACKWARD for an error that such code
-        computes in a backward pass, which runs: the function that comes back is called at once.
+        operand; "output" for the output of a module that computes in float32 inside; "function" for the result of an
+        autograd Function, unless it is that of one operation in it; BACKWARD for an error that the model's own code
+        computes in the running backward pass: then the returned function is called at once.
     operands: the arguments of the operation in the order of torch's own parameters, however they were passed; tensors
         are rounded. Of a rounded copy, the original. Of BACKWARD, log2 of the scale of the gradient that the error was
         computed from, or None.
@@ -71,25 +71,25 @@ class Scaling(Protocol):
 
 
 class Observer(Protocol):
-    """Sees tensors before and after they are rounded."""
+    """Receives tensors before and after they are rounded."""
 
     def wants(self, site: str, role: str) -> bool:
-        """Whether this call of the site is to be seen; asked once a call. What is not wanted costs nothing."""
+        """Return whether to observe this call of the site; called once a call, before anything is copied."""
         ...
 
     def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
-        """See one rounding. cut: how the tensor was cut into blocks, of a format whose numbers share scales."""
+        """Receive one rounding. cut: how the tensor was cut into blocks, in a format whose numbers share scales."""
         ...
 
 
 class Attended(NamedTuple):
-    """What is known of a tensor that was computed from q k^T.
+    """State tracked for a tensor that was computed from q k^T.
 
-    scores: what softmax was given, of weights that nothing changed since but dropout; else None.
-    keep: what dropout multiplied the weights by; None for nothing.
-    writes: how often the scores had been written to then.
+    scores: the input of softmax, for weights that only dropout has changed since; else None.
+    keep: the factors by which dropout multiplied the weights; None without dropout.
+    writes: the number of writes to the scores until then.
     is_turned: whether keys lie along the last axis but one.
-    own: how often the tensor itself had been written to when that was noted.
+    own: the number of writes to the tensor itself when it was tracked.
     """
 
     scores: Tensor | None
@@ -99,18 +99,19 @@ class Attended(NamedTuple):
     own: int = 0
 
     def of(self, x: Tensor) -> Attended:
-        """The same of a tensor, as long as nobody writes to it."""
+        """Return the same state for a tensor, valid while nobody writes to it."""
         return self._replace(own=0 if x.is_inference() else writes_to(x))
 
     def is_still(self, x: Tensor) -> bool:
-        """Whether nobody has written to the tensor since, through no view of it either."""
+        """True if nobody has written to the tensor since, through a view of it either."""
         return x.is_inference() or self.own == writes_to(x)
 
     def moved(self, move: Callable[[Tensor], Tensor], is_turned: bool | None = None) -> Attended:
-        """The same of weights that were moved so. is_turned: whether they are then; None for as before."""
+        """Return the state of weights after `move`. is_turned: whether they are turned then; None for as before."""
         if self.scores is None:
             return self
         scores, keep = move(self.scores), None if self.keep is None else move(self.keep)
+        # Moved scores may be a copy with a counter of its own: the difference of both keeps earlier writes in sight.
         writes = self.writes + writes_to(scores) - writes_to(self.scores)
         return Attended(scores, keep, writes, self.is_turned if is_turned is None else is_turned)
 
@@ -120,11 +121,11 @@ class Listeners:
 
     The histories are copied and pickled with it; observer, scaling, kept weights and attended tensors are not.
 
-    has_names: whether torch's name of a format may stand for it. Not where modules compute in several formats: the
-        least number of one, a mask, would be a number in another.
-    needs_cache: whether a call of the model in which no keys and values are stored is an error.
+    has_names: whether torch's name of a format may stand for it. Not if modules compute in several formats: the least
+        number of one, a mask, would be an ordinary number in another.
+    needs_cache: whether a call of the model that stores no keys and values is an error.
     rounds_few_bits_stochastically: whether the scaling fits each gradient to its format, and wants those of few bits
-        rounded stochastically where nobody named a rounding.
+        rounded stochastically if no rounding was named.
     """
 
     def __init__(self, histories: Histories | None = None, has_names: bool = True, needs_cache: bool = False) -> None:
@@ -137,7 +138,7 @@ class Listeners:
         self.histories = Histories() if histories is None else histories
 
     def watching(self, site: str, role: str) -> Observer | None:
-        """The observer, if there is one and it wants this call."""
+        """Return the observer, if there is one and it wants this call."""
         return self.observer if self.observer is not None and self.observer.wants(site, role) else None
 
     def __deepcopy__(self, memo: Any) -> Listeners:
@@ -148,12 +149,12 @@ class Listeners:
 
 
 class Plans(dict[Any, Any]):
-    """What is done with each function, by function. Made again where it is needed: a copy has none.
+    """Cache of the treatment of each function. A copy begins empty, and fills again.
 
-    backward: for code of the model's own in the backward pass, of activations (False) and of errors (True): their
-        specs, their mark, and the plans. A backward pass makes its scopes anew, and these would be made with them.
-    kernels: the policy's functions in the place of operations, by their names. Here, as each call makes a scope.
-    border: the place at which a fused module rounds, as it ends; None for any other module.
+    backward: for the model's own code in the backward pass, of activations (False) and of errors (True): their specs,
+        their mark, and the plans. Each backward pass makes new scopes, which share these.
+    kernels: the policy's functions that replace operations, by their names. Here, because each call makes a scope.
+    border: the scope in which a fused module rounds its output; None for any other module.
     """
 
     __slots__ = ("backward", "border", "kernels")
@@ -171,28 +172,28 @@ class Plans(dict[Any, Any]):
 
 
 class Scope:
-    """The module whose forward runs: its name, its formats, and the operations counted so far.
+    """The running module: its name, its formats, and the operations counted so far.
 
     name: as in model.named_modules().
     specs: the roundings by role.
     float32: operations whose results are not rounded.
     listeners: those of the model.
     weights: the tensors that stand in for parameters, of the model and of those around it.
-    wide: gathers the operations whose results were float32 on purpose, in the order they came.
-    products: how operands of products are quantised; None where they are not.
-    cache: how keys and values are rounded where a cache stores them; None where they are not.
+    wide: collects the operations whose results were float32 on purpose, in the order of their calls.
+    products: how operands of products are quantised; None if they are not.
+    cache: how keys and values are rounded when a cache stores them; None if they are not.
     dtype: torch's name of the activations' format, if it has one.
-    activation: the mark of a tensor in the activations' format; None where they have none.
-    weight: the mark of a weight's rounded copy; empty where weights are not rounded.
-    plans: what is done with each function that was called, shared by all calls of the module.
+    activation: the mark of a tensor in the activations' format; None if they have none.
+    weight: the mark of a weight's rounded copy; empty if weights are not rounded.
+    plans: treatment of each function that was called, shared by all calls of the module.
     rounds_nothing: whether every role is that of float32, and no operand is quantised.
     is_float32: whether every role is that of float32, in a model that is not of float64: its float64 is left alone.
-    is_float64: whether the model's own parameters are float64: its dtype then says nothing of what a call asks for.
-    write: given a parameter and what writes to it, does so; None where parameters take numbers as they are.
+    is_float64: whether the model's own parameters are float64: their dtype then does not tell float32 on purpose.
+    write: takes a parameter and a function that writes to it, and runs that; None if parameters take any number.
     errors: in the backward pass of a model's own code, knows which tensors depend on the incoming gradient; else None.
     is_in_step: whether gradients are kept although they are off, as within the forward of an autograd Function.
-    made: there, takes the operation of each result, and its operands, if a scaling wants to know; else None.
-    has_kernels: whether `plans` has kernels of the policy: a compiler that traces the mode cannot guard a look at them.
+    made: there, records the operation of each result and its operands, if a scaling asks for them; else None.
+    has_kernels: whether `plans` has kernels of the policy. Apart, as torch.compile cannot guard a look into `plans`.
     """
 
     __slots__ = (
@@ -223,7 +224,7 @@ class Scope:
         self.plans = Plans()
         self.counts: dict[str, int] = {}
         self.rounds_nothing = products is None and all(spec is None or spec.is_float32 for spec in specs)
-        self.is_float32, self.is_float64 = False, False  # of no model
+        self.is_float32, self.is_float64 = False, False  # set by `again`, which knows the model
         self.write: Callable[[Tensor, Callable[[], Any]], Any] | None = None
         self.errors: Any = None
         self.is_in_step = False
@@ -235,7 +236,8 @@ class Scope:
         if emulation.is_in_kernel or call.name not in self.plans.kernels:
             return NotImplemented
         emulation.is_in_kernel = True
-        emulation.scope = self.plans.border or self  # inside of a fused module nothing rounds
+        # Inside of a fused module nothing rounds: the function does so in the scope of the module's border.
+        emulation.scope = self.plans.border or self
         try:
             with emulation:
                 return self.plans.kernels[call.name](*args, **kwargs)
@@ -243,7 +245,8 @@ class Scope:
             emulation.scope, emulation.is_in_kernel = self, False
 
     def again(self, weights: Weights, wide: dict[str, None], is_float64: bool, kind: type[Scope] | None = None) -> Any:
-        """The same place in another call, with no operation counted yet. kind: of the new scope; None for a `Scope`."""
+        """Return the scope of another call of the module, with no operation counted yet. kind: its class, or None."""
+        # Without `__init__`: each call of each module makes one, and all that follows from the policy is known.
         scope = object.__new__(kind or Scope)
         scope.name, scope.specs, scope.float32, scope.listeners = self.name, self.specs, self.float32, self.listeners
         scope.products, scope.dtype, scope.plans, scope.cache = self.products, self.dtype, self.plans, self.cache
@@ -253,19 +256,27 @@ class Scope:
         scope.errors, scope.made, scope.is_in_step, scope.has_kernels = None, None, False, self.has_kernels
         return scope
 
+    def of_block(self, listeners: Listeners) -> Scope:
+        """Return the scope of a block of `emulate` with the same formats and plans, and with listeners of its own."""
+        scope: Scope = self.again(_NO_WEIGHTS, {}, False)
+        scope.listeners, scope.is_float32 = listeners, False
+        return scope
+
     def stands_in(self, x: Tensor) -> bool:
-        """Whether `x` stands in for a parameter. In each call: ask first whether `weights` has its id."""
+        """True if `x` stands in for a parameter. In each call: ask first whether `weights` has its id."""
+        # The id may have been that of a tensor that is gone.
         reference = self.weights.get(id(x))
         return reference is not None and reference() is x
 
     def site(self, operation: str) -> str:
-        """A name for the next call of `operation`: 'layer1.conv1:conv2d', the second one ':conv2d_1'."""
+        """Return a name for the next call of `operation`: 'layer1.conv1:conv2d', the second one ':conv2d_1'."""
         seen = self.counts.get(operation, 0)
         self.counts[operation] = seen + 1
         return f"{self.name}:{operation}_{seen}" if seen else f"{self.name}:{operation}"
 
     def repeated(self, times: int) -> Iterator[int]:
-        """The passes of a loop, each with the sites of the first."""
+        """Yield the passes of a loop, each with the sites of the first."""
+        # A recurrent layer has one site for all time steps, however long the sequence is.
         before = dict(self.counts)
         for i in range(times):
             self.counts = dict(before)
@@ -273,10 +284,10 @@ class Scope:
 
 
 class BackwardScope(Scope):
-    """The same place in a backward pass, where code of the model's own runs: the sites have the name of that too.
+    """Scope of the model's own code in a backward pass: the names of sites contain the code's name, too.
 
-    Results are activations, whose gradients are rounded as in the forward pass, or else errors, and then `specs` has
-    their rounding in the place of that of activations.
+    Results are activations, whose gradients are rounded as in the forward pass, or errors: then `specs` has their
+    rounding as that of activations.
     """
 
     __slots__ = ("label",)
@@ -287,7 +298,7 @@ class BackwardScope(Scope):
 
 
 def in_backward(scope: Scope, label: str, errors: Any, is_of_errors: bool) -> BackwardScope:
-    """`scope` in a backward pass. label: what the code is called. errors, is_of_errors: as of the scope's class."""
+    """Return `scope` in a backward pass. label: the name of the code. errors, is_of_errors: as of the scope's class."""
     made: BackwardScope = scope.again(scope.weights, {}, scope.is_float64, BackwardScope)
     made.has_kernels = False
     made.label, made.errors, made.is_in_step, made.is_float32 = label, errors, True, scope.is_float32
@@ -299,18 +310,19 @@ def in_backward(scope: Scope, label: str, errors: Any, is_of_errors: bool) -> Ba
 
 
 def _formats_in_backward(scope: Scope, is_of_errors: bool) -> tuple[RoleSpecs, str | None]:
-    """The specs, and the mark of what is known to be in the activations' format."""
+    """Return the specs, and the mark of tensors in the activations' format."""
     if not is_of_errors:
         return scope.specs, scope.activation
     specs = scope.specs._replace(activation=scope.specs.error, error=None)
-    # where the two differ, nothing is known to be in the format: what is no error is brought into the other one
+    # If the two formats differ, no mark counts: an activation that meets an error is brought into the error's format.
     is_one = specs.activation is not None and specs.activation.text == scope.activation
     return NO_SPECS if specs == NO_SPECS else specs, scope.activation if is_one else None
 
 
 def make_scope(name: str, policy: Policy, listeners: Listeners) -> Scope:
-    """The scope of a module under its policy."""
+    """Return the scope of a module under its policy."""
     specs, border = policy.specs(), None
+    # A fused module computes in float32 inside; its output is rounded in a second scope, as it ends.
     if policy.fused:
         border = make_scope(name, replace(policy, fused=False), listeners)
         specs = specs._replace(activation=None, error=None)
@@ -322,7 +334,7 @@ def make_scope(name: str, policy: Policy, listeners: Listeners) -> Scope:
 
 class _Active(threading.local):
     emulation: Any = None  # the mode that is entered in this thread
-    stand_ins: Mapping[int, Tensor] | None = None  # of a program that is made: what stands in for which tensor, by id
+    stand_ins: Mapping[int, Tensor] | None = None  # by the id of the tensor that each replaces, while a program is made
 
 
 active = _Active()

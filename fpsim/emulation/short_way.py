@@ -1,9 +1,9 @@
 """The short way of a call: plain tensors whose formats are known, and nobody who watches it.
 
 Most calls of a model are of this kind, and a small model spent its time on questions that all of them answer alike.
-What can be asked of a function under a policy is asked once, and kept as its plan. A plan that does not fit the
-arguments of a call says so before it has done anything; the call takes the long way through `mode` then, which knows
-every case and gives the same.
+The questions about a function under a policy are asked once, and cached as its plan. A plan that does not fit the
+arguments of a call returns NotImplemented before it has done anything: the call then takes the long way through `mode`,
+which knows every case and computes the same.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _SEQUENCES = (list, tuple, torch.Size)
 
 
 class Plan:
-    """What is done with one function in the modules of one policy.
+    """Treatment of one function in the modules of one policy.
 
-    run: does it, given the plan, the mode, the function and its arguments; gives NotImplemented for what does not fit.
-        None where every call takes the long way.
+    run: runs it, given the plan, the mode, the function and its arguments; returns NotImplemented for arguments that do
+        not fit. None if every call takes the long way.
     rounds: which operands are brought into their formats.
-    scales: whether a mask may be lost where a tensor is multiplied by a number.
+    scales: whether a mask may be lost when a tensor is multiplied by a number.
     is_product: whether its operands may be those of products.
-    casts_integers: whether tensors of integers beside numbers of the format, if not of one element, are cast to it.
-    asks: whether it matters who sees the call, packs what it saves, or makes it a part of something else.
-    shortest: how it is done where no graph is made, of what fits; None for nothing.
-    may_write: whether it writes to its first argument, if it is told to.
+    casts_integers: whether integer tensors next to numbers of the format, if not of one element, are cast to it.
+    asks: whether modes, hooks of saved tensors and a running step of an optimizer matter to it.
+    shortest: the way of calls without a graph, if they fit; or None.
+    may_write: whether it has an argument that makes it write to its first one.
     """
 
     __slots__ = ("asks", "call", "casts_integers", "is_product", "may_write", "rounds", "run", "scales", "shortest")
@@ -61,7 +61,8 @@ class Plan:
 
 
 def by_short_way(emulation: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an emulated call gives; NotImplemented, and nothing done, for a call that has to take the long way."""
+    """Return the result of an emulated call; NotImplemented, with nothing done, for one that needs the long way."""
+    # Keyed by the function alone: plans belong to one policy, as the scopes of a module's calls share them.
     scope = emulation.scope
     plan = scope.plans.get(function)
     if plan is None:
@@ -69,6 +70,7 @@ def by_short_way(emulation: Any, function: Callable[..., Any], args: tuple[Any, 
     run, shortest = plan.run, None if is_grad_enabled() else plan.shortest
     if run is None and shortest is None:
         return NotImplemented
+    # With a process group the caller may be torch's sharding, which only the long way looks for.
     if plan.asks and not (emulation.step is None and is_unwatched() and not has_process_group()):
         return NotImplemented
     if shortest is not None:
@@ -79,15 +81,17 @@ def by_short_way(emulation: Any, function: Callable[..., Any], args: tuple[Any, 
         return NotImplemented
     try:
         return run(plan, emulation, function, args, kwargs)
-    except ContainerError as error:  # of a TypeError, an operator makes "unsupported operand"
+    # As in `mode`: a TypeError in an operator would become "unsupported operand".
+    except ContainerError as error:
         raise RuntimeError(str(error)) from None
 
 
 def _way_of(scope: Scope, call: Call) -> Callable[..., Any] | None:
-    """Which of the ways below is that of a function's calls."""
+    """Return the way below that a function's calls take; None for the long way."""
     action, is_product = call.action, has_products(scope, call.name)
+    # The long way tracks which tensors come from q k^T.
     if scope.products is not None and scope.products.points is not None and action is not Action.PASS:
-        return None  # which tensors come from q k^T is noted on the long way
+        return None
     if type(call) is not Call or call.in_place or action not in (Action.PASS, Action.MOVE, Action.COMPUTE):
         return None
     if call.name in scope.plans.kernels:
@@ -104,16 +108,16 @@ def _way_of(scope: Scope, call: Call) -> Callable[..., Any] | None:
     return None if call.is_view or call.may_renormalise or is_promoted_otherwise else _computed
 
 
-# The ways. Each is what `mode` and `roundings` do of such a call, in their order.
+# The ways. Each does what `mode` and `roundings` do for such a call, in their order.
 
 
 def _left(plan: Plan, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call that is left as it is: `x.shape`, or any where nothing is rounded."""
+    """Run a call that is left as it is: `x.shape`, or any call if nothing is rounded."""
     return NotImplemented if kwargs else func(*args)
 
 
 def _moved(plan: Plan, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is moved of tensors that were computed here, all in one format, is in that format."""
+    """Run a call that moves results of this emulation, all in one format: its results are in that format."""
     call = plan.call
     if (kwargs or plan.may_write) and not _are_words(call, args, kwargs):
         return NotImplemented
@@ -135,7 +139,7 @@ def _moved(plan: Plan, emulation: Any, func: Callable[..., Any], args: tuple[Any
 def _computed(
     plan: Plan, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The result is rounded, or it is float32 on purpose where all operands are."""
+    """Run a call that computes: round its result, or mark it as float32 on purpose if all operands are."""
     call, scope, values, wide = plan.call, emulation.scope, args, 0
     if kwargs:
         if kwargs.get("out") is not None or (call.is_squared_difference and kwargs.get("reduction") == "none"):
@@ -144,8 +148,8 @@ def _computed(
     if plan.may_write and call.writes_to_first(args, kwargs):
         return NotImplemented
     places: list[int] = []  # of the floating tensors
-    integers: list[int] = []  # of those that are brought into the format beside them
-    unknown: list[tuple[int, str | None]] = []  # of those that are not known to be in the format, with what is known
+    integers: list[int] = []  # of the integer tensors that are cast to the format
+    unknown: list[tuple[int, str | None]] = []  # of those that are not known to be in the format, with their mark
     for i, x in enumerate(values):
         kind = type(x)
         if kind is Tensor or kind is nn.Parameter:
@@ -158,7 +162,8 @@ def _computed(
             elif x.is_floating_point() or x.is_complex():
                 return NotImplemented
             elif call.promotes and x.dtype is not torch.bool:
-                if not plan.casts_integers or x.numel() == 1 or i >= len(args):  # by name it may be no operand
+                # Given by name, an integer tensor may be an index or a count, which the long way can tell.
+                if not plan.casts_integers or x.numel() == 1 or i >= len(args):
                     return NotImplemented
                 integers.append(i)
         elif kind not in WORDS and (kind not in _SEQUENCES or any(isinstance(item, Tensor) for item in x)):
@@ -182,7 +187,7 @@ def _rounded(
     plan: Plan, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
     values: tuple[Any, ...], places: list[int], unknown: list[tuple[int, str | None]], integers: list[int],
 ) -> Any:  # fmt: skip
-    """The result in the format, of operands in the format. values: of the arguments, those given by name last."""
+    """Return the rounded result of operands in the format. values: of the arguments, those given by name last."""
     call, scope, originals = plan.call, emulation.scope, values
     if unknown or integers:
         if unknown and is_float32_island(emulation.autocast_depth):
@@ -205,13 +210,14 @@ def _rounded(
     out = func(*args, **kwargs)
     if masks is not None:
         out = keep_masks(out, masks)
-    if type(out) is Tensor:  # new, and so neither a negative view nor zeros without memory
+    # `is_plain` is not asked again: a new tensor is neither a negative view nor zeros without memory.
+    if type(out) is Tensor:
         return emulation.round_result(out, call, operands, floats, None, None, out.is_cpu or out.is_cuda)
     return emulation.round_results(out, call, operands, floats, None)
 
 
 def _are_words(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether no argument that was given by name is a tensor, and none is written to."""
+    """True if no argument that was given by name is a tensor, and none is written to."""
     for x in kwargs.values():
         if type(x) not in WORDS:
             return False
@@ -219,15 +225,15 @@ def _are_words(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 
 def _has_role(scope: Scope, x: Tensor) -> bool:
-    """Whether a tensor has the role of a weight, as in `Roundings.operand`."""
+    """True if a tensor has the role of a weight, as in `Roundings.operand`."""
     is_one = type(x) is nn.Parameter or getattr(x, "_fpsim_weight", False)
     return is_one or (id(x) in scope.weights and scope.stands_in(x))
 
 
 def _one_format_of(scope: Scope, args: Sequence[Any], promotes: bool) -> str | None:
-    """The activations' format or WIDE, where all floating tensors are in it and no weights; else None, "" for none.
+    """Return the activations' format or WIDE, if all floating tensors are in it and no weights; else None.
 
-    promotes: whether integers beside them are brought into it, which takes the long way.
+    Returns "" without such tensors. promotes: whether integers next to them are cast to it, by the long way.
     """
     found = ""
     for x in args:

@@ -1,4 +1,4 @@
-"""Optimizers' steps inside of an emulation: a step stays one in float32 on the master weights."""
+"""Optimizers' steps inside of an emulation, which stay float32 steps on the master weights."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ __all__ = ["Step", "note_emulated", "watch_steps"]
 
 
 class Step:
-    """A step of an optimizer that runs.
+    """Running step of an optimizer.
 
     frame: of the code that runs it.
-    scope: where the emulation was.
+    scope: of the emulation when the step began.
     """
 
     def __init__(self, frame: Any, scope: Scope) -> None:
         self._frame, self._scope, self._is_paused = frame, scope, False
 
     def is_running(self, scope: Scope) -> bool:
-        """True if a call in this scope is one of the step's: not of a model that its closure runs."""
+        """True if a call in this scope belongs to the step, and not to a model that its closure runs."""
+        # The frame is asked, since no hook runs where a step raises an error.
         return scope is self._scope and not self._is_paused and _is_executing(self._frame)
 
     def paused(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """The closure of a step, which computes the loss again: it is emulated."""
+        """Return the closure of a step, with emulation on while it computes the loss again."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._is_paused = True
@@ -49,21 +50,22 @@ _emulated: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def note_emulated(optimizer: Optimizer) -> None:
-    """The steps of this optimizer are emulated themselves, wherever they run."""
+    """Leave the steps of an optimizer alone that emulates each of their operations itself."""
     _emulated.add(optimizer)
 
 
 @cache
 def watch_steps() -> None:
-    """From here on, steps of optimizers that run inside of an emulation are left in float32."""
+    """Register hooks, once in a process, that leave steps of optimizers inside of an emulation in float32."""
     register_optimizer_step_pre_hook(_begin)
     register_optimizer_step_post_hook(_end)
 
 
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # `write` is set in the scope of an optimizer in whose step each operation is rounded.
     emulation = active.emulation
     if emulation is None or emulation.scope.write is not None or optimizer in _emulated:
-        return None  # nobody's, or of an optimizer in whose step each operation is rounded
+        return None
     warnings.warn(
         "An optimizer's step ran inside of fpsim.emulate(...). It stays a float32 step on the master weights. Put it "
         "outside of the block; fpsim.quantize_optimizer(optimizer, update) stores weights and states in few bits.",
@@ -83,11 +85,12 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         active.emulation.forget_operands()
 
 
+# The code of the wrapper that torch puts around `step`; a subclass's own step may have any name and file.
 _STEP_WRAPPER = next(c for c in Optimizer.profile_hook_step.__code__.co_consts if isinstance(c, types.CodeType))
 
 
 def _running_step() -> Any:
-    """The frame of the optimizer's `step` that calls a hook before it; asked by the hook."""
+    """Return the frame of the wrapper around the optimizer's `step`; called by a hook that the wrapper runs."""
     frame: Any = inspect.currentframe()
     while frame.f_back is not None and frame.f_code is not _STEP_WRAPPER:
         frame = frame.f_back
@@ -96,6 +99,7 @@ def _running_step() -> Any:
 
 def _is_executing(frame: Any) -> bool:
     """True if a frame has not returned or raised yet; the variables of one that has are dropped."""
+    # `clear` raises for a frame that is still executing: the only public way to ask.
     try:
         frame.clear()
     except RuntimeError:

@@ -1,6 +1,6 @@
-"""A trace: each torch call of a model's step, with the calls that it reads from, the module it is in, and its gradient.
+"""Traces of a model's step: each torch call, with the calls that it reads from, its module, and its gradient.
 
-It sees a plain model, one under autocast, and a quantised one, and changes none of their numbers.
+A trace sees a plain model, one under autocast, and a quantised one, and changes none of their numbers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ TO_INTEGERS = frozenset("long int short char byte".split()) | CAST_NAMES  # if t
 
 
 class Operation:
-    """One torch call whose result is a floating-point tensor; or a parameter (no call).
+    """A torch call whose result is a floating-point tensor; or a parameter (no call).
 
     site: "blocks.0.widen:linear", the module's name and the operation, the second one of a module call ":linear_1"; the
         name of a parameter. A module that is called again has the sites of its first call.
@@ -65,15 +65,13 @@ class Operation:
     call: how many calls of this site came before.
     index: the n-th call of a torch function in the trace, the same in each run of the same step; -1 for a parameter.
     caller: the module that called `module`.
-    computes: whether it computes its values; views, copies and selections give values that went in.
-    sources: what gave each operand, in the order of its arguments; None for what came from outside.
+    computes: whether it computes its values; views, copies and selections return values that went in.
+    sources: the operation that made each operand, in the order of its arguments; None for an operand from outside.
     parents: the same without None, each once.
     children: those that read its result.
     """
 
-    __slots__ = (
-        *("call", "caller", "children", "computes", "index", "module", "name", "notes", "parents", "site", "sources"),
-    )
+    __slots__ = tuple("call caller children computes index module name notes parents site sources".split())
 
     def __init__(
         self, site: str, module: str, name: str, call: int, computes: bool, sources: list[Operation | None]
@@ -91,18 +89,18 @@ class Operation:
 
     @property
     def origin(self) -> Operation:
-        """The operation that computed these values: itself, or the one behind a chain of views."""
+        """Operation that computed these values: itself, or the one behind a chain of views."""
         at = self
         while not at.computes and len(at.parents) == 1 and at.parents[0].name != "parameter":
             at = at.parents[0]
         return at
 
     def all_behind(self) -> dict[int, Operation]:
-        """This operation and all that it follows from, by their ids."""
+        """Return this operation and all that it follows from, by their ids."""
         return _reached(self, "parents")
 
     def all_ahead(self) -> dict[int, Operation]:
-        """This operation and all that read its result, near or far, by their ids."""
+        """Return this operation and all that read its result, near or far, by their ids."""
         return _reached(self, "children")
 
 
@@ -117,13 +115,13 @@ def _reached(start: Operation, way: str) -> dict[int, Operation]:
 
 
 class Visitor(Protocol):
-    """Sees the operations of a trace."""
+    """Receives the operations of a trace."""
 
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
         """Visit the result of an operation; operands are the floating-point tensors among its arguments."""
 
     def backward(self, operation: Operation, gradient: Tensor) -> None:
-        """A gradient reached the result of an operation, or a parameter."""
+        """Visit a gradient that reached the result of an operation, or a parameter."""
 
 
 BACKWARD = (Tensor.backward, torch.autograd.backward)
@@ -131,22 +129,22 @@ Edit = Callable[[int, Call, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Trace:
-    """Traces the calls of `model`; while it runs a step those of its parts too, and of code outside of it: the loss.
+    """Trace of the calls of `model`; while it runs a step, also of its parts, and of code outside of it: the loss.
 
     model: any module.
-    visitor: is told of each operation.
+    visitor: receives each operation.
     emulated: whether the model is quantised.
-    verb: the public function that traces, in what users are told.
-    is_due: asked at each call of the model, whether to trace it. None traces each that comes from one thread.
-    is_part_due: the same of a part that a step calls by itself.
-    edit: runs each torch function instead of the trace, to try what another argument or dtype would change.
-    on_call: is given what went into each traced call of the model, and its result.
+    verb: the public function that traces, for messages.
+    is_due: returns at each call of the model whether to trace it. None traces all that come from one thread.
+    is_part_due: the same for a part that a step calls by itself.
+    edit: runs each torch function instead of the trace, to try the effect of another argument or dtype.
+    on_call: receives the arguments of each traced call of the model, and its result.
     needs_numbers: whether a result that is meta or fake is an error.
-    keeps: asked of an operand that a call is about to write to, whether the visitor needs its values before.
+    keeps: returns whether the visitor needs the values of an operand that a call is about to write to.
     on_backward: runs `Tensor.backward` and `torch.autograd.backward`, instead of the trace.
-    on_integers: is given the operation whose result a call casts to integers, and these.
-    arguments: of the call that the visitor is being told of, as it read them.
-    running: the name of the function that runs.
+    on_integers: receives the operation whose result a call casts to integers, and these.
+    arguments: of the call that the visitor receives, as the call read them.
+    running: the name of the running function.
     """
 
     def __init__(
@@ -170,7 +168,7 @@ class Trace:
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self._index, self.running = -1, ""
         self.operations: list[Operation] = []
-        self.results = WeakTensorKeyDictionary()  # {tensor: the Operation that gave it}
+        self.results = WeakTensorKeyDictionary()  # {tensor: the Operation that made it}
         self.inside = 0  # the calls of the model that are being traced
         self.is_installed = False
         self._frames: list[tuple[str, dict[str, int]]] = [("", {})]  # the modules that run, and their calls so far
@@ -186,7 +184,7 @@ class Trace:
         self.is_alone = False  # whether it runs a step, which no other thread may trace meanwhile
 
     def install(self) -> None:
-        """Trace the calls of the model from here on, until `remove`."""
+        """Trace the calls of the model until `remove`."""
         take_off_leftovers()
         try:
             self.is_installed = True
@@ -196,20 +194,18 @@ class Trace:
             raise
 
     def remove(self) -> None:
-        """Stop tracing, also within a running call; pending gradients are still seen."""
+        """Stop tracing, also within a running call; the visitor still receives pending gradients."""
         self.is_installed = False
         not_around_calls(self.model, self._model_called)
         self.clear()
 
     def run(self, step: Callable[[], T], sees_outside: bool = True) -> T:
-        """Run `step`, and trace the calls outside of the model too, unless that is not wanted. Returns its result.
-
-        A step may call the parts of a model one by one, `model.encode(x)` or `gan["d"](gan["g"](z))`: each of them is
-        then traced as the model is, under its own name.
-        """
+        """Run `step`, and trace the calls outside of the model too, if `sees_outside`. Returns its result."""
 
         def outside(undo: Undo) -> T:
             undo.by(self._end_inner)
+            # A step may call the parts of a model one by one, `model.encode(x)` or `gan["d"](gan["g"](z))`: each is
+            # traced as the model is, under its own name.
             self._begin_inner()
             if sees_outside:
                 mode = _Outside(self)
@@ -220,9 +216,10 @@ class Trace:
         return undone(outside)
 
     def install_alone(self) -> None:
-        """As `install`, for a step of this thread. Raises RuntimeError where another thread runs one of this model."""
+        """Install for a step of this thread. Raises RuntimeError if another thread runs one of this model."""
         self.claim()
         self.is_alone = True
+        # Installed first, then compared: of two threads that begin at once, the later one finds the other.
         self.install()
         for other in who_is_around(self.model):
             trace = getattr(other, "__self__", None)
@@ -237,12 +234,12 @@ class Trace:
                 )
 
     def _take_names(self) -> None:
-        # Held: those that `functional_call` lends to the model die after it, and another tensor would get such an id.
+        # Kept alive: those that `functional_call` lends the model die after it, and a later tensor may get their ids.
         self._named = dict(self.model.named_parameters())
         self._names = {id(p): name for name, p in self._named.items()}
 
     def clear(self) -> None:
-        """Forget the operations so far; pending gradients of their results are still seen."""
+        """Drop the operations so far; the visitor still receives pending gradients of their results."""
         for hook in self._hooks:
             hook.remove()
         self.operations, self._calls, self._hooks = [], {}, []
@@ -290,7 +287,9 @@ class Trace:
         return self._entered("", call, args, kwargs)
 
     def _entered(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.emulated:  # the mode of the emulation goes below this one, and rounds nothing outside of modules
+        # The mode of the emulation goes below this one, which then sees results after they are rounded. Its policy
+        # rounds nothing outside of modules.
+        if self.emulated:
             scope = make_scope("", Policy(), Listeners())
             return run_entered(scope, self._traced, (name, call, args, kwargs), {})
         return self._traced(name, call, args, kwargs)
@@ -299,7 +298,7 @@ class Trace:
         def traced(undo: Undo) -> Any:
             undo.by(partial(self._end_call, self._frames[:1], len(self._inner)))
             self._begin_inner()
-            self._take_names()  # some may have been replaced
+            self._take_names()  # again: parameters may have been replaced
             self.inside, self._frames = 1, [*self._frames, (name, {})]
             mode = _Inside(self)
             undo.by(mode.end)
@@ -334,7 +333,8 @@ class Trace:
             return call(*args, **kwargs)
         if self.inside:
             return self._in_frame(name, call, args, kwargs)
-        if current_graph_task() >= 0 or not self.is_part_due():  # the operations that a checkpoint runs again were seen
+        # Within a backward pass a checkpoint runs operations again that were traced already.
+        if current_graph_task() >= 0 or not self.is_part_due():
             return call(*args, **kwargs)
         return self._entered(name, call, args, kwargs)
 
@@ -355,8 +355,9 @@ class Trace:
             if self.on_backward is not None and func in BACKWARD:
                 return self.on_backward(func, args, kwargs)
             return func(*args, **kwargs)
+        # Inside of a vmap no tensor has numbers to look at.
         if has_transform() and any(map(is_sample, tensors_in((*args, *kwargs.values())))):
-            return func(*args, **kwargs)  # inside of a vmap no tensor has numbers to look at
+            return func(*args, **kwargs)
         operands = [*_floats_in((*args, *(x for name, x in kwargs.items() if name != "out")))]
         sources = {id(x): self._origin(x) for x in operands}
         written = [*_floats_in(tuple(kind.written(args, kwargs)))]
@@ -394,11 +395,11 @@ class Trace:
         return f"{self._frames[-1][0]}:{self.running}"
 
     def read(self, x: Tensor) -> Tensor:
-        """The values of an operand when it was read, for the call that the visitor is shown."""
+        """Return the values that an operand had when the visited call read it."""
         return self._before.get(id(x), x)
 
     def _before_writes(self, operands: list[Tensor], written: list[Tensor]) -> dict[int, Tensor]:
-        """Copies of the operands that share memory with the target of a write, by id."""
+        """Return copies of the operands that share memory with the target of a write, by id."""
         if self.keeps is None:
             return {}
         with without_torch_function():
@@ -449,15 +450,16 @@ class Trace:
         thread = threading.get_ident()
         if operation.name != "parameter":
             self._backward_threads.add(thread)
+        # A gradient of another thread's backward pass through the same parameter.
         elif gradient.device.type == "cpu" and thread not in (self.owner.ident, *self._backward_threads):
-            return  # of another thread's backward pass through the same parameter
+            return
         self.visitor.backward(operation, gradient.detach())
 
 
 class _Inside(TorchFunctionMode):
-    """Sees the calls inside of the model, above the emulation: operands not yet rounded, results rounded.
+    """Mode that sees the calls inside of the model, above the emulation: operands unrounded, results rounded.
 
-    has_ended: whether its call is over; it is then to be found on no stack.
+    has_ended: whether its call is over. If it is on torch's stack still, `take_off_leftovers` removes it.
     """
 
     _fpsim_sees_bodies = True  # torch_modes.SEES_BODIES
@@ -485,7 +487,7 @@ class _Inside(TorchFunctionMode):
 
 
 class _Outside(_Inside):
-    """Sees the calls outside of the model."""
+    """Mode that sees the calls outside of the model."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -496,7 +498,7 @@ class _Outside(_Inside):
 
 
 def _of_each(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a function of lists of tensors that belong to the i-th ones."""
+    """Return the arguments of a function of lists of tensors that belong to the i-th ones."""
 
     def pick(value: Any) -> Any:
         return value[i] if isinstance(value, list | tuple) and i < len(value) else value
@@ -505,7 +507,7 @@ def _of_each(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
 
 
 def _mapped(value: Any, read: Callable[[Tensor], Tensor]) -> Any:
-    """A value with each tensor in it as it was read."""
+    """Return a value with each tensor in it as it was read."""
     if isinstance(value, Tensor):
         return read(value)
     if type(value) in (list, tuple):
@@ -520,18 +522,18 @@ def _floats_in(values: tuple[Any, ...]) -> Iterator[Tensor]:
                 yield x
 
 
-# Wrappers around a module's call, which also run code after it raises. In
-# this package, because `casts` looks for the code that called past the frames of the package.
+# Wrappers around a module's call. Not hooks: a forward hook does not run if the call raises. They are in this package
+# because `casts`, which looks for the calling code, skips the package's frames.
 
 # Runs a call: around(call, args, kwargs) returns call(*args, **kwargs).
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Surrounded:
-    """A module's call with those around it. Copies of the module are called as if this were not there.
+    """A module's call with its wrappers. Copies of the module are called without them.
 
-    arounds: who runs the call, the outermost last.
-    before: what stood there before.
+    arounds: the wrappers, the outermost last.
+    before: the former value of the slot.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -543,7 +545,8 @@ class _Surrounded:
         own = self.module()
         module = module_called() or own
         assert module is not None
-        if module is not own:  # a shallow copy, such as a replica of nn.DataParallel
+        # A shallow copy, such as a replica of nn.DataParallel.
+        if module is not own:
             return call_inside(module)(*args, **kwargs)
         call = call_inside(module) if self.before is None else self.before
         for around in (*self.arounds,):
@@ -562,9 +565,10 @@ def _run(around: Around, call: Callable[..., Any], /, *args: Any, **kwargs: Any)
 
 
 def around_calls(module: nn.Module, around: Around) -> None:
-    """Have calls of `module` run by `around`, outside of those who run them already, until `not_around_calls`."""
+    """Wrap the calls of `module` by `around`, outside of wrappers that it has, until `not_around_calls`."""
     attributes = vars(module)
-    while True:  # another thread may take the slot away meanwhile
+    # Repeated, since another thread may empty the slot meanwhile.
+    while True:
         surrounded = attributes.setdefault(CALL_SLOT, _Surrounded(module))
         if not isinstance(surrounded, _Surrounded):
             surrounded = attributes[CALL_SLOT] = _Surrounded(module)
@@ -575,7 +579,7 @@ def around_calls(module: nn.Module, around: Around) -> None:
 
 
 def not_around_calls(module: nn.Module, around: Around) -> None:
-    """End that; does nothing where it has ended."""
+    """Remove the wrapper `around` from the calls of `module`, if it is there."""
     attributes = vars(module)
     surrounded = attributes.get(CALL_SLOT)
     if not isinstance(surrounded, _Surrounded):
@@ -590,6 +594,6 @@ def not_around_calls(module: nn.Module, around: Around) -> None:
 
 
 def who_is_around(module: nn.Module) -> list[Around]:
-    """The wrappers of the calls of `module`, in the order in which they came."""
+    """Return the wrappers of the calls of `module`, in the order in which they came."""
     surrounded = vars(module).get(CALL_SLOT)
     return [*surrounded.arounds] if isinstance(surrounded, _Surrounded) else []

@@ -1,9 +1,9 @@
 """The shortest way of a call: under `torch.no_grad`, of tensors that such calls have made, and of weights.
 
-No gradient has a place then, so of all questions of the short way three are left: is each operand one that the format
-or float32 is known of, is nobody looking, and does the result lie in memory of its own? A token of a small model takes
-some three hundred calls, and one of them is shorter than the answers. Each way here is what `short_way`, `conversions`
-and `product_calls` do of such a call, in their order. A call that does not fit is left to them, and nothing done.
+No gradient has a place then, so that three questions of the short way are left: is the format of each operand known, is
+nobody observing, and does the result lie in memory of its own? A token of a small model takes some three hundred calls,
+many of which are shorter than the other questions. Each way here does what `short_way`, `conversions` and
+`product_calls` do for such a call, in their order. A call that does not fit is left to them, before anything is done.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from fpsim.torch_internals import base_of, share_storage, version_of
 
 __all__ = ["WORDS", "Way", "way_of"]
 
-# Kinds of arguments that hold no tensors. Not a dtype: it is asked what it stands for.
+# Types of arguments that hold no tensors. Not a dtype: it may stand for the format.
 WORDS = frozenset({int, float, bool, str, type(None), slice, type(...)})
 _SEQUENCES = (list, tuple, torch.Size)
 _Run = Callable[["Way", Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Product(NamedTuple):
-    """How the operands of linear layers are quantised.
+    """Quantisation of the operands of linear layers.
 
-    key: by which the quantised weight is kept.
+    key: of the quantised weight in the cache.
     flat: quantises x with its leading axes flattened.
-    whole: quantises x as it is; None where blocks lie in several tokens.
+    whole: quantises x as it is; None if blocks extend over several tokens.
     """
 
     key: Hashable
@@ -52,7 +52,7 @@ class _Product(NamedTuple):
 
 
 def _product_of(specs: ProductSpecs) -> _Product | None:
-    """None where more than the operands at hand is asked for."""
+    """Return the quantisation of linear layers; None if it depends on more than the operands at hand."""
     first, (side, side_of_weight) = specs.fprop[0], Linear.fprop
     key = key_of_product(specs, side_of_weight)
     if key is None or specs.accumulators is not None:
@@ -76,9 +76,9 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 class Way:
-    """How one function is run in the modules of one policy.
+    """Way in which the modules of one policy run a function.
 
-    run: gives NotImplemented for a call that does not fit.
+    run: returns NotImplemented for a call that does not fit.
     mark: of a new tensor in the activations' format.
     round_: rounds a new tensor to it, with -inf a number or a mask.
     """
@@ -95,7 +95,7 @@ class Way:
 
 
 def way_of(scope: Scope, call: Call, is_computed: bool, rounds: Rounds, scales: bool) -> Way | None:
-    """The way of a function's calls; None where it has none.
+    """Return the way of a function's calls; None if they need the short way or the long one.
 
     is_computed: whether the short way computes and rounds it, or moves it.
     rounds, scales: as of the short way's plan.
@@ -105,8 +105,9 @@ def way_of(scope: Scope, call: Call, is_computed: bool, rounds: Rounds, scales: 
         return None
     if type(call) is not Call or call.in_place or call.name in scope.float32 or call.name in scope.plans.kernels:
         return None
+    # The long way tracks which tensors come from q k^T.
     if scope.products is not None and scope.products.points is not None:
-        return None  # which tensors come from q k^T is noted on the long way
+        return None
     if call.action is Action.CAST:
         is_known = call.name in ("to", "float") and scope.dtype is not None
         return Way(scope, call, _cast, rounds, scales) if is_known else None
@@ -126,7 +127,7 @@ def way_of(scope: Scope, call: Call, is_computed: bool, rounds: Rounds, scales: 
 
 
 def _is_seen(scope: Scope) -> bool:
-    """Whether somebody looks at each rounding, or tensors are known to this one call alone."""
+    """True if somebody observes each rounding, or tensors have a role in this one call only."""
     if scope.weights or scope.listeners.observer is not None:
         return True
     return scope.made is not None or scope.errors is not None
@@ -137,7 +138,7 @@ def _is_usual_weight(x: Any) -> bool:
 
 
 def _moved(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is moved of tensors that were computed here, all in one format, is in that format."""
+    """Run a call that moves results of this emulation, all in one format: its results are in that format."""
     narrow, known, scope = way.mark, None, emulation.scope
     if scope.listeners.observer is not None or scope.weights:
         return NotImplemented
@@ -146,6 +147,7 @@ def _moved(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, 
             return NotImplemented
     for x in args:
         kind = type(x)
+        # `type(x) is Tensor` leaves out subclasses and parameters, which `isinstance` would let in.
         if kind is Tensor:
             one = alone_of(x, narrow)
             if one is None or (known is not None and known is not one):
@@ -174,7 +176,7 @@ def _moved(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, 
 
 
 def _computed(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result is rounded, or it is float32 on purpose where all operands are."""
+    """Run a call that computes: round its result, or mark it as float32 on purpose if all operands are."""
     scope, narrow, wide = emulation.scope, way.mark, 0
     if _is_seen(scope):
         return NotImplemented
@@ -213,6 +215,7 @@ def _computed(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[An
         return _left_wide(way, emulation, func(*args, **kwargs) if kwargs else func(*args))
     if not (floats or unknown) or (way.scales and len(floats) + len(unknown) == 1):
         return NotImplemented
+    # Where autocast is switched off, weights are used as they are.
     if (unknown or prepared is not args) and is_float32_island(emulation.autocast_depth):
         return NotImplemented
     for i in unknown:
@@ -223,7 +226,7 @@ def _computed(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[An
 
 
 def _left_wide(way: Way, emulation: Any, out: Any) -> Any:
-    """A result that is float32 on purpose: `let_results_be_wide`, where nobody observes it."""
+    """Mark a result as float32 on purpose: `let_results_be_wide`, if nobody observes it."""
     if type(out) is not Tensor or out.dtype is not torch.float32:
         emulation.let_results_be_wide(out, way.call)
         return out
@@ -237,13 +240,14 @@ def _left_wide(way: Way, emulation: Any, out: Any) -> Any:
 def _finished(
     way: Way, emulation: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[Tensor]
 ) -> Any:
-    """The result in the format: `round_result`, of what lies in new memory and needs no gradient."""
+    """Round a result: `round_result`, for a result in new memory without a gradient."""
     call = way.call
     is_new = type(out) is Tensor and out.dtype is torch.float32 and out.is_cpu and not out.requires_grad
     if not is_new or out.layout is not torch.strided:
         return emulation.round_results(out, call, (*args, *in_order(kwargs)), floats, None)
     address, is_inference = out.data_ptr(), out.is_inference()
-    if is_inference or base_of(out) is not None:  # of inference torch notes no bases
+    # Inference tensors have no base that would tell a view, and the addresses of a view and its base may differ.
+    if is_inference or base_of(out) is not None:
         is_new = not any(share_storage(out, x) for x in floats)
     else:
         for x in floats:
@@ -251,7 +255,8 @@ def _finished(
     if not is_new:
         return emulation.round_results(out, call, (*args, *in_order(kwargs)), floats, None)
     counts, name = emulation.scope.counts, way.name
-    counts[name] = counts.get(name, 0) + 1  # as of a site: the next call that is seen has its number
+    # As `Scope.site` counts, so that the next call that an observer sees has its number.
+    counts[name] = counts.get(name, 0) + 1
     if call.has_pole:
         way.round_[call.is_quotient and not isinstance(args[1], Tensor)](out, address)
     else:
@@ -264,7 +269,7 @@ def _finished(
 
 
 def _linear(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The product of a linear layer with quantised operands, and its result rounded."""
+    """Compute the product of a linear layer with quantised operands, and round its result."""
     scope, product = emulation.scope, way.product
     assert product is not None
     if kwargs or not 2 <= len(args) <= 3 or _is_seen(scope):
@@ -283,7 +288,8 @@ def _linear(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any,
     if bias is not None and (emulation.aliases.may_know(bias) or (bias := kept.find(bias, scope.weight)) is None):
         return NotImplemented
     if product.whole is not None and 2 <= x.dim() <= 3 and x.is_contiguous():
-        out = F.linear(product.whole(x), quantised, bias)  # the same call of BLAS as in the form, in fewer of torch
+        # The same call of BLAS as in the form, in fewer calls of torch.
+        out = F.linear(product.whole(x), quantised, bias)
     else:
         form = Linear(x, quantised)
         out = form.forward(product.flat(form.arrange(x)), quantised, bias)
@@ -291,7 +297,7 @@ def _linear(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any,
 
 
 def _cast(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x.to(torch.float32)`, and `x.to` of torch's name of the format: `conversions.cast` of tensors made here."""
+    """Run `x.to(torch.float32)`, or `x.to` the format's own dtype: `conversions.cast` for results of this emulation."""
     scope, narrow = emulation.scope, way.mark
     asked = torch.float32 if way.name == "float" else args[1] if len(args) == 2 else None
     is_wide, x = asked is torch.float32, args[0]
@@ -303,7 +309,8 @@ def _cast(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, .
     if known is (WIDE_MARK if is_wide else narrow):
         return x
     if is_wide:
-        out = x.clone()  # its mark is its own
+        # A copy, as `x.to` would return x itself, and the mark must not spread to it.
+        out = x.clone()
         emulation.mark_wide(out)
         return out
     if not x.is_cpu or x.is_neg():

@@ -1,4 +1,4 @@
-"""compare(model, a, b, batch): one batch under two policies, and where their results part."""
+"""compare(model, a, b, batch): run one batch under two policies, and find where their results diverge."""
 
 from __future__ import annotations
 
@@ -51,22 +51,24 @@ class Comparison(Rows):
         self.kl: float | None = None
 
     def begins(self, role: str = "activation") -> dict[str, Any] | None:
-        """The first row of a role with any error; None where both runs are equal."""
+        """Return the first row of a role with any error; None where both runs are equal."""
         require_word("role", role, ROLES)
         return next((row for row in self if row["role"] == role and row["relative"] != 0), None)
 
     def grows(self, role: str = "activation", by: float = GROWTH) -> dict[str, Any] | None:
-        """The first row of a role whose error is `by` times what entered the operation, and `by` times the first one.
+        """Return the first row of a role whose error is `by` times what entered, and `by` times the first error.
 
-        The first error is that of rounding one tensor to the format; None where no error grows so.
+        None where no error grows so much.
         """
         require_number("by", by, 1)
+        # The first error is that of rounding one tensor to the format. Errors of that size grow from nearly nothing at
+        # many operations, and say nothing about them.
         first = self.begins(role)
         least = math.inf if first is None else by * first["relative"]
         return next((r for r in self if r["role"] == role and _growth_of(r) >= by and r["relative"] >= least), None)
 
     def breaks(self, role: str = "activation") -> dict[str, Any] | None:
-        """The first row of a role that became inf; where none did, the first of which nothing is left, or None.
+        """Return the first row of a role that became inf; where none did, the first of which nothing is left, or None.
 
         Nothing is left where the error is at least 0.9 of the result, and less than half of that entered.
         """
@@ -92,6 +94,7 @@ class Comparison(Rows):
             if grown is not None:
                 change = f"{number(grown['entering'])} -> {number(grown['relative'])}"
                 lines.append(f"{words}: it first grows by {GROWTH:g} at {grown['site']} ({change})")
+        # The rows that grew most, printed in the order of the run.
         grown_most = sorted(range(len(self)), key=lambda i: -_growth_of(self[i]))[:SHOWN]
         cells = [[number(self[i][name]) for name in COLUMNS] for i in sorted(grown_most)]
         lines.append("fpsim.sensitivity says which modules cost most; fpsim.why, what makes a step fail.")
@@ -100,7 +103,7 @@ class Comparison(Rows):
     __repr__ = __str__
 
     def plot(self) -> Any:
-        """A figure: the relative error along the run, forward and backward; needs matplotlib."""
+        """Plot the relative error along the run, forward and backward; needs matplotlib."""
         from fpsim.insight.pictures import plot_errors
 
         return plot_errors(self)
@@ -191,7 +194,8 @@ def compare(
     [('0:linear', 'activation'), ('1:tanh', 'activation')]
     """
     require_module(model)
-    if _is_step(a) and not _is_step(batch):  # the form of the other tools: model, step, a, b
+    # The form of the other tools: model, step, a, b.
+    if _is_step(a) and not _is_step(batch):
         a, b, batch = b, batch, a
     require_memory(model)
     require_whole("draws", draws, 1, MOST_DRAWS)
@@ -200,8 +204,9 @@ def compare(
         raise ValueError(f"seed={shown(seed)} leaves no seeds for draws={draws}. Expected: a smaller one.")
     if loss is not None:
         require_callable("loss", loss, "lambda output: output.mean()")
+    # Raises for a value that is not a format before anything is run.
     for fmt in (a, b):
-        as_policy(fmt, model=model)  # raises for a value that is not a format
+        as_policy(fmt, model=model)
     run = _run_of(model, batch, loss)
     result = Comparison(("float32" if a is None else str(a), "float32" if b is None else str(b)))
     kept = _Kept()
@@ -225,8 +230,8 @@ def compare(
         losses.append(loss_b)
     if loss_a is not None and not math.isfinite(loss_a) and not any(map(math.isfinite, losses)):  # type: ignore[arg-type]
         raise ValueError(
-            f"The loss of {type(model).__name__} is {loss_a} in a and {losses[0]} in b, and neither can be blamed for "
-            f"the other. Use a model and data with a finite loss in a; fpsim.why(model, step) says where it breaks."
+            f"The loss of {type(model).__name__} is {loss_a} in a and {losses[0]} in b, which cannot be "
+            f"compared. Use a model and data with a finite loss in a; fpsim.why(model, step) says where it breaks."
         )
     result.extend(errors.rows())
     if loss_a is not None:
@@ -236,7 +241,8 @@ def compare(
 
 
 def _is_step(value: object) -> bool:
-    """True if a value is a step or a batch, and no format: those of NumPy are classes, which are callable too."""
+    """True if a value is a step or a batch rather than a format."""
+    # Formats of NumPy and ml_dtypes are classes, which are callable too.
     return isinstance(value, Tensor | tuple | list | Mapping) or (is_function(value) and not isinstance(value, type))
 
 
@@ -247,6 +253,7 @@ def _run_of(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) 
     """Return a function that runs the model in a format, seeded, under a visitor, and returns outputs and loss."""
     if is_function(batch):
         return partial(_run_step, model, as_step(model, batch, loss, "compare"))
+    # `_run_batch` quantises a copy for each run, and `quantize` takes a plain model.
     plain = dequantize(model) if any(True for _ in emulated_forwards(model)) else model
     return partial(_run_batch, plain, batch, loss)
 
@@ -254,7 +261,7 @@ def _run_of(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) 
 def _run_step(
     model: nn.Module, step: Callable[[], Any], fmt: FormatLike, seed: int, noise: int, visitor: Any
 ) -> tuple[None, float | None]:
-    """One run of a step that closes over the model: the model itself changes its formats meanwhile."""
+    """Run a step once and return its loss. It closes over the model, which switches its own formats meanwhile."""
 
     def run(undo: Undo) -> Any:
         preserve(model, undo)
@@ -276,7 +283,8 @@ def _run_batch(
     noise: int,
     visitor: Any,
 ) -> tuple[Tensor | None, float | None]:
-    """One forward pass of a copy, and a backward pass if there is a loss. Gives the outputs and the loss."""
+    """Run a copy forward, and backward if there is a loss; return the outputs and the loss."""
+    # The copy has the gradients of the model, to which those of this run must not be added.
     copy = quantize(model, fmt)
     copy.zero_grad()
 
@@ -296,6 +304,7 @@ def _run_batch(
 def _seeded(model: nn.Module, visitor: Any, step: Callable[[], T], seed: int, noise: int, undo: Undo) -> T:
     trace = traced(model, visitor, "compare", undo)
     seed_here(undo, seed, noise)
+    # A caller under no_grad compares gradients as well.
     undo.by(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
     torch.set_grad_enabled(True)
     return trace.run(step)
@@ -306,6 +315,7 @@ def _divergence(a: Tensor | None, b: Tensor | None) -> float | None:
     if a is None or b is None or a.dim() < 2 or a.shape[-1] < 2 or a.shape != b.shape:
         return None
     p, q = (x.double().log_softmax(-1) for x in (a, b))
+    # A class that `a` masks adds 0, as the limit of p log p does; computed, it would be 0 * inf.
     return float(torch.where(p.exp() > 0, p.exp() * (p - q), 0.0).sum(-1).mean())
 
 
@@ -347,14 +357,16 @@ class Errors:
 
         a, b: float64. numbers: the elements that are measured, all finite in `a`; the others mask, or are broken.
         """
+        # Equal infinities have no difference, but inf - inf is NaN.
         change = torch.where(a == b, 0.0, b - a)[numbers].square().sum()
         self._norms[key] = float(a[numbers].norm())
+        # A NaN in `b` is an infinite error, which a comparison with NaN would let through.
         self._squares[key] = self._squares.get(key, 0.0) + float(change.nan_to_num(nan=math.inf, posinf=math.inf))
 
     def relative(self, key: Key) -> float | None:
-        """The relative error: inf where the first run has zeros alone, or the other one is not finite.
+        """Return the relative error; None if it was not measured.
 
-        None if it was not measured.
+        It is inf where the first run has zeros alone and the other one has not, or the other one is not finite.
         """
         if key not in self._norms:
             return None
@@ -362,7 +374,7 @@ class Errors:
         return change / norm if norm else (math.inf if change else 0.0)
 
     def entering(self, operation: Operation, role: str = "activation") -> float:
-        """The largest error among an operation's operands; of a gradient, of the gradients that it is made of."""
+        """Return the largest error among an operation's operands; for a gradient, among those it is made of."""
         is_forward = role == "activation"
         near, its_role = (operation.parents, role) if is_forward else (operation.children, "error")
         return max((self.relative(key_of(o, its_role)) or 0.0 for o in near), default=0.0)
@@ -390,7 +402,8 @@ class _Measured(Errors):
         if a is None or a.shape != b.shape:
             return
         x, y = a.detach().double(), b.detach().double()
-        finite = x.isfinite() & (x.abs() != torch.finfo(a.dtype).max)  # which is a mask, and no number
+        # The largest number of the dtype masks: it would hide the size of all others.
+        finite = x.isfinite() & (x.abs() != torch.finfo(a.dtype).max)
         self.add(key, x, y, finite)
         x, known = torch.where(finite, x, 0.0), torch.where(y.isfinite(), y, 0.0)
         sums = self.sums.setdefault(key, {"cosine": 0.0, "mean": 0.0, "squares": 0.0, "amax_b": 0.0})
@@ -405,8 +418,10 @@ class _Measured(Errors):
         self.operations[key] = operation
 
     def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield a row for each result and gradient of the last run, in its order."""
         for key in self.order:
             operation, role = self.operations[key], key[-1]
+            # A view repeats the error of its operand. A parameter computes nothing either, but its gradient counts.
             if not operation.computes and role != "weight_grad":
                 continue
             relative, sums = self.relative(key), self.sums[key]
@@ -429,6 +444,7 @@ class _Measured(Errors):
         if self.draws == 1:
             return {"bias": None, "snr": None}
         mean = float(sums["mean"].norm())
+        # Rounding of the sums may leave the difference below 0 where all draws are equal.
         deviation = math.sqrt(max(sums["squares"] - mean * mean, 0.0))
         bias = float((sums["mean"] - sums["a"]).norm())
         return {

@@ -27,9 +27,9 @@ __all__ = ["Diagnosis", "diagnose"]
 
 ELSEWHERE = "fpsim.why(model, step) looks at optimizers, lost gradients and lost updates too."
 SHOWN = 12  # rows of a printed table
-CAME_IN = ("input", "parameter", "buffer")  # roles of tensors that were not finite before anything was computed
-AFTER = ("the parameter", "the buffer", "the gradient that is kept in")  # and of those that are not finite afterwards
-LEAST_SCALE, MOST_SCALE = -60, 60  # log2, between which a scale is looked for
+CAME_IN = ("input", "parameter", "buffer")  # roles of tensors that were not finite before the step
+AFTER = ("the parameter", "the buffer", "the gradient that is kept in")  # roles of those that are not after it
+LEAST_SCALE, MOST_SCALE = -60, 60  # log2 of the scales that are searched
 
 
 class Diagnosis(Rows):
@@ -86,7 +86,7 @@ class Diagnosis(Rows):
     __repr__ = __str__
 
     def plot(self) -> Any:
-        """A figure: the amax of all results and gradients, and where they are not finite; needs matplotlib."""
+        """Plot the amax of all results and gradients, and where they are not finite; needs matplotlib."""
         from fpsim.insight.pictures import plot_ranges
 
         return plot_ranges(self.run, self.cause)
@@ -150,6 +150,7 @@ def diagnose(
         raise nothing_ran(model, "diagnose")
     result = Diagnosis()
     result.extend(seen.told(event, operation) for event, operation in seen.broken)
+    # A saturated number is finite, and the step goes on with it. An inf or NaN that comes later is the cause.
     of_cause = next((pair for pair in seen.broken if pair[0]["kind"] != "saturation"), next(iter(seen.broken), None))
     if of_cause is not None:
         result.cause, operation = seen.told(*of_cause), of_cause[1]
@@ -170,6 +171,7 @@ def diagnose(
 
 
 def _looked_at(model: nn.Module, seen: Seen) -> str:
+    """Describe the checks that were made."""
     arrived = {operation.site for operation in seen.gradients if operation.name == "parameter"}
     results = len(seen.gradients) - len(arrived)
     return (
@@ -179,6 +181,7 @@ def _looked_at(model: nn.Module, seen: Seen) -> str:
 
 
 def _read_forward(operation: Operation) -> Rows:
+    """Return rows of the tensors that an operation read."""
     rows, ranges = Rows(), operation.notes.get("operands", ())
     names = operation.notes.get("names", ["(from outside)"] * len(operation.sources))
     for source, name, read in zip(operation.sources, names, ranges, strict=False):
@@ -188,9 +191,10 @@ def _read_forward(operation: Operation) -> Rows:
 
 
 def _read_backward(operation: Operation) -> Rows:
-    """Rows of the tensors that a result's gradient is computed from: its readers' gradients and operands."""
+    """Return rows of the tensors that a result's gradient is computed from: its readers' gradients and operands."""
     rows = Rows()
     for child in operation.children:
+        # Through views to the operations that compute with them.
         if not child.computes:
             rows.extend(_read_backward(child))
         elif "gradient" in child.notes:
@@ -200,7 +204,7 @@ def _read_backward(operation: Operation) -> Rows:
 
 
 def _chain(operation: Operation, loss: Operation | None) -> Rows:
-    """Rows of the operations from one to the loss."""
+    """Return rows of the operations from one to the loss."""
     rows = Rows()
     for at in way_to(loss, operation):
         if at.computes or at is operation or at is loss:
@@ -216,6 +220,7 @@ def _run(model: nn.Module, step: Callable[[], object]) -> Seen:
         trace = traced(model, seen, "diagnose", undo)
         preserve(model, undo)
         trace.run(step)
+        # Only then: an inf or NaN that arose in the step is in its gradients as well.
         if not seen.broken:
             seen.afterwards(model)
 
@@ -223,13 +228,10 @@ def _run(model: nn.Module, step: Callable[[], object]) -> Seen:
     return seen
 
 
-# The scale of a GradScaler
-
-
 def _scales(
     model: nn.Module, step: Callable[[], object], scaler: torch.amp.GradScaler, state: dict[str, Any]
 ) -> tuple[tuple[float, float | None], Rows]:
-    """The scale and the largest power of two that fits; and the largest that fits each gradient, the least first."""
+    """Return a scaler's scale and the largest power of two that fits, and rows of those that fit each gradient."""
 
     def at(log2_scale: int) -> Seen:
         scaler.load_state_dict({**state, "scale": math.ldexp(1.0, log2_scale)})
@@ -247,7 +249,7 @@ def _scales(
         gradient = operation.notes["gradient"]
         role = "weight_grad" if operation.name == "parameter" else "error"
         amax = seen.unrounded.get((operation.site, role), gradient.amax)
-        # under autocast a float32 gradient was one of the smaller dtype, in which the operation behind computes
+        # Under autocast a float32 gradient was cast from the smaller dtype in which the operation behind it computes.
         ends = [child.notes["result"].largest for child in operation.children]
         limit = min(seen.limits.get(operation.site, math.inf), gradient.largest, *ends)
         if amax and (operation.computes or role == "weight_grad"):
@@ -268,9 +270,6 @@ def _scales(
 def _overflows(seen: Seen) -> bool:
     """True if any gradient is not finite."""
     return any(operation.notes["gradient"].kinds for operation in seen.gradients)
-
-
-# Observations
 
 
 class Seen(Timeline):
@@ -313,8 +312,9 @@ class Seen(Timeline):
         self._note_leak(operation, result)
 
     def told(self, event: dict[str, Any], operation: Operation | None) -> dict[str, Any]:
-        """The row of an event: with the calls of its site, and who called a module that several call."""
+        """Return the row of an event, with the calls of its site, and the caller of a module that is shared."""
         caller = ""
+        # A module is called by the one around it as a rule, and then its name says so. No name begins with "\0".
         if operation is not None and operation.module and not operation.module.startswith(operation.caller or "\0"):
             caller = operation.caller
         calls = 1 if operation is None else self.calls.get(operation.site, 1)
@@ -346,6 +346,7 @@ class Seen(Timeline):
                 continue
             kinds.add(event["kind"])
             event["call"] = operation.call
+            # A mask's constant may be beyond the format: that breaks nothing, unless a softmax gives it weight.
             if masked is not None and masked.shape == before.shape:
                 aside.append(event)
                 count = overflow_of(one._replace(before=before[~masked], after=after[~masked]))[1]
@@ -368,20 +369,26 @@ class Seen(Timeline):
                 self.broken.append(({**event, "note": note}, at))
 
     def _note_outside(self, operation: Operation, source: Operation | None, x: Tensor, numbers: Glance) -> None:
-        """Note NaN and inf in an input; minus infinity in a parameter only, for elsewhere it may be a mask."""
+        """Note NaN and inf in an input, buffer or parameter when it is first read."""
         is_parameter = source is not None and source.name == "parameter"
         if not (source is None or is_parameter) or id(x) in self._looked_at:
             return
         self._looked_at.add(id(x))
+        # Only a parameter is known not to be a mask.
         kinds = numbers.kinds if is_parameter else numbers.kinds - {"-inf"}
         name = self.names.get(id(x))
         site = source.site if source is not None else name or f"(from outside), read by {operation.site}"
         role = "parameter" if is_parameter else "input" if name is None else "buffer"
-        counts = {"NaN": numbers.nan, "inf": numbers.plus, "-inf": numbers.minus}
         for kind in sorted(kinds, reverse=True):
-            event = {"site": site, "call": 0, "role": role, "kind": kind}
-            end = {"count": counts[kind], "of": numbers.count, "amax": numbers.amax, "largest": numbers.largest}
-            self.broken.append(({**event, **end}, operation))
+            self._broke(operation, site, role, kind, numbers)
+
+    def _broke(
+        self, operation: Operation | None, site: str, role: str, kind: str, numbers: Glance, **more: Any
+    ) -> None:
+        """Note the row of a tensor that is not finite. more: entries with other values."""
+        counts = {"NaN": numbers.nan, "inf": numbers.plus, "-inf": numbers.minus}
+        event = {"site": site, "call": 0, "role": role, "kind": kind, "count": counts[kind], "of": numbers.count}
+        self.broken.append(({**event, "amax": numbers.amax, "largest": numbers.largest, **more}, operation))
 
     def afterwards(self, model: nn.Module) -> None:
         """Note tensors that are not finite at the end of a step in which nothing else was found."""
@@ -390,32 +397,29 @@ class Seen(Timeline):
         kept += [(AFTER[1], n, b) for n, b in model.named_buffers() if b.is_floating_point()]
         for role, name, x in kept:
             numbers = glance(x)
-            kind = numbers.worst
             if numbers.nan or numbers.plus or (numbers.minus and role != AFTER[1]):
-                event = {"site": name, "call": 0, "role": role, "kind": kind, "count": numbers.nonfinite}
-                end = {"of": numbers.count, "amax": numbers.amax, "largest": numbers.largest}
-                self.broken.append(({**event, **end}, None))
+                self._broke(None, name, role, numbers.worst, numbers, count=numbers.nonfinite)
 
     def judge_gradient(self, operation: Operation, role: str, gradient: Tensor) -> None:
         numbers: Glance = operation.notes["gradient"]
         after = [child.notes["gradient"] for child in operation.children if "gradient" in child.notes]
-        at = operation.origin  # of a view: what gave the values is to be named
+        # For a view, the operation that computed its values is named, once.
+        at = operation.origin
         if not any(event["site"] == at.site and event["role"] == role for event, _ in self.broken):
             self._note(at, role, numbers, after)
 
     def _note(self, operation: Operation, role: str, numbers: Glance, before: list[Glance]) -> None:
         """Note inf and NaN in a tensor that none of its operands has."""
-        counts = {"NaN": numbers.nan, "inf": numbers.plus, "-inf": numbers.minus}
         ends = [numbers.largest, self.limits.get(operation.site, math.inf)]
-        if is_backward(role):  # under autocast a float32 gradient was one of the dtype in which the result was read
+        # As in `_scales`: under autocast a float32 gradient was cast from the dtype in which the result was read.
+        if is_backward(role):
             ends += [child.notes["result"].largest for child in operation.children]
         elif operation.notes.get("end") is not None:
             ends = [operation.notes["end"]]
         note = "" if is_backward(role) else operation.notes.get("divides", "")
         for kind in sorted(numbers.kinds.difference(*(b.kinds for b in before)), reverse=True):
-            event = {"site": operation.site, "call": operation.call, "role": role, "kind": kind, "note": note}
-            end = {"count": counts[kind], "of": numbers.count, "amax": numbers.amax, "largest": min(ends)}
-            self.broken.append(({**event, **end}, operation))
+            more = {"call": operation.call, "note": note, "largest": min(ends)}
+            self._broke(operation, operation.site, role, kind, numbers, **more)
 
     def judge_rounded_gradient(self, rounded: Rounded) -> None:
         site, role, before = rounded[:3]
@@ -427,7 +431,7 @@ class Seen(Timeline):
 
 
 def _rounding_row(name: str, rounded: Rounded) -> tuple[dict[str, Any] | None, float]:
-    """The row of a rounding at which finite numbers broke or were cut off; and the largest number of its format."""
+    """Return the row of a rounding that broke or saturated finite numbers, and the largest number of its format."""
     largest, count = overflow_of(rounded)
     if not count:
         return None, largest

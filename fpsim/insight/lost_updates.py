@@ -22,11 +22,11 @@ __all__ = ["LostUpdates", "lost_updates", "unrecorded"]
 
 
 def lost_updates(quantized: QuantizedOptimizer, every: int = 1) -> LostUpdates:
-    """Record what rounding takes from the updates of an optimizer, until the end of the block or `detach()`.
+    """Record the updates of an optimizer that rounding loses, until the end of the block or `detach()`.
 
     An update is lost where the optimizer computed one that is not zero, and the stored weight, with its compensation or
-    its master copy, stayed the same. On a card each recorded step waits for it. Stochastic rounding
-    loses single updates too, and others in their place become larger: its `edq` is 1 on average.
+    its master copy, stayed the same. On a card each recorded step waits for it. Stochastic rounding loses single
+    updates too, and makes others larger instead: its `edq` is 1 on average.
 
     Args:
         quantized: what `quantize_optimizer` returned.
@@ -53,7 +53,7 @@ def lost_updates(quantized: QuantizedOptimizer, every: int = 1) -> LostUpdates:
 
 
 def unrecorded(optimizers: Iterable[OptimizerStore]) -> list[OptimizerStore]:
-    """The quantised optimizers whose lost updates are not recorded yet."""
+    """Return the quantised optimizers whose lost updates are not recorded yet."""
     return [q for q in optimizers if not any(isinstance(observer, LostUpdates) for observer in q.observers)]
 
 
@@ -66,7 +66,7 @@ class _Sums(UpdateCounts):
         self.signs = self.first.new_zeros(self.first.shape, dtype=torch.int8)
 
     def row(self, store: ParameterStore) -> dict[str, Any]:
-        """The row of a table."""
+        """Return the row of a table."""
         return {
             "parameter": store.name,
             "elements": self.first.numel(),
@@ -88,6 +88,7 @@ class LostUpdates:
             )
         require_whole("every", every, 1)
         self.every = every
+        # The optimizer holds its observers. A reference back would keep both alive until the garbage collector runs.
         self._of = weakref.ref(quantized)
         self._begin = quantized.steps
         self._sums = {store: _Sums(store) for store in quantized.stores}
@@ -103,21 +104,21 @@ class LostUpdates:
     __exit__ = Exit()
 
     def leave(self) -> None:
-        """The end of its block."""
+        """Detach at the end of the block."""
         self.detach()
 
     def is_of(self, quantized: OptimizerStore) -> bool:
-        """True if this is a record of this optimizer."""
+        """True if this record belongs to an optimizer."""
         return self._of() is quantized
 
     def attach(self) -> None:
-        """Record again after `detach()`."""
+        """Start recording, also after `detach()`."""
         quantized = self._of()
         if quantized is not None and self not in quantized.observers:
             quantized.observers.append(self)
 
     def detach(self) -> None:
-        """Record no longer; the counts stay."""
+        """Stop recording; the counts stay."""
         quantized = self._of()
         if quantized is not None and self in quantized.observers:
             quantized.observers.remove(self)
@@ -130,6 +131,7 @@ class LostUpdates:
 
     def saw(self, step: int, store: ParameterStore, before: Tensor, intended: Tensor, group: Mapping[str, Any]) -> None:
         """Count the lost updates in the step of one parameter."""
+        # `add_param_group` may have added a parameter since the record began.
         if store not in self._sums:
             self._sums[store] = _Sums(store)
         sums = self._sums[store]
@@ -180,7 +182,7 @@ class LostUpdates:
         return self.rows().to_frame()
 
     def table(self) -> Rows:
-        """A row for each parameter, of all recorded steps; the most of lost updates first.
+        """A row for each parameter, of all recorded steps; the one that lost most of its updates first.
 
         at_first: share of its weights that have the value with which the record began.
         """
@@ -211,7 +213,7 @@ class LostUpdates:
         return "an optimizer that is gone" if quantized is None else str(quantized.update)
 
     def never_moved(self) -> list[str]:
-        """The names of the parameters all of whose weights have the value with which the record began."""
+        """Names of the parameters all of whose weights have the value with which the record began."""
         return [store.name for store, sums in self._sums.items() if sums.first.numel() and _at_first(store, sums) == 1]
 
     def state_dict(self) -> dict[str, Any]:
@@ -225,13 +227,14 @@ class LostUpdates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another record was, of an optimizer of the same parameters.
+        """Continue the record whose `state_dict` this is, of an optimizer of the same parameters.
 
         Raises:
             TypeError: for anything but a mapping.
             ValueError: for a value that is not such a state; then everything stays as it was.
         """
         require_mapping("state", state, "what state_dict() returns")
+        # By index, as in an optimizer's own state: the process that resumes has other objects as parameters.
         stores = {store.index: store for store in self._sums}
         try:
             sums = {stores[index]: _loaded(stores[index], saved) for index, saved in state["sums"].items()}
@@ -252,14 +255,14 @@ class LostUpdates:
         return f"{self.table()}\nnever moved: {', '.join(still) or '(none)'}"
 
     def plot(self) -> Any:
-        """A figure: the share of lost updates against the step, one line for each parameter; needs matplotlib."""
+        """Plot the share of lost updates against the step, one line for each parameter; needs matplotlib."""
         from fpsim.insight.pictures import plot_lost
 
         return plot_lost(self.rows())
 
 
 def _loaded(store: ParameterStore, state: Mapping[str, Any]) -> _Sums:
-    """The counts of a parameter from a state. Raises ValueError for those of another one."""
+    """Load the counts of a parameter from a state. Raises ValueError for those of another one."""
     sums = _Sums(store)
     if {*state} != {*vars(sums)}:
         raise ValueError(f"the counts of {store.name} are {', '.join(map(str, state))}")
@@ -283,13 +286,15 @@ def _at_first(store: ParameterStore, sums: _Sums) -> float | None:
 
 
 def _decay_lost(store: ParameterStore, before: Tensor, group: Mapping[str, Any]) -> float | None:
-    """The share of weights other than zero that decay alone leaves as they are."""
+    """Return the share of the weights other than zero that decay alone leaves as they are."""
     decay = float(group.get("lr", 0.0)) * float(group.get("weight_decay", 0.0))
+    # Copies that are kept, such as a master or a compensation, add up decays that are too small for the weight.
     if not decay or store.weight is None or store.kept:
         return None
     nearest = store.weight.rounded_by("nearest_even")
-    has_blocks = store.weight.shares_scales or before.is_cuda
-    parts = [before] if has_blocks else before.reshape(-1).split(CHUNK)
+    # Chunks stay in the cache of a CPU; a card takes the tensor whole. Numbers that share scales cannot be split.
+    is_whole = store.weight.shares_scales or before.is_cuda
+    parts = [before] if is_whole else before.reshape(-1).split(CHUNK)
     nonzero = same = 0
     for part in parts:
         had = part != 0

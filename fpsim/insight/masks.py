@@ -14,8 +14,8 @@ from fpsim.insight.reasons.event import Event
 
 __all__ = ["LEAKS", "fills", "is_mask_like", "leak", "leaking", "masked_in", "number_in"]
 
-_FAR = -1e3  # a finite constant from which on down a score is a mask
-LEAKS = 1e-5  # the least weight on a masked position that counts
+_FAR = -1e3  # finite constants up to here mask
+LEAKS = 1e-5  # the least weight of a masked position that counts
 
 
 def fills(operation: Operation) -> bool:
@@ -31,11 +31,12 @@ def is_mask_like(x: Tensor) -> bool:
 def masked_in(
     operation: Operation, operands: list[Tensor], arguments: tuple[Any, ...], result: Tensor
 ) -> Tensor | None:
-    """Find where a finite constant, or a tensor of such constants, masks the result; None where nothing does."""
+    """Return where a finite constant, or a tensor of such constants, masks the result; None where nothing does."""
     spelling = spelling_of(operation.name)
     name, kind = spelling.row.name, spelling.row.kind
     if name in ("masked_fill", "where"):
         masks = [a for a in arguments if isinstance(a, Tensor) and a.dtype is torch.bool]
+        # The constant may also be a tensor of one number, such as torch.tensor(-1e9).
         fills = [*number_in(arguments), *(float(x) for x in operands if x.numel() == 1)]
         if not masks or not any(c <= _FAR for c in fills):
             return None
@@ -45,8 +46,9 @@ def masked_in(
     if name == "mul" and any(c <= _FAR for c in number_in(arguments)) and operands:
         x = operands[0]
         return _shaped(x != 0, result) if bool(((x == 0) | (x == 1)).all()) else None
-    if kind is Kind.ADDITION and not spelling.is_swapped:  # a number that is subtracted changes sign
-        added = 1 if name == "sub" else len(operands)  # here as well
+    # A subtracted constant changes sign and masks nothing: the second operand of `sub`, and the first one of `rsub`.
+    if kind is Kind.ADDITION and not spelling.is_swapped:
+        added = 1 if name == "sub" else len(operands)
         for source, x in zip(operation.sources, operands[:added], strict=False):
             known = None if source is None else source.notes.get("masked")
             if known is not None and known.shape == x.shape:
@@ -64,15 +66,17 @@ def masked_in(
 
 
 def _masks(source: Operation | None, x: Tensor) -> bool:
-    """True if the addend holds constants far below zero; from outside nothing above zero, else nothing else."""
+    """True if an addend is a mask: it holds constants far below zero."""
     x = x.detach()
     if not x.numel() or not float(x.amin()) <= _FAR:
         return False
+    # A mask from outside may hold a bias for positions too, which is not above zero. A result of the model may be
+    # scores, whose smallest ones are as far below zero: beside its constants it must hold zeros only.
     return not bool((x > 0).any() if source is None else ((x > _FAR) & (x != 0)).any())
 
 
 def _side_of(condition: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-    """Return the condition under which `where` takes the constant."""
+    """Return the condition under which `where` takes the constant, which may be on either side."""
     first = arguments[1] if len(arguments) > 1 else None
     is_one = isinstance(first, int | float) or (isinstance(first, Tensor) and first.numel() == 1)
     is_first = is_one and float(first.detach() if isinstance(first, Tensor) else first) <= _FAR  # type: ignore[arg-type]
@@ -80,6 +84,7 @@ def _side_of(condition: Tensor, arguments: tuple[Any, ...]) -> Tensor:
 
 
 def _shaped(mask: Tensor, like: Tensor) -> Tensor | None:
+    """Broadcast a mask to the shape of a result; None if that is impossible."""
     try:
         return mask.broadcast_to(like.shape)
     except RuntimeError:
@@ -87,27 +92,26 @@ def _shaped(mask: Tensor, like: Tensor) -> Tensor | None:
 
 
 def leaking(operation: Operation, result: Tensor) -> Tensor | None:
-    """Return the weights of masked positions in a softmax, zero elsewhere; None where that does not count.
-
-    A row that is masked as a whole is uniform on purpose.
-    """
+    """Return the weights of masked positions in a softmax, zero elsewhere; None if they are negligible."""
     source = operation.sources[0] if operation.sources else None
     masked = None if source is None else source.notes.get("masked")
     if operation.name not in ("softmax", "log_softmax") or masked is None or masked.shape != result.shape:
         return None
     weights = result if operation.name == "softmax" else result.exp()
-    # Compare weights, not scores: a mask leaks only if its positions take part in the sum.
+    # Compare weights, not scores: a mask leaks only if its positions take part in the sum. A row that is masked as a
+    # whole is uniform on purpose, and does not count.
     partly = torch.where(masked & ~masked.all(-1, keepdim=True), weights, torch.zeros((), dtype=result.dtype))
     return partly if bool((partly >= LEAKS).any()) else None
 
 
 def number_in(arguments: tuple[Any, ...]) -> list[float]:
-    """The numbers of Python among the arguments of a call, and of tensors of one number from outside."""
+    """Return the Python numbers among the arguments of a call."""
+    # A bool is an int in Python, but `keepdim=True` is not a number.
     return [float(a) for a in arguments if isinstance(a, int | float) and not isinstance(a, bool)]
 
 
 def leak(operation: Operation, operands: list[Tensor], result: Tensor, ends: Ends) -> Event | None:
-    """The event of a softmax that gives weight to positions that a constant masks."""
+    """Return the event of a softmax that gives weight to positions that a constant masks."""
     weights = leaking(operation, result)
     if weights is None:
         return None

@@ -1,4 +1,4 @@
-"""mismatch(a, b, batch): why two engines, one that trains and one that samples, disagree on the same tokens."""
+"""mismatch(a, b, batch): explain why an engine that trains and one that samples disagree on the same tokens."""
 
 from __future__ import annotations
 
@@ -55,25 +55,25 @@ ATTRIBUTIONS = ("both", "back", "none")
 COLUMNS = ("module", "kind", "local", "floor", "put_back", "added")
 SHOWN, NAMED, TOP, MOST_BACK = 12, 3, 5, 8
 HALF = 0.5
-BELOW = 0.1  # of the floor's mean |dlogp|, up to which no module is named
+BELOW = 0.1  # times the floor's mean |dlogp|, up to which no module is named
 BEYOND = 4.0  # times the floor's figure, from which on a difference is more than another order of sums
 
 
 class Mismatch(Rows):
-    """How far two engines are apart, and why; a row for each module whose own code differs. See `mismatch`.
+    """Disagreement of two engines and its causes: a row for each module whose own code differs. See `mismatch`.
 
     figures, floor: `Figures` of b beside a, and of a beside itself with sums in another order.
     first: the first module in the order of the run whose output is beyond the floor: name, relative difference, floor.
     last: the last one's.
     halving: the modules that, put back one after the other, halve the KL, with the KL after each.
-    parts: within the five largest places, what of a policy explains which share: (module, part, share).
+    parts: within the five largest places, the share that each part of a policy explains: (module, part, share).
     decisions: rows of topk and argmax calls, with the share of rows that differ and the margin at which they do.
-    replayed: mean KL with a's decisions in b; None where there are none.
+    replayed: mean KL with a's decisions in b; None if no decision differs.
     tried: remedies, each with its mean |dlogp| and KL.
     weights: truncated importance weights.
     alone: modules that one side has alone, by side, and `unlike`, those whose outputs have other shapes.
-    passes: how often a model ran; resumed: how many of these began at the first module that they change.
-    notes: what was compared with a dump, and what it cannot tell.
+    passes: how often a model ran; resumed: how many of these runs began at the first module that they change.
+    notes: the comparison with a dump, and its limits, in words.
     """
 
     def __init__(self, words: tuple[str, str], eps: float) -> None:
@@ -97,14 +97,15 @@ class Mismatch(Rows):
 
     @property
     def is_beyond(self) -> bool:
-        """Whether there is more than another order of sums: a module is named, or what one side has alone makes it."""
+        """True if there is more than another order of sums: in a module that is named, or in one of one side alone."""
         return bool(self) or self._is_elsewhere
 
     @property
     def _is_elsewhere(self) -> bool:
-        """Whether the figures are beyond the floor by what is not compared: modules that one side has alone."""
+        """True if the figures are beyond the floor, and some modules are not compared."""
+        # The floor of an engine behind a dump is not known.
         if self.notes or self.figures is None or self.floor is None:
-            return False  # of an engine behind a dump, the floor is not known
+            return False
         is_more = self.figures.mean_dlogp > BEYOND * self.floor.mean_dlogp
         return is_more and bool(self.alone["a"] or self.alone["b"] or self.unlike)
 
@@ -160,7 +161,8 @@ class Mismatch(Rows):
         if not self:
             return ["Nothing is beyond the floor, and no module is named."]
         lines = []
-        columns = [name for name in COLUMNS if name in self[0]]  # statistics have neither kinds nor shares
+        # Beside a dump of statistics, modules have neither kinds nor shares.
+        columns = [name for name in COLUMNS if name in self[0]]
         if "kind" in columns:
             top = self[0]
             lines.append(f"Most: {_spoken(top['module'])} ({top['class']}): {top['kind']}: {top['detail']}.")
@@ -228,12 +230,12 @@ def mismatch(
     seed: int = 0,
     progress: Callable[[], object] | None = None,
 ) -> Mismatch:
-    """Say how far two engines disagree on the same tokens, where that begins, what kind it is, and what would cure it.
+    """Measure how far two engines disagree on the same tokens; name where that begins, its kind, and a remedy.
 
-    `a` trains and `b` samples: two policies of one model, or two implementations. Each module's *own code*, what it
-    computes beside the modules that it calls, is run on the same inputs on both sides, with the same modules inside.
-    Where that gives another result, beyond `MARGIN` times what another order of its sums gives, the module is a place.
-    For each place the share of the KL divergence that it explains is measured by putting it back (b with a's own code
+    `a` trains and `b` samples: two policies of one model, or two implementations. The *own code* of each module, its
+    computation without the modules that it calls, is run on the same inputs on both sides, with the same modules
+    inside. If the results differ by more than `MARGIN` times the effect of another order of its sums, the module is a
+    place. The share of the KL divergence that each place explains is measured by putting it back (b with a's own code
     there) and by adding it (a with b's there); the two differ where errors compensate. Its kind is one of: formula,
     rounding point, format or scale of an operand, accumulator or order, cache or state, weights.
 
@@ -243,13 +245,13 @@ def mismatch(
     Args:
         a, b: modules, quantised or not; or one of them a dump of an engine (`dump`, a hook, msprobe), by its path or
             opened (`Dump`). Then each module runs on the inputs that the engine's had.
-        batch: what the models are called with: ids (batch, time), a tuple, or a mapping such as transformers'; or an
+        batch: the arguments of the models: ids (batch, time), a tuple, or a mapping such as transformers'; or an
             iterable of such, as a DataLoader (a list is the arguments of one call). With a dump, None takes its tokens.
         logits: from an output to (batch, time, vocabulary); None takes `output.logits` or the output itself.
-        tokens, mask: from a batch to ids and to what is no padding, (batch, time); None takes `input_ids` and
-            `attention_mask`. Padding counts nowhere.
+        tokens, mask: from a batch to ids, and to a mask that is false at padding, (batch, time); None takes
+            `input_ids` and `attention_mask`. Padding counts nowhere.
         names: modules of b that have other names in a, or their beginnings: {"transformer.h": "model.layers"}. With a
-            dump, its names and the model's, also endings, and several for what the engine has fused:
+            dump, its names and the model's, also endings, and several for modules that the engine has fused:
             {"*.qkv_proj": ("*.q_proj", "*.k_proj", "*.v_proj")}.
         eps: ratios p / q outside of 1 - eps to 1 + eps are counted.
         attribution: "both", "back" (half of the passes) or "none".
@@ -258,10 +260,10 @@ def mismatch(
 
     Returns:
         A `Mismatch`, which prints as a report. At most 2 n + 20 passes for n modules; in one of them each module runs
-        as often as it is nested deep.
+        once for each level of nesting.
 
     Raises:
-        TypeError: for what is no module, or no batch.
+        TypeError: for a value that is not a module, or not a batch.
         ValueError: for logits of other shapes or that are NaN, batches that predict nothing, and models that have no
             name of a module in common.
 
@@ -291,7 +293,8 @@ def mismatch(
     for name, function in (("logits", logits), ("tokens", tokens), ("mask", mask), ("progress", progress)):
         if function is not None:
             require_callable(name, function, "lambda output: output.logits")
-    models = (getattr(model, "_orig_mod", model) for model in sides)  # of torch.compile, whose programs have no doors
+    # A program of torch.compile calls no inner modules, so that none could be replaced: its original is run.
+    models = (getattr(model, "_orig_mod", model) for model in sides)
     one, other = (model.module if isinstance(model, WRAPPERS) else model for model in models)
     if one is other:
         raise ValueError("a and b are one module. Expected: two, as b = copy.deepcopy(a).")
@@ -299,7 +302,7 @@ def mismatch(
     if isinstance(one, Dump) or isinstance(other, Dump):
         return _with_dump(one, other, batch, readers, names, eps, attribution, seed, progress)
     if batch is None:
-        raise TypeError("batch is None. Expected: what both models are called with; a dump alone brings its tokens.")
+        raise TypeError("batch is None. Expected: the arguments of both models; only a dump has tokens of its own.")
     mapping = require_names(names)
     return undone(partial(_found, one, other, _batches(batch), readers, mapping, eps, attribution, seed, progress))
 
@@ -307,7 +310,7 @@ def mismatch(
 def _with_dump(
     a: Any, b: Any, batch: Any, readers: Any, names: Any, eps: float, attribution: str, seed: int, progress: Any
 ) -> Mismatch:
-    """One model beside a dump."""
+    """Compare a model with a dump."""
     if isinstance(a, Dump) and isinstance(b, Dump):
         raise ValueError("a and b are both dumps. Expected: one of them a model, whose code runs on the dump's inputs.")
     is_a = isinstance(a, Dump)
@@ -320,7 +323,7 @@ def _with_dump(
 
 
 def _batches(batch: Any) -> list[Any]:
-    """The batches, each of which a model can be called with."""
+    """Return the batches as a list. A list or tuple is one batch: the arguments of a call."""
     if isinstance(batch, Tensor | tuple | list | Mapping):
         return [batch]
     if not isinstance(batch, Iterable):
@@ -351,7 +354,7 @@ class _Runs:
         return likelihoods(out, *self.read[i], self._logits, side)
 
     def figures(self, choice: Any, mode: Any = None) -> Figures:
-        """Of a run of all batches beside a."""
+        """Return the figures of a run of all batches beside a."""
         parts = [
             compared(self.of_a[i], self.likelihoods(i, "a hybrid", choice, mode=mode), self.eps)
             for i in range(len(self.batches))
@@ -359,42 +362,39 @@ class _Runs:
         return joined(parts)
 
     def figures_with(self, side: str, changed: Collection[str]) -> Figures:
-        """Of a run of all batches on one side, with the other's own code in some modules, beside a.
-
-        Of the first batch the results before these modules are known, and only the rest is run.
-        """
+        """Return the figures, beside a, of one side with the other's own code in some modules."""
         other = "a" if side == "b" else "b"
         parts = []
         for i in range(len(self.batches)):
+            # Outputs are kept for the first batch only: it resumes at the first of these modules.
             resume = Resume(self.kept[side].outputs, changed) if i == 0 else None
             found = self.likelihoods(i, "a hybrid", lambda n: other if n in changed else side, resume=resume)
             parts.append(compared(self.of_a[i], found, self.eps))
         return joined(parts)
 
     def one_by_one(self, side: str) -> Figures | None:
-        """Of each sequence alone beside all of a batch; None for batches whose parts are not known."""
+        """Return the figures of each sequence alone beside its batch; None for batches whose parts are not known."""
         parts = []
         for i, batch in enumerate(self.batches):
             ids, valid = self.read[i]
             if not has_known_parts(batch, ids):
                 return None
-            rows = []
-            for r in range(len(ids)):
-                if isinstance(batch, Tensor):
-                    one: Any = batch[r : r + 1]
-                else:
-                    whole = len(ids)
-                    one = {
-                        k: v[r : r + 1] if isinstance(v, Tensor) and v.dim() and len(v) == whole else v
-                        for k, v in batch.items()
-                    }
+            rows, n = [], len(ids)
+            for r in range(n):
+                one = {k: _row(v, r, n) for k, v in batch.items()} if isinstance(batch, Mapping) else batch[r : r + 1]
                 out = self.pair.run(one, side)
                 rows.append(likelihoods(out, ids[r : r + 1], valid[r : r + 1], self._logits, side))
-            self.pair.passes -= len(ids) - 1
+            # Together they are one pass over the batch.
+            self.pair.passes -= n - 1
             self.told()
             together = Likelihoods(*(torch.cat([getattr(row, name) for row in rows]) for name in Likelihoods._fields))
             parts.append(compared(self.of_a[i], together, self.eps))
         return joined(parts)
+
+
+def _row(x: Any, r: int, n: int) -> Any:
+    """Return the part that an argument of n sequences has of the r-th one; an argument of all as it is."""
+    return x[r : r + 1] if isinstance(x, Tensor) and x.dim() and len(x) == n else x
 
 
 def _found(
@@ -418,8 +418,9 @@ def _found(
     total, floor = result.figures, result.floor
     assert total is not None
     assert floor is not None
+    # Nobody would see such a difference beside another order of sums.
     if total.mean_dlogp <= BELOW * floor.mean_dlogp:
-        places = []  # nothing that anybody would see beside another order of sums
+        places = []
     for place in places:
         kind, detail = kind_of(pair, place, runs.read[0][1])
         row = {"module": place.name, "class": place.kind_of, "kind": kind, "detail": detail, "local": place.local}
@@ -447,19 +448,16 @@ def _described(model: nn.Module) -> str:
 
 
 def _compare_outputs(runs: _Runs, result: Mismatch) -> tuple[Measured, Measured, tuple[list[Decision], list[Decision]]]:
-    """Both engines, and a with sums in another order. Modules of the first batch alone: two sets of activations."""
+    """Run both engines, and a with sums in another order."""
     pair, made = runs.pair, ([], [])  # type: ignore[var-annotated]
+    noting = [partial(Choices, of_side, lambda: pair.running) for of_side in made]
     parts, floors, changes = [], [], []
     for i in range(len(runs.batches)):
-        valid = runs.read[i][1]
-        kept = Kept()
-
-        def noting(side: int) -> Any:
-            return lambda: Choices(made[side], lambda: pair.running)
-
-        runs.of_a.append(runs.likelihoods(i, "a", "a", kept, noting(0) if i == 0 else None))
+        valid, kept = runs.read[i][1], Kept()
+        # Modules and decisions are compared in the first batch alone, whose activations fill memory twice.
+        runs.of_a.append(runs.likelihoods(i, "a", "a", kept, noting[0] if i == 0 else None))
         measured, floor = Measured(kept, valid, keeps=i == 0), Measured(kept, valid)
-        of_b = runs.likelihoods(i, "b", "b", measured, noting(1) if i == 0 else None)
+        of_b = runs.likelihoods(i, "b", "b", measured, noting[1] if i == 0 else None)
         require_vocabulary(runs.of_a[i], of_b)
         changes.append(change_of(runs.of_a[i], of_b))
         parts.append(compared(runs.of_a[i], of_b, runs.eps))
@@ -469,7 +467,7 @@ def _compare_outputs(runs: _Runs, result: Mismatch) -> tuple[Measured, Measured,
         floors.append(compared(runs.of_a[i], runs.likelihoods(i, "a", "a", floor, Permuted), runs.eps))
     result.figures, result.weights = joined(parts), truncated(torch.cat(changes))
     candidates = [joined(floors), runs.figures("a", Split)]
-    # a scale of a whole tensor, or random numbers, are others for a part of the batch, and no order of sums
+    # For a part of the batch, a scale of a whole tensor and random numbers are others, which no order of sums explains.
     alone = None if pair.has_drawn or _has_scales_of_tensors(pair.models["a"]) else runs.one_by_one("a")
     candidates += [] if alone is None else [alone]
     result.floor = max(candidates, key=lambda f: f.mean_dlogp)
@@ -479,7 +477,7 @@ def _compare_outputs(runs: _Runs, result: Mismatch) -> tuple[Measured, Measured,
 
 
 def _has_scales_of_tensors(model: nn.Module) -> bool:
-    """Whether any operand of a product has a scale that the whole batch decides."""
+    """True if any operand of a product has a scale that depends on the whole batch."""
     for _, emulated in emulated_forwards(model):
         products = None if emulated.policy is None else emulated.policy.products
         for operand in () if products is None else products.fprop:
@@ -494,13 +492,14 @@ def _has_scales_of_tensors(model: nn.Module) -> bool:
 
 
 def _local_places(runs: _Runs) -> list[Place]:
-    """Places beyond the floor, in the order of the run."""
+    """Return the places beyond the floor, in the order of the run."""
     local = Local(runs.pair, runs.read[0][1], lambda: None)
     runs.likelihoods(0, "a", "a", local)
     return [place for name in local.order if (place := local.places[name]).is_beyond]
 
 
 def _name_first(result: Mismatch, measured: Measured, floors: Measured, places: list[Place]) -> None:
+    """Note the first and the last module whose outputs are beyond the floor."""
     beyond = [
         (name, measured.relative[name], floors.relative.get(name, 0.0))
         for name in measured.order
@@ -511,11 +510,11 @@ def _name_first(result: Mismatch, measured: Measured, floors: Measured, places: 
 
 
 def _attribute(runs: _Runs, result: Mismatch, total: Figures, attribution: str, seed: int) -> None:
-    """The share of KL that each place explains: what is gone with a's code there, and what b's code alone makes."""
+    """Measure the share of KL that each place explains: gone with a's code there, and made by b's code alone."""
     whole = total.by_sequence[:, 0]
     for row in result:
         name = row["module"]
-        # b with a's code at the only place is a
+        # With a's code at the only place b is a, and nothing needs to run.
         without = np.zeros_like(whole) if len(result) == 1 else runs.figures_with("b", {name}).by_sequence[:, 0]
         row["put_back"] = float((whole - without).sum() / whole.sum()) if whole.sum() else 0.0
         row["put_back_interval"] = interval(whole - without, whole, seed)
@@ -540,18 +539,16 @@ def _halve(runs: _Runs, result: Mismatch, total: Figures) -> None:
 
 
 def _parts(runs: _Runs, result: Mismatch, total: Figures) -> None:
-    """What of a policy explains which share, in the places that explain most."""
+    """Measure the share that each part of a policy explains, in the places that explain most."""
     for row in result[:TOP]:
         both = policies_of(runs.pair, row["module"])
-        if both is None:
+        wanted = emulated_forward(runs.pair.doors["b"][row["module"]].module)
+        if both is None or wanted is None:
             continue
         parts = [part for part in fields_of(*both) if part[0] != "cache" or row["kind"] == STATE]
         if len(parts) < 2:
             continue
-        wanted = emulated_forward(runs.pair.doors["b"][row["module"]].module)
         for words, policy in parts:
-            if wanted is None:
-                break
 
             def change(name: str, own: Policy, policy: Policy = policy, wanted: str = wanted.name) -> Policy:
                 return policy if name == wanted else own
@@ -559,12 +556,14 @@ def _parts(runs: _Runs, result: Mismatch, total: Figures) -> None:
             with changed_policies(runs.pair.models["b"], change) as is_other:
                 if not is_other:
                     continue
-                with suppress(NotNumbersError):  # a part of two engines may compute no numbers
+                # A mixture of two engines may overflow where neither of them does.
+                with suppress(NotNumbersError):
                     kl = runs.figures("b").kl
                     result.parts.append((row["module"], words, 1 - kl / total.kl if total.kl else 0.0))
 
 
 def _replay(runs: _Runs, result: Mismatch, decisions: tuple[list[Decision], list[Decision]]) -> None:
+    """Run b with the decisions that a made."""
     if not any(row["flips"] for row in result.decisions):
         return
     made: Iterator[Decision] = iter(decisions[0])
@@ -573,27 +572,28 @@ def _replay(runs: _Runs, result: Mismatch, decisions: tuple[list[Decision], list
 
 
 def _remedies(runs: _Runs, result: Mismatch, measured: Measured) -> None:
-    """Changes of b's policy, each run."""
+    """Run b under changes of its policy."""
     pair = runs.pair
     model = pair.models["b"]
     if not any(True for _ in emulated_forwards(model)):
         return
     vocabulary = runs.of_a[0].all.shape[-1]
     weights = {name: next(iter(door.module.parameters(recurse=False)), None) for name, door in pair.doors["b"].items()}
+    # The embedding has a weight of that shape too, and is not the last one.
     heads = [n for n in measured.order if (w := weights.get(n)) is not None and w.dim() == 2 and vocabulary in w.shape]
     head = heads[-1] if heads else None
     routers = {row["module"] for row in result.decisions if row["module"]}
-    names: dict[str, str] = {}
-    for known, door in pair.doors["b"].items():
-        names[next(n for n, m in model.named_modules() if m is door.module)] = known
+    own_names = {module: name for name, module in model.named_modules()}
+    names = {own_names[door.module]: known for known, door in pair.doors["b"].items()}
     halving = [name for name, _ in result.halving]
     for words, change in remedies_for(pair.models["a"], head, routers, halving, lambda n: names.get(n, n)):
         with changed_policies(model, change) as is_other:
             if not is_other:
                 continue
+            # A policy may be too small for the activations, as fp16 is for those beyond 65504.
             try:
                 figures = runs.figures("b")
-            except NotNumbersError:  # as where activations are beyond fp16
+            except NotNumbersError:
                 result.tried.append(Tried(f"{words}, whose logits are NaN", math.inf, math.inf))
             else:
                 result.tried.append(Tried(words, figures.mean_dlogp, figures.kl))

@@ -27,6 +27,7 @@ __all__ = [
     "new_picture",
     "plot_costs",
     "plot_errors",
+    "plot_lost",
     "plot_magnitudes",
     "plot_ranges",
     "plot_sites",
@@ -35,12 +36,9 @@ __all__ = [
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"  # Okabe and Ito 2008
 LABELS = 72  # sites that are named on an axis
-
+MOST_NAMED_LINES = 10  # a legend of more hides the picture
 
 _is_apart = ContextVar("_is_apart", default=False)
-
-
-MOST_NAMED_LINES = 10  # a legend of more hides the picture
 
 
 class Picture(Figure):
@@ -55,16 +53,18 @@ class Picture(Figure):
         from IPython.display import display
 
         display({"image/png": base64.b64encode(self._repr_png_()).decode(), "text/plain": repr(self)}, raw=True)
+        # The inline backend shows all open figures at the end of a cell, and would show this one twice.
         pyplot = sys.modules.get("matplotlib.pyplot")
         if pyplot is not None and "inline" in pyplot.get_backend():
-            pyplot.close(self)  # or the notebook would show it again at the end of the cell
+            pyplot.close(self)
 
 
 def new_picture(width: float, height: float) -> Picture:
-    """An empty figure. Where pyplot is in use it is pyplot's current one, which `plt.show` and `plt.savefig` take.
+    """Return an empty figure. If pyplot is in use, it becomes pyplot's current one, which `plt.show` shows.
 
     width, height: in inches.
     """
+    # Looked up and not imported: pyplot keeps its figures alive until they are closed, so only its users get them.
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is None or _is_apart.get():
         return Picture(figsize=(width, height), layout="constrained")
@@ -87,7 +87,7 @@ def new_axes(width: float, height: float, grid: Literal["", "x", "y", "both"] = 
 
 @contextmanager
 def apart_from_pyplot() -> Iterator[None]:
-    """Keep the figures of this block out of pyplot: only the caller shows them."""
+    """Keep the figures of this block out of pyplot, so that only the caller shows them."""
     token = _is_apart.set(True)
     try:
         yield
@@ -97,10 +97,12 @@ def apart_from_pyplot() -> Iterator[None]:
 
 def _name_sites(axes: Any, sites: Sequence[str], marked: int | None = None) -> None:
     """Name the sites along the vertical axis, from the top; only some of very many, and the marked one always."""
+    # Names closer than `every` to the marked one are left out: they would be printed over it.
     every = -(-len(sites) // LABELS)
     places = [i for i in range(0, len(sites), every) if marked is None or i == marked or abs(i - marked) >= every]
     if marked is not None and marked not in places:
         places = sorted([*places, marked])
+    # Between two dollar signs matplotlib sets mathematics.
     axes.set_yticks(places, [sites[i].replace("$", r"\$") for i in places], fontsize=6.5)
     axes.set_ylim(len(sites) - 0.4, -0.6)
     if marked is not None:
@@ -108,7 +110,7 @@ def _name_sites(axes: Any, sites: Sequence[str], marked: int | None = None) -> N
 
 
 def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """The relative error of a `Comparison` by site: results from input to output, and their gradients."""
+    """Plot the relative error of a `Comparison` by site: results from input to output, and their gradients."""
     errors: dict[str, dict[str, float]] = {"activation": {}, "error": {}}
     for row in rows:
         if row["role"] in errors:
@@ -117,6 +119,7 @@ def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
     sites = [*errors["activation"]]
     picture, axes = new_axes(7.2, 1.3 + 0.13 * min(len(sites), LABELS), grid="x")
     for role, colour, marker, words in (("activation", BLUE, "o", "result"), ("error", ORANGE, "s", "its gradient")):
+        # A logarithmic axis has no place for 0; inf becomes an arrow at the right edge.
         points = [(v, sites.index(s)) for s, v in errors[role].items() if s in sites and 0 < v < math.inf]
         if points:
             axes.plot(*np.array(points).T, marker, color=colour, markersize=4, label=words)
@@ -134,8 +137,9 @@ def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | None) -> Figure:
-    """The amax of each result and gradient of a `Diagnosis`, in the order of the forward pass, and where it is not
-    finite.
+    """Plot the amax of each result and gradient of a `Diagnosis` in the order of the forward pass.
+
+    Crosses on the right show those that are not finite.
 
     cause: its line is marked, and the end of its format; None where nothing broke.
     """
@@ -148,6 +152,7 @@ def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | No
     marked = None
     if cause is not None:
         axes.set_title(f"{cause['kind']} first appears at {cause['site']}".replace("$", r"\$"), fontsize=9)
+        # A line at 3e38, where float32 and bfloat16 end, would push all points to the left edge.
         if math.isfinite(cause["largest"]) and cause["largest"] < 1e30:
             axes.axvline(cause["largest"], color="0.5", linewidth=0.8, label="the format ends")
         for i, row in enumerate(rows):
@@ -159,7 +164,8 @@ def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | No
         places = [i + offset for n, i in lost if n == name]
         if places:
             colour = ORANGE if name else BLUE
-            edge: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "clip_on": False}  # at no magnitude
+            # They have no magnitude: x is a fraction of the axes here, just beyond the right edge.
+            edge: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "clip_on": False}
             axes.plot([1.015] * len(places), places, "x", color=colour, markersize=5, label=words, **edge)
     _name_sites(axes, [row["site"] for row in rows], marked)
     axes.set_xlabel("largest finite magnitude")
@@ -168,7 +174,7 @@ def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | No
 
 
 def plot_watch(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Figure:
-    """A value of a `Watch` by site and step, as colours; grey where a site was not seen.
+    """Plot a value of a `Watch` by site and step, as colours; grey where a site was not seen.
 
     rows: of one role and one format.
     """
@@ -184,6 +190,7 @@ def plot_watch(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
         values[values == 0] = np.nan
         limits["norm"] = "log"
     axes.set_facecolor("0.85")
+    # NaN is replaced before the maximum: NumPy warns of rows that hold nothing else, as an amax of zeros does.
     hottest = int(np.nanargmax(np.nanmax(np.nan_to_num(values, nan=-np.inf), axis=1))) if len(sites) > LABELS else None
     drawn = axes.imshow(values, aspect="auto", cmap="cividis", interpolation="nearest", **limits)
     every = -(-len(steps) // 10)
@@ -196,7 +203,7 @@ def plot_watch(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
 
 
 def plot_costs(rows: Sequence[Mapping[str, Any]], whole: float) -> Figure:
-    """The cost in loss of each module of a `Sensitivity`, alone in the small formats and beside all others.
+    """Plot the cost in loss of each module of a `Sensitivity`, alone in the small formats and beside all others.
 
     whole: what all of them add; a line marks it where it is finite.
     """
@@ -211,6 +218,7 @@ def plot_costs(rows: Sequence[Mapping[str, Any]], whole: float) -> Figure:
             axes.plot([0, value], [y, y], color=colour, linewidth=1.2, alpha=0.6)
         if points:
             axes.plot(*np.array(points).T, marker, color=colour, markersize=4, label=words)
+    # Costs that are not finite become arrows at the edges. The limits are kept, or the arrows would widen them.
     low, high = axes.get_xlim()
     for name, colour, _, offset, words in kinds:
         for end, edge, marker in ((math.inf, high, ">"), (-math.inf, low, "<")):
@@ -227,7 +235,7 @@ def plot_costs(rows: Sequence[Mapping[str, Any]], whole: float) -> Figure:
 
 
 def plot_sites(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Figure:
-    """A value of a `Recording` by site, as bars, from the top.
+    """Plot a value of a `Recording` by site, as bars, from the top.
 
     rows: of one role, from input to output.
     """
@@ -235,14 +243,16 @@ def plot_sites(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
     picture, axes = new_axes(7.2, 1.1 + 0.17 * min(len(rows), LABELS))
     values = [row[value] if row[value] is not None and math.isfinite(row[value]) else 0.0 for row in rows]
     axes.barh(range(len(rows)), [100 * v if is_share else v for v in values], color=BLUE)
-    for i, row in enumerate(rows):  # no bar has the length of these: an SQNR is inf where nothing was lost
+    # No bar has the length of inf, such as an SQNR where nothing was lost: it is written out.
+    for i, row in enumerate(rows):
         if row[value] is None or not math.isfinite(row[value]):
             axes.text(0, i, f" {'-' if row[value] is None else row[value]}", va="center", fontsize=8)
     several = len({row["role"] for row in rows}) > 1
     _name_sites(axes, [f"{row['site']} {row['role']}" if several else row["site"] for row in rows])
     axes.set_xlabel(f"{value.replace('_', ' ')}{' in %' * is_share}")
+    # Around zeros alone matplotlib centres the axis, and would show shares below zero.
     if is_share and not any(values):
-        axes.set_xlim(0, 1)  # around nothing matplotlib would show shares below zero
+        axes.set_xlim(0, 1)
     axes.set_title(title, fontsize=9)
     return picture
 
@@ -250,7 +260,7 @@ def plot_sites(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
 def plot_magnitudes(
     counts: Mapping[int, int], lost: Mapping[int, int], limits: Mapping[str, float], title: str
 ) -> Figure:
-    """Number of magnitudes of a tensor with each exponent, and of those that rounding made zero.
+    """Plot the number of magnitudes of a tensor with each exponent, and of those that rounding made zero.
 
     counts, lost: by exponent.
     limits: {name: log2 of a magnitude}, drawn as lines.
@@ -271,7 +281,7 @@ def plot_magnitudes(
 
 
 def plot_lost(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """The share of lost updates of each parameter against the step.
+    """Plot the share of lost updates of each parameter against the step.
 
     rows: of `LostUpdates`.
     """
@@ -281,11 +291,13 @@ def plot_lost(rows: Sequence[Mapping[str, Any]]) -> Figure:
         points = [
             (row["step"], 100 * row["lost"]) for row in rows if row["parameter"] == name and row["lost"] is not None
         ]
+        # Markers: a record of one step has no line.
         axes.plot(
             [x for x, _ in points], [y for _, y in points], label=name, linewidth=1, marker="." * (len(points) < 20)
         )
     axes.set_xlabel("step")
     axes.set_ylabel("lost updates in %")
+    # A little beyond 0 and 100, or a line of either value would lie under the frame.
     axes.set_ylim(-2, 102)
     if 0 < len(names) <= MOST_NAMED_LINES:
         axes.legend(fontsize=7, frameon=False)

@@ -82,8 +82,9 @@ class Glance:
 
 
 def glance(x: Tensor) -> Glance:
-    """A glance at a tensor of numbers; of an empty one all is 0."""
+    """Return a glance at a tensor of numbers; of an empty one all is 0."""
     x = x.detach()
+    # The zeros that a sparse gradient leaves out are not numbers that underflowed.
     if x.layout is not torch.strided:
         x = x.coalesce().values() if x.layout is torch.sparse_coo else x.to_dense()
     if not x.is_floating_point():
@@ -92,8 +93,10 @@ def glance(x: Tensor) -> Glance:
     if not x.numel():
         return Glance(0, 0, 0.0, 0.0, largest=largest)
     count, nonzero, (low, high) = x.numel(), int(torch.count_nonzero(x)), map(float, torch.aminmax(x))
+    # In float32 `torch.finfo(x.dtype).min` masks, as -inf does, and passes every format unchanged.
     beyond = largest if x.dtype is torch.float32 else math.inf
-    if -beyond < low and high < beyond:  # False for NaN; one pass is enough for most tensors
+    # One pass is enough for most tensors. aminmax returns NaN if any element is NaN, and then this is False.
+    if -beyond < low and high < beyond:
         return Glance(count, nonzero, low, high, largest=largest)
     is_finite = x.isfinite()
     inner = is_finite & (x.abs() != beyond)
@@ -118,9 +121,9 @@ def are_passed_on(result: Tensor, operands: list[Tensor]) -> bool:
 
 
 def first_index(where: Tensor) -> str:
-    """The index of the first true element, "3, 7"; "" for a scalar, or without one."""
+    """Return the index of the first true element, "3, 7"; "" for a scalar, or without one."""
     places = where.nonzero()
-    return ", ".join(str(int(i)) for i in places[0]) if len(places) else ""
+    return ", ".join(map(str, places[0].tolist())) if len(places) else ""
 
 
 @dataclass(frozen=True)
@@ -143,13 +146,14 @@ class Ends:
         fmt = spec.fmt
         if isinstance(fmt, BlockFormat) and scale is not None:
             return cls(str(fmt), fmt.largest / scale, float(getattr(fmt.element, "smallest", 0.0)) / scale, None)
+        # Each block has a range of its own, so no number is known to be outside.
         if isinstance(fmt, BlockFormat):
             return cls(str(fmt), math.inf, 0.0, None)
         return cls(str(fmt), fmt.largest, float(getattr(fmt, "smallest", 0.0)), spec)
 
     @property
     def epsilon(self) -> float:
-        """The relative distance of its numbers; 0 of formats that share scales."""
+        """Relative distance of its numbers; 0 for formats that share scales."""
         if isinstance(self.holder, torch.dtype):
             return torch.finfo(self.holder).eps
         return 0.0 if self.holder is None else epsilon_of(self.holder)
@@ -159,39 +163,43 @@ class Ends:
         return self.rounded(value) != 0
 
     def rounded(self, value: float) -> float:
+        """Round a number to the nearest of the format; unchanged if the scale is unknown."""
         if self.holder is None:
             return value
+        # From float64: a float32 tensor would round the number once more, before the cast.
         if isinstance(self.holder, torch.dtype):
             return float(torch.tensor(value, dtype=torch.float64).to(self.holder))
         return float(round_to(torch.tensor(value), self.holder.fmt, "nearest_even"))
 
 
 def epsilon_of(spec: Spec) -> float:
-    """The relative distance of the numbers of a format, or of its elements; 0 where they are at equal distances."""
+    """Relative distance of the numbers of a format, or of its elements; 0 where they are at equal distances."""
     return float(getattr(getattr(spec.fmt, "element", spec.fmt), "epsilon", 0.0))
 
 
 def expected_error(spec: Spec | torch.dtype, count: int = 1) -> float:
-    """The relative error, of the Euclidean norm, of rounding numbers that are in the range of a format.
+    """Relative error, of the Euclidean norm, of rounding `count` numbers that are in the range of a format.
 
-    Rounding to nearest has a mean square error of ulp**2 / 12, numbers that spread evenly over the binade from 1 on
-    have a mean square of 7/3. In a format whose values are at equal distances the largest of `count` normal numbers,
-    sqrt(2 log(count)) deviations, is taken to be the largest value. The mean square error of stochastic rounding is
-    twice as large, that of rounding down or up four times. Shared scales add no error: a value is element times scale.
+    Shared scales add no error: a value is element times scale.
 
     >>> from fpsim.tensors.spec import any_spec
     >>> round(expected_error(any_spec("e2m1fn")), 3), round(expected_error(any_spec("int8 per 32 fp32")), 4)
     (0.094, 0.0059)
     """
+    # 28 = 12 * 7 / 3: rounding to nearest has a mean square error of ulp**2 / 12, and numbers spread evenly over the
+    # binade from 1 on have a mean square of 7/3.
     if isinstance(spec, torch.dtype):
         return torch.finfo(spec).eps / math.sqrt(28)
     element = spec.fmt.element if isinstance(spec.fmt, BlockFormat) else spec.fmt
+    # The mean square error of stochastic rounding is twice as large, that of rounding down or up four times.
     more = 1.0 if spec.rounding.startswith("nearest") else math.sqrt(2) if spec.rounding == "stochastic" else 2.0
     if isinstance(element, FloatFormat):
         return more * element.epsilon / math.sqrt(28)
     if isinstance(spec.fmt, BlockFormat):
         rows, columns = spec.fmt.tile
         count = rows * columns or count
+    # At equal distances the error depends on the largest number: of `count` normal ones it is about
+    # sqrt(2 log(count)) deviations, and is taken to be the largest value of the format.
     levels = len(element.finite) if isinstance(element, Codebook) else 2**element.word_length
     return more * 2 / levels / math.sqrt(12) * math.sqrt(2 * math.log(max(count, 2)))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fpsim.checks import require_mapping, require_whole, require_word, shown
 from fpsim.emulation.entering import take_off_leftovers
-from fpsim.emulation.scope import Listeners
+from fpsim.emulation.scope import Listeners, Observer
 from fpsim.insight.lost_updates import LostUpdates, unrecorded
 from fpsim.insight.rows import Rows
 from fpsim.kernels.statistics import TALLY_COUNTS
@@ -23,7 +23,7 @@ from fpsim.tensors.spec import Spec, any_spec, holds_numbers
 from fpsim.tensors.tally import Accumulator, Tally, row_of
 from fpsim.undoing import Block, Undo
 
-__all__ = ["Recording", "record"]
+__all__ = ["Recording", "is_of_role", "observe", "record"]
 
 WHOLES = {  # the denominator of each count's share
     "underflow": "nonzero",
@@ -53,14 +53,14 @@ SUMS = ("counts", "sums", "exponents", "shape")  # the tensors of an Accumulator
 
 
 def is_of_role(name: str, role: str) -> bool:
-    """True if a row is one of a role's tensors. Those of "error" are gradients of activations as operands, too."""
+    """True if a row belongs to a role. Those of "error" include gradients of activations as operands."""
     return name == role or (role == "error" and name.endswith(".dy"))
 
 
 def _loaded(
     state: Mapping[str, Any],
 ) -> tuple[int, Counter[tuple[str, str]], dict[tuple[str, str, Spec], Accumulator]]:
-    """Read a state: every how many calls, how many were seen, and the sums. Raises ValueError and others."""
+    """Read a state: `every`, the calls that were seen, and the sums. Raises ValueError and others."""
     require_whole("state['every']", state["every"], 1)
     seen: Counter[tuple[str, str]] = Counter()
     for site, role, count in state["seen"]:
@@ -81,6 +81,7 @@ def _loaded(
                     f"The state has {name} of shape {tuple(its.shape)} and {its.dtype} at {shown(saved['site'])}. "
                     f"Expected: shape {tuple(mine.shape)} and {mine.dtype}."
                 )
+            # All but `sums` are counts.
             if name != "sums" and bool((its < 0).any()):
                 raise ValueError(f"The state has numbers below 0 among its {name} at {shown(saved['site'])}.")
             mine.copy_(its)
@@ -107,21 +108,23 @@ class Recording:
         self.updates: list[LostUpdates] = []
 
     def wants(self, site: str, role: str) -> bool:
-        """True if this call of a site is one of those that are tallied."""
+        """True if this call of a site is tallied."""
+        # The emulation asks once for each call, so that asking counts them.
         self._seen[site, role] += 1
         return (self._seen[site, role] - 1) % self._every == 0
 
     def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
-        """The observer: called by the emulation for each tensor that it wants, before and after it is rounded."""
+        """Tally a tensor before and after it is rounded; called by the emulation for each one that is wanted."""
+        # A model on device meta has nothing to count.
         if not holds_numbers(before):
-            return  # of a model on device meta there is nothing to count
+            return
         key = (site, role, spec)
         if key not in self._sums:
             self._sums[key] = Accumulator(spec, before.device)
         self._sums[key].add(before, after, cut, row_of(site) if is_of_role(role, "error") else None)
 
     def continue_from(self, other: Recording) -> None:
-        """Go on where another recording is, for instance one that was saved and loaded."""
+        """Continue another recording, for instance one that was saved and loaded."""
         if not isinstance(other, Recording):
             raise TypeError(f"other is {shown(other)}. Expected: a fpsim.Recording.")
         self._every, self._seen, self._sums = other._every, other._seen, other._sums
@@ -140,13 +143,12 @@ class Recording:
         return {"every": self._every, "seen": [(*key, count) for key, count in self._seen.items()], "sums": sums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another recording was, whose `state_dict` this is.
-
-        All of it is checked first: a state that is refused leaves everything as it was.
+        """Continue the recording whose `state_dict` this is. A state that is refused changes nothing.
 
         Raises TypeError for anything but a mapping, ValueError for one that is not the state of a recording.
         """
         require_mapping("state", state, "what state_dict() returns")
+        # Nothing is assigned before all of it has been checked.
         try:
             self._every, self._seen, self._sums = _loaded(state)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
@@ -169,8 +171,8 @@ class Recording:
 
         count, nonzero, blocks, zero_blocks: counts of numbers, and of blocks that share a scale.
         underflow: share of the non-zero numbers that became zero. subnormal, overflow, nonfinite, exact: share of all
-        numbers. scale_underflow, scale_overflow: share of all blocks. Each has its count beside it: underflow_count.
-        amax, sqnr_db, scale_bias, log2_scale_spread: as in a `Tally`. row_bias, kurtosis: too, of gradients of
+        numbers. scale_underflow, scale_overflow: share of all blocks. Each has its count too: `underflow_count`.
+        amax, sqnr_db, scale_bias, log2_scale_spread: as in a `Tally`. row_bias, kurtosis: likewise, of gradients of
         activations. scale_share, dead_zone_share, grid_share: the `error_shares` of a `Tally`.
         """
         rows = Rows()
@@ -193,14 +195,15 @@ class Recording:
         return len(self._sums)
 
     def __bool__(self) -> bool:
-        return True  # one that has seen nothing yet is a recording too
+        # `__len__` is 0 before the first call, but `if recording:` asks whether there is one.
+        return True
 
     def to_frame(self) -> Any:
         """The rows as a pandas.DataFrame."""
         return self.rows().to_frame()
 
     def plot(self, role: str = "error", value: str = "underflow") -> Any:
-        """A figure: a value of the rows by site, from input to output; needs matplotlib.
+        """Plot a value of the rows by site, from input to output; needs matplotlib.
 
         role, value: of the rows.
         Raises ValueError where no row has the role or the value.
@@ -214,7 +217,8 @@ class Recording:
         require_word("value", value, [name for name, entry in rows[0].items() if not isinstance(entry, str)])
         from fpsim.insight.pictures import plot_sites
 
-        if role in ("error", "weight_grad"):  # they come from output to input
+        # Gradients arrive from output to input.
+        if role in ("error", "weight_grad"):
             rows.reverse()
         return plot_sites(rows, value, f"{value}, role {role}")
 
@@ -228,7 +232,7 @@ class Recording:
 
 
 def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> AbstractContextManager[Recording]:
-    """Tally what rounding does at every site of a quantised model, while the block runs it forward and backward.
+    """Tally the effects of rounding at every site of a quantised model, while the block runs it forward and backward.
 
     A site is a module's name and the operation in it ("layer1.conv1:conv2d"); a role is "weight", "activation", "error"
     or "weight_grad", or an operand of a product: "fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x",
@@ -258,16 +262,10 @@ def _record(model: nn.Module, every: int, into: Recording | None, undo: Undo) ->
     require_whole("every", every, 1)
     if into is not None and not isinstance(into, Recording):
         raise TypeError(f"into is {shown(into)}. Expected: a fpsim.Recording that goes on, or None for a new one.")
-    take_off_leftovers()
     recording = Recording(every) if into is None else into
-    registered = listeners(model)
-    busy = [listener for listener in registered if listener.observer is not None]
-    if busy:
-        raise ValueError("This model is being recorded already. Leave the other `with fpsim.record(...)` block first.")
-    undo.by(partial(_leave, registered, recording))
-    for listener in registered:
-        listener.observer = recording
+    observe(model, recording, undo)
     for quantized in unrecorded(quantized_optimizers(model)):
+        # A recording that goes on keeps the counts of its earlier block.
         known = next((lost for lost in recording.updates if lost.is_of(quantized)), None)
         lost = LostUpdates(quantized, recording._every) if known is None else known
         undo.by(lost.detach)
@@ -277,7 +275,26 @@ def _record(model: nn.Module, every: int, into: Recording | None, undo: Undo) ->
     return recording
 
 
-def _leave(registered: list[Listeners], recording: Recording) -> None:
+def observe(model: nn.Module, observer: Observer, undo: Undo) -> None:
+    """Show the roundings of a quantised model to an observer, until it is undone.
+
+    Raises ValueError for a model that is not quantised, and for one that has an observer.
+    """
+    take_off_leftovers()
+    registered = listeners(model)
+    if any(listener.observer is not None for listener in registered):
+        raise ValueError(
+            "This model is being recorded already. Leave the other `with fpsim.record(...)` or "
+            "`with fpsim.snapshots(...)` block first."
+        )
+    # Registered before the change, so that an interrupt between the two leaves no observer behind.
+    undo.by(partial(_leave, registered, observer))
     for listener in registered:
-        if listener.observer is recording:  # else another block has begun since
+        listener.observer = observer
+
+
+def _leave(registered: list[Listeners], observer: Observer) -> None:
+    # This may run twice, and another block may have begun since: its observer stays.
+    for listener in registered:
+        if listener.observer is observer:
             listener.observer = None

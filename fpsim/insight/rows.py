@@ -15,6 +15,7 @@ class Rows(list[dict[str, Any]]):
 
     def to_frame(self) -> Any:
         """A pandas.DataFrame. Raises ImportError without pandas."""
+        # Imported on use: pandas belongs to the extra `lab`, and rows print without it.
         try:
             import pandas as pd
         except ImportError:
@@ -26,19 +27,19 @@ class Rows(list[dict[str, Any]]):
 
 
 def largest_of(rows: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    """The largest value of a column, of the rows that have one."""
+    """Return the largest value of a column, of the rows that have one."""
     return max((row[name] for row in rows if row[name] is not None), default=None)
 
 
 def number(value: object) -> str:
-    """A value as a cell of a table."""
+    """Format a value as a cell of a table."""
     if value is None:
         return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def text_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lines of columns beneath their heads.
+    """Format rows as columns beneath their heads.
 
     >>> print(text_table(["site", "amax"], [["fc", "3"]]))
     site  amax

@@ -1,4 +1,4 @@
-"""sensitivity(model, loss, policy): which modules the small formats cost most, each alone in them and alone out.
+"""sensitivity(model, loss, policy): rank the modules by the cost of small formats.
 
 `last_layers` names those whose product the loss reads through no other product.
 """
@@ -34,8 +34,8 @@ from fpsim.undoing import Undo, undone
 
 __all__ = ["Sensitivity", "last_layers", "sensitivity"]
 
-MOST_PAIRS = 66  # of modules, of which none repairs the loss alone: those of the first 12
-MOST_TRIED = 12  # modules, instead of one whose float32 result breaks its readers
+MOST_PAIRS = 66  # pairs that are tried if no module repairs the loss alone: those of 12 modules
+MOST_TRIED = 12  # modules that are tried instead of one whose float32 result breaks its readers
 
 
 class Sensitivity(Rows):
@@ -56,27 +56,28 @@ class Sensitivity(Rows):
         self.pair: tuple[str, str] | None = None
 
     def policy(self, k: int) -> Policy:
-        """The policy with the k modules that cost most left in float32.
+        """Return the policy with the k modules that cost most left in float32.
 
         A module's float32 result may be too large for the format of its reader, although with all modules in the
         formats the loss is finite. Then modules without parameters, such as a relu, are left in float32 too, if that
-        repairs the loss; where it does not, the module that costs next most takes the place.
+        repairs the loss; otherwise the next module in the ranking is taken instead.
 
-        Raises ValueError for more than there are, and where no k modules that were tried leave the loss finite.
+        Raises ValueError for more modules than there are, and if no k modules that were tried leave the loss finite.
         """
         require_whole("k", k, 0, len(self))
         names = [row["module"] for row in self[:k]]
         wide = self._instead.get(tuple(names), names)
         if wide is None:
             raise ValueError(
-                f"k={k} modules in float32 leave no finite loss, of those that were tried; all in the formats do "
+                f"With k={k} modules in float32, no choice that was tried leaves a finite loss; all in the formats do "
                 f"({self.quantised:.6g}). Use another k."
             )
         return self._leaving(wide)
 
     def _leaving(self, names: list[str]) -> Policy:
-        """The policy with these modules in float32; of one with modules inside only its own operations."""
+        """Return the policy with these modules in float32; of one with modules inside only its own operations."""
         whole = [name for name in names if not _has_inside(name, self._by_module)]
+        # The user's policy with a few lines more is easier to read than one that names each module.
         if len(whole) == len(names):
             return replace(self._policy, overrides={**self._policy.overrides, **dict.fromkeys(names)})
         wanted = {name: Policy() if name in names else own for name, own in self._by_module.items()}
@@ -97,7 +98,7 @@ class Sensitivity(Rows):
     __repr__ = __str__
 
     def plot(self) -> Any:
-        """A figure: the cost of each module, alone and beside all others; needs matplotlib."""
+        """Plot the cost of each module, alone and beside all others; needs matplotlib."""
         from fpsim.insight.pictures import plot_costs
 
         return plot_costs(self, _excess(self.quantised, self.float32))
@@ -105,16 +106,16 @@ class Sensitivity(Rows):
 
 @keeps_grad_mode
 def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 0) -> Sensitivity:
-    """Cost of each module: the loss with it alone in the small formats, and with it alone left in float32.
+    """Rank modules by cost: the loss with each alone in the small formats, and with each alone left in float32.
 
     A module is one without modules inside that has parameters, or the own operations of one with modules inside, such
-    as the products of an attention; where none repairs a loss that is not finite, others without parameters too. Each
-    row has `module` ("" for the model's own operations); `alone`, the loss with it alone quantised minus float32's;
+    as the products of an attention; if none repairs a loss that is not finite, others without parameters too. Each row
+    has `module` ("" for the model's own operations); `alone`, the loss with it alone quantised minus float32's;
     `without`, the loss under the policy minus that with this module alone in float32; `cost`, the larger of both; both
     losses; and whether it stands for the `own` operations of a module with others inside. `alone` finds what breaks by
     itself, `without` what breaks the others. A loss that is not finite costs inf, and minus another such one it is NaN.
-    That is 2 runs for each module, and 2 more; `loss` decides how much data one takes. Where the loss of all modules in
-    the formats is finite, one more run for each `policy(k)` sees to it that its own is. Where no module alone repairs a
+    That is 2 runs for each module, and 2 more; `loss` decides how much data one takes. If the loss with all modules in
+    the formats is finite, one more run for each `policy(k)` makes sure that its own is. If no module alone repairs a
     loss that is not finite, pairs are tried, at most 66.
 
     `model` stays as it is: a copy is run, with the same dropout and noise each time. A step runs the model itself,
@@ -187,7 +188,8 @@ class _Losses:
             return number_of("loss(model)" if self._is_of_model else "step()", total)
 
         value = undone(seeded)
-        self.model.load_state_dict(self._state)  # of running statistics
+        # A run in training mode moves running statistics, and the next one must begin with the same.
+        self.model.load_state_dict(self._state)
         return value
 
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
@@ -198,7 +200,7 @@ class _Losses:
         pass
 
     def noted(self, policy: Policy) -> float:
-        """The loss under a policy; whose operations computed is noted."""
+        """Return the loss under a policy, and note the modules whose operations computed."""
 
         def run(undo: Undo) -> float:
             traced(self.model, self, "sensitivity", undo)
@@ -225,6 +227,7 @@ def _rank(ranking: Sensitivity, losses: _Losses, plain: nn.Module, wanted: Polic
             only, but = losses.under(policy_of_modules(alone)), losses.under(ranking._leaving([name]))
             row: dict[str, Any] = {"module": name, "type": type(modules[name]).__name__, "cost": 0.0}
             row |= {"alone": _excess(only, ranking.float32), "without": _excess(ranking.quantised, but)}
+            # NaN compares with nothing: it would leave the order of the rows to chance.
             row["cost"] = max((x for x in (row["alone"], row["without"]) if not math.isnan(x)), default=0.0)
             row |= {"loss_alone": only, "loss_without": but}
             ranking.append({**row, "own": _has_inside(name, modules)})
@@ -250,18 +253,20 @@ def _is_broken(ranking: Sensitivity) -> bool:
 def _find_pair(ranking: Sensitivity, losses: _Losses) -> None:
     """Try pairs of modules in float32; a pair that repairs the loss is ranked first."""
     names = [row["module"] for row in ranking]
-    pairs = sorted(combinations(range(len(names)), 2), key=sum)  # of what costs most first
+    # Rows are sorted by cost, so that a small sum of indices is a pair that costs much.
+    pairs = sorted(combinations(range(len(names)), 2), key=sum)
     for i, j in pairs[:MOST_PAIRS]:
         if math.isfinite(losses.under(ranking._leaving([names[i], names[j]]))):
             ranking.pair = names[i], names[j]
-            ranking.sort(key=lambda row: row["module"] not in (names[i], names[j]))  # stable
+            # The sort is stable: the pair comes first, and all others keep their order.
+            ranking.sort(key=lambda row: row["module"] not in (names[i], names[j]))
             return
 
 
 def _keep_finite(ranking: Sensitivity, losses: _Losses, bare: list[str]) -> None:
     """Note which modules replace the first k, where these in float32 leave a loss that is not finite.
 
-    bare: the modules without a row: their operations, such as relus, round their results all the same.
+    bare: the modules without a row, such as relus, which round their results all the same.
     """
     names = [row["module"] for row in ranking]
     without = {row["module"]: row["loss_without"] for row in ranking}
@@ -270,11 +275,12 @@ def _keep_finite(ranking: Sensitivity, losses: _Losses, bare: list[str]) -> None
         return math.isfinite(without[wide[0]] if len(wide) == 1 else losses.under(ranking._leaving(wide)))
 
     def repaired(wide: list[str]) -> list[str] | None:
-        """These modules, and as few of the bare ones as make the loss finite; None where all of them do not."""
+        """Return these modules, and as few of the bare ones as make the loss finite; None if all do not."""
         if is_finite(wide):
             return wide
         if not bare or not is_finite([*wide, *bare]):
             return None
+        # Each of them alone may not be enough, so that all are taken first, and then one after the other is dropped.
         beside = [*bare]
         for name in bare:
             fewer = [other for other in beside if other != name]
@@ -291,8 +297,9 @@ def _keep_finite(ranking: Sensitivity, losses: _Losses, bare: list[str]) -> None
             if found is not None:
                 taken = [*taken, name]
                 break
+        # A larger k may be finite again, with the modules that this one lacks.
         if found is None:
-            taken = names[:k]  # a larger k may be finite again
+            taken = names[:k]
         if found != names[:k]:
             ranking._instead[tuple(names[:k])] = found
 
@@ -302,11 +309,12 @@ def _has_numbers(module: nn.Module) -> bool:
 
 
 def _has_inside(name: str, names: Iterable[str]) -> bool:
+    """True if a module has others inside; all are inside of the model itself, which is named ""."""
     return any(other != name and (not name or other.startswith(f"{name}.")) for other in names)
 
 
 def _excess(a: float, b: float) -> float:
-    """Excess of a loss over another; one that is not finite is larger than any that is."""
+    """Return the excess of a loss over another. One that is not finite is larger than any that is."""
     if math.isfinite(a) and math.isfinite(b):
         return a - b
     if math.isfinite(a) == math.isfinite(b):
@@ -319,7 +327,7 @@ _PRODUCTS = {*CALLS, *OPERATIONS}
 
 @keeps_grad_mode
 def last_layers(model: nn.Module, step: Any, *, loss: Callable[[Any], Tensor] | None = None) -> list[str]:
-    """The names of the layers whose product with a weight reaches the loss without another such product.
+    """Name the layers whose product with a weight reaches the loss without another such product.
 
     Of a classifier or a language model that is its head; of a detector, each of its heads; of a model whose head shares
     the embedding's weight, the module that multiplies by it. The gradient that comes to them is that of the loss:
@@ -368,7 +376,7 @@ def last_layers(model: nn.Module, step: Any, *, loss: Callable[[Any], Tensor] | 
 
 
 class _Listed:
-    """Notes which operations multiply by a weight that something computed: torch's prune and parametrizations."""
+    """Visitor that notes the operations whose weight is computed, as torch's prune and parametrizations do."""
 
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
         scope = None if active.emulation is None else active.emulation.scope
@@ -386,6 +394,7 @@ def _last(trace: Trace, total: Tensor) -> list[str]:
         if operation is None or id(operation) in known:
             continue
         known.add(id(operation))
+        # Nothing behind a product is looked at: what lies there reaches the loss through it.
         has_weight = operation.notes.get("has_weight") or any(map(_is_of_parameters, operation.sources))
         if operation.name in _PRODUCTS and has_weight:
             layers[operation.index] = operation.module
@@ -401,6 +410,7 @@ def _last(trace: Trace, total: Tensor) -> list[str]:
 
 def _is_of_parameters(operation: Operation | None) -> bool:
     """True if a tensor follows from parameters alone: a weight, a view of one, or a result computed from weights."""
-    if operation is None or operation.name in LOOK_UPS:  # an embedding depends on its indices
+    # A row of an embedding depends on its indices, which are data.
+    if operation is None or operation.name in LOOK_UPS:
         return False
     return operation.name == "parameter" or (bool(operation.sources) and all(map(_is_of_parameters, operation.sources)))

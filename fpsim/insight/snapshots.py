@@ -19,11 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fpsim.checks import pip_install, require_iterable, require_whole, shown
-from fpsim.emulation.entering import take_off_leftovers
-from fpsim.emulation.scope import Listeners
 from fpsim.formats.blocks import Format, as_format
-from fpsim.insight.recording import is_of_role
-from fpsim.models.quantize import listeners
+from fpsim.insight.recording import is_of_role, observe
 from fpsim.tensors.cuts import Cut
 from fpsim.tensors.spec import Spec, holds_numbers
 from fpsim.undoing import Block, Undo
@@ -52,7 +49,7 @@ class Snapshot(NamedTuple):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Snapshot:
-        """The snapshot in a file. Raises ValueError for a file that is not a snapshot or cannot be read.
+        """Load the snapshot in a file. Raises ValueError for a file that is not a snapshot or cannot be read.
 
         Raises ImportError without safetensors.
         """
@@ -71,11 +68,12 @@ class Snapshot(NamedTuple):
             ) from None
 
     def plot(self) -> Any:
-        """A histogram of the magnitudes by powers of two, and which of them rounding made zero; needs matplotlib."""
+        """Plot the number of magnitudes by power of two, and of those that rounding made zero; needs matplotlib."""
         from fpsim.insight.pictures import plot_magnitudes
 
         before = self.before.double().abs()
         is_counted = (before > 0) & before.isfinite()
+        # frexp's mantissas are in [0.5, 1), those of a format in [1, 2).
         exponents = torch.frexp(before[is_counted])[1] - 1
         lost = exponents[self.after.double()[is_counted] == 0]
         counts, lost_counts = (Counter(x.tolist()) for x in (exponents, lost))
@@ -105,7 +103,8 @@ class Snapshots:
         self._seen: Counter[tuple[str, str]] = Counter()
 
     def wants(self, site: str, role: str) -> bool:
-        """True if this call of a site is one of those that are kept."""
+        """True if this call of a site is kept."""
+        # Calls are counted at sites that nobody chose too: `warn_if_empty` names them.
         self._seen[site, role] += 1
         is_due = (self._seen[site, role] - 1) % self._every == 0
         return is_due and self._is_chosen(site, role)
@@ -115,17 +114,18 @@ class Snapshots:
         return is_of_roles and any(fnmatchcase(site, pattern) for pattern in self._sites)
 
     def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
-        """The observer: called by the emulation for each tensor that it wants, before and after it is rounded."""
+        """Write a tensor before and after it is rounded; called by the emulation for each one that is wanted."""
         if not holds_numbers(before):
             return
         call = self._seen[site, role]
         words = {"site": site, "role": role, "format": repr(spec.fmt), "rounding": spec.rounding, "call": str(call)}
+        # Sites hold characters that some file systems refuse, such as the colon before an operation.
         path = self.folder / f"{quote(site, safe=' ')}.{role}.{call:06d}.safetensors"
         write_tensors(path, words, {"before": before, "after": after})
         self.files.append(path)
 
     def warn_if_empty(self) -> None:
-        """Warn where sites ran, and none was chosen."""
+        """Warn if sites ran and none of them was chosen."""
         if not self._seen or any(self._is_chosen(*key) for key in self._seen):
             return
         seen = sorted({f"{site} {role}" for site, role in self._seen})
@@ -189,28 +189,14 @@ def _snapshots(model: nn.Module, folder: Any, sites: Any, roles: Any, every: int
     require_whole("every", every, 1)
     safetensors_package()
     chosen = _words("sites", sites, "['layer1.*']"), _words("roles", roles, "['error', 'weight_grad']")
-    take_off_leftovers()
-    registered = listeners(model)
-    if any(listener.observer is not None for listener in registered):
-        raise ValueError(
-            "This model is being recorded already. Leave the other `with fpsim.record(...)` or "
-            "`with fpsim.snapshots(...)` block first."
-        )
     kept = Snapshots(Path(folder), *chosen, every)
     undo.by(kept.warn_if_empty)
-    undo.by(partial(_leave, registered, kept))
-    for listener in registered:
-        listener.observer = kept
+    observe(model, kept, undo)
     return kept
 
 
-def _leave(registered: list[Listeners], kept: Snapshots) -> None:
-    for listener in registered:
-        if listener.observer is kept:  # else another block has begun since
-            listener.observer = None
-
-
 def _words(name: str, given: Any, example: str) -> tuple[str, ...]:
+    """Return the strings of an argument that is one string or several; raise for anything else."""
     words = (given,) if isinstance(given, str) else tuple(require_iterable(name, given, example))
     for word in words:
         if not isinstance(word, str):
@@ -220,11 +206,8 @@ def _words(name: str, given: Any, example: str) -> tuple[str, ...]:
     return words
 
 
-# The files
-
-
 def safetensors_package() -> Any:
-    """The package that reads and writes them, which is no requirement of this library."""
+    """Return the safetensors package. Raises ImportError without it: only the extra `export` requires it."""
     try:
         import safetensors.torch
     except ImportError:
@@ -235,11 +218,13 @@ def safetensors_package() -> Any:
 
 
 def write_tensors(path: Path, words: dict[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Write the tensors beside the target and rename the file, so that a reader finds a whole one or none."""
-    # copies: safetensors refuses tensors that share memory, and where nothing is rounded both are one
+    """Write a safetensors file, whole or not at all."""
+    # Copies: safetensors refuses tensors that share memory, and if nothing was rounded both are one tensor.
     own = {name: x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for name, x in tensors.items()}
     content = safetensors_package().torch.save(own, words)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside the target and renamed, so that a reader finds a whole file or none. fsync comes first: the rename
+    # may reach the disk before the content does, and a crash between them would leave an empty file.
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:

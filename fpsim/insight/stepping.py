@@ -1,4 +1,4 @@
-"""The step that a tool runs: a function without arguments, or a batch; and all that it changes, put back."""
+"""The step that a tool runs: a function without arguments, or a batch; and the state that it changes, restored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def is_function(value: object) -> bool:
-    """True if a value is called rather than given to the model: no tensor and no module."""
+    """True if a value is called rather than given to the model. Modules are callable, but a step is not one."""
     return callable(value) and not isinstance(value, Tensor | nn.Module)
 
 
@@ -48,7 +48,7 @@ def as_step(
     """Return a function that runs a step.
 
     step: a function of so many arguments, or a batch for a model whose output has a `.loss` or with `loss`.
-    verb: the public function that runs it, in what users are told.
+    verb: the public function that runs it, for error messages.
     Raises TypeError for anything else, and for `loss` with a function; ValueError for a lazy model that never ran.
     """
     require_initialised(model)
@@ -78,9 +78,10 @@ def as_step(
         total = loss_of(called(model, step), loss)
         if total is None:
             raise TypeError(
-                f"Got a batch, and what {type(model).__name__} gives for it has no `loss`. "
+                f"Got a batch, and the output of {type(model).__name__} for it has no `loss`. "
                 f"Expected loss=lambda output: ..., or a step: {example}."
             )
+        # Not of a frozen model, and not under no_grad, where torch refuses a backward pass.
         if total.requires_grad:
             total.backward()
         return total
@@ -89,7 +90,7 @@ def as_step(
 
 
 def nothing_ran(model: nn.Module, verb: str) -> ValueError:
-    """The error for a step in which a tool saw nothing."""
+    """Return the error for a step in which a tool saw nothing."""
     return ValueError(
         f"fpsim.{verb} saw no operation of {type(model).__name__} in the step. Expected: a step that calls this model, "
         f"and not a copy of it or its compiled form: fpsim.{verb}(model, lambda: loss(model(x)).backward())."
@@ -97,14 +98,14 @@ def nothing_ran(model: nn.Module, verb: str) -> ValueError:
 
 
 def called(model: nn.Module, batch: Any) -> Any:
-    """The output of a batch: a tensor, a tuple of arguments, or a mapping of named ones."""
+    """Call a model with a batch: a tensor, a tuple of arguments, or a mapping of named ones."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
-    """The loss of an output; None where it has none. Raises TypeError for anything but a tensor of one element."""
+    """Return the loss of an output; None without one. Raises TypeError for anything but a tensor of one element."""
     total = loss(output) if loss is not None else getattr(output, "loss", None)
     if total is not None and (not isinstance(total, Tensor) or total.numel() != 1):
         raise TypeError(f"loss returned {shown(total)}. Expected: a tensor of one element.")
@@ -112,10 +113,11 @@ def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
 
 
 def preserve(model: nn.Module, undo: Undo) -> None:
-    """Put back what `Kept` keeps of a model, the states of optimizers that step it meanwhile, and random numbers."""
+    """Restore, when undone, a model as `Kept` does, optimizers that step it meanwhile, and random numbers."""
     kept = Kept(model)
     undo.by(kept.restore)
 
+    # A step closes over its optimizers, which are known only when they step.
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         kept.know(optimizer)
 
@@ -130,15 +132,15 @@ def _nothing(*_: Any) -> None:
 
 @runtime_checkable
 class WatchingVisitor(Visitor, Observer, Protocol):
-    """A visitor of a trace that also observes the emulation's roundings meanwhile, and reads the arguments of calls."""
+    """A visitor of a trace that also observes the emulation's roundings, and reads the arguments of calls."""
 
     trace: Trace | None
 
     def keeps(self, x: Tensor) -> bool:
-        """True if the tensor that a call is about to write to is looked at before."""
+        """True if a tensor is copied before a call writes to it."""
 
     def cast(self, operation: Operation, integers: Tensor) -> None:
-        """A call casts the result of an operation to integers."""
+        """Visit the integers that a call casts the result of an operation to."""
 
 
 def traced(model: nn.Module, visitor: Visitor, verb: str, undo: Undo, edit: Edit | None = None) -> Trace:
@@ -147,9 +149,9 @@ def traced(model: nn.Module, visitor: Visitor, verb: str, undo: Undo, edit: Edit
     The calls of the model are traced from here on; `run` of the returned trace runs a step, and traces its calls
     outside of the model too.
 
-    verb: the public function that runs the step, in what users are told.
-    Raises RuntimeError where another thread runs a step of this model, ValueError for a watching visitor of a model
-    that is being recorded.
+    verb: the public function that runs the step, for error messages.
+    Raises RuntimeError if another thread runs a step of this model, ValueError for a watching visitor of a model that
+    is being recorded.
     """
     is_emulated = any(True for _ in emulated_forwards(model))
     keeps = visitor.keeps if isinstance(visitor, WatchingVisitor) else None
@@ -158,6 +160,7 @@ def traced(model: nn.Module, visitor: Visitor, verb: str, undo: Undo, edit: Edit
     trace.install_alone()
     if isinstance(visitor, WatchingVisitor):
         visitor.trace, trace.on_integers = trace, visitor.cast
+        # A model has one observer: the visitor would replace that of a recording.
         registered = listeners(model) if is_emulated else []
         require_unrecorded(registered)
         undo.by(partial(_observe, registered, None))
@@ -176,26 +179,31 @@ def _observe(registered: Iterable[Listeners], observer: Observer | None) -> None
 
 
 def switching(model: nn.Module, undo: Undo) -> Callable[[FormatLike], None]:
-    """Return a function that switches the formats of `model` itself, for steps that close over it; undone later."""
+    """Return a function that switches the formats of `model` itself, until it is undone.
+
+    A step closes over its model, so that a copy in other formats would not be run.
+    """
     if any(True for _ in emulated_forwards(model)):
         undo.by(partial(install_policies, model, policies_of(model)))
     else:
+        # Only a quantised model has formats to switch: in None it computes as before.
         undo.by(partial(_plain_again, model))
         quantize(model, None, inplace=True)
     return partial(try_policy, model)
 
 
 def _plain_again(model: nn.Module) -> None:
+    # The undo may run twice, or after `quantize` was interrupted, and `dequantize` refuses a plain model.
     if any(True for _ in emulated_forwards(model)):
         dequantize(model, inplace=True)
 
 
 class Kept:
-    """Keeps the state of a model, its optimizers and a scaler, and restores it.
+    """The kept state of a model, its optimizers and a scaler; `restore` puts it back.
 
     Of the model: parameters, buffers, gradients, the history of delayed scales, and which modules train. Of a quantised
     optimizer: its copies of weights too.
-    optimizers: those that are known.
+    optimizers: those whose states are kept.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> None:
@@ -211,12 +219,14 @@ class Kept:
         self.gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
         histories = [listener.histories for listener in listeners(model)] if any(emulated_forwards(model)) else []
         self._histories = [(history, history.state_dict()) for history in histories]
+        # Not its `state_dict`, which lacks the stage of each optimizer, such as whether its gradients are unscaled.
         self._scaler_state = copy.deepcopy(vars(scaler)) if isinstance(scaler, torch.amp.GradScaler) else None
         if optimizer is not None:
             self.know(optimizer)
 
     def know(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep the state of an optimizer of the model too, unless it is kept."""
+        # Hooks see the steps of all optimizers in the process, those of other models too.
         own = {id(p) for p in self.model.parameters()}
         is_own = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
         if not is_own or any(optimizer is known for known in self.optimizers):
@@ -229,20 +239,23 @@ class Kept:
         self._states.append((groups, states))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Save an optimizer, and pause records of its lost updates until `restore`: those are of the training only."""
+        """Keep the state of an optimizer, and pause records of its lost updates until `restore`."""
         self.know(optimizer)
         quantized = quantized_optimizer_of(optimizer)
+        # The steps of a tool are not steps of the training, which alone the records count.
         if quantized is not None and any(optimizer is known for known in self.optimizers):
             quantized.observers = []
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put all back as it was."""
+        """Restore all that was kept."""
         for module, training in self._modules:
             module.training = training
+        # A forward may assign a new tensor to a buffer instead of writing into it.
         for module, name, buffer in self._buffers:
             if getattr(module, name) is not buffer:
                 setattr(module, name, buffer)
+        # Equal tensors are not written to: a write raises their version, and with it breaks graphs that saved them.
         for tensor, value in self.tensors:
             if not _same(tensor, value):
                 tensor.copy_(value)
@@ -267,6 +280,7 @@ def _restore_optimizer(
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             group[key] = _copied(value)
+    # A state that only the step has made is removed, so that the next step initialises it again.
     for parameter in [p for p in optimizer.state if p not in states]:
         del optimizer.state[parameter]
     for parameter, saved_state in states.items():
@@ -274,14 +288,14 @@ def _restore_optimizer(
 
 
 class _KeptState:
-    """The state of one parameter: its tensors with their numbers, however deep they lie, and what holds them."""
+    """The state of one parameter: its tensors with their numbers, however deep they lie, and their containers."""
 
     def __init__(self, state: dict[Any, Any]) -> None:
         self.tensors = [(found.x, found.x.detach().clone()) for found in states_in(state)]
         self.held = _copied_but_tensors(state)
 
     def restore(self, state: dict[Any, Any]) -> None:
-        """Put it back, into the same tensors."""
+        """Restore it, into the same tensors."""
         for x, value in self.tensors:
             if not _same(x, value):
                 x.copy_(value)
@@ -290,10 +304,11 @@ class _KeptState:
 
 
 def _copied_but_tensors(value: Any) -> Any:
-    """A copy whose tensors are the original ones."""
-    if isinstance(value, dict | list) and type(value) in (dict, list):
-        if isinstance(value, dict):
-            return {key: _copied_but_tensors(x) for key, x in value.items()}
+    """Copy a state, with the original tensors in it."""
+    # Exact types: subclasses may need other arguments than their items, as named tuples do.
+    if type(value) is dict:
+        return {key: _copied_but_tensors(x) for key, x in value.items()}
+    if type(value) is list:
         return [_copied_but_tensors(x) for x in value]
     if type(value) is tuple:
         return tuple(_copied_but_tensors(x) for x in value)

@@ -1,4 +1,4 @@
-"""Suggests a policy from the statistics of a run, and tries it on a watched step."""
+"""Suggest a policy from the statistics of a run, and try it on a watched step."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = [
     "worst_of",
 ]
 
-ENOUGH_SITES = 0.9  # of the sites of a role, for its format in a planned policy
+ENOUGH_SITES = 0.9  # the share of a role's sites at which its format must do in a planned policy
 UPDATES_LOST = 0.5  # the share of updates that may change nothing in parameters of a format
-NOISE = 2.0**-20  # a bias whose gradients are this much below its weight's has rounding noise for them: of a key's
+NOISE = 2.0**-20  # gradients of a bias that are smaller than this times its weight's are rounding noise
 TRIALS = 24
 SHOWN = 4  # names of modules in a line
 Worst = dict[tuple[str, str, str], dict[str, Any]]
@@ -65,7 +65,7 @@ class Called:
         self.args, self.kwargs = map_leaves(_detached, (self.args, self.kwargs))
 
     def keep_gradient(self, position: int, gradient: Tensor) -> None:
-        """A gradient reached a tensor of the output."""
+        """Keep the gradient of the n-th tensor of the output."""
         self.gradients[position] = gradient.detach().clone()
 
 
@@ -75,7 +75,7 @@ def _detached(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A policy, and what became of it when it was tried.
+    """A policy, and the outcome of its trial.
 
     policy: the suggestion. is_tried: whether it was run on a watched step, and nothing broke.
     words: the trial in words, or why there was no trial.
@@ -87,10 +87,7 @@ class Suggestion:
 
 
 def worst_of(rows: Iterable[Mapping[str, Any]]) -> Worst:
-    """The worst of all steps, by site, role and format.
-
-    Of gradients that are not finite the best counts: a GradScaler skips the steps in which they are not.
-    """
+    """Return the worst of all steps, by site, role and format."""
     worst: Worst = {}
     for row in rows:
         key = row["site"], row["role"], row["format"]
@@ -99,13 +96,14 @@ def worst_of(rows: Iterable[Mapping[str, Any]]) -> Worst:
             known[name] = max(known[name], row[name])
         for name, better in (("sqnr_db", min), ("lost", max), ("row_bias", max), ("kurtosis", max)):
             known[name] = better((r[name] for r in (known, row) if r[name] is not None), default=None)
+        # A GradScaler skips the steps whose gradients are not finite, so that for these the best step counts.
         pick = min if row["role"] in ("error", "weight_grad") else max
         known["nonfinite"] = pick(known["nonfinite"], row["nonfinite"])
     return worst
 
 
 def does(row: Mapping[str, Any], limits: Limits) -> bool:
-    """True if the format would do; where all numbers are zero any would, where some are not finite none."""
+    """True if a format would do. For zeros alone each would, for numbers that are not finite none."""
     is_clear = row["sqnr_db"] is None or row["sqnr_db"] >= limits.sqnr_db
     is_moved = row["lost"] is None or row["lost"] <= UPDATES_LOST
     fits = row["underflow"] <= limits.underflow and row["overflow"] <= limits.overflow
@@ -120,21 +118,27 @@ class Plan:
     modules: dict[str, dict[str, Any]]
 
     def policy(self) -> Policy:
-        """The policy. Operations of the model itself have the formats outside of all overrides."""
+        """Return the policy, whose formats outside of all overrides are those of the model's own operations."""
         root = self.modules.get("", self.base)
+        # Parents first, as `policy_of_modules` takes them.
         names = sorted((name for name in self.modules if name), key=lambda name: name.count("."))
-        # where the model itself differs, modules without statistics still have the formats of their roles
+        # If the model's own operations differ, modules without statistics still have the formats of their roles.
         around = {} if root == self.base else {name.partition(".")[0]: self.base for name in names}
         formats = {"": root, **around, **{name: self.modules[name] for name in names}}
         return policy_of_modules({name: Policy(**own) for name, own in formats.items()})
 
     def widen(self, diagnosis: Diagnosis) -> bool:
-        """Leave in float32 what broke; where that is already, all roles of its module, then of those it reads from."""
-        changed = [self._widen(_module_of(row["site"], row["role"]), _role_of(row["role"])) for row in diagnosis]
+        """Leave more in float32, as little as possible; return False if there is nothing left to leave."""
+        # First the places that broke, then all roles of the module of the cause, then those of the modules that it
+        # reads from.
+        changed = [
+            self._widen(_module_of(row["site"]), row["role"] if row["role"] in ROLES else "activation")
+            for row in diagnosis
+        ]
         if any(changed) or diagnosis.cause is None:
             return any(changed)
-        module = _module_of(diagnosis.cause["site"], diagnosis.cause["role"])
-        sources = [_module_of(str(row["what"]).removeprefix("gradient of "), "") for row in diagnosis.operands]
+        module = _module_of(diagnosis.cause["site"])
+        sources = [_module_of(str(row["what"]).removeprefix("gradient of ")) for row in diagnosis.operands]
         changed = [self._widen(module, role) for role in ROLES]
         if not any(changed):
             changed = [self._widen(name, role) for name in sources if name in self.modules for role in ROLES]
@@ -148,22 +152,21 @@ class Plan:
         return True
 
 
-def _module_of(site: str, role: str) -> str:
+def _module_of(site: str) -> str:
+    """Return the module of a site: of an operation, "fc:linear", or of a parameter, "fc.weight"."""
     return site.rpartition(":")[0] if ":" in site else site.rpartition(".")[0]
 
 
-def _role_of(role: str) -> str:
-    return role if role in ROLES else "activation"
-
-
 def planned(worst: Worst, specs: Iterable[Spec], limits: Limits) -> Plan:
-    """The plan that the statistics suggest: the smallest formats that would do, by role and by module."""
+    """Return the plan that the statistics suggest: the smallest formats that would do, by role and by module."""
+    # A role has no format whose numbers share scales: those are for operands of products.
     formats = [spec.fmt for spec in specs if not isinstance(spec.fmt, BlockFormat)]
-    formats.sort(key=lambda fmt: fmt.bits)  # stable: the user's order among equals
+    # The sort is stable: among formats of equal size the user's order decides.
+    formats.sort(key=lambda fmt: fmt.bits)
     did: dict[str, dict[str, dict[str, list[bool]]]] = {}  # by module, role and format, at each site
     for (site, role, fmt), row in worst.items():
         if role in ROLES and not _is_noise(worst, row):
-            by_format = did.setdefault(_module_of(site, role), {}).setdefault(role, {})
+            by_format = did.setdefault(_module_of(site), {}).setdefault(role, {})
             by_format.setdefault(fmt, []).append(does(row, limits))
     base: dict[str, Any] = {}
     for role in ROLES:
@@ -176,7 +179,7 @@ def planned(worst: Worst, specs: Iterable[Spec], limits: Limits) -> Plan:
 
 
 def _is_noise(worst: Worst, row: Mapping[str, Any]) -> bool:
-    """True if a bias has gradients that are zero in theory, as a key's in softmax, and noise in practice."""
+    """True if a bias has gradients that are zero in theory and noise in practice, as that of an attention's keys."""
     module, _, name = row["site"].rpartition(".")
     of_weight = worst.get((f"{module}.weight", "weight_grad", row["format"]))
     is_bias = row["role"] == "weight_grad" and name == "bias" and of_weight is not None
@@ -188,14 +191,14 @@ def _share(flags: list[bool]) -> float:
 
 
 def _first(by_format: Mapping[str, list[bool]] | None, base: Any, formats: list[Any]) -> Any:
-    """The format of a role in a module: that of the role, if it would do there, or the first that would."""
+    """Return the format of a role in a module: that of the role if it would do there, else the first that would."""
     if by_format is None or (base is not None and all(by_format[str(base)])):
         return base
     return next((fmt for fmt in formats if all(by_format[str(fmt)])), None)
 
 
 def suggested(model: nn.Module, plan: Plan, called: Called | None) -> Suggestion:
-    """The policy of a plan, run on a watched step and widened until nothing breaks there."""
+    """Return the policy of a plan, run on a watched step and widened until nothing breaks there."""
     if called is None:
         return Suggestion(plan.policy(), False, "not tried: no call of the model was watched")
     try:
@@ -213,7 +216,8 @@ def suggested(model: nn.Module, plan: Plan, called: Called | None) -> Suggestion
                 return Suggestion(policy, True, f"tried on step {called.step} ({times}): all is finite, none saturates")
             if not plan.widen(diagnosis):
                 break
-    except Exception as error:  # of the model, in a step that only a policy runs: it is told
+    # The suggestion stands without its trial: an error of the model, or of memory for its copy, goes into the words.
+    except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         return Suggestion(plan.policy(), False, f"not tried: {type(error).__name__}: {reason}")
     where = "" if diagnosis.cause is None else f", {diagnosis.cause['kind']} at {diagnosis.cause['site']}"
@@ -221,7 +225,7 @@ def suggested(model: nn.Module, plan: Plan, called: Called | None) -> Suggestion
 
 
 def _again(model: nn.Module, called: Called) -> Callable[[], None]:
-    """The watched call again: forward, and backward with the same gradients."""
+    """Return a step that repeats the watched call: forward, and backward with the same gradients."""
     args, kwargs = map_leaves(_widened, (called.args, called.kwargs))
 
     def step() -> None:
@@ -236,7 +240,7 @@ def _again(model: nn.Module, called: Called) -> Callable[[], None]:
 
 
 def output_tensors(out: Any) -> list[Tensor]:
-    """The tensors among a model's outputs: in tuples, lists and mappings."""
+    """Return the tensors among a model's outputs: in tuples, lists and mappings."""
     return tensors_of(dict(out) if isinstance(out, Mapping) else out)
 
 
@@ -246,7 +250,7 @@ def _widened(value: Any) -> Any:
 
 
 def in_lines(policy: Policy) -> list[str]:
-    """A policy in a line for each set of formats, with the names of its modules."""
+    """Describe a policy: a line for each set of formats, with the names of its modules."""
     names: dict[str, list[str]] = {}
     for pattern, inner in policy.overrides.items():
         formats = {role: fmt for role in ROLES if (fmt := getattr(inner, role)) is not None}

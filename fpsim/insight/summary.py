@@ -30,6 +30,8 @@ __all__ = ["Summary", "SummaryRow", "grouped", "summary"]
 
 FLOAT32, REMAINDER = 32, 16  # bits
 SHORT = 20  # rows that print one by one
+WIDTH = 100  # columns
+DEFAULT = " nearest_even"
 SIZES = ("weight", "copies", "states", "scales")
 
 
@@ -52,7 +54,7 @@ class Summary(list[SummaryRow]):
 
     def __init__(self, rows: Iterable[SummaryRow] = (), without_products: Iterable[str] = ()) -> None:
         super().__init__(rows)
-        # the modules that multiply by no weight: their products are the policy's around them, and not printed
+        # Modules that multiply by no weight have the products of the policy around them, which are not printed again.
         self._without = set(without_products)
 
     def to_frame(self) -> Any:
@@ -140,12 +142,13 @@ def summary(model: nn.Module | QuantizedOptimizer) -> Summary | Rows:
 def _under(
     module: nn.Module, name: str, around: RoleSpecs | None, products: Products | None, seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module, RoleSpecs, Products | None]]:
-    """The name, module, formats and products of what runs emulated.
+    """Yield the name, formats and products of each module that runs emulated.
 
-    name: as sites are named, even where another library has put the module elsewhere.
+    name: as sites are named, even if another library has moved the module.
     around: the formats of the module around; None where that is not quantised.
     products: those of the module around.
     """
+    # A module that is registered under two names runs under one policy, and has one row.
     if module in seen:
         return
     seen.add(module)
@@ -154,6 +157,7 @@ def _under(
         name, around, products = forward.name, forward.specs, forward.products
     elif isinstance(module, ParametrizationList):
         around, products = around and NO_SPECS, None
+    # The wrapper of torch.compile is not a module of the user; the module inside of it has its row.
     if around is not None and not is_compiled_wrapper(module):
         yield name, module, around, products
     for child_name, child in module.named_children():
@@ -161,10 +165,9 @@ def _under(
 
 
 def _stored_bytes(quantized: QuantizedOptimizer) -> Rows:
-    """A row for each parameter, and one for all: how many bytes hardware would store, and how many float32 takes.
+    """Rows of bytes in the formats and in float32: one for each parameter, and one for all.
 
-    Numbers are counted in the bits of their formats, and scales in those of theirs. States are those that the optimizer
-    has: none before its first step. Scalars, such as the number of the step, are not counted.
+    Before its first step an optimizer has no states.
     """
     rows = Rows({"parameter": store.name, **_sizes(store, states)} for store, states in quantized.stored())
     names = ("elements", *SIZES, "bytes", "float32")
@@ -173,12 +176,13 @@ def _stored_bytes(quantized: QuantizedOptimizer) -> Rows:
 
 
 def _sizes(store: ParameterStore, states: dict[str, Any]) -> dict[str, int]:
-    """The bytes of one parameter, each kind rounded up to whole ones."""
+    """Count the bytes of one parameter, each kind rounded up to whole ones."""
     x = store.parameter
     parts: list[tuple[str, tuple[int, int]]] = [("weight", _bits(x, store.weight))]
     parts += [("copies", bits) for bits in _copies(store)]
     wide = 0
     for state in states_in(states):
+        # Scalars, such as the number of the step, are not stored in a format.
         if state.x.is_floating_point() and state.x.dim():
             storage = store.weight if store.update.is_in_format else store.state_storage(state)
             parts.append(("states", _bits(state.x, storage)))
@@ -190,7 +194,9 @@ def _sizes(store: ParameterStore, states: dict[str, Any]) -> dict[str, int]:
 
 
 def _copies(store: ParameterStore) -> Iterator[tuple[int, int]]:
+    """Yield the bits of the numbers and of the scales of each copy of a weight."""
     for name, x in store.kept.items():
+        # Of a master whose upper half is the weight, only the lower 16 bits are stored.
         if name == MASTER and store.update.compensation == "remainder16":
             yield REMAINDER * x.numel(), 0
         elif name == MASTER:
@@ -200,19 +206,21 @@ def _copies(store: ParameterStore) -> Iterator[tuple[int, int]]:
 
 
 def _bits(x: Tensor, storage: Storage | None) -> tuple[int, int]:
-    """The bits of a tensor's numbers, and of their scales."""
+    """Count the bits of a tensor's numbers, and of their scales."""
     if storage is None:
         return FLOAT32 * x.numel(), 0
     fmt = storage.spec.fmt
     if not isinstance(fmt, BlockFormat):
         return int(fmt.bits) * x.numel(), 0
+    # The second, float32 scale belongs to the whole tensor, or to each n of its elements.
     n = fmt.tensor_scale
     seconds = int(n) if isinstance(n, bool) else _blocks(x, replace(fmt, block=n, tensor_scale=False))
     return int(fmt.element.bits) * x.numel(), _blocks(x, fmt) * fmt.scale.bits + FLOAT32 * seconds
 
 
 def _blocks(x: Tensor, fmt: BlockFormat) -> int:
-    """Number of scales of a tensor; blocks of a number of elements run through its memory."""
+    """Count the scales of a tensor."""
+    # Blocks of a number of elements run through the memory of a tensor, whatever its shape.
     if isinstance(fmt.block, int):
         return math.ceil(x.numel() / fmt.block)
     if fmt.block == "tensor" or x.dim() < 2:
@@ -222,10 +230,6 @@ def _blocks(x: Tensor, fmt: BlockFormat) -> int:
     rows, columns = fmt.tile
     matrices = math.prod(x.shape[:-2])
     return matrices * math.ceil(x.shape[-2] / rows) * math.ceil(x.shape[-1] / columns)
-
-
-WIDTH = 100  # columns
-DEFAULT = " nearest_even"
 
 
 class Line(NamedTuple):
@@ -241,7 +245,7 @@ class Line(NamedTuple):
 
 
 def grouped(lines: Iterable[Line]) -> list[Line]:
-    """Modules that differ in the numbers of their names alone, on the line of the first: "layers.0-31.mlp".
+    """Put modules that differ only in the numbers of their names on one line: "layers.0-31.mlp".
 
     >>> [line.module for line in grouped(Line(f"blocks.{i}.fc", 1, "Linear", (), "", "") for i in range(12))]
     ['blocks.0-11.fc']
@@ -257,15 +261,13 @@ def grouped(lines: Iterable[Line]) -> list[Line]:
         for sets in _boxes(found):
             names = iter(sets)
             parts = [_runs(next(names)) if part == "*" else part for part in line.module.split(".")]
-            count = 1
-            for values in sets:
-                count *= len(values)
-            result.append(line._replace(module=".".join(parts), modules=count))
+            result.append(line._replace(module=".".join(parts), modules=math.prod(map(len, sets))))
     return result
 
 
 def _boxes(places: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
-    """Split tuples into products of sets: a line with a range in two places means all pairs."""
+    """Split tuples into products of sets."""
+    # A line with two ranges means all pairs of their numbers. So only first numbers with the same rest share a line.
     if not places[0]:
         return [()]
     behind: dict[int, list[tuple[int, ...]]] = {}
@@ -278,7 +280,7 @@ def _boxes(places: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...
 
 
 def _runs(values: Sequence[int]) -> str:
-    """Numbers as ranges, "0-3,7"."""
+    """Write numbers as ranges: "0-3,7"."""
     runs: list[list[int]] = []
     for value in values:
         if runs and value == runs[-1][-1] + 1:
@@ -288,23 +290,24 @@ def _runs(values: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def shown_in(lines: Sequence[Line], roles: Sequence[str], width: int = WIDTH) -> str:
-    """The table, within so many columns where that can be: longer words go below it, step by step."""
+def shown_in(lines: Sequence[Line], roles: Sequence[str]) -> str:
+    """Return the table, in at most WIDTH columns if possible: longer words go below it."""
     notes: list[str] = []
+    # Each step leaves less in the table than the one before, so it is taken only if the table is still too wide.
     text = _table(lines, roles)
-    if _width(text) > width:
+    if _width(text) > WIDTH:
         lines, below = _lettered(lines, "products", string.ascii_uppercase)
         notes += below
         text = _table(lines, roles)
-    if _width(text) > width:
+    if _width(text) > WIDTH:
         lines = [line._replace(roles=tuple(word.removesuffix(DEFAULT) for word in line.roles)) for line in lines]
         notes.append(f"Rounding is{DEFAULT} where none is named.")
         text = _table(lines, roles)
-    if _width(text) > width:
+    if _width(text) > WIDTH:
         lines, below = _lettered(lines, "wide", string.ascii_lowercase)
         notes += below
         text = _table(lines, roles)
-    if _width(text) > width:
+    if _width(text) > WIDTH:
         sets = {line.roles: ", ".join(f"{r}={w}" for r, w in zip(roles, line.roles)) for line in lines}
         together = [
             line._replace(roles=(sets[line.roles] if len({*line.roles}) > 1 else line.roles[0],)) for line in lines
@@ -314,7 +317,7 @@ def shown_in(lines: Sequence[Line], roles: Sequence[str], width: int = WIDTH) ->
         notes = [_note(letter, words) for words, letter in numbers.items()] + notes
         roles = ("formats",)
         text = _table(lines, roles)
-    if (excess := _width(text) - width) > 0:
+    if (excess := _width(text) - WIDTH) > 0:
         longest = max(len(line.module) for line in lines) - excess
         lines = [line._replace(module=_cut(line.module, max(longest, 20))) for line in lines]
         text = _table(lines, roles)
@@ -341,7 +344,7 @@ def _table(lines: Sequence[Line], roles: Sequence[str]) -> str:
 
 
 def _lettered(lines: Sequence[Line], field: str, letters: str) -> tuple[list[Line], list[str]]:
-    """Lines with a letter instead of the words of a column, and the words, each behind its letter."""
+    """Replace the words of a column by letters; return the lines, and the words, each behind its letter."""
     words = [word for word in dict.fromkeys(getattr(line, field) for line in lines) if word]
     named = {word: letters[i] if i < len(letters) else f"{letters[i % 26]}{i // 26}" for i, word in enumerate(words)}
     kept = [Line(**line._asdict() | {field: named.get(getattr(line, field), "")}) for line in lines]
@@ -349,10 +352,12 @@ def _lettered(lines: Sequence[Line], field: str, letters: str) -> tuple[list[Lin
 
 
 def _note(letter: str, words: str) -> str:
+    # Long words are names of operations and formats, which nobody would find in two pieces.
     return textwrap.fill(f"{letter}: {words}", WIDTH, subsequent_indent=" " * (len(letter) + 2), break_long_words=False)
 
 
 def _cut(name: str, length: int) -> str:
+    # The middle goes: the begin says which part of the model it is, the end which layer.
     if len(name) <= length:
         return name
     head = (length - 3) // 2

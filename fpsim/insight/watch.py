@@ -1,4 +1,4 @@
-"""watch(model): measures what formats would do to the tensors of a training that goes on unchanged."""
+"""watch(model): measure the effect of formats on the tensors of a training that goes on unchanged."""
 
 from __future__ import annotations
 
@@ -122,9 +122,10 @@ def watch(
 
 
 def _are_formats(value: object) -> bool:
-    """True if a value that may be a step or a batch is the formats."""
+    """True if the second argument of `watch` is not a step or a batch, but the formats."""
     if isinstance(value, list | tuple | set | frozenset):
         return all(isinstance(item, str | Format) for item in value)
+    # Anything else that can be neither, such as a generator or a number, is checked as formats are.
     return not callable(value) and not isinstance(value, Tensor | Mapping)
 
 
@@ -148,8 +149,9 @@ class Watch:
             raise ValueError(f"formats={shown(formats)} is empty. Expected: at least one format, such as ['fp16'].")
         if optimizer is not None:
             require_optimizer(optimizer)
+            # The wrapper of Accelerate does not pass hooks on to the optimizer that it steps.
             while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-                optimizer = inner  # of accelerate's, which passes no hooks on
+                optimizer = inner
         self.every, self.steps, self._watched = every, 0, 0  # calls in training, and the last that was watched
         self._is_watching = self._was_without_numbers = False
         self.is_inside = False  # of a block
@@ -159,7 +161,7 @@ class Watch:
         self._lost: dict[Key, tuple[int, int]] = {}  # of the updates, how many would change nothing, of how many
         self._called: Called | None = None  # the last call that was watched
         self._hidden: dict[str, str] = {}  # by format: where it would make a number of an infinity
-        self._broken: set[int] = set()  # the steps that gave an output which is not finite
+        self._broken: set[int] = set()  # the steps whose output is not finite
         self._optimizer = optimizer
         self._steps = _WatchedSteps(optimizer, every)
         self._versions = self._all_versions()
@@ -178,12 +180,13 @@ class Watch:
             self._trace.install()
             if optimizer is not None:
                 hook_steps(optimizer, eye.before_step, eye.after_step)
-        except BaseException:  # an interrupt between the two as well
+        # BaseException: Ctrl-C between the two must not leave hooks behind either.
+        except BaseException:
             self.detach()
             raise
 
     def detach(self) -> None:
-        """Watch no longer; the statistics stay. Nothing of a call that runs is seen from here on."""
+        """Stop watching, also a call that is running; the statistics stay."""
         self._is_watching = False
         self._trace.remove()
         if self._optimizer is not None:
@@ -192,7 +195,8 @@ class Watch:
         self._steps.detach()
 
     def __del__(self) -> None:
-        if "_trace" in vars(self):  # else it was refused
+        # Python calls this also if `__init__` refused its arguments.
+        if "_trace" in vars(self):
             self.detach()
 
     def __reduce__(self) -> Any:
@@ -208,11 +212,12 @@ class Watch:
     __exit__ = Exit()
 
     def leave(self) -> None:
-        """The end of its block."""
+        """Detach at the end of the block."""
         self.detach()
 
     def _all_versions(self) -> int:
         """Number of writes to the parameters so far."""
+        # An inference tensor has no version counter.
         return sum(version_of(p) for p in self._parameters.values() if not p.is_inference())
 
     # Called by the model and the optimizer
@@ -220,20 +225,23 @@ class Watch:
     def _begin_step(self) -> bool:
         if not (torch.is_grad_enabled() and self._trace.model.training and self._trace.claim()):
             return False
+        # Gradients that parameters get from here on belong to another step.
         if self._is_watching:
-            self._trace.clear()  # gradients of parameters are from here on those of another step
+            self._trace.clear()
         self._is_watching = self.steps % self.every == 0
         self.steps += 1
         if self._is_watching:
             # The sums of the last watched step become rows before they are dropped: rows are numbers, sums are tensors.
             self._rows, self._sums, self._lost, self._watched = self.rows(), {}, {}, self.steps
-            self._parameters = dict(self._trace.model.named_parameters())  # some may have been replaced
+            # Read again: parameters may have been replaced since the last step.
+            self._parameters = dict(self._trace.model.named_parameters())
             for name, parameter in self._parameters.items():
                 self._add(name, "weight", parameter)
         return self._is_watching
 
     def _begin_part(self) -> bool:
-        """A part that a step calls by itself belongs to the step that is watched."""
+        """Begin a part of the model that a step calls by itself; return whether it is watched."""
+        # The further parts that a watched step calls belong to it.
         return torch.is_grad_enabled() and self._trace.claim() if self._is_watching else self._begin_step()
 
     def _keep_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -248,6 +256,7 @@ class Watch:
 
     def _forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
         values, options = self._trace.arguments
+        # Also for views, which compute nothing: a mask reaches its softmax through them.
         operation.notes["masked"] = masked = masked_in(operation, operands, (*values, *options.values()), result)
         if operation.computes:
             self._add(operation.site, "activation", result if masked is None else result.masked_fill(masked, 0.0))
@@ -258,11 +267,11 @@ class Watch:
         elif operation.computes:
             self._add(operation.site, "error", gradient)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._is_watching and self._trace.claim():
             self._steps.begin(optimizer, self._parameters)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._trace.claim(and_warn=False):
             return
         for name, before, parameter in self._steps.end(self._parameters, self._watched):
@@ -277,8 +286,9 @@ class Watch:
         if x.layout is not torch.strided or not x.numel() or not holds_numbers(x):
             self._was_without_numbers |= is_stand_in(x)
             return
+        # The smallest number of a dtype masks. Counted as a number, it would be the amax.
         if role == "activation" and bool((least := torch.finfo(x.dtype).min) == x.amin()):
-            x = x.masked_fill(x == least, 0.0)  # a mask, and no number
+            x = x.masked_fill(x == least, 0.0)
         x = x if x.dtype in (torch.float32, torch.float64) else x.float()
         for spec in self.specs:
             key = self._watched, site, role, spec
@@ -314,8 +324,8 @@ class Watch:
         """
         if self._trace.is_replaced:
             warnings.warn(
-                "model.compile() was called after fpsim.watch(model), whose calls are not seen since. Watch the model "
-                "after it.",
+                "model.compile() was called after fpsim.watch(model), which has seen no call since. Watch the model "
+                "after compiling it.",
                 stacklevel=2,
             )
         if not self.steps and self._all_versions() != self._versions:
@@ -339,10 +349,10 @@ class Watch:
         return self.rows().to_frame()
 
     def table(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Rows:
-        """Which format would do? A row for each role and format, with the worst of all steps and sites.
+        """Count the sites at which each format would do. A row for each role and format has the worst of all steps.
 
-        do: at how many of the `sites` the format would do in every watched step. It does not where numbers are not
-            finite, nor where more than half of the updates would change nothing (`lost`).
+        do: at how many of the `sites` the format would do in every watched step. It would not if numbers are not
+            finite, or if more than half of the updates would change nothing (`lost`).
         underflow, overflow: the largest share that is allowed. sqnr_db: the least signal to noise.
         """
         limits = Limits(underflow, overflow, sqnr_db)
@@ -381,13 +391,13 @@ class Watch:
         return suggestion.policy
 
     def suggest(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Suggestion:
-        """The policy of `policy()`, whether it was tried, and in words on what; copies the model."""
+        """Return the policy of `policy()`, whether it was tried, and on which step; copies the model."""
         limits = Limits(underflow, overflow, sqnr_db)
         plan = planned(worst_of(self.rows()), self.specs, limits)
         return suggested(self._trace.model, plan, self._called)
 
     def never_moved(self) -> list[str]:
-        """The names of the parameters that had a gradient, not all zero, and that no watched step changed at all."""
+        """Names of the parameters that had a gradient, not all zero, and that no watched step changed at all."""
         return self._steps.never_moved()
 
     @property
@@ -396,7 +406,7 @@ class Watch:
         return self._steps.updates
 
     def plot(self, role: str = "error", value: str = "underflow", fmt: str | Format | None = None) -> Any:
-        """A figure: a value of the rows by site and step; needs matplotlib.
+        """Plot a value of the rows by site and step; needs matplotlib.
 
         role, value: of the rows. fmt: one of the formats; None takes the first.
         """
@@ -409,7 +419,8 @@ class Watch:
         require_word("value", value, rows[0])
         from fpsim.insight.pictures import plot_watch
 
-        if role in ("error", "weight_grad"):  # they come from output to input
+        # Gradients arrive from output to input.
+        if role in ("error", "weight_grad"):
             rows.reverse()
         return plot_watch(rows, value, f"{value} in {spec.fmt}, role {role}")
 
@@ -425,36 +436,24 @@ class Watch:
 
 
 class _Eye:
-    """Hooks of a Watch on the model and the optimizer. They do not keep the Watch alive: it ends when it is lost."""
+    """Hooks of a Watch on the model and the optimizer."""
 
     def __init__(self, watching: Watch) -> None:
-        self._watching = weakref.ref(watching)
+        self.begin_step, self.begin_part = _weakly(watching._begin_step), _weakly(watching._begin_part)
+        self.forward, self.backward = _weakly(watching._forward), _weakly(watching._backward)
+        self.called = _weakly(watching._keep_call)
+        self.before_step, self.after_step = _weakly(watching._before_step), _weakly(watching._after_step)
 
-    def begin_step(self) -> bool:
-        return (watching := self._watching()) is not None and watching._begin_step()
 
-    def begin_part(self) -> bool:
-        return (watching := self._watching()) is not None and watching._begin_part()
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method if its object is still alive, and returns None otherwise."""
+    # A hook that held the Watch would keep it alive, and it ends when it is garbage-collected.
+    weak = weakref.WeakMethod(method)
 
-    def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
-        if (watching := self._watching()) is not None:
-            watching._forward(operation, operands, result)
+    def call(*args: Any) -> Any:
+        return None if (method := weak()) is None else method(*args)
 
-    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        if (watching := self._watching()) is not None:
-            watching._keep_call(args, kwargs, out)
-
-    def backward(self, operation: Operation, gradient: Tensor) -> None:
-        if (watching := self._watching()) is not None:
-            watching._backward(operation, gradient)
-
-    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if (watching := self._watching()) is not None:
-            watching._before_step(optimizer)
-
-    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if (watching := self._watching()) is not None:
-            watching._after_step(optimizer)
+    return call
 
 
 class _WatchedSteps:
@@ -504,11 +503,11 @@ class _WatchedSteps:
         self._left[step] = left, of
 
     def never_moved(self) -> list[str]:
-        """The names of the parameters that had a gradient, not all zero, and that no step changed at all."""
+        """Names of the parameters that had a gradient, not all zero, and that no step changed at all."""
         return [name for name, has_moved in self._moved.items() if not has_moved]
 
     def lines(self) -> list[str]:
-        """The findings, in words."""
+        """Describe the findings."""
         lines = []
         for step, (left, of) in self._left.items():
             if left:
@@ -529,7 +528,7 @@ def _rounded(x: Tensor, spec: Spec) -> Tensor:
 
 
 def _watched_row(step: int, site: str, role: str, spec: Spec, t: Tally, lost: tuple[int, int] | None) -> dict[str, Any]:
-    """A row: the effect of a format on the tensors of a role at a site, in a watched step."""
+    """Return a row: the effect of a format on the tensors of a role at a site, in a watched step."""
     return {
         "step": step,
         "site": site,
@@ -548,17 +547,17 @@ def _watched_row(step: int, site: str, role: str, spec: Spec, t: Tally, lost: tu
 
 
 def _is_broken(x: Tensor) -> bool:
-    """True if a tensor holds NaN or inf; minus infinity may be a mask."""
+    """True if a tensor holds NaN or inf."""
     is_seen = x.is_floating_point() and x.layout is torch.strided and holds_numbers(x)
+    # Minus infinity may be a mask.
     return is_seen and bool((x.isnan() | (x == torch.inf)).any())
 
 
 def _breaks(rows: Rows, broken: set[int], hidden: Mapping[str, str]) -> list[str]:
-    """For each format the first operation that it would break, and the first one that was not finite without any
-    format.
+    """Name the first operation that each format would break, and the first one that is not finite without a format.
 
-    hidden: where a format would make a number of an infinity, in words.
-    broken: the steps whose output was not; in others an activation that is not comes to nothing, as behind a `where`.
+    broken: the steps whose output is not finite.
+    hidden: where each format would turn an infinity into a number.
     """
     lines = []
     for fmt in dict.fromkeys(row["format"] for row in rows):
@@ -568,6 +567,7 @@ def _breaks(rows: Rows, broken: set[int], hidden: Mapping[str, str]) -> list[str
         if fmt in hidden:
             lines.append(f"{fmt} would hide an infinity {hidden[fmt]}: a finite number follows, which no scaler sees.")
     nonfinite = [row for row in rows if row["nonfinite"] and row["role"] not in ("error", "weight_grad")]
+    # If the output is finite, an activation that is not had no effect on it, as behind a `where`.
     bad = next((row for row in nonfinite if row["role"] != "activation" or row["step"] in broken), None)
     if bad is not None:
         lines.append(

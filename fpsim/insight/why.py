@@ -52,12 +52,12 @@ class Why(Rows):
         self._calls, self._unfed = finding.calls, finding.unfed
 
     def policy(self) -> Policy:
-        """The policy of the first remedy that is one. Raises ValueError where none is."""
+        """Return the policy of the first remedy that is one. Raises ValueError without such a remedy."""
         for remedy in self._remedies:
             if remedy.policy is not None:
                 return remedy.policy
         raise ValueError(
-            "No remedy that was tried here is a policy. A policy comes of a quantised model for which float32 in some "
+            "No remedy that was tried here is a policy. Expected: a quantised model for which float32 in some "
             "operations is enough; see `tried`."
         )
 
@@ -72,6 +72,7 @@ class Why(Rows):
         if self.loss is not None:
             words = f"loss {self.loss:.6g}"
             words += f", {self.float32:.6g} in float32" if self.float32 is not None else ""
+            # A finite loss would say that all is well in float32, though a gradient or a buffer is not finite there.
             is_hidden = self.float32 is not None and math.isfinite(self.float32) and self._float32_bad
             lines.append(words + (f"; not finite there: {self._float32_bad[0]}" if is_hidden else ""))
         others = [f"{row['kind']} at {row['place']}" for row in self[1:4]]
@@ -83,6 +84,7 @@ class Why(Rows):
 
     def _headline(self, event: Event) -> str:
         at = event.operation
+        # "inf" and "-inf" keep their spelling; `capitalize` would also turn "NaN" into "Nan".
         words = event.kind if event.kind.startswith(("inf ", "-inf ")) else event.kind[0].upper() + event.kind[1:]
         line = f"{words} at {event.place}, {event.role}"
         if event.kind.endswith("came in"):
@@ -91,6 +93,7 @@ class Why(Rows):
         total = 1 if at is None else self._calls.get(at.site, 1)
         if at is not None and total > 1:
             line += f", call {at.call + 1} of {total}"
+        # As a rule the name of a module says who calls it: the module around it.
         if at is not None and at.module and at.caller and not at.module.startswith(at.caller):
             line += f", called by {at.caller}"
         return line + (f", in batch {event.batch}" if event.batch is not None else "") + "."
@@ -113,7 +116,7 @@ class Why(Rows):
         return line + "."
 
     def plot(self) -> Any:
-        """A figure: the amax of all results and gradients, with the cause labelled; needs matplotlib."""
+        """Plot the amax of all results and gradients, with the cause labelled; needs matplotlib."""
         from fpsim.insight.pictures import plot_ranges
 
         event, cause = self._event, None
@@ -127,9 +130,10 @@ class Why(Rows):
         return picture
 
     def _repr_png_(self) -> bytes | None:
+        # Without matplotlib a notebook shows the words.
         try:
             return self.plot()._repr_png_()  # type: ignore[no-any-return]
-        except ImportError:  # the words are shown without matplotlib
+        except ImportError:
             return None
 
 
@@ -138,16 +142,21 @@ def _article(role: str) -> str:
 
 
 def _cut(sites: list[str]) -> str:
+    # Both ends stay: the place that broke, and the loss.
     shown = sites if len(sites) <= 9 else [*sites[:5], "...", *sites[-3:]]
     line = " -> ".join(shown)
     return line if len(line) <= WIDTH else f"{line[: WIDTH // 2]} ... {line[-WIDTH // 2 :]}"
 
 
 def _advice(event: Event, float32: float | None, float32_bad: list[str], unfed: list[str]) -> str:
-    if event.kind != "division by zero" or event.remedy != "clamp":
-        said = _said(event, float32, float32_bad)
+    """Advise where no remedy worked.
+
+    unfed: the parameters that had no gradient under the change that made the step finite.
+    """
+    if event.kind == "division by zero" and event.remedy == "clamp":
+        said = "Skip batches in which nothing is counted, or divide by max(count, 1)."
     else:
-        said = "Skip batches of which nothing is counted, or divide by max(count, 1)."
+        said = _said(event, float32, float32_bad)
     if not unfed:
         return f"{said} (not tried)" if said else "no remedy that was tried is enough."
     names = ", ".join(unfed[:3]) + (f" and {len(unfed) - 3} more" if len(unfed) > 3 else "")
@@ -155,6 +164,7 @@ def _advice(event: Event, float32: float | None, float32_bad: list[str], unfed: 
 
 
 def _said(event: Event, float32: float | None, float32_bad: list[str]) -> str:
+    """Return advice by the kind of an event, and a word on whether a format is to blame; "" if none is known."""
     is_bad = float32 is not None and (bool(float32_bad) or not math.isfinite(float32))
     blame = "No format is to blame: float32 gives NaN or inf too. " if is_bad else ""
     if is_bad and event.fmt in ("float16", "bfloat16"):
@@ -166,8 +176,9 @@ def _said(event: Event, float32: float | None, float32_bad: list[str]) -> str:
             return "call optimizer.zero_grad() before the step."
         load = "load an earlier checkpoint; why() on the step before it tells which update wrote it."
         if event.fmt and not event.kind.startswith("NaN") and event.role in ("parameter", "buffer"):
+            # An infinity that is there before the step was made by a cast, or by an update.
             cast, largest = {"float16": "half"}.get(event.fmt, event.fmt), torch.finfo(getattr(torch, event.fmt)).max
-            made = f"{blame}A cast such as .{cast}() makes inf of what is beyond {largest:.6g}: keep it in float32."
+            made = f"{blame}A cast such as .{cast}() turns numbers beyond {largest:.6g} into inf: keep them in float32."
             return f"{made} If an update made it, {load}" if event.remedy == "update" else made
         return f"{blame}{load.capitalize()}"
     if event.kind == "integers lost":
@@ -177,11 +188,11 @@ def _said(event: Event, float32: float | None, float32_bad: list[str]) -> str:
     if event.remedy == "skip":
         return f"{blame}Skip batches without a target, or divide by max(count, 1)."
     if event.remedy == "target":
-        return f"{blame}Let no mask forbid a target, and smooth no labels over what is masked."
+        return f"{blame}Do not mask targets, and do not smooth labels over masked classes."
     if event.remedy == "correction":
         return f"{blame}Use correction=0, or skip batches of one."
     if event.kind == "zero times infinity":
-        return f"{blame}Use masked_fill or where in the place of a product with a mask."
+        return f"{blame}Use masked_fill or where instead of a product with a mask."
     if event.kind.startswith("rate is"):
         return "Look at what sets lr, such as a schedule of 0 steps."
     if event.stage == "buffers":
@@ -209,14 +220,14 @@ def why(
     afterwards; at last the step against float32.
 
     The step is run several times, and must be the same each time: `why` runs it twice first. The model, the optimizer,
-    the scaler and random numbers are put back afterwards. A float32, half, bfloat16, autocast or quantised model will
-    do.
+    the scaler and random numbers are restored afterwards. The model may be float32, half, bfloat16, under autocast or
+    quantised.
 
     Args:
         model: whose step it is.
-        step: runs forward and backward, and the optimizer's step where it belongs to it. Called without arguments. Or a
+        step: runs forward and backward, and the optimizer's step if it includes that. Called without arguments. Or a
             batch, where the model's output has a `.loss` or with `loss`.
-        optimizer: whose step follows, where `step` does not take it; its states are looked at.
+        optimizer: whose step follows, if `step` does not take it; its states are looked at.
         scaler: the GradScaler that `step` uses.
         batches: how many batches there are; `step(i)` is then called for each i below it.
         loss: from the model's output to a scalar, for a batch.
@@ -238,6 +249,7 @@ def why(
     ('1.weight', 'parameter', 'NaN came in')
     """
     _require(model, optimizer, batches)
+    # Any object with these methods will do: other libraries have scalers of their own.
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("scale", "step", "update")):
         raise TypeError(f"Got {type(scaler).__name__} as the scaler. Expected a GradScaler that `step` uses, or None.")
     run = as_step(model, step, loss, "why", 0 if batches is None else 1)

@@ -332,9 +332,9 @@ def test_a_model_that_is_not_quantised_and_a_folder_with_files_are_refused(tmp_p
         export(layers(32, 32), tmp_path / "out")
     model = quantize(layers(32, 32), weights_in("mxfp4"))
     (tmp_path / "note").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"is there, and is not an empty folder"):
+    with pytest.raises(FileExistsError, match=r"exists, and is not an empty folder"):
         export(model, tmp_path)
-    with pytest.raises(FileExistsError, match=r"is there, and is not an empty folder"):
+    with pytest.raises(FileExistsError, match=r"exists, and is not an empty folder"):
         export(model, tmp_path / "note")
     with pytest.raises(TypeError, match=r"folder is 3"):
         export(model, 3)  # type: ignore[arg-type]

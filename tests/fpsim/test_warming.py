@@ -57,7 +57,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Two steps, in this process; the devices that they ran on."""
     ran: list[str] = []
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    monkeypatch.setattr("fpsim.compiling.notice._is_said", False)
+    monkeypatch.setattr("fpsim.compiling.kept._is_said", False)
     for steps in ("fpsim.warming.STEPS", "fpsim.__main__.STEPS"):
         monkeypatch.setattr(steps, {"first": ran.append, "second": ran.append})
     return ran

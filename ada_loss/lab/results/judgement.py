@@ -46,17 +46,18 @@ __all__ = [
 ]
 
 LEVEL = 0.05  # of a verdict, and of a test
-LEAST_SEEDS = 3  # with two, a t-test at 5 % needs a difference of 12.7 standard errors
-LEAST_SHARED = 5  # settings from which on variances are shared
-MOST_SHARED = (
-    5  # seeds up to which they are: with more, a setting's own variance finds as much, and needs no raised limit
-)
+# With two seeds, a t-test at 5 % needs a difference of 12.7 standard errors.
+LEAST_SEEDS = 3
+# Variances are shared among at least so many settings, with at most so many seeds: with more seeds, a setting's own
+# variance finds as much, and needs no raised limit.
+LEAST_SHARED = 5
+MOST_SHARED = 5
 # Where variances may be shared, the simulation of benchmarks/verdicts.py chose the next three. Its cells: 5, 15 and 40
 # settings; 3 and 5 seeds; normal, with float32 in common, with variances that differ, also where settings at the
 # tolerance vary 2 to 5 times as much as those that equal float32. Sweeps look like that; without the raised limit up to
 # 21 % of them have a wrong statement then, which hardly any level repairs.
 PART_OF_LEVEL = 0.6
-SHARE_OF_LARGER = 0.9  # a shared variance is raised to what this share of settings that have it stay below
+SHARE_OF_LARGER = 0.9  # a shared variance is raised to this quantile of the variances that settings with it show
 ALIKE = 8.0  # prior degrees of freedom from which on variances count as alike
 SIMULATED = 0.049  # the largest share of simulated sweeps with a wrong statement, at the level of 5 % (20,000 sweeps)
 COLLAPSE = 10.0  # tolerances that a seed loses at least where it collapses
@@ -66,26 +67,31 @@ PART_OF_COLLAPSES = 0.1  # of the level
 OF_DEVIATION = 35.0  # deviations of the other seeds
 OF_USUAL = 50.0  # deviations that the other settings usually have
 OF_FLOAT32 = 10.0  # deviations of float32, which differs from seed to seed by more than a setting does from float32
-USUAL, LEAST_OTHERS = 0.25, 3  # the share of the other settings that vary less than usual; how many tell what is
-MOST_COLLAPSED = 10  # seeds of a setting that are looked for
-OTHERS, APART = (
-    5.0,
-    3.0,
-)  # tolerances, and ranges of the other seeds, for a setting that is set aside; see `seeds_apart`
-MUCH = 4.0  # deviations of float32, and of other settings, by which a seed is much worse,
-TWICE = 2.0  # and so many times as much as the best one
-NEGLIGIBLE = 1e-3  # of the tolerance: a smaller deviation tells nothing of the others'
-NO_EXCESS = 1e-9  # of the variance of logarithms: settings with less differ no more than equal ones do
-PART_OF_STEP = 0.5  # of the step in which a metric is counted: a deviation is taken to be no smaller
-MOST_COUNTED = 10_000  # examples of a test set, in whose shares a metric is counted
-MOST_SINGLE = 1_000  # the largest denominator of a fraction that is told from other numbers in float32,
-LEAST_SINGLE = 4  # where so many values are fractions: a quarter of all numbers are, and pi / 4 is 355 / 452
-MOST_VALUES = 64  # in which that is seen
-NOISE = 2.0**-50  # of the largest value: differences of float64 numbers are not known better
-MOST_DECIMALS = 6  # to which a metric is seen to be rounded: a float32 has no more
-MOST_SLACK = 0.05  # of a multiple; beyond, any number may be one
+USUAL = 0.25  # the share of the other settings whose deviations are below the usual one
+LEAST_OTHERS = 3  # settings from which a usual deviation is taken
+MOST_COLLAPSED = 10  # seeds of a setting that are tested
+# Tolerances, and ranges of the other seeds, for a setting that is set aside; see `seeds_apart`.
+OTHERS = 5.0
+APART = 3.0
+# A seed is much worse by so many deviations of float32 and of other settings, and so many times as much as the best.
+MUCH = 4.0
+TWICE = 2.0
+NEGLIGIBLE = 1e-3  # of the tolerance: a smaller deviation says nothing about those of other settings
+NO_EXCESS = 1e-9  # of the variance of logarithms: settings with less differ no more than equal ones
+# A deviation is taken to be at least this part of the step in which a metric is counted.
+PART_OF_STEP = 0.5
+MOST_COUNTED = 10_000  # examples of a test set whose size is found
+# In float32, fractions up to this denominator differ from other numbers, if so many values are fractions: a quarter of
+# all numbers are such a fraction, as pi / 4 is 355 / 452.
+MOST_SINGLE = 1_000
+LEAST_SINGLE = 4
+MOST_VALUES = 64  # that are searched for a step
+NOISE = 2.0**-50  # of the largest value: the resolution of differences between float64 numbers
+MOST_DECIMALS = 6  # to which a metric may be rounded: a float32 has no more
+MOST_SLACK = 0.05  # of a multiple; with more, any number may be one
 SINGLE = 2.0**-23  # of a value: a share may have been computed in float32
-MOST_SQUARED = 1e150  # differences of which float64 holds the variance; larger ones are beyond any tolerance
+# The variance of larger differences overflows float64. They are beyond any tolerance, and may be clipped.
+MOST_SQUARED = 1e150
 POWER = 0.8
 MOST_SEEDS = 100
 
@@ -140,7 +146,8 @@ def judge_sweep(
     aside = [int(count) for count in (seeds_apart(one, tolerance) for one in values)]
     tested = [i for i in range(len(values)) if not low[i] and not aside[i]]
     used = level_of_tests(level, len(tested), max((len(values[i]) for i in tested), default=0))
-    used *= len(tested) / max(len(values), 1)  # which are tested depends on what was measured: each keeps its part
+    # Which settings are tested depends on the measurements, so each keeps the part of the level that it had among all.
+    used *= len(tested) / max(len(values), 1)
     found = dict(zip(tested, judge([differences[i] for i in tested], tolerance, used, equivalence, step), strict=True))
     usual = _usual_of_others(np.array([_upward_deviation(one) for one in values]))
     judgements = []
@@ -150,7 +157,7 @@ def judge_sweep(
             mean = float(np.mean(differences[i]))
             judgements.append(Judgement("collapsed", mean, (np.nan, np.nan), np.nan, np.nan, 0, places))
             continue
-        if aside[i]:  # for its interval
+        if aside[i]:  # tested alone for its interval: its variance must not be shared
             (alone,) = judge([differences[i]], tolerance, level / len(values), equivalence, step)
             found[i] = replace(alone, outcome="undecided", low=places)
         if found[i].outcome == "undecided" and _is_much_worse(one, tolerance, max(float(usual[i]), float(deviation))):
@@ -190,6 +197,7 @@ def collapses(
     """
     if not differences:
         return []
+    # Upward deviations only: a collapse in another setting would raise the usual deviation, and hide this one.
     usual = _usual_of_others(np.stack([_upward_deviation(one) for one in differences], axis=-1))
     least = np.maximum(OF_USUAL * usual, OF_FLOAT32 * np.asarray(float32)[..., None])
     least = np.maximum(least, COLLAPSE * tolerance)
@@ -205,7 +213,8 @@ def collapses(
                 break
             others, highest = ordered[..., k:], ordered[..., k - 1]
             deviation = np.maximum(others.std(axis=-1, ddof=1), PART_OF_STEP * step)
-            chance = part * 2 ** (most - k) / (2**most - 1)  # half as much for each seed more
+            # Half as much for each seed more: the parts add up to `part`, and one collapse is likelier than several.
+            chance = part * 2 ** (most - k) / (2**most - 1)
             apart = max(OF_DEVIATION, _deviations_apart(seeds, k, chance)) * deviation
             is_low = others.mean(axis=-1) - highest > np.maximum(apart, least[..., i])
             count[is_low & (highest < -COLLAPSE * tolerance)] = k
@@ -235,17 +244,15 @@ def seeds_apart(differences: NDArray[Any], tolerance: float) -> NDArray[Any]:
 
 
 def _upward_deviation(values: NDArray[Any]) -> NDArray[Any]:
-    """The deviation by how far the largest of some values is above their median: no collapse is in it.
-
-    The expected value of the largest of n normal draws is about the quantile at (n - 3/8) / (n + 1/4): Blom 1958.
-    """
+    """The deviation, estimated from the distance of the largest value above the median, which no collapse affects."""
+    # The expected value of the largest of n normal draws is about the quantile at (n - 3/8) / (n + 1/4): Blom 1958.
     count = values.shape[-1]
     above: NDArray[Any] = values.max(axis=-1) - np.median(values, axis=-1)
     return above / special.ndtri((count - 0.375) / (count + 0.25))
 
 
 def _usual_of_others(deviations: NDArray[Any]) -> NDArray[Any]:
-    """What a share `USUAL` of the other settings stays below, of deviations (..., settings); 0 where these are few."""
+    """The quantile `USUAL` of the other settings' deviations, for each of (..., settings); 0 if there are few."""
     count = deviations.shape[-1]
     if count <= LEAST_OTHERS:
         return np.zeros_like(deviations)
@@ -257,14 +264,14 @@ def _usual_of_others(deviations: NDArray[Any]) -> NDArray[Any]:
 
 
 def _is_much_worse(values: NDArray[Any], tolerance: float, deviation: float) -> bool:
-    """Whether a setting is worse with every seed, and with one of them much worse."""
+    """True if a setting is worse with every seed, and much worse with one of them."""
     best, worst = float(values.max()), float(values.min())
     return best < -tolerance and worst < min(-COLLAPSE * tolerance, -MUCH * deviation, TWICE * best)
 
 
 @lru_cache(maxsize=1024)
 def _deviations_apart(seeds: int, low: int, chance: float) -> float:
-    """How many deviations of the others the `low` lowest of normal draws are below the others' mean, with a chance.
+    """The distance below the others' mean, in their deviations, that the `low` lowest draws reach with this chance.
 
     For each choice of `low` seeds the chance that all of them are c deviations s of the r others below their mean m is
     that of E[P(x < m - c s)^low], where m is normal with a variance of 1 / r and (r - 1) s^2 chi-squared; the bound is
@@ -294,15 +301,14 @@ def largest_rate_unseen(seeds: int) -> float:
 
 
 def smallest_step(values: Sequence[float], size: float | None = None) -> float:
-    """The step in which a metric is counted: 1 / N, or 100 / N, where all its values are whole multiples of that.
+    """Find the step in which a metric is counted: the largest 1 / N or 100 / N of which all values are multiples.
 
-    Of several it is the largest; with N up to `MOST_COUNTED`. The accuracy over a test set of N examples is counted so,
-    also where it was rounded to n decimals, if N is less than 10^(n - 1). Where all are fractions of denominators that
-    differ, as an F1, it is 1 / the largest of these. Where there is none, or a single value, it is what float64
-    resolves beside `size`.
+    The accuracy over a test set of N examples is counted so, even if it was rounded to n decimals and N is less than
+    10^(n - 1). N is at most `MOST_COUNTED`. If all values are fractions of different denominators, as an F1 is, the
+    step is 1 / the largest of these. Without a step, or with a single value, it is the resolution of float64 at `size`.
 
     values: finite ones.
-    size: of the values that are to be told apart; that of the largest unless given. One setting may be 1e30 of a
+    size: the size of the values that are compared; None for that of the largest. One setting may be 1e30 of a
         perplexity, and the others are not less certain for it.
 
     >>> round(1 / smallest_step([354 / 360, 355 / 360, 351 / 360]))
@@ -310,6 +316,7 @@ def smallest_step(values: Sequence[float], size: float | None = None) -> float:
     >>> round(1 / smallest_step([0.9833, 0.9861, 0.975]))
     360
     """
+    # From the values alone: a folder, or a training function of the user's own, gives no size of a test set.
     distinct = np.unique(np.asarray(values, dtype=np.float64))
     if not len(distinct):
         return 0.0
@@ -320,7 +327,7 @@ def smallest_step(values: Sequence[float], size: float | None = None) -> float:
     chosen = distinct[np.linspace(0, len(distinct) - 1, min(MOST_VALUES, len(distinct))).astype(int)]
     for whole in (1.0, 100.0):
         is_share = whole / 100 < largest <= whole
-        # of the whole, not of the value: 1 - accuracy has the error of the accuracy
+        # Of the whole, not of the value: 1 - accuracy has the error of the accuracy.
         single = 2 * SINGLE * (whole if is_share else largest)
         steps.append(_step_within(chosen, whole, single))
         if is_share and (rounded := _rounding(chosen)):
@@ -333,17 +340,18 @@ def smallest_step(values: Sequence[float], size: float | None = None) -> float:
 
 
 def _step_within(values: NDArray[Any], whole: float, slack: float) -> float:
-    """The largest `whole` / N of which all values are multiples but for `slack`; 0 where there is none."""
+    """The largest `whole` / N of which all values are multiples within `slack`; 0 without one."""
     counts = np.arange(1, MOST_COUNTED + 1) / whole
     counts = counts[slack * counts < MOST_SLACK]
-    for value in values:  # the first one leaves few
+    for value in values:  # one by one: the first one leaves few of 10,000 candidates
         counts = counts[_distance(value * counts) <= slack * counts]
+    # A step larger than the range of the values would make them equal.
     counts = counts[np.round(values.max() * counts) - np.round(values.min() * counts) >= 1]
     return float(1 / counts[0]) if len(counts) else 0.0
 
 
 def _step_of_fractions(values: NDArray[Any], slack: float, most: int) -> float:
-    """1 / the largest denominator, where all values are fractions of denominators up to `most`; 0 otherwise.
+    """1 / the largest denominator if all values are fractions of denominators up to `most`; 0 otherwise.
 
     An F1 is 2 TP / (2 TP + FP + FN), and one example more or less moves it by about 1 / that denominator.
     """
@@ -358,13 +366,13 @@ def _step_of_fractions(values: NDArray[Any], slack: float, most: int) -> float:
 
 
 def _distance(numbers: NDArray[Any]) -> NDArray[Any]:
-    """How far numbers are from the nearest integer."""
+    """The distances of numbers from the nearest integer."""
     distance: NDArray[Any] = np.abs(numbers - np.round(numbers))
     return distance
 
 
 def _rounding(values: NDArray[Any]) -> float:
-    """What was rounded away where all values have few decimals: half of their last one; 0 where they have more."""
+    """Half of the last decimal if all values have few decimals, the largest error of rounding them; 0 otherwise."""
     near = SINGLE * np.abs(values).max()
     decimals = (n for n in range(1, MOST_DECIMALS + 1) if (np.abs(values - np.round(values, n)) <= near).all())
     return next((0.5 * 10.0**-n for n in decimals), 0.0)
@@ -441,8 +449,8 @@ def decide(
     freedom = np.broadcast_to(counts - 1.0, means.shape)
     if is_sharing(settings, seeds):
         variances, freedom = _moderated(variances, freedom, tolerance)
-    # Three accuracies that are counted are often equal: that is no certainty. Without this up to 70 % of sweeps have a
-    # wrong statement, where the deviation is less than one example of the test set
+    # Three accuracies that are counted are often equal by chance. Without this, up to 70 % of sweeps have a wrong
+    # statement if the deviation is less than one example of the test set.
     variances = np.maximum(variances, (PART_OF_STEP * step) ** 2)
     outcomes, p = _outcomes(means, np.sqrt(variances / counts), freedom, tolerance, equivalence)
     rejected, levels = _holm(p, _family(level, settings, seeds))
@@ -455,14 +463,15 @@ def is_sharing(settings: int, seeds: int) -> bool:
 
 
 def _family(level: float, settings: int, seeds: int) -> float:
-    """The level at which all settings are tested together, such that a wrong statement is no likelier than `level`."""
+    """The level for all tests together at which the chance of a wrong statement stays below `level`."""
     return level * PART_OF_LEVEL if is_sharing(settings, seeds) else level
 
 
 def _outcomes(
     means: NDArray[Any], errors: NDArray[Any], freedom: NDArray[Any], tolerance: float, equivalence: bool
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """What each setting's test would say if it decides, and its p-value."""
+    """The outcome of each setting's test, should it decide, and its p-value."""
+    # Without variance the quotient is infinite, which decides, or at the tolerance itself 0 / 0, which must not.
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         below = np.nan_to_num((means + tolerance) / errors, nan=0.0, posinf=np.inf, neginf=-np.inf)
         above = np.nan_to_num((means - tolerance) / errors, nan=0.0, posinf=np.inf, neginf=-np.inf)
@@ -474,10 +483,9 @@ def _outcomes(
 
 
 def _holm(p: NDArray[Any], level: float) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Which hypotheses Holm's procedure rejects, and the level at which each was tested.
-
-    Those after the first that is not rejected are not tested: theirs is its level.
-    """
+    """The hypotheses that Holm's procedure rejects, and the level at which each was tested."""
+    # By hand: libraries give corrected p-values, and intervals need the levels. Hypotheses after the first that is not
+    # rejected are not tested, and have its level.
     count = p.shape[-1]
     order = np.argsort(p, axis=-1, kind="stable")
     steps = level / (count - np.arange(count))
@@ -488,15 +496,12 @@ def _holm(p: NDArray[Any], level: float) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _moderated(variances: NDArray[Any], freedom: NDArray[Any], tolerance: float) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The variances, moderated by what all of them have in common, and their degrees of freedom.
+    """The variances, moderated by each other, and their degrees of freedom.
 
     Smyth 2004, 6.2: they are draws of a scaled inverse chi-squared distribution, whose two parameters come from the
     mean and the variance of their logarithms. The degrees of freedom are at most those of all settings together.
-
-    A setting that varies more than the others must not gain by them. So the shared variance is raised to the 90 % limit
-    of what a setting that has it shows by chance; one that shows more keeps its own, with its own degrees of freedom.
-    Where variances are not alike, each setting keeps its own, but for those that show none.
     """
+    # A variance of zero has no logarithm, and nearly none would dominate the mean of all.
     known = variances > (NEGLIGIBLE * tolerance) ** 2
     number = known.sum(axis=-1, keepdims=True)
     half = freedom / 2
@@ -510,13 +515,16 @@ def _moderated(variances: NDArray[Any], freedom: NDArray[Any], tolerance: float)
     weight = prior / (prior + freedom)
     shared = weight * common + (1 - weight) * variances
     most = np.where(known, freedom, 0.0).sum(axis=-1, keepdims=True)
+    # A setting that varies more than the others must not gain by them: the shared variance is raised to the 90 % limit
+    # of the variances that settings with it show by chance. One that shows more keeps its own, with its own degrees of
+    # freedom. If variances are not alike, each setting keeps its own, except those that show none.
     limit = shared * stats.chi2.ppf(SHARE_OF_LARGER, freedom) / freedom
     is_own = (variances > limit) | (known & (prior < ALIKE)) | (number < LEAST_SHARED)
     return np.where(is_own, variances, limit), np.where(is_own, freedom, np.minimum(prior + freedom, most))
 
 
 def _inverse_trigamma(value: NDArray[Any]) -> NDArray[Any]:
-    """Where the trigamma function has these values, above 0; Newton's method of Smyth 2004, appendix."""
+    """The inverse of the trigamma function above 0, by Newton's method of Smyth 2004, appendix."""
     x = 0.5 + 1 / value
     for _ in range(50):
         trigamma = special.polygamma(1, x)
@@ -528,8 +536,8 @@ def _inverse_trigamma(value: NDArray[Any]) -> NDArray[Any]:
 
 
 def _seeds_that_decide(margin: float, variance: float, seeds: int, level: float) -> int:
-    """How many seeds decide a setting with probability `POWER`, if its mean and variance are the true ones."""
-    if not margin:  # at the tolerance itself, no number does
+    """The number of seeds that decide a setting with probability `POWER` if its mean and variance are true."""
+    if not margin:  # no number of seeds decides a mean at the tolerance itself
         return MOST_SEEDS + 1
     counts, errors = _needed(level)
     enough = counts[(counts > seeds) & (errors * np.sqrt(variance / counts) <= abs(margin))]
@@ -552,6 +560,6 @@ def smallest_tolerance(deviation: float, seeds: int, settings: int = 1, level: f
 
 @lru_cache(maxsize=64)
 def _needed(level: float) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Numbers of seeds, and how many standard errors away from the tolerance a mean has to be with each."""
+    """Numbers of seeds, and the distance from the tolerance that a mean needs with each, in standard errors."""
     counts = np.arange(2, MOST_SEEDS + 1)
     return counts, stats.t.isf(level / 2, counts - 1) + stats.t.ppf(POWER, counts - 1)

@@ -1,4 +1,4 @@
-"""The batches of a training: drawn from two tensors, or from a DataLoader or any other iterable of batches."""
+"""Batches of a training, from two tensors, or from a DataLoader or another iterable of batches."""
 
 from __future__ import annotations
 
@@ -19,63 +19,64 @@ Pair = tuple[Tensor, Tensor]
 
 
 class TensorBatches:
-    """Batches of inputs and targets, in an order that a generator of their own draws.
+    """Batches of inputs and targets, in an order drawn from their own generator.
 
-    order: its state at the beginning of the epoch, which a checkpoint keeps.
     length: the number of batches of an epoch.
     """
 
     def __init__(self, inputs: Tensor, targets: Tensor, size: int, seed: int) -> None:
         self.inputs, self.targets, self.size = inputs, targets, size
+        # Its own: the order of the batches must not depend on how much noise the rounding of a format draws.
         self.generator = torch.Generator().manual_seed(seed)
         self.length: int | None = -(-len(inputs) // size)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What tells these data from others."""
+        """The data, for the identity of a checkpoint."""
         return {"inputs": self.inputs, "targets": self.targets}
 
     def order(self) -> Tensor:
-        """The state from which the next epoch follows."""
+        """Return the state of the generator, from which the next epoch is drawn."""
         return self.generator.get_state()
 
     def restore(self, order: Tensor) -> None:
-        """Go back to the beginning of an epoch."""
+        """Return to the beginning of an epoch."""
         self.generator.set_state(order)
 
     def epoch(self, done: int) -> Iterator[Pair]:
-        """The batches of an epoch from the one after `done`."""
+        """Yield the batches of an epoch, except the first `done`."""
         for batch in torch.randperm(len(self.inputs), generator=self.generator).split(self.size)[done:]:
             yield self.inputs[batch], self.targets[batch]
 
 
 class LoadedBatches:
-    """Batches as an iterable gives them: what it draws of torch's random numbers follows the training's seed.
+    """Batches of an iterable, whose random numbers of torch follow the training's seed.
 
-    An interrupted epoch goes on where it was: the iterable begins it again, with torch's random numbers of its
-    beginning, also those of a DataLoader's own generators, and the batches that are done are passed over. From then on
-    torch's, NumPy's and Python's generators go on where they were.
+    To resume an interrupted epoch, torch's generator and a DataLoader's own ones are set to their states at the
+    beginning of the epoch, the iterable starts again, and the finished batches are skipped. Then the generators of
+    torch, NumPy and Python are set to the states at which the epoch was interrupted.
 
-    length: that of the iterable; None where it has none.
+    length: that of the iterable; None if it has no length.
     """
 
     def __init__(self, loader: Iterable[Any], device: str, container: torch.dtype) -> None:
         self.loader, self.device, self.container = loader, device, container
         self._begun: Tensor | None = None
         self._generators = _generators_of(loader)
-        self.tensors: dict[str, Tensor] = {}  # none tells these data from others
+        # To read them for the identity of a checkpoint would draw an epoch.
+        self.tensors: dict[str, Tensor] = {}
         try:
             self.length: int | None = len(loader)  # type: ignore[arg-type]
         except TypeError:
             self.length = None
 
     def order(self) -> Tensor:
-        """The states from which the next epoch follows: torch's, and those of the loader's own generators."""
+        """Return the states from which the next epoch is drawn: of torch's generator, and of the loader's own ones."""
         begun = torch.get_rng_state() if self._begun is None else self._begun
         return torch.cat([begun, *(generator.get_state() for generator in self._generators)])
 
     def restore(self, order: Tensor) -> None:
-        """Go back to the beginning of an epoch."""
+        """Return to the beginning of an epoch."""
         self._begun, *own = (state.clone() for state in order.split(len(torch.get_rng_state())))
         for generator, state in zip(self._generators, own, strict=True):
             generator.set_state(state)
@@ -88,7 +89,7 @@ class LoadedBatches:
         for _ in range(done):
             next(batches, None)
         if self._begun is not None:
-            restore_generators(now, ())  # what was passed over drew from them
+            restore_generators(now, ())  # the skipped batches drew from them a second time
         self._begun = None
         is_empty = not done
         for batch in batches:
@@ -101,10 +102,11 @@ class LoadedBatches:
 
 
 def _generators_of(loader: Iterable[Any]) -> list[torch.Generator]:
-    """The generators of a DataLoader's own, which do not follow torch's."""
+    """Return the generators that a DataLoader was given, which torch's seed does not reach."""
     if not isinstance(loader, DataLoader):
         return []
     sampler, batches = loader.sampler, loader.batch_sampler
+    # A DataLoader hands its generator to the sampler that it makes, but a sampler of the user's may have another one.
     holders = (loader, sampler, batches, getattr(batches, "sampler", None))
     by_id = {id(own): own for holder in holders if (own := getattr(holder, "generator", None)) is not None}
     return [generator for generator in by_id.values() if isinstance(generator, torch.Generator)]
@@ -114,7 +116,7 @@ Batches = TensorBatches | LoadedBatches
 
 
 def batches_of(data: Any, size: int, seed: int, device: str, container: torch.dtype) -> Batches:
-    """The batches of a task's data, on a device.
+    """Return the batches of a task's data, on a device.
 
     data: two tensors, or an iterable of batches.
     size, seed: of batches of two tensors; an iterable has its own.
@@ -125,7 +127,7 @@ def batches_of(data: Any, size: int, seed: int, device: str, container: torch.dt
 
 
 def placed(batch: Any, device: str, container: torch.dtype) -> Pair:
-    """Inputs and targets on a device, floats in the container. Raises TypeError for what is not a pair of tensors."""
+    """Return inputs and targets on a device, floats in the container. Raises TypeError unless both are tensors."""
     if not is_pair(batch):
         raise TypeError(
             f"A batch is {types_of_pair(batch)}. Expected: two tensors, inputs and targets. For batches of "

@@ -1,4 +1,4 @@
-"""Checkpoints: an interrupted training goes on from a file, to the same bits."""
+"""Checkpoints: files from which an interrupted training resumes, to the same bits."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ DIGEST = hashlib.sha256().digest_size
 
 
 class DelayedScaling:
-    """What a model's delayed scaling remembers, which is not in its state_dict.
+    """State of a model's delayed scaling, which its state_dict does not have.
 
-    prepare: called before a state is loaded, to have the model compute in the formats that the state is of.
+    prepare: called before a state is loaded, to switch the model to the formats of that state.
     """
 
     def __init__(self, model: nn.Module, prepare: Callable[[], None] | None = None) -> None:
@@ -51,11 +51,11 @@ class Checkpoints:
 
     path: the file.
     stateful: the objects with `state_dict` and `load_state_dict`, by name; their states are of that kind.
-    identity: which training this is, in words and numbers. A file with another identity is ignored with a warning, and
-        so is one that cannot be read.
+    identity: the training, in words and numbers. A file with another identity is ignored with a warning, and so is an
+        unreadable one.
     seconds: the time between two checkpoints.
     cuda_devices: the CUDA devices that draw random numbers besides the CPU.
-    is_own: whether the file's folder is one that a sweep makes, and so is no link.
+    is_own: whether a sweep makes the file's folder, which must not be a link then.
     """
 
     def __init__(
@@ -68,12 +68,13 @@ class Checkpoints:
         is_own: bool = False,
     ) -> None:
         self.path, self.stateful, self.seconds = path, stateful, seconds
-        self.identity = {**identity, "bits": fpsim.BITS}  # half of a training with other numbers is none
+        # A training must not compute its second half with a release whose numbers differ from those of the first.
+        self.identity = {**identity, "bits": fpsim.BITS}
         self.cuda_devices, self.is_own = cuda_devices, is_own
         self._last = time.monotonic()
 
     def is_due(self) -> bool:
-        """Whether the last checkpoint is `seconds` old."""
+        """Return True if the last checkpoint is `seconds` old."""
         return time.monotonic() - self._last >= self.seconds
 
     def save(self) -> None:
@@ -81,17 +82,19 @@ class Checkpoints:
         content = io.BytesIO()
         states = {name: thing.state_dict() for name, thing in self.stateful.items()}
         torch.save({"identity": self.identity, "states": states, **generator_states(self.cuda_devices)}, content)
+        # The digest is for damage: a flipped bit in a weight would load, and train on unnoticed.
         packed = content.getvalue()
         write_atomically(self.path, hashlib.sha256(packed).digest() + packed, is_own=self.is_own)
         self._last = time.monotonic()
 
     def load(self) -> bool:
-        """Restore the objects and the random numbers. Returns whether there is a usable file.
+        """Restore the objects and the random numbers. Returns False without a usable file.
 
-        Raises ValueError for a whole file of this very training whose states do not fit: nobody wrote it but by hand.
+        Raises ValueError for an undamaged file of this training whose states do not fit, as after an edit by hand.
         """
         if not self.path.exists():
             return False
+        # A checkpoint only saves time. An unusable one costs this time again, and a warning: not the training.
         try:
             saved = self._read()
             identity = saved["identity"]
@@ -126,7 +129,7 @@ class Checkpoints:
             if (size := file.seek(0, os.SEEK_END)) > MOST_BYTES:
                 raise ValueError(f"it has {size:,} bytes, more than {MOST_BYTES:,}")
             file.seek(0)
-            # torch.load would not notice a flipped bit in a weight. Nothing is kept of what was damaged or made up
+            # Before a byte is unpickled. The size above bounds the memory that a made-up file can take.
             if file.read(DIGEST) != hashlib.file_digest(file, "sha256").digest():
                 raise ValueError("it is damaged")
             file.seek(DIGEST)

@@ -1,4 +1,4 @@
-"""A schedule of formats: in which format a training computes, from which step on."""
+"""Schedules of formats: the format in which a training computes, by step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Start = int | float
 
 
 class Stage(NamedTuple):
-    """A format of a training, from which step on, and with which rounding.
+    """A format of a training, with its first step and its rounding.
 
     start: a step, counted from 0 (an integer), or a fraction of all steps (a float below 1).
     fmt, rounding: as `fpsim.quantize` takes them.
@@ -44,7 +44,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class FormatSchedule:
-    """Formats of one training, one after the other. `as_schedule` makes one of what a user writes, and checks it.
+    """Formats of one training, one after the other. `as_schedule` makes a schedule from a user's words and checks it.
 
     stages: in the order of the steps. The first starts at 0, the others either all at steps or all at fractions.
 
@@ -58,9 +58,9 @@ class FormatSchedule:
         return " then ".join(map(str, self.stages))
 
     def steps(self, total: int) -> tuple[int, ...]:
-        """The step, counted from 0, with which each format begins in a training of `total` steps.
+        """Return the first step of each format, counted from 0, in a training of `total` steps.
 
-        Raises ValueError where a format would have no step.
+        Raises ValueError if a format would have no step.
 
         >>> FormatSchedule((Stage(0, "fp16"), Stage(0.8, "bf16"))).steps(15)
         (0, 12)
@@ -77,7 +77,7 @@ class FormatSchedule:
         return tuple(starts)
 
     def before(self, start: Start) -> FormatSchedule:
-        """The formats up to a start of this schedule.
+        """Return the schedule of the formats before a start.
 
         >>> print(as_schedule({"schedule": {0: "fp16", 0.5: "e5m2", 0.8: "bf16"}}).before(0.8))
         fp16 then e5m2 from 0.5
@@ -86,24 +86,24 @@ class FormatSchedule:
 
 
 def step_of(start: Start, total: int) -> int:
-    """The step of a start, in a training of `total` steps.
+    """Return the step of a start, in a training of `total` steps.
 
-    That of a fraction is the first before which at least this share of the steps lies. Fractions are taken as the
-    decimals that they are written as.
+    A fraction starts at the first step before which at least this share of the steps lies.
 
     >>> step_of(0.8, 15), step_of(0.5, 15), step_of(12, 15)
     (12, 8, 12)
     """
+    # The decimal as the user wrote it, by repr: the float 0.8 is a little more than 0.8, and ceil would add a step.
     return start if isinstance(start, int) else math.ceil(Fraction(repr(start)) * total)
 
 
 def as_schedule(fmt: Any, rounding: str | None = None) -> FormatSchedule:
-    """A schedule from what stands where a format may stand; a format alone is one from the first step to the last.
+    """Return the schedule that a user wrote. A format alone is a schedule with one stage.
 
     fmt: {"schedule": {start: format}}, or anything else, which is taken for a format and is not checked here. Starts
         are 0, and either steps (integers) or fractions of all steps (floats below 1). Pairs (start, format) will do.
     rounding: of every format; None leaves it to each.
-    Raises ValueError and TypeError for what is not a schedule.
+    Raises ValueError and TypeError for an invalid schedule.
 
     >>> print(as_schedule({"schedule": {0: "fp16", 0.8: "recipe:bf16"}}), "|", as_schedule("fp16"))
     fp16 then recipe:bf16 from 0.8 | fp16
@@ -115,7 +115,7 @@ def as_schedule(fmt: Any, rounding: str | None = None) -> FormatSchedule:
     if SCHEDULE not in fmt:
         if fmt and not any(isinstance(key, str) for key in fmt):
             raise TypeError(f"A format is {shown(dict(fmt))}. Expected for formats in turn: {POSSIBLE}.")
-        return FormatSchedule((Stage(0, fmt, rounding),))  # type: ignore[arg-type]  # whoever takes it says what it is
+        return FormatSchedule((Stage(0, fmt, rounding),))  # type: ignore[arg-type]  # checked by `quantize`
     others = [key for key in fmt if key != SCHEDULE]
     if others:
         raise ValueError(
@@ -169,9 +169,9 @@ def _named(start: Start) -> str:
 
 
 def quantized(model: Model, schedule: FormatSchedule, *, inplace: bool = False) -> Model:
-    """The model in the first format of a schedule, as `fpsim.quantize` gives it.
+    """Quantise a model to the first format of a schedule, by `fpsim.quantize`.
 
-    Raises what `quantize` raises, for every format of the schedule.
+    Raises the errors of `quantize` for every format of the schedule.
     """
     first, *others = schedule.stages
     if is_native(first.fmt):
@@ -179,31 +179,33 @@ def quantized(model: Model, schedule: FormatSchedule, *, inplace: bool = False) 
             f"The format {shown(first.fmt)} trains in real float16, and quantises no model. Use "
             f"torch.autocast(device, dtype=torch.float16) and ada_loss.GradScaler(layers=model) in a loop of your own."
         )
-    with warnings.catch_warnings():  # of a last layer in 4 bits: to see what it costs is what one trains here for
+    # The warning of a last layer in 4 bits: here the user trains to measure what it costs.
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The gradient of .* is rounded to nearest", UserWarning)
         emulated = fpsim.quantize(model, first.fmt, rounding=first.rounding, inplace=inplace)
+    # Each format once, for its errors: a later one must not fail after hours. The first one last, to begin with it.
     for stage in (*others, first) if others else ():
         fpsim.set_policy(emulated, stage.fmt, rounding=stage.rounding)
     return emulated
 
 
 class FormatSwitch:
-    """Has a quantised model compute, in each step, in the format that a schedule has for it.
+    """Switch a quantised model to the format that a schedule has for a step.
 
-    model: from `quantized`, which has the first format.
-    schedule: that of `quantized`.
+    model: from `quantized`, in the first format.
+    schedule: the same as for `quantized`.
     """
 
     def __init__(self, model: nn.Module, schedule: FormatSchedule) -> None:
         self.model, self.schedule, self.stage = model, schedule, 0
 
     def enter(self, step: int, total: int) -> None:
-        """Take the format of a step, counted from 0, of `total`, if the model has another."""
+        """Switch to the format of a step, counted from 0, of `total`, unless the model has it."""
         if len(self.schedule.stages) > 1:
             self.enter_stage(bisect_right(self.schedule.steps(total), step) - 1)
 
     def enter_stage(self, stage: int) -> None:
-        """Take a format by its place in the schedule, if the model has another."""
+        """Switch to a format by its place in the schedule, unless the model has it."""
         if stage != self.stage:
             _, fmt, rounding = self.schedule.stages[stage]
             fpsim.set_policy(self.model, fmt, rounding=rounding)

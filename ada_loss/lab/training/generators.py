@@ -17,9 +17,9 @@ __all__ = ["generator_states", "kept_generators", "restore_generators", "seed_ge
 
 @contextmanager
 def kept_generators(cuda_devices: Sequence[str] = ()) -> Iterator[None]:
-    """What is drawn and seeded inside changes none of the generators, fpsim's noise included, for those outside.
+    """Restore the generators, that of fpsim's noise included, at the end of the block.
 
-    cuda_devices: those whose generators are kept, besides the CPU's.
+    cuda_devices: the devices whose generators are restored, in addition to the CPU's.
     """
     others = _states_beside_torch()
     with torch.random.fork_rng(devices=[*cuda_devices]), fpsim.noise_of_torch():
@@ -30,9 +30,9 @@ def kept_generators(cuda_devices: Sequence[str] = ()) -> Iterator[None]:
 
 
 def seed_generators(seed: int) -> None:
-    """Begin all of them with a seed.
+    """Seed all of them.
 
-    seed: an integer that torch takes; NumPy's generator begins with it modulo 2**32.
+    seed: an integer that torch takes; NumPy's generator gets it modulo 2**32.
     """
     seed = int(seed)  # Python's takes no integer of NumPy's
     torch.manual_seed(seed)
@@ -41,13 +41,13 @@ def seed_generators(seed: int) -> None:
 
 
 def generator_states(cuda_devices: Sequence[str]) -> dict[str, Any]:
-    """Where the generators are, in tensors, numbers and strings; torch's as "noise", of the CPU and of each device."""
+    """Return the states of the generators as tensors, numbers and strings; torch's, by device, under "noise"."""
     noise = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in cuda_devices)]
     return {"noise": noise, **_states_beside_torch()}
 
 
 def restore_generators(states: Mapping[str, Any], cuda_devices: Sequence[str]) -> None:
-    """Go on where the generators were."""
+    """Set the generators to saved states."""
     noise, *noises = states["noise"]
     torch.set_rng_state(noise)
     for device, noise in zip(cuda_devices, noises, strict=True):
@@ -65,13 +65,15 @@ def _restore_beside_torch(states: Mapping[str, Any]) -> None:
 
 
 def _packed(state: Any) -> Any:
-    """A state of NumPy's with tensors in the place of its arrays, which torch's safe unpickler does not read."""
+    """Replace the arrays in a state of NumPy's by tensors."""
+    # torch.load(weights_only=True) refuses NumPy's arrays.
     if isinstance(state, Mapping):
         return {name: _packed(value) for name, value in state.items()}
     return torch.from_numpy(state.copy()) if isinstance(state, np.ndarray) else state
 
 
 def _unpacked(state: Any) -> Any:
+    """Undo `_packed`."""
     if isinstance(state, Mapping):
         return {name: _unpacked(value) for name, value in state.items()}
     return state.numpy() if isinstance(state, torch.Tensor) else state

@@ -1,4 +1,4 @@
-"""What a training function of the user's own is given: the cell's format and scaling, and where to tell how it goes."""
+"""`Job` gives a training function of the user's own its cell's format and scaling, and records the training."""
 
 from __future__ import annotations
 
@@ -34,18 +34,20 @@ __all__ = ["Job", "JobScaler", "require_storable", "run_job"]
 AnOptimizer = TypeVar("AnOptimizer", bound=Optimizer)
 RECORD_EVERY = 100
 MOST_STEPS = 2**53
-FIRST_POINT, POINT_FACTOR = 10, 1.25  # of the history of a recording: the number of steps is not known
+# The number of steps is not known, so the points of the history lie further and further apart: each by a quarter.
+FIRST_POINT, POINT_FACTOR = 10, 1.25
 GATHERED = ("scales", "skipped", "curves", "history", "layer_scales")
 
 
 class JobScaler(GradScaler):
-    """A `GradScaler` that tells its job the scale of every step, and which steps it skipped."""
+    """A `GradScaler` that reports the scale of every step to its job, and whether the step was skipped."""
 
     job: Job | None = None
     _skipped = False
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         returned = super().step(optimizer, *args, **kwargs)
+        # Several optimizers may step between two updates. The step counts as skipped if one of them skipped it.
         self._skipped = self._skipped or self.overflowed(optimizer)
         return returned
 
@@ -63,10 +65,10 @@ class Job:
         fmt, rounding: the format of the cell and its rounding, as `fpsim.quantize` takes them; or a schedule of
             formats, which `quantize` and `begin_step` follow.
         scaling: the scaling method, "none", a number, "torch", "adaptive" ...
-        seed: the generators of torch, NumPy and Python begin with it; use it for whatever else is drawn.
+        seed: seeds the generators of torch, NumPy and Python; use it for all other randomness too.
         device: where the training runs, "cpu", "cuda" or "cuda:1".
         options: the `task_options` of the sweep.
-        update: what the optimizer stores, a fpsim.Update or the name of one; `optimizer` follows it.
+        update: the storage of the optimizer, a fpsim.Update or the name of one; `optimizer` follows it.
 
     >>> job = Job("fp16", scaling=1024.0)
     >>> model = job.quantize(nn.Linear(2, 1))
@@ -121,7 +123,9 @@ class Job:
         self.history: list[tuple[int, list[dict[str, Any]]]] = []
         self.layer_scales: list[tuple[int, dict[str, int]]] = []
         self._path, self.progress, self._told = checkpoint, progress, 0
-        self._done, self._last = 0, 0  # the number of steps done, as `checkpoint` was told; the last step, from 0
+        # The number of finished steps, as given to `checkpoint`, and the last step that was logged or scaled, from 0:
+        # a training function may leave out either.
+        self._done, self._last = 0, 0
         self._before, self._since = 0.0, time.perf_counter()  # seconds of the attempts before, and when this one began
         self._recording: Recording | None = None
         self._scaler: JobScaler | None = None
@@ -139,11 +143,11 @@ class Job:
         return str(self._schedule) if len(self._schedule.stages) > 1 else str(self.fmt or "fp32")
 
     def quantize(self, model: nn.Module, *, inplace: bool = False, record_every: int = RECORD_EVERY) -> Any:
-        """The model in the cell's format on the cell's device, with the layers' scales if the method has some.
+        """Return the model in the cell's format, on the cell's device, with a scale per layer if the method has them.
 
-        One model for a job. What its rounding does at every site is recorded for the report.
+        A job has one model. The effect of its rounding at every site is recorded for the report.
 
-        model: is copied, unless `inplace`, for code that holds the model already.
+        model: copied unless `inplace`, which is for code that holds the model already.
         record_every: tally each n-th call of every site; 0 records nothing.
         Raises ValueError for a second model.
         """
@@ -164,11 +168,11 @@ class Job:
         return emulated
 
     def scaler(self, optimizer: Optimizer | None = None) -> GradScaler:
-        """The loss scaler of the cell's method, with the methods of torch's: scale, unscale_, step, update.
+        """Return the loss scaler of the cell's method, with torch's methods: scale, unscale_, step, update.
 
         Under every method it skips a step whose gradients are not finite. With adaptive scaling its scale is 1.
 
-        optimizer: may be given, for code that has a scaler for each; it is not held.
+        optimizer: optional, for code with one scaler per optimizer; it is not stored.
         Raises ValueError before `quantize`: layers' scales belong to a model.
         """
         if optimizer is not None:
@@ -178,13 +182,13 @@ class Job:
         return self._scaler
 
     def optimizer(self, optimizer: AnOptimizer, model: nn.Module | None = None) -> AnOptimizer:
-        """The optimizer itself, which from here on stores weights and states as the cell's update says.
+        """Make an optimizer store weights and states as the cell's update says, and return it.
 
-        Call it for each optimizer before it steps, and before `checkpoint`. Of every tenth step is recorded what was
-        lost. Where the sweep has no updates, nothing changes.
+        Call it for each optimizer before its first step, and before `checkpoint`. Lost updates are recorded in every
+        tenth step. In a sweep without updates, nothing changes.
 
-        model: whose names the update's overrides use; None takes the model of `quantize`.
-        Raises TypeError for what is not an optimizer, ValueError for one that does not have the states of the update.
+        model: the model whose names the update's overrides use; None for the model of `quantize`.
+        Raises TypeError for anything but an optimizer, ValueError for one that lacks the states of the update.
 
         >>> model = nn.Linear(1, 1)
         >>> optimizer = Job(update="bf16_sr").optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -200,7 +204,7 @@ class Job:
         return optimizer
 
     def begin_step(self, step: int, steps: int) -> None:
-        """Before a step: the model takes the format that the cell's schedule has for it. Needed with schedules only.
+        """Switch the model to the schedule's format for a step. Call it before each step of a cell with a schedule.
 
         step: counted from 0.
         steps: of the whole training.
@@ -217,11 +221,11 @@ class Job:
         self._switch.enter(step, steps)
 
     def log(self, step: int, **numbers: Any) -> None:
-        """Tell numbers at a step: they are curves of the report and of `Results.curves`. "loss" shows divergence.
+        """Log numbers at a step: curves of the report and of `Results.curves`. "loss" shows divergence.
 
         step: counted from 0.
         numbers: floats, or tensors of one element.
-        Raises TypeError for what is not a number, ValueError for a name that is not Unicode.
+        Raises TypeError for anything but a number, ValueError for a name that is not Unicode.
         """
         if not is_whole(step, least=0) or step > MOST_STEPS:
             raise TypeError(f"The step {shown(step)} is not a count. Expected: an integer, 0 or more.")
@@ -232,7 +236,7 @@ class Job:
         self._tell()
 
     def note_update(self, scale: float, skipped: bool) -> None:
-        """What its scaler says of an update: the scale that was used, and whether the step was skipped."""
+        """Record the scale of a step, and whether the step was skipped. The job's scaler calls this at each update."""
         if skipped:
             self.skipped.append(len(self.scales))
         self.scales.append(scale)
@@ -241,7 +245,7 @@ class Job:
 
     def _tell(self) -> None:
         done = self._last + 1
-        # from the history alone, which a checkpoint keeps: a resumed training has the points of one in a stretch
+        # From the history alone, which a checkpoint stores: a resumed training has the points of an uninterrupted one.
         if done >= (math.ceil(POINT_FACTOR * self.history[-1][0]) if self.history else FIRST_POINT):
             self._record_point()
         if self.progress is not None and done > self._told:
@@ -249,7 +253,7 @@ class Job:
             self._told = done
 
     def _record_point(self) -> None:
-        """Add a point to the history of the recording, and the scales of the layers; one of this step is replaced."""
+        """Add a point to the history, and the scales of the layers. A point of the same step is replaced."""
         if self._recording is None:
             return
         done = self._last + 1
@@ -261,17 +265,17 @@ class Job:
 
     @property
     def seconds(self) -> float:
-        """How long it has trained, with the attempts that were interrupted up to their checkpoints."""
+        """Seconds of training, including interrupted attempts up to their checkpoints."""
         return self._before + time.perf_counter() - self._since
 
     def checkpoint(self, step: int = 0, **stateful: Any) -> int:
-        """Restore what is named, once; then, without names, save it now and then. Gives the step to go on from.
+        """Restore the named objects, once; then, called without names, save them now and then. Returns the next step.
 
-        start = job.checkpoint(model=model, optimizer=optimizer) restores both where a cell was interrupted, and what
-        was logged, scaled and recorded. At the end of each step, job.checkpoint(step + 1) saves all of it if half a
-        minute has passed.
+        start = job.checkpoint(model=model, optimizer=optimizer) restores both if the cell was interrupted, with the
+        scaler and all that was logged and recorded. At the end of each step, job.checkpoint(step + 1) saves them again
+        if half a minute has passed.
 
-        step: how many steps are done.
+        step: the number of finished steps.
         stateful: objects with `state_dict` and `load_state_dict`, such as schedules and data loaders.
         Raises ValueError where there is nothing to save.
         """
@@ -283,6 +287,8 @@ class Job:
             states = {**stateful, "job": self, "scaler": self._scaler, "adaptive": self._adaptive}
             states["recording"] = self._recording
             states |= {f"updates {i}": lost for i, lost in enumerate(self._lost)}
+            # States are loaded in this order: "job" switches the model to its format, for which the state of delayed
+            # scaling is meant.
             present = {name: thing for name, thing in states.items() if thing is not None}
             if self._model is not None:
                 present["delayed scaling"] = DelayedScaling(self._model)
@@ -308,13 +314,13 @@ class Job:
         return step
 
     def state_dict(self) -> dict[str, Any]:
-        """What was logged and gathered so far, for the checkpoint."""
+        """Return the telemetry and the progress, for the checkpoint."""
         stage = {} if self._switch is None else {"stage": self._switch.stage}
         words = {"step": self._done, "last": self._last, "seconds": self.seconds}
         return {**words, **stage, **{name: getattr(self, name) for name in GATHERED}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was saved."""
+        """Resume from a saved state."""
         self._done, self._last, self._before = state["step"], state["last"], state["seconds"]
         if self._switch is not None:
             self._switch.enter_stage(state["stage"])
@@ -322,10 +328,10 @@ class Job:
             setattr(self, name, state[name])
 
     def result(self, metrics: Mapping[str, Any], seconds: float) -> Run:
-        """The result of the cell, as the built-in training gives one.
+        """Return the result of the cell, as a built-in training returns it.
 
-        metrics: what the training function returned.
-        Raises TypeError for what is not a mapping from names to numbers.
+        metrics: the return value of the training function.
+        Raises TypeError for anything but a mapping from names to numbers.
         """
         if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
             raise TypeError(
@@ -349,7 +355,7 @@ class Job:
         return replace(self.so_far(), metrics={n: _number(n, v) for n, v in metrics.items()}, seconds=seconds)
 
     def so_far(self) -> Run:
-        """The training as it is now, without metrics."""
+        """Return the training so far, without metrics."""
         return Run(
             metrics={},
             losses=[value for _, value in self.curves.get("loss", [])],
@@ -369,7 +375,8 @@ class Job:
         self._held.close()
 
     def drop_checkpoint(self) -> bool:
-        """Delete the checkpoint if the training went on from it and ended no step since. Returns whether it did."""
+        """Delete the checkpoint if the training resumed from it and finished no step since. Returns True if so."""
+        # The training would fail again at every retry, and never get past this step.
         is_at_fault = self._resumed_at is not None and self._resumed_at == (self._done, self._last)
         if is_at_fault:
             self.over()
@@ -382,9 +389,9 @@ class Job:
 
 
 def run_job(job: Job, train: Callable[[Job], Mapping[str, Any]]) -> tuple[Run, str | None]:
-    """Call a training function, and give the run and, where its loss rule stopped it, what the rule said.
+    """Call a training function. Returns the run and, if its loss rule stopped it, the rule's message.
 
-    torch's, NumPy's and Python's random numbers begin with the job's seed, and are afterwards as before.
+    The generators of torch, NumPy and Python are seeded with the job's seed, and restored afterwards.
     """
     cuda = [job.device] if job.device.startswith("cuda") else []
     error = None
@@ -403,7 +410,7 @@ def run_job(job: Job, train: Callable[[Job], Mapping[str, Any]]) -> tuple[Run, s
 
 
 def require_storable(name: str) -> None:
-    """Raise ValueError for the name of a metric or a curve that no file can hold: with half of a pair of UTF-16."""
+    """Raise ValueError for a name of a metric or curve that UTF-8 cannot encode: it has half of a surrogate pair."""
     try:
         name.encode()
     except UnicodeEncodeError as error:

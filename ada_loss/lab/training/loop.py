@@ -1,4 +1,4 @@
-"""The training loop, and what a step is made of: the optimizer, the learning rate, the backward pass; evaluation."""
+"""Train a task: the loop, the optimizer, the learning rate, the backward pass of a batch, and the evaluation."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ from fpsim.scaling import as_update
 
 __all__ = ["Training", "TrainingState", "backward", "make_optimizer", "train"]
 
-HISTORY = 20  # points in the history of a long training
-SAMPLES = 5  # calls that are tallied between two points, at least: a point takes 3 ms
+# A point of the history takes 3 ms: a long training has HISTORY points, a short one a point for SAMPLES tallied calls.
+HISTORY = 20
+SAMPLES = 5
 EVALUATED = 256  # samples at once
 Forward = Callable[[Tensor], Tensor]
 
@@ -69,9 +70,9 @@ def train(
         {"schedule": {0: "fp16", 0.8: "bf16"}}: the last fifth of the steps in bf16; see `as_schedule`. {"native":
         "fp16"} is real float16, under torch.autocast, without emulation.
     rounding: of every role; None leaves it to the policy, or to nearest-even.
-    update: what the optimizer stores, a fpsim.Update or the name of one ("bf16_sr"); None for float32.
-    rollout: the format of the engine that draws what is learnt from, or {"format": ..., "weights": ...}, of a task that
-        plays, as `rl` does; None for the trainer's own, without importance weights.
+    update: the storage of the optimizer, a fpsim.Update or the name of one ("bf16_sr"); None for float32.
+    rollout: the format of the engine that draws the samples of a task with a `play`, such as `rl`, or {"format": ...,
+        "weights": ...}; None for the trainer's format, without importance weights.
     checkpoint, checkpoint_seconds, progress: see `Training.run`.
     Raises ValueError for invalid options, Stopped where the loss rule stops the training.
 
@@ -87,10 +88,10 @@ def train(
 
 @dataclass
 class TrainingState:
-    """How far a training is, and what it has gathered: a checkpoint keeps it beside the states of the objects.
+    """Progress and telemetry of a training, which a checkpoint stores with the states of its objects.
 
-    order: the state of the generator of the batches' order, at the beginning of the epoch.
-    batches: how many of the epoch are done.
+    order: the state of the batches' generator at the beginning of the epoch.
+    batches: the number of finished batches of the epoch.
     The others are those of `Run`.
     """
 
@@ -107,15 +108,16 @@ class TrainingState:
 
     @property
     def steps(self) -> int:
-        """How many steps are done."""
+        """The number of finished steps."""
         return len(self.losses)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, in tensors, numbers and strings."""
+        """Return all fields: tensors, numbers and strings."""
         return {**vars(self)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was saved. Raises ValueError for one with other fields, or values of another kind."""
+        """Resume from a saved state. Raises ValueError for other fields, or values of another type."""
+        # Versions are told apart by the checkpoint's identity: only a file that was edited by hand fails here.
         kinds = {name: type(value) for name, value in vars(self).items()}
         if {name: type(value) for name, value in state.items()} != kinds or state["batches"] < 0:
             raise ValueError(
@@ -124,19 +126,9 @@ class TrainingState:
         vars(self).update(state)
 
     def result(self, metrics: dict[str, float]) -> Run:
-        """The result of the training as it is now."""
-        return Run(
-            metrics=metrics,
-            losses=self.losses,
-            rows=self.history[-1][1] if self.history else [],
-            seconds=self.seconds,
-            scales=self.scales,
-            skipped_steps=self.skipped_steps,
-            history=self.history,
-            layer_scales=self.layer_scales,
-            evaluations=self.evaluations,
-            curves=self.curves,
-        )
+        """Return the training so far as a `Run`, whose fields have the same names."""
+        shared = {f.name: getattr(self, f.name) for f in fields(Run) if hasattr(self, f.name)}
+        return Run(metrics=metrics, rows=self.history[-1][1] if self.history else [], **shared)
 
 
 class Training:
@@ -155,12 +147,13 @@ class Training:
         self.task, self.options, self.schedule = task, options, as_schedule(fmt, rounding)
         first = self.schedule.stages[0]
         self.is_native, self.adaptive = is_native(first.fmt), None
+        self.update = None if as_update(update).is_float32 else as_update(update)
         self.recording = Recording(options.record_every) if options.record_every else None
         self.scaler: GradScaler
         self.model: nn.Module
         if isinstance(first.fmt, Mapping) and self.is_native:
             canonical_native(first.fmt)
-            require_native(first.rounding, asdict(options), None if as_update(update).is_float32 else update)
+            require_native(first.rounding, asdict(options), None if self.update is None else update)
             self.model = unquantized(task.model).to(options.device, container)
             self.scaler = scaler = make_native_scaling(options.scaling, self.model)
             if self.recording is not None:
@@ -175,17 +168,18 @@ class Training:
         if task.play is not None or rollout is not None:
             self.rollout = rollout or Rollout()
             self.sampler = Sampler(task, self.schedule, self.rollout, options.device, container)
-            self.task = self.sampler.task
+            self.task = self.sampler.task  # the same task, but with importance weights in its loss
         self.optimizer = make_optimizer(options, self.model)
         self.batches = batches_of(task.train, options.batch_size, options.seed, options.device, container)
         self.test = batches_of(task.test, EVALUATED, 0, options.device, container)
         self.total = options.steps or options.epochs * self._epoch_length("epochs")
-        self.schedule.steps(self.total)  # which has a step for each format, or raises
+        # Called for its error: a format without a step should stop the training now, not when its turn comes.
+        self.schedule.steps(self.total)
         self.state = TrainingState(self.batches.order())
-        self.update = None if as_update(update).is_float32 else as_update(update)
         self.lost = self._lost()
         self.point_every = max(SAMPLES * options.record_every, self.total // HISTORY)
-        self.cuda_devices = [options.device] if options.device.startswith("cuda") else []  # dropout draws there
+        # Dropout draws from the generator of the card; the noise of rounding comes from the CPU's.
+        self.cuda_devices = [options.device] if options.device.startswith("cuda") else []
         self.checkpoints: Checkpoints | None = None
         self.branches: dict[int, Checkpoints] = {}
         self.progress: Callable[[int], object] = lambda _: None
@@ -201,12 +195,12 @@ class Training:
     ) -> Run:
         """Train to the end; the same bits for a seed, also after an interruption.
 
-        checkpoint: a file from which an interrupted training goes on, deleted in the end; None for no checkpoints. The
+        checkpoint: a file from which an interrupted training resumes, deleted at the end; None for no checkpoints. The
             checkpoint of another model, other data, options or versions is ignored with a warning.
         checkpoint_seconds: the time between two checkpoints.
         progress: called with 1 after every step, and before the first with the number of steps of the checkpoint.
-        branches: files for the states at starts of formats, shared with trainings that are the same until there. The
-            last that exists is where this one begins, unless it has a checkpoint; those that do not are written.
+        branches: files of the states at which formats begin, shared with trainings that are equal up to there. Without
+            a checkpoint, the training starts from the latest file that exists. Missing files are written.
         Raises Stopped where the loss rule stops the training.
         """
         self._open_checkpoints(checkpoint, checkpoint_seconds, branches)
@@ -218,6 +212,7 @@ class Training:
         ):
             torch.manual_seed(self.options.seed)  # the noise of stochastic rounding
             own = [] if self.checkpoints is None else [self.checkpoints]
+            # Its own checkpoint is further than any shared state, and a later shared state further than an earlier one.
             if any(kept.load() for kept in (*own, *reversed(self.branches.values()))):
                 self.progress(self.state.steps)
                 self.batches.restore(self.state.order)
@@ -234,12 +229,12 @@ class Training:
         return self._result(metrics)
 
     def so_far(self) -> Run:
-        """The training as it is now."""
+        """Return the training so far, with the metrics of the last evaluation."""
         evaluations = self.state.evaluations
         return self._result(dict(evaluations[-1][1]) if evaluations else {})
 
     def _lost(self) -> LostUpdates | RoundedWeights | None:
-        """The record of what is lost of the optimizer's updates; None where it stores float32."""
+        """Return the record of lost updates; None if the optimizer stores float32."""
         options, records = self.options, self.options.record_every > 0
         if self.update is not None:
             if options.master_weights == "none":
@@ -253,17 +248,19 @@ class Training:
         return None
 
     def _result(self, metrics: dict[str, float]) -> Run:
-        """The result of the training as it is now."""
+        """Return the training so far, with its lost updates."""
         result = self.state.result(metrics)
         if isinstance(self.lost, LostUpdates):
             return replace(result, updates=[*self.lost.steps()], parameters=[*self.lost.table()])
         return result if self.lost is None else replace(result, updates=[*self.lost.rows])
 
     def _run_epoch(self) -> None:
-        """What is left of an epoch and of the steps."""
+        """Run the rest of an epoch, at most to the last step."""
         state, every = self.state, self.options.evaluate_every
+        # Read before the epoch draws: a resumed epoch is drawn again from here, and its finished batches are skipped.
         state.order = self.batches.order()
-        is_recorded = self.recording is not None and not self.is_native  # whose scaler tells the recording
+        # The scaler of a native training tells the recording itself. Evaluations are outside, and are not tallied.
+        is_recorded = self.recording is not None and not self.is_native
         with fpsim.record(self.model, into=self.recording) if is_recorded else nullcontext():
             for x, y in islice(self.batches.epoch(state.batches), self.total - state.steps):
                 self._step(x if self.task.augment is None else self.task.augment(x), y)
@@ -276,7 +273,7 @@ class Training:
             state.evaluations.append((state.steps, self._evaluate()))
 
     def _save(self) -> None:
-        """Write the checkpoint if it is due, and the state of a branch that nobody has written."""
+        """Write the checkpoint if it is due, and a shared state that no other training has written."""
         branch = self.branches.get(self.state.steps)
         due = [self.checkpoints] if self.checkpoints is not None and self.checkpoints.is_due() else []
         due += [branch] if branch is not None and not branch.path.exists() else []
@@ -295,7 +292,8 @@ class Training:
     def _step(self, x: Tensor, y: Tensor) -> None:
         options, state, done = self.options, self.state, self.state.steps
         self._enter(done)
-        for group in self.optimizer.param_groups:  # by hand: torch's schedules warn where the first step is skipped
+        # By hand: torch's schedules warn if the first step is skipped, which is usual with a large loss scale.
+        for group in self.optimizer.param_groups:
             group["lr"] = learning_rate_at(options, done, self.total)
         if self.sampler is not None:
             x, y = self.sampler.draw(self.model, x, y)
@@ -314,6 +312,7 @@ class Training:
             self.lost.step(done, lambda: self.scaler.step(self.optimizer))
         else:
             self.scaler.step(self.optimizer)
+        # Before update(), which forgets what the checks of this step found.
         if self.scaler.overflowed(self.optimizer):
             state.skipped_steps.append(done)
         try:
@@ -322,7 +321,7 @@ class Training:
             raise self._stopped(error) from None
 
     def _record_point(self) -> None:
-        """Add a point to the history, and the scales of the layers, where one is due."""
+        """Add a point to the history, and the scales of the layers, if one is due."""
         state = self.state
         if self.recording is not None and (state.steps % self.point_every == 0 or state.steps == self.total):
             state.history.append((state.steps, [*self.recording.rows()]))
@@ -331,14 +330,14 @@ class Training:
                 state.layer_scales.append((state.steps, layers.log2_scales()))
 
     def _evaluate(self) -> dict[str, float]:
-        self._add_seconds()
+        self._add_seconds()  # the clock stops for the evaluation: `Run.seconds` is the time of training alone
         metrics = evaluate(self.task, self.model, self.forward, self.test, self.options.seed, self.cuda_devices)
         metrics |= {name: statistics.fmean(v for _, v in points) for name, points in self.state.curves.items()}
         self._since = time.perf_counter()
         return metrics
 
     def _add_seconds(self) -> None:
-        """Add the time since the last call to the seconds of the training."""
+        """Add the time since the last call to the training's seconds."""
         now = time.perf_counter()
         self.state.seconds += now - self._since
         self._since = now
@@ -347,32 +346,35 @@ class Training:
         if self.recording is not None:
             self.state.history.append((self.state.steps, [*self.recording.rows()]))
         self._add_seconds()
-        if self.checkpoints is not None:
+        if self.checkpoints is not None:  # a resumed training would only stop again
             self.checkpoints.remove()
         return Stopped(str(error), self._result({}))
 
     def _enter(self, step: int) -> None:
-        """Take the format of a step, the engine that draws too."""
+        """Switch model and sampler to the format of a step."""
         self.formats.enter(step, self.total)
         if self.sampler is not None:
             self.sampler.enter(step, self.total)
 
     def _enter_last(self) -> None:
-        """Take the format of the last step that is done."""
+        """Switch to the format of the last finished step."""
         self._enter(max(self.state.steps - 1, 0))
 
     def _open_checkpoints(self, path: Path | None, seconds: float, shared: Mapping[Start, Path] | None) -> None:
-        is_own, branches = shared is not None, shared or {}  # a sweep says what its cells share
+        is_own, branches = shared is not None, shared or {}  # only a sweep passes `shared`, even if it is empty
         if path is None and not branches:
             return
         stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "adaptive": self.adaptive}
         stateful |= {"training": self.state, "recording": self.recording, "updates": self.lost}
         present = {name: thing for name, thing in stateful.items() if thing is not None}
+        # States are loaded in this order. Delayed scaling needs the format of the last step, and so comes after
+        # "training", which counts the steps.
         if not self.is_native:
-            present["delayed scaling"] = DelayedScaling(self.model, self._enter_last)  # behind "training", which counts
+            present["delayed scaling"] = DelayedScaling(self.model, self._enter_last)
         if self.sampler is not None and not self.sampler.is_native:
             present["rollouts"] = DelayedScaling(self.sampler.model, self._enter_last)
         tensors = {**self.batches.tensors, **dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        # A task is code, so its name does not identify it: the bytes of its data and of its first weights do.
         identity = {**asdict(self.options), "versions": versions(), "tensors": _fingerprint(tensors)}
         identity["state"] = [f.name for f in fields(TrainingState)]
         identity["update"] = "" if self.update is None else str(self.update)
@@ -389,6 +391,7 @@ class Training:
 
 
 def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """Return a digest of names, shapes, dtypes and bytes."""
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -397,7 +400,7 @@ def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 def make_optimizer(options: TrainOptions, model: nn.Module) -> torch.optim.Optimizer:
-    """torch's optimizer of the model's parameters."""
+    """Make torch's optimizer of the model's parameters."""
     common: dict[str, Any] = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
     if options.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), momentum=options.momentum, **common)
@@ -405,7 +408,7 @@ def make_optimizer(options: TrainOptions, model: nn.Module) -> torch.optim.Optim
 
 
 def learning_rate_at(options: TrainOptions, step: int, total: int) -> float:
-    """The learning rate of a step, counted from 0, of `total` steps.
+    """Return the learning rate of a step, counted from 0, of `total` steps.
 
     >>> [learning_rate_at(TrainOptions(learning_rate=8.0, schedule="linear", warmup=2), step, 4) for step in range(4)]
     [4.0, 8.0, 8.0, 4.0]
@@ -414,7 +417,7 @@ def learning_rate_at(options: TrainOptions, step: int, total: int) -> float:
 
 
 def _rate(schedule: str, warmup: int, step: int, total: int) -> float:
-    """The learning rate of a step over the largest."""
+    """Return the learning rate of a step, divided by the peak."""
     if step < warmup:
         return (step + 1) / warmup
     if schedule == "constant":
@@ -432,7 +435,7 @@ def backward(
     micro_batches: int,
     measured: dict[str, float] | None = None,
 ) -> float:
-    """Add the scaled gradients of a batch to the parameters, part by part; gives the loss of the batch.
+    """Add the scaled gradients of a batch to the parameters, part by part. Returns the loss of the batch.
 
     forward: the model, or its forward pass in real float16.
     x, y: the inputs and the targets of the batch.
@@ -443,7 +446,7 @@ def backward(
     for inputs, targets in zip(x.tensor_split(parts), y.tensor_split(parts)):
         outputs = forward(inputs)
         loss = task.loss(outputs, targets)
-        if micro_batches > 1:
+        if micro_batches > 1:  # losses are means, and the parts of an uneven split differ in size
             loss = loss * (len(inputs) / len(x))
         scaler.scale(loss).backward()
         total += loss.item()
@@ -457,13 +460,14 @@ def backward(
 def evaluate(
     task: Task, model: nn.Module, forward: Forward, data: Batches, seed: int, cuda_devices: Sequence[str]
 ) -> dict[str, float]:
-    """The task's metrics on its test data, computed in the format of the model, which is left in training mode.
+    """Compute the task's metrics on its test data, in the format of the model, which is left in training mode.
 
     forward: the model, or its forward pass in real float16.
-    data: for the test; of an iterable of batches the outputs of all are put together.
-    seed, cuda_devices: of the noise of the evaluation, which leaves that of the training as it was.
+    data: the test data; the outputs of an iterable's batches are concatenated.
+    seed, cuda_devices: of the noise of the evaluation.
     """
     model.eval()
+    # With noise of its own, a training draws the same bits whether or not it is evaluated in between.
     with torch.no_grad(), torch.random.fork_rng(devices=cuda_devices):
         torch.manual_seed(seed)
         if isinstance(data, TensorBatches):

@@ -20,27 +20,28 @@ __all__ = [
     "scales_by_layer",
 ]
 
-DYNAMIC = tuple(name for name, rule in SYSTEMS.items() if rule.dynamic and name != "jmp")  # jmp has no first scale
+# Without jmp, whose first scale has no default.
+DYNAMIC = tuple(name for name, rule in SYSTEMS.items() if rule.dynamic and name != "jmp")
 
 
 def scales_by_layer(method: str | float) -> bool:
-    """Whether a scaling method gives each layer a scale of its own."""
+    """Return True if a scaling method gives each layer its own scale."""
     return isinstance(method, str) and method.partition(" ")[0] in ("adaptive", *LAYER_RULES)
 
 
 def fits_few_bits(method: str | float) -> bool:
-    """Whether a method fits gradients of few bits to their format, which are rounded stochastically then."""
+    """Return True if a method fits gradients to formats of few bits, where they are then rounded stochastically."""
     return scales_by_layer(method) and layer_rule(_rule_of(str(method))).fits_few_bits
 
 
 def _rule_of(method: str) -> str:
-    """The layer rule of a method: "exact normal" is of "exact"."""
+    """Return the layer rule of a method: "exact" of "exact normal"."""
     name = method.partition(" ")[0]
     return "approx_range" if name == "adaptive" else name
 
 
 def _u_min_of(method: str) -> str:
-    """What a method keeps gradients above; the same for emulated and native trainings."""
+    """Return the lower limit of a method's gradients, `u_min`; the same in emulated and native trainings."""
     return method.partition(" ")[2] or "smallest"
 
 
@@ -69,9 +70,9 @@ def _is_number(word: str) -> bool:
 def make_scaling(
     method: str | float, model: nn.Module, kind: type[GradScaler] = GradScaler
 ) -> tuple[GradScaler, AdaLossScaled | None]:
-    """The loss scaler of a method, and the adaptive scaling that it attaches to the model, if any.
+    """Return the loss scaler of a method, and the adaptive scaling that was attached to the model, if any.
 
-    A step with a gradient that is not finite is skipped under every method, so that methods compare on equal terms.
+    Every method skips a step with a gradient that is not finite, so that methods compare on equal terms.
 
     method: one of
         "none": no scaling.
@@ -105,12 +106,12 @@ def require_native_method(method: str | float) -> None:
 
 
 def make_native_scaling(method: str | float, model: nn.Module) -> NativeScaler:
-    """The loss scaler of a method for a model that trains in real float16; the scales of layers are its `layers`.
+    """Return the loss scaler of a method for a model that trains in real float16; layers' scales are its `layers`.
 
-    The same words mean the same as for `make_scaling`: "adaptive" keeps gradients above the smallest number, and
-    "adaptive normal" above the smallest normal one, which `ada_loss.GradScaler(layers=model)` does by default.
+    The words have the meaning that they have for `make_scaling`: "adaptive" keeps gradients above the smallest number,
+    and "adaptive normal" above the smallest normal one, which `ada_loss.GradScaler(layers=model)` does by default.
 
-    model: one that is not quantised.
+    model: not quantised.
     Raises ValueError for an unknown method, and for one that needs the emulation.
     """
     require_method(method)
@@ -124,4 +125,5 @@ def make_native_scaling(method: str | float, model: nn.Module) -> NativeScaler:
 
 
 def _constant(scale: float) -> LossRule:
+    """Return the rule of a constant scale, which skips overflows as dynamic rules do."""
     return loss_rule("static", scale=number_of("scaling", scale), skip_overflow=True)

@@ -1,4 +1,4 @@
-"""Native cells, which train in real float16 under torch.autocast: what stands for one, and how it is observed."""
+"""Native cells, which train in real float16 under torch.autocast: their notation, their scaler and its recording."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ WRONG = {"accumulation": "float64", "master_weights": "none"}  # values of optio
 
 
 def is_native(fmt: Any) -> bool:
-    """Whether a format is that of a native cell, right or wrong."""
+    """Return True if a format is that of a native cell, valid or not."""
     return isinstance(fmt, Mapping) and NATIVE in fmt
 
 
 def native_label(fmt: Mapping[str, Any]) -> str:
-    """The words of a table for a native format.
+    """Return the name of a native format in tables.
 
     >>> native_label({"native": "fp16"})
     'fp16 native'
@@ -54,7 +54,7 @@ def native_label(fmt: Mapping[str, Any]) -> str:
 
 
 def canonical_native(fmt: Mapping[str, Any]) -> dict[str, str]:
-    """The canonical form of a native format. Raises ValueError for another format, and for fields of a policy.
+    """Return the canonical form of a native format. Raises ValueError for another format, and for fields of a policy.
 
     >>> canonical_native({"native": "half"})
     {'native': 'fp16'}
@@ -82,15 +82,16 @@ def canonical_native(fmt: Mapping[str, Any]) -> dict[str, str]:
 
 
 def refused_with_native(given: str, reason: str, remedy: str) -> ValueError:
-    """The error of a combination that a native cell cannot have."""
+    """Return the error of a combination that a native cell refuses."""
     return ValueError(f"{given} was given with the format {EXAMPLE}. {reason} {remedy}.")
 
 
 def require_native(rounding: str | None, options: Mapping[str, Any], update: object = None) -> None:
-    """Raise ValueError for what an emulated cell may have and a native one may not.
+    """Raise ValueError for settings of an emulated cell that a native one refuses.
 
-    rounding: of the cell, None for the usual one. options: of the training. update: what the optimizer stores.
+    rounding: of the cell, None for the usual one. options: of the training. update: the storage of the optimizer.
     """
+    # Refused, not ignored: two cells with different settings must not be one training under two names.
     if rounding not in (None, ROUNDING):
         raise refused_with_native(
             f"The rounding {shown(rounding)}",
@@ -114,7 +115,7 @@ def require_native(rounding: str | None, options: Mapping[str, Any], update: obj
 
 
 def unquantized(model: nn.Module) -> nn.Module:
-    """A copy of a model that is to train natively. Raises ValueError for a quantised one, which would be emulated."""
+    """Return a copy of a model for native training. Raises ValueError for a quantised one, which would be emulated."""
     try:
         listeners(model)
     except ValueError:
@@ -126,31 +127,29 @@ def unquantized(model: nn.Module) -> nn.Module:
 
 
 def in_float16(model: nn.Module, device: str) -> Callable[[Tensor], Tensor]:
-    """The forward pass of a model under torch.autocast in float16; the outputs are float32.
-
-    So the loss is computed in float32, as that of an emulated model, whose outputs are rounded and then leave it.
-    """
+    """Return the forward pass of a model under torch.autocast in float16, with float32 outputs."""
     kind = torch.device(device).type
 
     def forward(x: Tensor) -> Tensor:
         with torch.autocast(kind, dtype=torch.float16):
             outputs = model(x)
+        # The loss is computed in float32, as that of an emulated model: its outputs are rounded, and its loss is not.
         return outputs.float() if outputs.dtype is torch.float16 else outputs
 
     return forward
 
 
 class NativeScaler(GradScaler):
-    """A `GradScaler` whose losses tell a recording what the products of their backward passes send on.
+    """A `GradScaler` that tallies the gradients which the products of its backward passes send on.
 
-    Under every method, so that native cells can be compared with each other and with emulated ones. Recording changes
-    no bit of a training.
+    It does so under every method, so that native cells can be compared with each other and with emulated ones.
+    Recording changes no bit of a training.
     """
 
     _sent: _Sent | None = None
 
     def record(self, recording: Recording, model: nn.Module) -> None:
-        """Tally from now on, of the role "error": each n-th backward pass, as the recording says."""
+        """Tally from now on as the role "error": every n-th backward pass, as the recording says."""
         self._sent = _Sent(recording, model)
         if self.layers is not None:
             self.layers.observer = self._sent  # type: ignore[assignment]  # it has the methods of one that are called
@@ -162,7 +161,8 @@ class NativeScaler(GradScaler):
         return scaled
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As of `GradScaler`, but a state without the scales of layers is refused: the training would be another."""
+        """Continue from a state, as `GradScaler` does, but refuse one that lacks the scales of layers."""
+        # `GradScaler` would warn and choose the scales again: the resumed cell would not have the bits of a whole one.
         if self.layers is not None and "layers" not in state_dict:
             raise ValueError(
                 "The state of the scaler has no scales of layers, and this training has some. Expected: a state that "
@@ -172,9 +172,9 @@ class NativeScaler(GradScaler):
 
 
 class _Sent:
-    """Tallies what products send on, before and after it is rounded to float16, by the site of the sender.
+    """Tally the gradients that products send on, before and after rounding to float16, by the site of the sender.
 
-    It takes the place of a `Recorder` where layers have scales.
+    With scales of layers it is their observer, instead of a `Recorder`.
     """
 
     def __init__(self, recording: Recording, model: nn.Module) -> None:
@@ -184,18 +184,20 @@ class _Sent:
         self.spec: RoundingSpec = spec
 
     def wants(self, step: int) -> bool:
-        """Whether the coming pass is one of those that are tallied. The recording counts, whose state is saved."""
+        """Return True if the next backward pass is tallied."""
+        # The recording counts, because its state is in the checkpoint.
         return self.recording.wants("", "native pass")
 
     def __call__(
         self, step: int, site: str, role: str, spec: RoundingSpec, gradient: Tensor, log2_scale: Tensor, chosen: Tensor
     ) -> None:
-        """A gradient in its true size, and log2 of the scale at which the hardware rounds it."""
-        self._tally(site, to_float64(gradient, log2_scale))  # as the format sees it; float64 has the exponents
+        """Tally a gradient, given in its true size with log2 of the scale at which the hardware rounds it."""
+        # Scaled, as float16 sees it. The container is float64, which has the exponents for every scale.
+        self._tally(site, to_float64(gradient, log2_scale))
 
     def watch(self, loss: Tensor) -> None:
-        """Tally what products send on in the backward pass of a loss without scales of layers."""
-        if not self.wants(0) or loss.grad_fn is None:  # of which torch says more in backward()
+        """Tally the backward pass of a loss without scales of layers."""
+        if not self.wants(0) or loss.grad_fn is None:  # torch's own error in backward() explains a missing graph
             return
         names = {id(p): name for name, p in self.model.named_parameters()}
         for entry in plan_of(loss.grad_fn, names, HALF).entries:

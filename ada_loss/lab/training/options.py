@@ -11,7 +11,7 @@ from fpsim.checks import did_you_mean, is_finite_number, is_whole, known_argumen
 
 __all__ = ["TrainOptions", "hint", "is_allowed", "possible"]
 
-MOST = 2**53  # of whole numbers: the last up to which floats count
+MOST = 2**53  # the largest integer option: up to here a float64, and so JSON, holds every integer
 
 
 def _word(default: str, *others: str) -> Any:
@@ -25,7 +25,7 @@ def _number(default: float, least: int = 0) -> Any:
 @known_arguments()
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a model is trained. Equal options, on the same task and format, give the same training to the bit.
+    """Options of a training. Equal options, on the same task and format, give the same training to the bit.
 
     scaling: the scaling method of the gradients; see `make_scaling`.
     optimizer: "sgd" (with momentum), "adam" or "adamw".
@@ -83,8 +83,9 @@ class TrainOptions:
                     raise ValueError(f"{words} Known: {possible(option.name)}.")
                 words = f"{option.name} is {shown(value)}.{hint(option.name, value)}"
                 raise ValueError(f"{words} Expected: {possible(option.name)}.")
+            # The options are part of a cell's identity, in which 1 and 1.0 must be one learning rate.
             kind: Any = type(option.default)
-            object.__setattr__(self, option.name, kind(value))  # 1 and 1.0 are one learning rate
+            object.__setattr__(self, option.name, kind(value))
         require_method(self.scaling)
 
 
@@ -92,7 +93,7 @@ CHECKED = {option.name: option for option in fields(TrainOptions) if option.meta
 
 
 def is_allowed(name: str, value: object) -> bool:
-    """Whether an option with choices or a least value may have this value."""
+    """Return True if an option with choices or a least value may have this value."""
     option = CHECKED[name]
     if "choices" in option.metadata:
         return value in option.metadata["choices"]
@@ -102,7 +103,7 @@ def is_allowed(name: str, value: object) -> bool:
 
 
 def possible(name: str) -> str:
-    """The possible values of such an option, for an error.
+    """Return the possible values of such an option, for an error.
 
     >>> possible("epochs"), possible("momentum"), possible("optimizer")
     ('an integer, 1 or more', 'a finite number, 0 or more', 'sgd, adam, adamw')
@@ -115,7 +116,7 @@ def possible(name: str) -> str:
 
 
 def hint(name: str, value: object) -> str:
-    """What may have been meant by a value that an option with choices cannot have, for an error; "" for nothing.
+    """Return a hint at the value that was probably meant, for an error; "" without one.
 
     >>> hint("optimizer", "sdg")
     " Did you mean 'sgd'?"

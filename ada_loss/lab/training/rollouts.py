@@ -1,4 +1,4 @@
-"""Rollouts of reinforcement learning: sampling from the policy in a format of its own, and importance weights."""
+"""Rollouts of reinforcement learning: samples drawn from the policy in their own format, and importance weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fpsim.checks import did_you_mean, shown
 
 __all__ = ["ROLLOUT", "WEIGHTS_KEY", "Rollout", "Sampler", "as_rollout"]
 
-ROLLOUT = "rollout"  # the key beside "format" of a mapping that stands where a format may stand
+ROLLOUT = "rollout"  # the key of a mapping in the list of formats, in addition to "format"
 FORMAT, WEIGHTS_KEY = "format", "weights"
 EXPECTED = "Expected: a format, or {'format': 'recipe:fp8_tile', 'weights': 'token'}"
 
@@ -28,7 +28,7 @@ EXPECTED = "Expected: a format, or {'format': 'recipe:fp8_tile', 'weights': 'tok
 class Rollout:
     """Format and importance weights of rollouts.
 
-    fmt: the format of the engine that draws them, as `fpsim.quantize` takes it, or a schedule; None is the trainer's.
+    fmt: the format of the engine that draws them, as `fpsim.quantize` takes it, or a schedule; None for the trainer's.
     weights: the importance weights in the trainer's loss: "none", "token" or "truncated"; see `policy_gradient`.
     """
 
@@ -37,9 +37,9 @@ class Rollout:
 
 
 def as_rollout(given: Any) -> Rollout:
-    """A rollout from what a user writes: a format, or a mapping of "format", "weights" or both.
+    """Return the rollout that a user wrote as a format, or as a mapping of "format", "weights" or both.
 
-    The format is not checked here. Raises ValueError for unknown weights and for a mapping with other names beside.
+    The format is not checked here. Raises ValueError for unknown weights and for a mapping with other names as well.
 
     >>> as_rollout("e4m3fn").weights, as_rollout({"weights": "token"}).fmt is None
     ('none', True)
@@ -64,12 +64,10 @@ def as_rollout(given: Any) -> Rollout:
 
 
 class Sampler:
-    """The engine that draws: a copy of the model in its own format, which takes the trainer's weights before it draws.
+    """Draw samples with a copy of the model in its own format, which gets the trainer's weights before each draw.
 
-    A copy, because the trainer's model is recorded, has hooks and remembers scales of its own.
-
-    task: which has a `play`.
-    schedule: the trainer's formats, for rollouts without a format of their own.
+    task: a task with a `play`.
+    schedule: the trainer's formats, for rollouts without their own.
     """
 
     def __init__(
@@ -83,17 +81,18 @@ class Sampler:
         self.task, self._play = weighted(task, rollout.weights), task.play
         own = schedule if rollout.fmt is None else as_schedule(rollout.fmt)
         self.is_native = is_native(own.stages[0].fmt)
+        # A copy: the trainer's model is recorded, has hooks, and keeps the state of delayed scaling.
         copy: nn.Module = unquantized(task.model) if self.is_native else quantized(task.model, own)
         self.model = copy.to(device, container).eval()
         self._forward = in_float16(self.model, device) if self.is_native else self.model
         self._switch = FormatSwitch(self.model, own)
 
     def enter(self, step: int, total: int) -> None:
-        """Take the format of a step, where there are several."""
+        """Switch to the format of a step, if there are several."""
         self._switch.enter(step, total)
 
     def draw(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """A batch of which the trainer learns, drawn with the weights that its model has now."""
+        """Draw a batch for the trainer, with the current weights of its model."""
         with torch.no_grad():
             ours, theirs = ([*m.parameters(), *m.buffers()] for m in (self.model, model))
             for mine, other in zip(ours, theirs, strict=True):
@@ -102,7 +101,7 @@ class Sampler:
 
 
 def weighted(task: Task, weights: str) -> Task:
-    """The task whose loss has these importance weights."""
+    """Return the task with these importance weights in its loss."""
     if weights == Rollout.weights:
         return task
     if WEIGHTS_KEY not in inspect.signature(task.loss).parameters:

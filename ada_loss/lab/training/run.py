@@ -25,7 +25,7 @@ class Run:
     history: (steps so far, rows up to there), at some 20 steps of a long training.
     layer_scales: (steps so far, {site: log2_scale of its gradient}) at the same steps, with adaptive scaling.
     evaluations: (steps so far, metrics), in the order of the steps.
-    curves: {name: (step, number)} of the task's curves, and of what a training function of the user's own logged.
+    curves: {name: (step, number)} of the task's curves, and of the numbers that a training function logged.
     updates: {"step", "lost", "edq"} at recorded steps, counted from 0, as of `fpsim.LostUpdates.steps`.
     parameters: the rows of `fpsim.LostUpdates.table` at the end.
     """
@@ -77,14 +77,14 @@ class Run:
 
     @property
     def skipped(self) -> int:
-        """How many steps were skipped."""
+        """The number of skipped steps."""
         return len(self.skipped_steps)
 
 
 class Stopped(FloatingPointError):
     """The loss rule stopped the training, because its scale cannot fall further.
 
-    run: what the training had given until then.
+    run: the training up to then.
     """
 
     def __init__(self, message: str, run: Run) -> None:
@@ -93,7 +93,7 @@ class Stopped(FloatingPointError):
 
 
 def is_of_role(name: str, role: str) -> bool:
-    """Whether a tally is one of a role's tensors. Those of "error" are gradients of activations as operands, too.
+    """Return True if a tally is of a role's tensors. "error" includes gradients of activations as operands.
 
     >>> [is_of_role(name, "error") for name in ("error", "dgrad.dy", "wgrad.dy", "wgrad.x", "weight_grad")]
     [True, True, True, False, False]
@@ -102,11 +102,11 @@ def is_of_role(name: str, role: str) -> bool:
 
 
 def underflow_share(rows: Sequence[dict[str, Any]], role: str = "error") -> float:
-    """Share of the non-zero elements of a role's tensors that became zero when they were rounded.
+    """Return the share of the non-zero elements of a role's tensors that rounding turned into zero.
 
     rows: the tallies of a recording.
-    role: "weight", "activation", "error" or "weight_grad", or an operand such as "fprop.x". "error" has the operands
-        "dgrad.dy" and "wgrad.dy" in it.
+    role: "weight", "activation", "error" or "weight_grad", or an operand such as "fprop.x". "error" includes the
+        operands "dgrad.dy" and "wgrad.dy".
 
     >>> rows = [{"role": "error", "nonzero": 8, "underflow_count": 2}, {"role": "wgrad.x", "nonzero": 8}]
     >>> underflow_share(rows)

@@ -1,4 +1,4 @@
-"""What a training loses where its weights are stored in few bits: by an update, or rounded after each step."""
+"""Lost updates of a training whose weights are stored in few bits, by an `Update` or rounded after each step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from fpsim.scaling import UpdateCounts
 
 __all__ = ["RECORD_UPDATES_EVERY", "RoundedWeights", "every_of", "steps_together", "stored"]
 
-RECORD_UPDATES_EVERY = 10  # steps, at least: recording one takes about as long as a small model's step
-MOST_RECORDED = 100  # steps of a training
+# Recording a step takes about as long as a small model's step: at most every tenth is recorded, and about 100 in all.
+RECORD_UPDATES_EVERY = 10
+MOST_RECORDED = 100
 
 
 def stored(
     optimizer: torch.optim.Optimizer, update: Update, model: nn.Module, seed: int, total: int, records: bool
 ) -> LostUpdates | None:
-    """Let the optimizer store what an update says. Returns the record of what is lost; None where none is kept.
+    """Make the optimizer store weights and states as an update says. Returns the record of lost updates, if wanted.
 
     total: the number of steps.
     """
@@ -30,12 +31,12 @@ def stored(
 
 
 def every_of(total: int) -> int:
-    """Of a training of so many steps, every how many are recorded."""
+    """Return the interval of recorded steps in a training of `total` steps."""
     return max(RECORD_UPDATES_EVERY, total // MOST_RECORDED)
 
 
 def steps_together(records: Sequence[LostUpdates]) -> list[dict[str, Any]]:
-    """The rows of the steps of several optimizers: of each step the shares of all weights that were recorded."""
+    """Merge the rows of several optimizers: for each step the shares of all weights recorded in it."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     for record in records:
         for row in record.steps():
@@ -53,7 +54,7 @@ def _mean(rows: Sequence[dict[str, Any]], name: str, weight: str) -> float | Non
 
 
 class RoundedWeights:
-    """The steps of an optimizer whose weights are rounded after each, `fpsim.round_parameters_`: what is lost.
+    """Round the weights after each step of an optimizer, by `fpsim.round_parameters_`, and record lost updates.
 
     rows: {"step", "lost", "edq"}, as of `LostUpdates.steps`.
     """
@@ -70,8 +71,7 @@ class RoundedWeights:
             fpsim.round_parameters_(self.model)
             return
         before = [p.detach().clone() for p in self.model.parameters()]
-        with torch.enable_grad():
-            run()
+        run()
         parameters, counts = [*self.model.parameters()], UpdateCounts()
         wanted = [p.detach() - old for p, old in zip(parameters, before, strict=True)]
         fpsim.round_parameters_(self.model)
@@ -80,9 +80,9 @@ class RoundedWeights:
         self.rows.append({"step": number, "lost": counts.share, "edq": counts.edq})
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows."""
+        """Return the rows."""
         return {"rows": self.rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state was saved."""
+        """Resume from a saved state."""
         self.rows = [*state["rows"]]

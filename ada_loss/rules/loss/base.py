@@ -96,9 +96,11 @@ class LossRule:
                     f"{names} of the rule {self.system!r} are {floor!r} and {ceiling!r}. "
                     f"The floor may be at most the ceiling. Lower it, or exchange the two."
                 )
+        # After the checks, because the first state follows from the parameters.
         for name, first in self._initial_state().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, first)
+        # A system that keeps its scale in float32 starts from the rounded value too.
         scale = float32(self.scale) if self.single else float(self.scale)
         if not 0 < scale < math.inf:
             raise ValueError(
@@ -109,7 +111,8 @@ class LossRule:
 
     def evolve(self, **changes: Any) -> Self:
         """Copy this rule with another state, unchecked: a scale may become 0 or inf, but not start there."""
-        after = object.__new__(type(self))  # under 1 us; dataclasses.replace repeats all checks, 8 us
+        # Under 1 us, once a step. dataclasses.replace repeats all checks, 8 us.
+        after = object.__new__(type(self))
         after.__dict__.update(self.__dict__, **changes)
         return after
 

@@ -93,7 +93,7 @@ class Torch(CountingRule):
         return self.good + 1 == self.growth_interval
 
     def _grown(self) -> float:
-        # factors stay float64, unlike in other systems: torch's kernel multiplies by a double and rounds once
+        # Factors stay float64, unlike in other systems: torch's kernel multiplies by a double and rounds once.
         return finite_or(float32(self.scale * self.growth_factor), self.scale)
 
     def _backed_off(self) -> float:
@@ -340,6 +340,7 @@ class HystereticRule(CountingRule):
         return after.evolve(spare=self._reserve()) if self._refills() else after
 
     def _overflow(self) -> Self:
+        # Once nothing is spare, every overflow backs off: `spare` stays 0 until `_refills`.
         return self.evolve(good=0, spare=self.spare - 1) if self.spare else super()._overflow()
 
     def _reserve(self) -> int:
@@ -362,7 +363,8 @@ class ApexHysteresis(HystereticRule, Torch):
 
     system: ClassVar[str] = "apex_hysteresis"
 
-    growth_factor: float = param(2.0, AT_LEAST_ONE)  # 1 is possible: apex tests with it
+    # 1 is possible, unlike in torch: apex tests with it.
+    growth_factor: float = param(2.0, AT_LEAST_ONE)
     hysteresis: int = param(1, STEPS)
 
     def _reserve(self) -> int:

@@ -97,7 +97,7 @@ class LogMax(LossRule):
         x = math.log2(largest) if finite else self.log_max  # type: ignore[arg-type]
         seen = self.seen + 1
         # In a bias-corrected running mean the newest value has the weight (1 - beta) / (1 - beta^seen), and in a
-        # variance too (West 1979), which avoids the cancellation of a difference of squares
+        # variance too (West 1979), which avoids the cancellation of a difference of squares.
         newest1, newest2 = ((1 - beta) / (1 - beta**seen) for beta in (self.beta1, self.beta2))
         mean = self.mean + newest1 * (x - self.mean)
         shift = newest2 * (x - self.slow_mean)

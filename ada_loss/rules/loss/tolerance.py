@@ -65,6 +65,7 @@ class Fairseq(CountingRule):
         return super()._good_step().evolve(steps=0 if self._due() else self.steps + 1)
 
     def _overflow(self) -> Self:
+        # The overflow itself counts in the share, as in fairseq.
         seen = self.evolve(good=0, steps=self.steps + 1, overflows=self.overflows + 1)
         if seen.overflows / seen.steps >= self.tolerance:
             seen = self.evolve(good=0, steps=0, overflows=0, scale=self._backed_off())
@@ -135,7 +136,7 @@ class _CerebrasRule(LossRule):
     def __post_init__(self) -> None:
         for name in ("initial_loss_scale", "min_loss_scale", "max_loss_scale"):
             given = getattr(self, name)
-            # 2e15 would be cut to the ceiling 2**15, and nobody would see that it was not what the page means
+            # 2e15 would be cut to the ceiling 2**15, and nobody would see that the page means another number.
             if is_number(given) and given in CEREBRAS_MISPRINTS:
                 printed, meant = CEREBRAS_MISPRINTS[given]
                 raise ValueError(

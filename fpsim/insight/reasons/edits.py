@@ -12,7 +12,7 @@ from torch import Tensor
 from fpsim.emulation.arguments import tensors_in
 from fpsim.emulation.calls import Call
 from fpsim.emulation.operations import Kind, Row, canonical, row_of, spelling_of
-from fpsim.emulation.tracing import Operation
+from fpsim.emulation.tracing import Edit, Operation
 from fpsim.insight.ranges import Ends
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.explaining_losses import classes_of
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def _at(operation: Operation, change: Callable[[Call, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]) -> Any:
-    """An edit that changes the arguments of one call."""
+    """Return an edit that changes the arguments of one call."""
 
     def edit(index: int, kind: Call, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if index == operation.index:
@@ -46,59 +46,73 @@ def _at(operation: Operation, change: Callable[[Call, tuple[Any, ...], dict[str,
 def _with(
     kind: Call, position: int, change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with `change` of the one that has this position in the operation's row.
-
-    Results are changed in place: the step may read the tensor written to rather than the one returned.
-    """
+    """Return the arguments of a call, with `change` applied to the one at this position in the operation's row."""
     key = spelling_of(kind.name).find(position, args, kwargs)
     if key is None:
         return args, kwargs
     given = args[key] if isinstance(key, int) else kwargs[key]
+    # The target of a call in place is changed in place: the step may read it rather than the tensor that is returned.
+    # `change` gets a copy, because autograd may save its operand.
     if key in (0, "input") and kind.writes_to_first(args, kwargs):
         for x in tensors_in(given):
-            x.copy_(change(x.clone()))  # of a copy: what autograd saves of it is not written to
+            x.copy_(change(x.clone()))
         return args, kwargs
-    changed = [*map(change, given)] if isinstance(given, list | tuple) else change(given)  # a list: torch._foreach_*
+    # torch._foreach_* take lists of tensors.
+    changed = [*map(change, given)] if isinstance(given, list | tuple) else change(given)
     if isinstance(key, str):
         return args, {**kwargs, key: changed}
     return (*args[:key], changed, *args[key + 1 :]), kwargs
 
 
+def _tried(
+    attempts: Attempts, edit: Edit, what: str, name: str, value: float | None, sites: list[str]
+) -> Remedy | None:
+    """Run the step under an edit, and return the remedy if it works."""
+    outcome = attempts.works(Change(edit=edit))
+    return None if outcome is None else Remedy(what, name, value, sites, outcome.loss)
+
+
 def _border(row: Row) -> tuple[float, float] | None:
-    """The borders of an operation's domain; None where all positive numbers are inside."""
+    """Return the borders of an operation's domain; None where all positive numbers are inside."""
     domain = row.domain
     return None if domain is None or (domain.low, domain.high) == (0.0, math.inf) else (domain.low, domain.high)
 
 
 def lost_eps(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
+    """Try larger constants instead of an eps that the format rounds to 0."""
     origin, lost = event.origin, event.constant
     if origin is None or lost is None:
         return None
+    # A layer has its eps in every call, and in all others of its kind: they are lost there too.
     sites = [o for o in seen.operations if o.name == origin.name and lost in o.notes["numbers"]]
     indices = {o.index for o in sites} | {origin.index}
     for eps in (e for e in EPS if e > lost and event.ends.holds(e)):
 
         def edit(index: int, kind: Call, func: Any, args: Any, kwargs: Any, eps: float = eps) -> Any:
             if index in indices:
+                # An eps of 0 is found by its name alone: other arguments may be 0 as well.
                 args = tuple(eps if lost and isinstance(a, float) and a == lost else a for a in args)
                 kwargs = {
                     k: eps if isinstance(a, float) and a == lost and (lost or k == "eps") else a
                     for k, a in kwargs.items()
                 }
                 given = [a for a in (*args, *kwargs.values()) if isinstance(a, float)]
+                # These have a default eps, which is not among the arguments of the call.
                 if kind.name in ("normalize", "cosine_similarity") and eps not in given:
                     kwargs = {**kwargs, "eps": eps}
             return func(*args, **kwargs)
 
-        outcome = attempts.works(Change(edit=edit))
-        if outcome is not None:
-            return Remedy(f"eps {eps:g} at {origin.site}", "eps", eps, [origin.site], outcome.loss)
+        remedy = _tried(attempts, edit, f"eps {eps:g} at {origin.site}", "eps", eps, [origin.site])
+        if remedy is not None:
+            return remedy
     return None
 
 
 def clamped_count(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
+    """Try a divisor that is a count, and 0, clamped to at least 1."""
     operation = event.operation
     assert operation is not None
+    # Divisions of the same name by 0 are changed with it: one of them alone would leave the step broken.
     name = canonical(operation.name)
     others = [o for o in seen.operations if o is not operation and canonical(o.name) == name and _is_by_zero(o)]
     indices = {o.index for o in (operation, *others)}
@@ -112,12 +126,9 @@ def clamped_count(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | 
             args, kwargs = _with(kind, divides, at_least_1, args, kwargs)
         return func(*args, **kwargs)
 
-    outcome = attempts.works(Change(edit=edit))
-    if outcome is None:
-        return None
     sites = [*dict.fromkeys(o.site for o in (operation, *others))]
     words = "the divisor clamped to at least 1" + (f" at {', '.join(sites[:4])}" if others else "")
-    return Remedy(words, "clamp", 1.0, sites, outcome.loss)
+    return _tried(attempts, edit, words, "clamp", 1.0, sites)
 
 
 def _is_by_zero(operation: Operation) -> bool:
@@ -130,6 +141,7 @@ def _is_by_zero(operation: Operation) -> bool:
 
 
 def infinite_fill(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
+    """Try minus infinity instead of a mask's constant that leaks."""
     operation = event.operation
     assert operation is not None
     source = operation.sources[0]
@@ -138,15 +150,15 @@ def infinite_fill(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | 
 
     def change(kind: Call, args: Any, kwargs: Any) -> Any:
         x = args[0]
+        # A row that is masked as a whole would become NaN.
         return (x.masked_fill(masked & ~masked.all(-1, keepdim=True), -torch.inf), *args[1:]), kwargs
 
-    outcome = attempts.works(Change(edit=_at(operation, change)))
-    if outcome is None:
-        return None
-    return Remedy("-inf in the place of the mask's constant", "fill", -math.inf, [source.site], outcome.loss)
+    words = "-inf instead of the mask's constant"
+    return _tried(attempts, _at(operation, change), words, "fill", -math.inf, [source.site])
 
 
 def unmasked(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
+    """Try no mask in rows that are masked as a whole."""
     operation = event.operation
     assert operation is not None
 
@@ -159,6 +171,7 @@ def unmasked(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
             return args, kwargs
         if kind.name == "multi_head_attention_forward":
             masks = {k: kwargs[k] for k in ("key_padding_mask", "attn_mask") if isinstance(kwargs.get(k), Tensor)}
+            # True hides here; in scaled_dot_product_attention True shows.
             for name, mask in masks.items():
                 empty = (mask if mask.dtype is torch.bool else mask == -torch.inf).all(-1, keepdim=True)
                 masks[name] = mask.masked_fill(empty, 0)
@@ -167,19 +180,19 @@ def unmasked(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
         empty = (x == -torch.inf).all(classes_of(kind.name, x, args, kwargs), keepdim=True)
         return (x.masked_fill(empty, 0.0), *args[1:]), kwargs
 
-    outcome = attempts.works(Change(edit=_at(operation, change)))
-    if outcome is None:
-        return None
-    return Remedy("0 in rows that are masked wholly", "mask", 0.0, [operation.site], outcome.loss)
+    return _tried(attempts, _at(operation, change), "0 in rows that are masked wholly", "mask", 0.0, [operation.site])
 
 
 def steep(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
+    """Try numbers a little away from those at which a slope is infinite."""
     operation = event.operation
     assert operation is not None
     row = row_of(operation.name)
+    # Vectors of equal eigenvalues have no slope: adding one number to a matrix leaves them equal, and a ramp does not.
     border, turns = _border(row), row.kind is Kind.DECOMPOSITION
     ends: Ends = operation.notes["ends"]
-    inside = (*EPS, 1e-2) if border is not None else EPS  # in bfloat16 1 - 1e-3 is 1
+    # In bfloat16 1 - 1e-3 is 1, which is the border still.
+    inside = (*EPS, 1e-2) if border is not None else EPS
     for eps in (e for e in inside if ends.holds(e)):
 
         def change(kind: Call, args: Any, kwargs: Any, eps: float = eps) -> Any:
@@ -191,28 +204,30 @@ def steep(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
             at = row.divides if row.divides is not None else 0 if row.domain is None else row.domain.at
             return _with(kind, at, moved, args, kwargs)
 
-        outcome = attempts.works(Change(edit=_at(operation, change)))
-        if outcome is not None:
-            words = f"{eps:g} added to what it reads"
-            if turns:
-                words = f"{eps:g} times 1, 2, 3, ... added to the diagonal of what it reads"
-            elif border is not None:
-                words = f"its input moved {eps:g} inside its domain"
-            return Remedy(f"{operation.site} with {words}", "slope", eps, [operation.site], outcome.loss)
+        words = f"{eps:g} added to what it reads"
+        if turns:
+            words = f"{eps:g} times 1, 2, 3, ... added to the diagonal of what it reads"
+        elif border is not None:
+            words = f"its input moved {eps:g} inside its domain"
+        words = f"{operation.site} with {words}"
+        remedy = _tried(attempts, _at(operation, change), words, "slope", eps, [operation.site])
+        if remedy is not None:
+            return remedy
     return None
 
 
 def _inside(x: Any, border: tuple[float, float], eps: float) -> Any:
-    """Move numbers on a border inside of it; a clamp beyond the border would leave it without a gradient."""
+    """Move numbers on a border inside of it."""
     low, high = border
     x = x.clamp(low, high)
     if math.isinf(high):
         return x + eps
+    # Not clamp(low + eps, high - eps): numbers on the border would be without a gradient.
     return low + eps + (x - low) * (1 - 2 * eps / (high - low))
 
 
 def _ramp(x: Tensor, eps: float) -> Tensor:
-    """A matrix like `x` whose diagonal is eps, 2 eps, 3 eps, ..."""
+    """Return a matrix like `x` whose diagonal is eps, 2 eps, 3 eps, ..."""
     rows, columns = x.shape[-2:]
     ramp = x.new_zeros(rows, columns)
     ramp.diagonal().copy_(torch.arange(1, min(rows, columns) + 1) * eps)
@@ -220,10 +235,11 @@ def _ramp(x: Tensor, eps: float) -> Tensor:
 
 
 def finite_floor(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """A finite number instead of minus infinity, wherever operations of this name read it."""
+    """Try a finite number instead of minus infinity, wherever operations of this name read it."""
     operation = event.operation
     assert operation is not None
     ends: Ends = operation.notes["ends"]
+    # Far below any score, and inside of the format: float16 ends at 65504.
     floor = -1e30 if ends.largest > 1e30 else -1e4
     same = [o for o in seen.operations if o.name == operation.name]
     indices = {o.index for o in same}
@@ -233,28 +249,25 @@ def finite_floor(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | N
             args = tuple(a.clamp(min=floor) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
         return func(*args, **kwargs)
 
-    outcome = attempts.works(Change(edit=edit))
-    if outcome is None:
-        return None
     sites = [*dict.fromkeys(o.site for o in same)]
     shown = ", ".join(sites[:2]) + (f" and {len(sites) - 2} more" if len(sites) > 2 else "")
-    return Remedy(f"{floor:g} in the place of -inf that {shown} read", "fill", floor, sites, outcome.loss)
+    return _tried(attempts, edit, f"{floor:g} instead of -inf that {shown} read", "fill", floor, sites)
 
 
 def zero_infinity(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
+    """Try a CTC loss that counts samples without an alignment as 0."""
     operation = event.operation
     assert operation is not None
 
     def change(kind: Call, args: Any, kwargs: Any) -> Any:
-        return args[:6], {**kwargs, "zero_infinity": True}  # the seventh argument
+        # It is the seventh argument of ctc_loss, and may have been given by position.
+        return args[:6], {**kwargs, "zero_infinity": True}
 
-    outcome = attempts.works(Change(edit=_at(operation, change)))
-    if outcome is None:
-        return None
-    return Remedy("zero_infinity=True", "infinity", None, [operation.site], outcome.loss)
+    return _tried(attempts, _at(operation, change), "zero_infinity=True", "infinity", None, [operation.site])
 
 
 def in_domain(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
+    """Try arguments that are clamped into the domain of a logarithm, a root or another function."""
     operation = event.operation
     if operation is None or event.kind not in (
         "logarithm of zero",
@@ -276,16 +289,18 @@ def in_domain(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None
 
             return _with(kind, at, inside, args, kwargs)
 
-        outcome = attempts.works(Change(edit=_at(operation, change)))
-        if outcome is not None:
-            words = f"clamp(min={eps:g})" if border is None else f"its input clamped {eps:g} inside its domain"
-            return Remedy(f"{operation.site} with {words}", "clamp", eps, [operation.site], outcome.loss)
+        words = f"clamp(min={eps:g})" if border is None else f"its input clamped {eps:g} inside its domain"
+        words = f"{operation.site} with {words}"
+        remedy = _tried(attempts, _at(operation, change), words, "clamp", eps, [operation.site])
+        if remedy is not None:
+            return remedy
     return None
 
 
 def _steps(operation: Operation, border: tuple[float, float] | None) -> Iterator[float]:
-    """Small numbers that the format holds, away from a border of its domain too: in bfloat16 1 - 1e-3 is 1."""
+    """Yield small numbers that the format holds, by which it can step away from a border of the domain."""
     ends: Ends = operation.notes["ends"]
+    # In bfloat16 1 - 1e-3 is 1, so that this step would leave a number on the border.
     sides = [] if border is None else [(b, sign) for b, sign in zip(border, (1, -1), strict=True) if math.isfinite(b)]
     for eps in EPS if border is None else (*EPS, 1e-2):
         if ends.holds(eps) and all(ends.rounded(b + sign * eps) != b for b, sign in sides):
@@ -293,7 +308,7 @@ def _steps(operation: Operation, border: tuple[float, float] | None) -> Iterator
 
 
 def other_divisor(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """A small number instead of a divisor that is zero."""
+    """Try a small number instead of a divisor that is zero."""
     operation = event.operation
     if operation is None or event.kind != "division by zero":
         return None
@@ -310,8 +325,8 @@ def other_divisor(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | 
 
             return _with(kind, at, other, args, kwargs)
 
-        outcome = attempts.works(Change(edit=_at(operation, change)))
-        if outcome is not None:
-            what = f"{operation.site} with {eps:g} in the place of a divisor of 0"
-            return Remedy(what, "divisor", eps, [operation.site], outcome.loss)
+        what = f"{operation.site} with {eps:g} instead of a divisor of 0"
+        remedy = _tried(attempts, _at(operation, change), what, "divisor", eps, [operation.site])
+        if remedy is not None:
+            return remedy
     return None

@@ -42,15 +42,19 @@ class Event:
     read: list[tuple[str, str]] = field(default_factory=list)
     fmt: str = ""
     batch: int | None = None
-    remedy: str = ""  # of what nobody can try here
+    remedy: str = ""  # the kind of remedy that is tried, or advised where nothing can be tried
     ends: Any = None
     readers: list[Operation] = field(default_factory=list)
     stretch: list[Operation] = field(default_factory=list)
     largest: float = 0.0
 
     def beyond(self, end: str, largest: float, first: str) -> str:
-        """The words for numbers beyond the largest of a format, of which the first has this index."""
+        """Describe numbers beyond the largest of a format, of which the first has this index."""
         return f"{self.count} of {self.of} are beyond {largest:.6g}, the end of {end} (first at {first or '0'})"
+
+    def reads_of(self, operation: Operation) -> None:
+        """Set `read` to the operands of an operation."""
+        self.read = [(p.site, str(p.notes["result"])) for p in operation.parents if "result" in p.notes]
 
     def row(self) -> dict[str, Any]:
         call = self.operation.call if self.operation is not None else 0

@@ -1,4 +1,4 @@
-"""Explain why a result, or a gradient, became inf or NaN: read from its operands and their operations."""
+"""Explain why a result, or a gradient, became inf or NaN, from its operands and their operations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def explain_forward(
     kinds: set[str],
     ends: Ends,
 ) -> Event:
-    """The event of an operation whose result is not finite, and whose operands are.
+    """Return the event of an operation whose result is not finite, and whose operands are.
 
     kinds: the new kind in the result, "NaN", "inf" or "-inf".
     ends: of the format, or the dtype, of the result.
@@ -47,6 +47,8 @@ def explain_forward(
     event.read = [(source_name(s, i), str(_read(s, x))) for i, (s, x) in enumerate(look.read)]
     if any(explain(event, look) for explain in _EXPLANATIONS):
         return event
+    # Infinities among the operands come first, then those among the arguments, and an overflow last: its only sign is
+    # that nothing else explains the result.
     infinite = [(i, s, x) for i, (s, x) in enumerate(look.read) if bool(x.isinf().any())]
     if kinds == {"NaN"} and infinite:
         i, source, x = infinite[0]
@@ -58,6 +60,7 @@ def explain_forward(
     if given := [c for c in operation.notes["numbers"] if not math.isfinite(c)]:
         return _of_numbers(event, kinds, given, operands)
     row = row_of(operation.name)
+    # A sum of products may overflow to both infinities on its way, and their sum is NaN.
     sums_products = row.kind is Kind.PRODUCT or (row.kind is Kind.NORMALISATION and row.adds)
     if kinds - {"NaN"} or sums_products or any(float(glance(x).amax) > ends.largest for x in operands):
         event.kind = "overflow"
@@ -72,7 +75,7 @@ def explain_forward(
 
 
 def _of_numbers(event: Event, kinds: set[str], given: list[float], operands: list[Tensor]) -> Event:
-    """Numbers of Python that are not finite, among the arguments of the call."""
+    """Explain a result by Python numbers that are not finite, among the arguments of the call."""
     assert event.operation is not None
     has_nan = "NaN" in kinds
     is_made = has_nan and not any(map(math.isnan, given))
@@ -83,7 +86,8 @@ def _of_numbers(event: Event, kinds: set[str], given: list[float], operands: lis
 
 
 def _read(source: Operation | None, x: Tensor) -> Glance:
-    """Describe the operands: the operand of an operation in place holds the result by now."""
+    """Return a glance at an operand."""
+    # The note comes first: the target of an operation in place holds the result by now.
     known: Glance | None = None if source is None else source.notes.get("result")
     return known or glance(x)
 
@@ -107,6 +111,7 @@ def source_name(source: Operation | None, position: int) -> str:
 
 
 def _of_division(event: Event, look: Look) -> bool:
+    """Explain a result by a divisor that is 0, or by 0 to a negative power."""
     spelling = spelling_of(look.name)
     row, divisor, inverts = spelling.row, None, True
     if row.name in ("normalize", "cosine_similarity"):
@@ -140,6 +145,7 @@ def _of_division(event: Event, look: Look) -> bool:
         return True
     source = next((s for s, x in look.read if x is divisor), None)
     _trace_zero(event, source)
+    # A norm or a deviation may be a whole number too, without being a count.
     is_measure = source is not None and row_of(source.name).is_measure
     is_whole = bool((divisor == divisor.round()).all()) and not bool((divisor < 0).any())
     if event.origin is look.operation and is_whole and not is_measure:
@@ -161,12 +167,14 @@ def zero_divisors(operation: Operation, values: tuple[Any, ...], options: dict[s
 
 
 def _trace_zero(event: Event, source: Operation | None) -> None:
-    """Say what made a divisor zero, and let the remedy begin there."""
+    """Find the operation that made a divisor zero, and let the remedy begin there."""
     at, steps = source, 0
     nearest: Operation | None = None
+    # Walk back through results with zeros, to a constant that was lost or to an operation whose operands have no zeros.
     while at is not None and steps < 12 and at.name != "parameter":
         steps += 1
         ends: Ends = at.notes["ends"]
+        # A constant below 0.01 is taken for an eps.
         lost = [c for c in at.notes["numbers"] if c and abs(c) < 1e-2 and not ends.holds(c)]
         if lost and at.notes["result"].has_zeros and row_of(at.name).name in ("add", "clamp", "clamp_min"):
             event.origin, event.constant, event.remedy = at, lost[0], "eps"
@@ -192,18 +200,21 @@ def _trace_zero(event: Event, source: Operation | None) -> None:
 
 
 def _of_lost_eps(event: Event, look: Look) -> bool:
+    """Explain the NaN of normalize or cosine_similarity by an eps that the format rounds to 0."""
+    # Without an argument it is torch's default: 1e-12 for normalize, 1e-8 for cosine_similarity.
     eps = next((c for c in number_in(look.arguments) if 0 < c < 1e-3), 1e-12 if look.name == "normalize" else 1e-8)
     if event.ends.holds(eps):
         return False
     event.kind, event.constant, event.remedy = "division by zero", eps, "eps"
     event.why.append(
-        f"{event.count} of {event.of} are 0 / 0, for its eps {eps:g} is 0 in {event.ends.name} (least number "
+        f"{event.count} of {event.of} are 0 / 0, because its eps {eps:g} is 0 in {event.ends.name} (least number "
         f"{event.ends.smallest:.3g})."
     )
     return True
 
 
 def _of_domain(event: Event, look: Look) -> bool:
+    """Explain a result by numbers outside of the operation's domain, or on its border."""
     spelling = spelling_of(look.name)
     row, domain = spelling.row, spelling.row.domain or Domain(0.0)
     x = spelling.get(domain.at, look.values, look.options)
@@ -219,6 +230,7 @@ def _of_domain(event: Event, look: Look) -> bool:
         event.why.append(f"{negatives or zeros} of the {x.numel()} numbers that it read {which}.")
         if event.kind == "logarithm of zero":
             source = next((s for s, y in look.read if y is x), None)
+            # A softmax or a sigmoid of finite numbers is never 0: its own underflow is the cause, and float32 helps it.
             if source is not None and source.computes and row_of(source.name).underflows:
                 event.origin = source
                 event.why.append(
@@ -242,7 +254,7 @@ def _of_domain(event: Event, look: Look) -> bool:
         if exponent is not None and bool(torch.as_tensor(exponent).double().frac().any()):
             event.kind = "root of a negative number"
             which = (
-                "some exponents are no whole numbers"
+                "some exponents are not whole numbers"
                 if isinstance(exponent, Tensor)
                 else f"the exponent is {exponent:g}"
             )
@@ -257,13 +269,10 @@ _EXPLANATIONS = (
 )
 
 
-# Gradients
-
-
 def explain_gradient(operation: Operation, at: Operation, role: str, gradient: Tensor, kinds: set[str]) -> Event:
-    """The event of a gradient that is not finite, while those that it was computed from are.
+    """Return the event of a gradient that is not finite, while those that it was computed from are.
 
-    operation: whose result or parameter it is of. at: the operation that is named for it, beyond views.
+    operation: the operation or parameter whose gradient it is. at: the one that is named for it, beyond views.
     """
     numbers = glance(gradient)
     ends = _ends_of(operation)
@@ -280,7 +289,7 @@ def explain_gradient(operation: Operation, at: Operation, role: str, gradient: T
             what = f"{zeros} of the {read.count} numbers that it read are 0" if at_zero else f"it read {read}"
             arrived = child.notes.get("gradient")
             came = f"; the incoming gradient was {arrived}" if arrived is not None else ""
-            event.why.append(f"{what}, where the slope of {child.name} has no end{came}.")
+            event.why.append(f"{what}, where the slope of {child.name} is infinite{came}.")
             event.why.append(f"{event.count} of {event.of} gradients of {at.site} are not finite.")
             event.read = [(at.site, str(read))]
             event.read += [(f"gradient of {child.site}", str(arrived))] if arrived is not None else []
@@ -290,6 +299,7 @@ def explain_gradient(operation: Operation, at: Operation, role: str, gradient: T
         return event
     if _of_zero_divisors(event, readers, at):
         return event
+    # Nothing else explains it: the gradient is too large for its format, unless no product comes near the end of that.
     event.remedy = "scale"
     if _is_too_small_for_overflow(operation, readers, numbers, ends):
         return _of_unknown_slope(event, readers, operation, at)
@@ -306,7 +316,7 @@ def explain_gradient(operation: Operation, at: Operation, role: str, gradient: T
 
 
 def _of_infinite_slope(event: Event, readers: list[Operation], operation: Operation, numbers: Glance) -> bool:
-    """A slope that is computed from an infinity: of a sum of exponentials that is log(0), or of a product."""
+    """Explain a gradient by a slope that is computed from an infinity: log(0) of a sum of exponentials, or a factor."""
     if not numbers.nan:
         return False
     for child in readers:
@@ -315,7 +325,7 @@ def _of_infinite_slope(event: Event, readers: list[Operation], operation: Operat
         if row.kind is Kind.LOG_SUM and result is not None and result.minus:
             event.kind, event.remedy = "infinity minus infinity", "floor"
             event.why.append(
-                f"{result.minus} of {result.count} results of {child.name} are -inf, for all that it adds is "
+                f"{result.minus} of {result.count} results of {child.name} are -inf, because all that it adds is "
                 f"exp(-inf): its slope there is exp(-inf + inf)."
             )
         else:
@@ -328,47 +338,49 @@ def _of_infinite_slope(event: Event, readers: list[Operation], operation: Operat
                 f"{child.name} multiplies its gradient by {infinite[0].site}, which holds "
                 f"{infinite[0].notes['result']}."
             )
-        event.place, event.operation, event.origin = child.site, child, child
-        event.why.append(f"{event.count} of {event.of} gradients of {operation.site} are not finite.")
-        event.read = [(s.site, str(s.notes["result"])) for s in child.parents if "result" in s.notes]
+        _blame(event, child, operation)
         return True
     return False
 
 
+def _blame(event: Event, reader: Operation, at: Operation) -> None:
+    """Name the reader of a result as the place at which its gradient broke. at: the operation of the result."""
+    event.place, event.operation, event.origin = reader.site, reader, reader
+    event.why.append(f"{event.count} of {event.of} gradients of {at.site} are not finite.")
+    event.reads_of(reader)
+
+
 def _of_zero_divisors(event: Event, readers: list[Operation], at: Operation) -> bool:
-    """The slope of a division in its dividend: 1 / 0, times a gradient that may be 0 there."""
+    """Explain a gradient by the slope of a division in its dividend: 1 / 0, times a gradient that may be 0 there."""
     child = next((c for c in readers if c.notes.get("zero divisors")), None)
     if child is None:
         return False
     event.kind, event.remedy = "division by zero", "clamp"
-    event.place, event.operation, event.origin = child.site, child, child
     event.why.append(f"The slope of {child.name} is 1 / 0 where its divisor is 0 ({child.notes['zero divisors']}).")
-    event.why.append(f"{event.count} of {event.of} gradients of {at.site} are not finite.")
-    event.read = [(s.site, str(s.notes["result"])) for s in child.parents if "result" in s.notes]
+    _blame(event, child, at)
     return True
 
 
 def _of_decomposition(event: Event, readers: list[Operation], at: Operation) -> bool:
-    """Vectors of equal eigenvalues or singular values: they may turn, and have no slope."""
+    """Explain a gradient by vectors of equal eigenvalues or singular values, which may turn and have no slope."""
     child = next((c for c in readers if row_of(c.name).kind is Kind.DECOMPOSITION), None)
     if child is None:
         return False
     event.kind, event.remedy = "infinite slope", "slope"
-    event.place, event.operation, event.origin = child.site, child, child
     values = "singular values" if "svd" in child.name else "eigenvalues"
     event.why.append(
         f"The vectors of {child.name} have no slope where two {values} are equal: it divides by their difference."
     )
-    event.why.append(f"{event.count} of {event.of} gradients of {at.site} are not finite.")
-    event.read = [(s.site, str(s.notes["result"])) for s in child.parents if "result" in s.notes]
+    _blame(event, child, at)
     return True
 
 
 def _is_too_small_for_overflow(operation: Operation, readers: list[Operation], numbers: Glance, ends: Ends) -> bool:
     """True if no slope that is a product of operands and results comes near the end of the format."""
     known = [c for c in readers if "gradient" in c.notes and "result" in c.notes]
+    # The slope of a root or a logarithm is large where its operand is small, without a zero there.
     if any(0.0 in row_of(c.name).steep for c in known):
-        return False  # its slope is large where its operand is small, without a zero there
+        return False
     sizes, count = [1.0, numbers.amax], 1
     for child in known:
         sizes += [child.notes["result"].amax, *(g.amax for g in child.notes["operands"])]
@@ -378,10 +390,12 @@ def _is_too_small_for_overflow(operation: Operation, readers: list[Operation], n
     if any(c.notes["gradient"].kinds for c in known) or operation.name == "parameter":
         return False
     largest = max(sizes)
-    return incoming * largest * largest * largest * count < ends.largest  # a power raises where it overflows
+    # Products and not `largest**3`: Python's power of floats raises OverflowError, and a product becomes inf.
+    return incoming * largest * largest * largest * count < ends.largest
 
 
 def _of_unknown_slope(event: Event, readers: list[Operation], operation: Operation, at: Operation) -> Event:
+    """Explain a gradient that did not overflow by the one function that reads the result, or by an unseen one."""
     known = [c for c in readers if "gradient" in c.notes]
     event.kind, event.remedy = "infinite slope", "slope"
     if len(known) == 1:
@@ -392,7 +406,7 @@ def _of_unknown_slope(event: Event, readers: list[Operation], operation: Operati
             f"{operation.notes['result']} and a gradient of {child.notes['gradient']}."
         )
     else:
-        who = "what reads it" if known else "a function that is not seen, such as an autograd function of one's own,"
+        who = "what reads it" if known else "a function that is not seen, such as a custom autograd function,"
         event.why.append(f"{event.count} of {event.of} gradients that {who} gives are not finite; no number is large.")
         event.remedy = "unseen"
     event.read = [(operation.site, str(operation.notes["result"]))]
@@ -421,7 +435,7 @@ def _is_steep(child: Operation, operation: Operation) -> bool:
 
 
 def _ends_of(operation: Operation) -> Ends:
-    """Say where the gradient of a result ends: in its own format, or in that of the operations that compute it."""
+    """Return the ends of a gradient's format, or of a smaller one of the operations that compute it."""
     ends = [c.notes["ends"] for c in operation.children if "ends" in c.notes]
     own = operation.notes.get("gradient_ends") or operation.notes.get("ends")
     if operation.name == "parameter":
@@ -432,7 +446,7 @@ def _ends_of(operation: Operation) -> Ends:
 
 
 def _readers(operation: Operation) -> list[Operation]:
-    """The operations that compute with a result, beyond views of it."""
+    """Return the operations that compute with a result, beyond views of it."""
     readers: list[Operation] = []
     for child in operation.children:
         readers += [child] if child.computes else _readers(child)

@@ -30,10 +30,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Look:
-    """An operation whose result is not finite, as the functions see it that explain why.
+    """An operation whose result is not finite, for the functions that explain it.
 
-    Each is called with an event and a look; it writes kind, words and remedy into the event if it knows the reason, and
-    returns whether it does.
+    Each is called with an event and a look. If it knows the reason, it writes kind, words and remedy into the event,
+    and returns True.
 
     operands: the tensors of floating-point numbers among the arguments, in the order of `operation.sources`.
     values, options: the arguments of the call, by position and by name.
@@ -57,12 +57,12 @@ class Look:
 
     @property
     def read(self) -> Iterator[tuple[Operation | None, Tensor]]:
-        """Each operand, with the operation that computed it."""
+        """Operands, each with the operation that computed it."""
         return zip(self.operation.sources, self.operands, strict=False)
 
 
 def classes_of(name: str, x: Tensor, arguments: tuple[Any, ...], options: Any) -> int:
-    """The dimension that a softmax or a cross entropy sums over."""
+    """Return the dimension that a softmax or a cross entropy sums over."""
     if row_of(name).kind is Kind.CROSS_ENTROPY:
         return 1 if x.dim() > 1 else 0
     dim = options.get("dim", arguments[1] if len(arguments) > 1 else None)
@@ -70,15 +70,18 @@ def classes_of(name: str, x: Tensor, arguments: tuple[Any, ...], options: Any) -
 
 
 def of_softmax(event: Event, look: Look) -> bool:
+    """Explain the NaN of a softmax or an attention by rows that are masked as a whole."""
     if look.name == "multi_head_attention_forward":
         return _of_masks(event, look.options)
     if look.name not in ("softmax", "log_softmax", "scaled_dot_product_attention") or not look.operands:
         return False
     x = look.operands[0]
+    # The mask of an attention is its fourth argument; a softmax reads scores that are masked already.
     if look.name == "scaled_dot_product_attention":
         mask = look.options.get("attn_mask", look.arguments[3] if len(look.arguments) > 3 else None)
         if not isinstance(mask, Tensor):
             return False
+        # True shows a position here; in multi_head_attention_forward it hides one.
         shut = ~mask if mask.dtype is torch.bool else mask == -torch.inf
     else:
         shut = x == -torch.inf
@@ -94,7 +97,7 @@ def of_softmax(event: Event, look: Look) -> bool:
 
 
 def _of_masks(event: Event, options: Any) -> bool:
-    """Sequences that are padding from end to end, or positions that may look at none."""
+    """Explain NaN by sequences that are padding from end to end, or by positions that may look at none."""
     for name, words in (("key_padding_mask", "sequences are padding only"), ("attn_mask", "positions may see none")):
         mask = options.get(name)
         if not isinstance(mask, Tensor):
@@ -108,12 +111,14 @@ def _of_masks(event: Event, options: Any) -> bool:
 
 
 def of_emptiness(event: Event, look: Look) -> bool:
+    """Explain the NaN of a mean, a deviation or a cross entropy of no numbers, or of one."""
     kind = row_of(look.name).kind
     if kind is Kind.MEAN and look.operands and look.operands[0].numel() == 0:
         event.kind = "mean of nothing"
         event.why.append(f"It read a tensor without elements, of shape {tuple(look.operands[0].shape)}.")
         event.remedy = "skip"
         return True
+    # As many results as operands: each deviation is that of a single number.
     if kind is Kind.DEVIATION and look.operands and look.operands[0].numel() == look.no_number.numel():
         event.kind = "variance of one number"
         event.why.append(
@@ -121,6 +126,7 @@ def of_emptiness(event: Event, look: Look) -> bool:
         )
         event.remedy = "correction"
         return True
+    # Targets that are probabilities have no index to ignore.
     targets = [a for a in look.arguments if isinstance(a, Tensor) and not a.is_floating_point()]
     if kind is Kind.CROSS_ENTROPY and targets:
         ignored = look.options.get("ignore_index", -100)
@@ -134,7 +140,7 @@ def of_emptiness(event: Event, look: Look) -> bool:
 
 
 def of_target(event: Event, look: Look) -> bool:
-    """A cross entropy is NaN or inf where a mask forbids the target, or where no class counts."""
+    """Explain the NaN or inf of a cross entropy by a mask that forbids the target, or by classes of weight 0."""
     if (
         row_of(look.name).kind is not Kind.CROSS_ENTROPY
         or len(look.arguments) < 2
@@ -160,8 +166,9 @@ def of_target(event: Event, look: Look) -> bool:
     if not bool(shut.any()):
         return False
     if is_index:
+        # gather refuses an ignored index such as -100.
         asked = shut.gather(classes, targets.where(counted, 0).unsqueeze(classes)).squeeze(classes) & counted
-    else:  # each class has a share
+    else:
         asked = (shut & (targets != 0)).any(classes)
     smoothing = look.options.get("label_smoothing", 0.0)
     if bool(asked.any()):
@@ -178,11 +185,12 @@ def of_target(event: Event, look: Look) -> bool:
 
 
 def of_alignment(event: Event, look: Look) -> bool:
-    """A connectionist loss is inf where a target has more labels than its input has frames."""
+    """Explain the inf of a CTC loss by a target that has more labels than its input has frames."""
     if look.name != "ctc_loss" or len(look.arguments) < 4:
         return False
     frames, lengths = (torch.as_tensor(a).flatten().tolist() for a in look.arguments[2:4])
     targets = _split(torch.as_tensor(look.arguments[1]), lengths)
+    # Between two equal labels CTC needs a blank, or it would merge them: one frame more.
     needed = [len(t) + sum(a == b for a, b in pairwise(t)) for t in targets]
     short = [i for i, (n, f) in enumerate(zip(needed, frames, strict=True)) if n > f]
     if not short:
@@ -198,14 +206,14 @@ def of_alignment(event: Event, look: Look) -> bool:
 
 
 def _split(targets: Tensor, lengths: list[int]) -> list[list[int]]:
-    """The labels of each sample, of rows with padding or of all in one row."""
+    """Return the labels of each sample, from rows with padding or from one row of all."""
     if targets.dim() == 1:
         return [part.tolist() for part in targets[: sum(lengths)].split(lengths)]
     return [row[:n].tolist() for row, n in zip(targets, lengths, strict=True)]
 
 
 def of_normalisation(event: Event, look: Look) -> bool:
-    """A normalisation divides by a deviation of 0 where nothing is added to it, or takes the root of a variance."""
+    """Explain the NaN of a normalisation: it divides by a deviation of 0, or its variance is negative."""
     if not all(bool(x.isfinite().all()) for x in look.operands):
         return False
     row = row_of(look.name)
@@ -220,6 +228,7 @@ def of_normalisation(event: Event, look: Look) -> bool:
     if row.kind is not Kind.NORMALISATION or not row.adds:
         return False
     eps, variance = look.options.get("eps"), look.arguments[2] if len(look.arguments) > 2 else None
+    # Running statistics are used in eval mode alone.
     if row.name != "batch_norm" or look.options.get("training") or not isinstance(variance, Tensor):
         variance = None
     if variance is not None and bool((variance + (eps or 0.0) < 0).any()):
@@ -235,13 +244,14 @@ def of_normalisation(event: Event, look: Look) -> bool:
 
 
 def of_determinant(event: Event, look: Look) -> bool:
-    """The logarithm of a determinant that is 0, or negative."""
+    """Explain the logarithm of a determinant that is 0, or negative."""
     if (
         row_of(look.name).kind is not Kind.LOG_DETERMINANT
         or not look.operands
         or not bool(look.operands[0].isfinite().all())
     ):
         return False
+    # logdet returns -inf for a determinant of 0, and NaN for a negative one.
     singular = look.numbers.minus
     event.kind = "logarithm of zero" if singular else "logarithm of a negative number"
     which = "0: it is singular" if singular else "negative"
@@ -250,12 +260,13 @@ def of_determinant(event: Event, look: Look) -> bool:
 
 
 def of_poles(event: Event, look: Look) -> bool:
-    """A gamma function has no value at 0, -1, -2, ..."""
+    """Explain the inf or NaN of a gamma function, which has no value at 0, -1, -2, ..."""
     if row_of(look.name).kind is not Kind.GAMMA or not look.operands:
         return False
     x, row = look.operands[-1], row_of(look.name)
     degree = next((int(a) for a in look.arguments if isinstance(a, int)), 1) if row.name == "mvlgamma" else 1
-    shifted = torch.stack([x - i / 2 for i in range(degree)])  # it adds gamma functions at x, x - 1/2, x - 1, ...
+    # A multivariate one is a product of gamma functions at x, x - 1/2, x - 1, ...
+    shifted = torch.stack([x - i / 2 for i in range(degree)])
     poles = ((shifted <= 0) & (shifted == shifted.floor()) & shifted.isfinite()).any(0)
     if not bool(poles.any()):
         return False

@@ -1,4 +1,4 @@
-"""The checks of a step in their order; the first that speaks ends them."""
+"""The checks of a step in their order. The first one that finds an event ends them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Finding:
 
 
 def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: Any, batches: int | None) -> Finding:
-    """Run the checks."""
+    """Run the checks of a step; see `why` for the arguments."""
     trials = Trials(model, step, optimizer, scaler, batches)
     require_unrecorded(listeners(model) if trials.emulated else [])
     before = _state_before(model, trials.kept.optimizers)
@@ -57,7 +57,8 @@ def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: 
     except Exception as error:
         return _of_raising(trials, before, error)
     second = trials.run()
-    if len(first.losses) != len(second.losses):  # probes of torch at first use run backward too
+    # torch probes some functions at their first use, with backward passes of its own.
+    if len(first.losses) != len(second.losses):
         first, second = second, trials.run()
     _require_same(first, second)
     trials.returns_loss = scaler is None and first.losses == [first.returned]
@@ -68,7 +69,7 @@ class _Checks:
     """The checks of a step that runs the same each time, in their order. The first one that finds events ends them.
 
     before: events of the state before the step. buffers: events of the buffers after it.
-    seen, updates, was: on the traced run, on the steps of its optimizers, and on its outcome.
+    seen, updates, was: the traced run, the steps of its optimizers, and its outcome.
     gradients: a summary of each parameter's `.grad` before the optimizer's step, or at the end.
     held: parameters whose `.grad` was not finite before the step, and not cleared by it.
     """
@@ -88,8 +89,9 @@ class _Checks:
         unread = self._leave_out_unread()
         self.reference = Reference(self.trials, self.seen)
         result, events = self.result, self._first_events()
+        # Then they were read after all, where no operation is seen, such as inside of a vmap.
         if unread and not self.was.is_finite and all(map(_may_be_of_unread, events)):
-            events = [*unread, *events]  # they are read where nobody looks, such as inside of a vmap
+            events = [*unread, *events]
         result.events = events
         if events:
             cause = events[0]
@@ -101,6 +103,7 @@ class _Checks:
     # The traced run
 
     def _look(self) -> None:
+        """Run the step under a timeline, and note its outcome."""
         self.seen.at_first_gradient = self._note_cleared
         self.was = self.trials.run(
             None, self.seen, self._before_update, self.updates.after, self._at_end, keeps_gradients=True
@@ -111,7 +114,7 @@ class _Checks:
         result.checked = _checked(self.model, self.trials, seen, self.updates, self.buffers)
 
     def _note_cleared(self) -> None:
-        """A step may clear gradients before it adds to them: those that it does are not held."""
+        """Drop the gradients from `held` that the step has cleared before it added to them."""
         named = self.model.named_parameters()
         self.held.intersection_update(n for n, p in named if p.grad is not None and glance(p.grad).kinds)
 
@@ -131,7 +134,7 @@ class _Checks:
                 self.gradients.setdefault(name, glance(p.grad))
 
     def _leave_out_unread(self) -> list[Event]:
-        """Take parameters and buffers that no operation reads from `before`: they harm no step."""
+        """Move parameters and buffers that no operation reads out of `before`, and return their events."""
         before = [event for event in self.before if event.role != "gradient" or event.place in self.held]
         operations = self.seen.operations
         read = {s.site for o in operations for s in o.sources if s is not None}
@@ -149,7 +152,7 @@ class _Checks:
     # The checks
 
     def _first_events(self) -> list[Event]:
-        """The events of the first check that has any, the cause first."""
+        """Return the events of the first check that has any, the cause first."""
         inputs, is_emulated = [e for e in self.seen.events if e.role == "input"], self.trials.emulated
         self.broken = {event.place.rpartition(".")[0] for event in self.buffers}
         self.harmless = [e for e in inputs if comes_to_nothing(e.readers, self.losses, is_emulated, self.broken)]
@@ -163,8 +166,9 @@ class _Checks:
         return next((events for check in checks if (events := check())), [])
 
     def _state(self) -> list[Event]:
-        """Events of the inputs: inputs, then parameters, buffers and states, then gradients that are in the way."""
+        """Return events of inputs, then of parameters, buffers and states, then of gradients that were not cleared."""
         is_bad = {name for name, gradient in self.gradients.items() if gradient.kinds}
+        # A gradient from before counts only if it is still not finite when the optimizer reads it.
         at_begin = [e for e in self.before if e.role != "gradient" or e.place in is_bad]
         readers = {s.site: o.site for o in reversed(self.seen.operations) for s in o.sources if s is not None}
         stepped = {id(p) for o in self.trials.kept.optimizers for group in o.param_groups for p in group["params"]}
@@ -178,7 +182,7 @@ class _Checks:
         return [*self.inputs, *sorted(at_begin, key=lambda event: event.role == "gradient")]
 
     def _broken_numbers(self) -> list[Event]:
-        """Events of the step itself: inf and NaN, or saturation without them."""
+        """Return events of the step itself: inf and NaN, or saturation without them."""
         seen, is_finite = self.seen, self.was.is_finite
         hard = [e for e in seen.events if e.stage != "state"]
         hard = causes_first(hard, self.losses, is_finite, self.reference.breaks_too)
@@ -193,7 +197,7 @@ class _Checks:
             return []
         self.reference.tell(self.result)
         if not hard and events[0].stage == "backward" and self.reference.is_wanted:
-            # a scale of the past that is too small here was too large for the forward pass
+            # With delayed scaling, operands of the forward pass may have been lost before, at a scale of earlier steps.
             before, _ = error_event(seen, self.reference.seen, self.reference.far(self.was))
             if before is not None and before.role.startswith("fprop"):
                 return [before, *_own_causes(events)]
@@ -205,11 +209,12 @@ class _Checks:
         lost = self.reference.lost(self.seen, self.was)
         if lost is None:
             return []
-        self.result.float32 = self.reference.loss
+        self.result.float32 = self.reference.outcome.loss
         earlier, _ = error_event(self.seen, self.reference.seen, self.reference.far(self.was))
         if earlier is None or earlier.kind in ("error grows", "swamping"):
             return [lost] if earlier is None else [lost, earlier]
-        return [earlier, lost]  # a lost result takes its gradients with it
+        # A lost result takes its gradients with it, so that it is the cause.
+        return [earlier, lost]
 
     def _accumulated(self) -> list[Event]:
         swamped = [gradient_sum_event(name, sums) for name, sums in self.seen.gradient_sums.items() if sums.wrong]
@@ -231,7 +236,7 @@ class _Checks:
             checked.append("The model computes in float32 or more: there is nothing to compare it with.")
             return []
         error, worst = error_event(self.seen, self.reference.seen, self.reference.far(self.was))
-        self.result.float32 = self.reference.loss
+        self.result.float32 = self.reference.outcome.loss
         checked.append(f"Against float32: the largest relative error of a result is {worst:.3g}.")
         return [] if error is None else [error]
 
@@ -244,14 +249,16 @@ class _Checks:
         ids = {name: id(p) for name, p in self.model.named_parameters()}
         self._wide_reads = WideReads({o.index for o in often[0]}, {ids[p.site] for p in often[1] if p.site in ids})
         outcome = self.trials.run(Change(edit=self._wide_reads), keeps_gradients=True)
+        # `relative_errors` has the names of gradients that are more than the remainder of a sum that cancels.
         true = {n: outcome.gradients[n] for n in relative_errors(outcome.gradients, outcome.gradients, 1.0)}
-        event = reads_event(often, self._wide_reads, ids, self.was.gradients, true)  # without remainders of sums
+        event = reads_event(often, self._wide_reads, ids, self.was.gradients, true)
         return [] if event is None else [event]
 
     def _end(self) -> list[Event]:
-        """Events without a known cause."""
+        """Return an event without a known cause."""
         bad = self.was.bad
-        if self.was.is_finite or self.harmless:  # the step may return another value than its loss
+        # A step that is not finite may return another value than its loss, to which a harmless input leads.
+        if self.was.is_finite or self.harmless:
             return [] if self.was.is_finite else self.harmless
         event = Event("loss", "NaN", bad[0] if bad else "the loss", "loss")
         event.why.append(
@@ -276,15 +283,16 @@ class _Checks:
 
 
 def _may_be_of_unread(event: Event) -> bool:
-    """True if the numbers of an event came from code that is not traced, or from a Python number that is not finite."""
+    """True if an event may come from code that is not traced, or from a Python number that is not finite."""
     given = () if event.operation is None else event.operation.notes.get("numbers", ())
     return event.stage == "loss" or event.place.startswith("operand ") or not all(map(math.isfinite, given))
 
 
 def _of_raising(trials: Trials, before: list[Event], error: Exception) -> Finding:
-    """Events before a step raised, as a loss that refuses NaN does; the error itself where nothing did."""
+    """Find the events before a step raised, as a loss that refuses NaN does; without any, raise its error."""
     seen, was = Keeping(trials.model), Outcome([], None, ["an exception"])
-    with suppress(Exception):  # the same again
+    # It raises the same error, and `seen` has all that ran before.
+    with suppress(Exception):
         trials.run(None, seen)
     state = [*(e for e in seen.events if e.stage == "state"), *(e for e in before if e.role in ("parameter", "buffer"))]
     finding = Finding(state or causes_first(seen.events, seen.losses(), False, lambda event: False))
@@ -315,11 +323,12 @@ def _require_same(first: Outcome, second: Outcome) -> None:
 
 
 def _state_before(model: nn.Module, optimizers: list[Any]) -> list[Event]:
-    """The events of parameters, buffers, gradients and states that are not finite before the step."""
+    """Return the events of parameters, buffers, gradients and states that are not finite before the step."""
     candidates = []
     for name, p in model.named_parameters():
         candidates.append(_came_in(name, "parameter", p))
     for name, b in model.named_buffers():
+        # Causal masks are buffers of minus infinity; running statistics never mask.
         is_mask = b.is_floating_point() and is_mask_like(b)
         statistics = name.endswith(("running_mean", "running_var"))
         if not is_mask or statistics:
@@ -355,6 +364,7 @@ def _came_in(name: str, role: str, x: Tensor) -> Event | None:
 
 
 def _buffers_after(model: nn.Module, trials: Trials) -> list[Event]:
+    """Return the events of buffers that the step has made inf or NaN."""
     events = []
     kept = {id(tensor): value for tensor, value in trials.kept.tensors}
     for name, b in model.named_buffers():
@@ -377,7 +387,7 @@ def _buffers_after(model: nn.Module, trials: Trials) -> list[Event]:
 
 
 def _own_causes(events: list[Event]) -> list[Event]:
-    """The first event, and those after it that do not follow from it."""
+    """Return the first event, and those after it that do not follow from it."""
     if not events:
         return []
     first, *others = events
@@ -389,7 +399,7 @@ def _own_causes(events: list[Event]) -> list[Event]:
 
 
 def _accumulated(model: nn.Module, gradients: dict[str, Glance], seen: Keeping, trials: Trials) -> list[Event]:
-    """The events of gradients that are not finite although all that arrived are."""
+    """Return the events of gradients that are not finite although all that arrived are."""
     events = []
     kept = {id(p): value for p, _, value in trials.kept.gradients}
     for name, p in model.named_parameters():
@@ -439,24 +449,21 @@ def _checked(model: nn.Module, trials: Trials, seen: Keeping, updates: Updates, 
 
 
 # Infinities and NaN that come to nothing: they reach no loss and no gradient of a parameter
-
-
 _WIDE = ("float32", "float64", "fp32")
 
 
 def causes_first(
     events: list[Event], losses: list[Operation], is_finite: bool, is_so_in_float32: Callable[[Event], bool]
 ) -> list[Event]:
-    """The events that can make a step fail, in their order, those that die out after the others.
+    """Return the events that can make a step fail, in their order; those that come to nothing follow, or are left out.
 
-    The bucket of a position, `log(0).to(torch.long)`, is minus infinity in each step of a T5 and harms nobody.
-
-    is_finite: whether the step is, at its end; what dies out is then left out where float32 has it too. An overflow
-        stays: its effect on the numbers that follow is not known.
-    is_so_in_float32: whether it is not finite at an event's operation in float32 either; asked only if needed.
+    is_finite: whether the step is finite at its end.
+    is_so_in_float32: whether an event's operation is not finite in float32 either; asked only if needed.
     """
+    # The bucket of a position, `log(0).to(torch.long)`, is minus infinity in each step of a T5, and harms nothing.
     dying = [event for event in events if _dies(event, losses)]
     if is_finite:
+        # An overflow stays: its effect on the numbers that follow is not known.
         harmless = [e for e in dying if not _overflows(e) and (e.fmt in _WIDE or is_so_in_float32(e))]
         return [event for event in events if not any(event is other for other in harmless)]
     living = [event for event in events if not any(event is other for other in dying)]
@@ -464,46 +471,48 @@ def causes_first(
 
 
 def _overflows(event: Event) -> bool:
-    """True if numbers grew beyond a format; NaN alone in a gradient is what something masked is multiplied by."""
+    """True if numbers grew beyond a format."""
+    # NaN alone in a gradient comes from a mask: 0 times the infinite slope of a masked number.
     return event.kind == "overflow" and not (event.stage == "backward" and _kinds_of_gradients(event) == {"NaN"})
 
 
 def _kinds_of_gradients(event: Event) -> set[str]:
-    """The kinds in the gradients that are named for an event: those behind a relu, which may let none through, too."""
+    """Return the kinds of infinities and NaN in the gradients that are named for an event."""
+    # Those of its operands too: a relu may let none of its own through.
     named = [] if event.operation is None else around(event.operation)
     gradients = [o.notes["gradient"] for o in named if "gradient" in o.notes]
     return {kind for gradient in gradients for kind in gradient.kinds}
 
 
 def comes_to_nothing(readers: list[Operation], losses: list[Operation], is_emulated: bool, broken: set[str]) -> bool:
-    """True if what operations read that is not finite reaches no loss, no gradient of a parameter and no buffer.
+    """True if infinities and NaN that operations read reach no loss, no gradient of a parameter and no buffer.
 
-    is_emulated: whether a format may have saturated it; then it must have been masked or left out.
-    broken: the names of the modules of which a buffer became inf or NaN.
+    is_emulated: whether the model is quantised. broken: the names of the modules of which a buffer became inf or NaN.
     """
     bad = [o for o in readers if _is_bad(o, "result")]
     reached = _reached(bad)
     if any(o.module in broken for o in reached):
         return False
     reading = [*readers, *(c for o in reached for c in o.children)]
+    # A format may have saturated an infinity: the finite result of a reader does not show that it was masked.
     if is_emulated and any(o.computes and not _is_bad(o, "result") and not _replaces(o) for o in reading):
         return False
     return _ends_early(bad, readers, losses)
 
 
 def _replaces(operation: Operation) -> bool:
-    """True if an operation puts other numbers instead of infinities and NaN."""
+    """True if an operation replaces infinities and NaN by other numbers."""
     return fills(operation) or not row_of(operation.name).passes
 
 
 def reaches_a_loss(readers: list[Operation], losses: list[Operation], broken: set[str]) -> bool:
-    """True if what operations read that is not finite leads to a loss, or a buffer, that is not; as above."""
+    """True if infinities and NaN that operations read lead to a loss or a buffer that is not finite."""
     reached = _reached([o for o in readers if _is_bad(o, "result")])
     return any(operation in losses or operation.module in broken for operation in reached)
 
 
 def _dies(event: Event, losses: list[Operation]) -> bool:
-    """True if all that follows from the infinities and NaN of a result, or of a gradient, ends before it harms."""
+    """True if the infinities and NaN of a result, or of a gradient, end before they reach anything that counts."""
     at = event.operation
     if at is None:
         return False
@@ -515,7 +524,10 @@ def _dies(event: Event, losses: list[Operation]) -> bool:
 
 
 def _ends_early(bad: list[Operation], first: list[Operation], losses: list[Operation]) -> bool:
-    """As `_dies`. bad: the first results that are not finite. first: the first operations whose gradients may be so."""
+    """True if infinities and NaN reach no loss, and their gradients no parameter.
+
+    bad: the first results that are not finite. first: the first operations whose gradients may not be.
+    """
     reached = _reached(bad)
     if any(operation in losses for operation in reached):
         return False
@@ -523,7 +535,7 @@ def _ends_early(bad: list[Operation], first: list[Operation], losses: list[Opera
 
 
 def _reached(bad: list[Operation]) -> list[Operation]:
-    """The operations to whose results infinities and NaN lead from those of others, with these."""
+    """Return the operations to whose results infinities and NaN lead from those of others, with these."""
     reached, waiting = {id(o): o for o in bad}, [*bad]
     while waiting:
         following = [c for c in waiting.pop().children if id(c) not in reached and _is_bad(c, "result")]
@@ -547,6 +559,7 @@ def _reaches_a_parameter(starts: list[Operation]) -> bool:
 
 
 def _is_bad(operation: Operation, note: str) -> bool:
-    if note == "gradient":  # of any backward pass: that of the last one may be finite
+    # A step may run several backward passes, and the gradient of the last one may be finite.
+    if note == "gradient":
         return bool(operation.notes.get("had_bad_gradient"))
     return note in operation.notes and bool(operation.notes[note].kinds)

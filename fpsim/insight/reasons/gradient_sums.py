@@ -1,4 +1,4 @@
-"""Gradients that are added up in few bits: in `.grad`, and where one tensor is read by many operations."""
+"""Find gradients that are added up in few bits: in `.grad`, and where many operations read one tensor."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ LOOK_UPS = frozenset("embedding index_select gather take take_along_dim getitem"
 class GradientSum:
     """Sum of a parameter's gradients as they arrive one after another: in `.grad`, and exact.
 
-    wrong: the last time.
+    wrong: its error after the last gradient; None if it is right.
     """
 
     def __init__(self) -> None:
         self.exact: Tensor | None = None
         self.wrong: Swamped | None = None
-        self._held: Tensor | None = None  # what .grad is when the next one arrives
+        self._held: Tensor | None = None  # .grad as it must be when the next gradient arrives
         self._added = torch.zeros((), dtype=torch.float64)  # the magnitudes of numbers added to larger ones
         self._terms = 0
 
     @torch.no_grad()
     def add(self, grad: Tensor | None, gradient: Tensor) -> None:
-        """A gradient arrives. grad: what `.grad` is before it."""
+        """Add a gradient that arrives. grad: the parameter's `.grad` before it."""
         if gradient.layout is not torch.strided or (grad is not None and grad.layout is not torch.strided):
             return
+        # The sum begins again if `.grad` was cleared, clipped or written to since.
         if grad is None or self._held is None or self.exact is None or not torch.equal(grad, self._held):
             self.exact = torch.zeros_like(gradient, dtype=torch.float64) if grad is None else grad.double()
             self._terms, self._added = int(grad is not None), torch.zeros_like(self.exact)
@@ -55,7 +56,7 @@ class GradientSum:
 
 
 def gradient_sum_event(name: str, sums: GradientSum) -> Event:
-    """The event of a `.grad` to which many gradients were added one by one."""
+    """Return the event of a `.grad` to which many gradients were added one by one."""
     assert sums.wrong is not None
     assert sums.exact is not None
     count = sums.exact.numel()
@@ -65,7 +66,7 @@ def gradient_sum_event(name: str, sums: GradientSum) -> Event:
 
 
 class _Given:
-    """The sum of the gradients from the readers of one tensor: in their dtype, as in autograd, and exact.
+    """Sum of the gradients from the readers of one tensor: in their dtype, as autograd adds them, and exact.
 
     largest: the largest magnitude of the sum on the way.
     """
@@ -93,9 +94,6 @@ class _Given:
 class WideReads:
     """An `edit` of a trace that adds up in float32 the gradients of tensors that are read often.
 
-    Each reader gets its own cast of one float32 copy: the numbers stay, and the gradients that the readers give are
-    added up in the copy. Rows are looked up in the copy itself.
-
     hubs: the indices of the operations whose results are read often.
     parameters: the ids of those that are.
     """
@@ -119,8 +117,10 @@ class WideReads:
                     return x
                 low = x.dtype if x.dtype in LOW else torch.get_autocast_dtype(x.device.type)
                 lows.append(low)
+                # One call adds up the gradients of all rows that it looks up, so that it must read the copy itself.
                 if looks_up:
                     return wide
+                # All others read a cast of their own: the numbers stay, and autograd adds their gradients in the copy.
                 cast = wide.to(low)
                 if cast.requires_grad:
                     key = id(x) if id(x) in self._parameters else self._indices[x]
@@ -138,27 +138,28 @@ class WideReads:
         return out
 
     def _copy_of(self, x: Any, kind: Call) -> Tensor | None:
+        """Return the float32 copy of a tensor that is read often; None for any other."""
         if not isinstance(x, Tensor) or not (id(x) in self._parameters or x in self._wide):
             return None
         if x.dtype in LOW and id(x) not in self._parameters:
             return self._wide[x]  # type: ignore[no-any-return]
         if x.dtype in LOW:
+            # A copy made under no_grad leads no gradient to the parameter, and one from before a write is stale.
             key = id(x), version_of(x), torch.is_grad_enabled()
             if key not in self._copies:
                 self._copies[key] = x.float()
             return self._copies[key]
+        # Autocast caches the cast of a float32 parameter, in which the gradients of all its readers are added up.
         casts = x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type) and kind.name in NARROWING
-        return x if casts else None  # its readers share a cast of autocast's
+        return x if casts else None
 
 
 def read_often(operations: list[Operation]) -> tuple[list[Operation], list[Operation]]:
-    """The operations whose results, and the parameters, that so many operations read that their gradients may be lost.
-
-    A parameter from which rows are looked up is one.
-    """
+    """Return the operations whose results, and the parameters, that many operations read."""
     parameters = {id(s): s for o in operations for s in o.parents if s.name == "parameter"}
 
     def is_often(o: Operation) -> bool:
+        # A single look-up may read one row many times.
         looks_up = o.name == "parameter" and any(canonical(c.name) in LOOK_UPS for c in o.children)
         return "gradient" in o.notes and (len(o.children) > WRONG or looks_up)
 
@@ -173,7 +174,7 @@ def reads_event(
     mine: Mapping[str, Tensor],
     true: Mapping[str, Tensor],
 ) -> Event | None:
-    """The event of a tensor that is read often, whose gradient is wrong unless it is added up in float32.
+    """Return the event of a tensor that is read often, and whose gradient is wrong unless added up in float32.
 
     edit: of a run. ids: of the parameters, by name. mine, true: their gradients in the step, and in that run.
     """
@@ -182,8 +183,9 @@ def reads_event(
         key = ids.get(operation.site, -1) if operation.name == "parameter" else operation.index
         found = edit.sums[key].wrong() if key in edit.sums else None
         g, h = mine.get(operation.site), true.get(operation.site)
+        # The gradients of looked-up rows pass no hook: the sums of both runs are compared.
         if key not in edit.sums and g is not None and h is not None and g.dtype in LOW and g.shape == h.shape:
-            exact = h.double()  # of rows that are looked up
+            exact = h.double()
             found = swamped(g, exact, exact.abs(), torch.zeros_like(exact), Ends.of_dtype(g.dtype), 0)
         if found is not None:
             wrong.append((operation, found))

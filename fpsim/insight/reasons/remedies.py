@@ -1,4 +1,4 @@
-"""Remedies that are tried on a step: a constant, a scale, float32 for some operations, another optimizer step."""
+"""Try remedies on a step: a constant, a scale, float32 for some operations, another optimizer step."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ Unit = tuple[str, str]  # of a quantised model: a module and the name of an oper
 def remedies(
     trials: Trials, event: Event, seen: Timeline, was: Outcome, reference: Reference
 ) -> tuple[list[Remedy], list[str]]:
-    """The remedies that work, the closest first, two at most; if none does, parameters left without a gradient."""
+    """Return at most two remedies that work, the closest first; if none does, parameters left without a gradient."""
     attempts = Attempts(trials, event, was, seen, reference)
     working: list[Remedy] = []
     for attempt in _in_order(event):
+        # Another divisor hides the zero, so that it is tried only if nothing else works.
         if len(working) == 2 or (working and attempt is other_divisor):
             break
         remedy = attempt(attempts, event, seen)
@@ -61,6 +62,8 @@ def remedies(
 
 
 def _in_order(event: Event) -> list[Callable[[Attempts, Event, Timeline], Remedy | None]]:
+    """Return the attempts for an event, the closest remedy first."""
+    # Where the list is empty, only another batch or other code helps, and `why` says so.
     by_name: dict[str, list[Any]] = {
         "eps": [lost_eps, _float32],
         "clamp": [clamped_count, other_divisor],
@@ -88,6 +91,7 @@ def _in_order(event: Event) -> list[Callable[[Attempts, Event, Timeline], Remedy
 
 
 def _scale(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
+    """Try other loss scales: larger ones for lost gradients, smaller ones for an overflow."""
     trials, now = attempts.trials, 1.0
     if trials.scaler is not None and hasattr(trials.scaler, "get_scale"):
         now = float(trials.scaler.get_scale())
@@ -101,8 +105,9 @@ def _scale(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
 
 
 def _raised(attempts: Attempts, event: Event) -> tuple[int, Outcome] | None:
-    """The first scale under which enough of the gradients is left, and nothing overflows."""
-    least = event.ends.smallest / 2 / event.largest if event.largest else 0.0  # below it the largest one is still 0
+    """Return the first scale under which enough of the gradients is left, and nothing overflows."""
+    # At a smaller one even the largest gradient is rounded to 0.
+    least = event.ends.smallest / 2 / event.largest if event.largest else 0.0
     first = max(2, 2 * math.ceil(math.log2(least) / 2)) if least > 1 else 2
     nearest, worse = 1.0, 0
     for exponent in range(first, 41, 2):
@@ -111,13 +116,14 @@ def _raised(attempts: Attempts, event: Event) -> tuple[int, Outcome] | None:
             return exponent, outcome
         worse = 0 if attempts.distance < nearest else worse + 1
         nearest = min(nearest, attempts.distance)
-        if not attempts.was_finite or (nearest < 1 and worse > 1):  # a format without an infinity saturates
+        # A format without an infinity saturates instead of overflowing, and only the growing distance shows it.
+        if not attempts.was_finite or (nearest < 1 and worse > 1):
             return None
     return None
 
 
 def _lowered(attempts: Attempts, event: Event) -> tuple[int, Outcome] | None:
-    """The largest scale under which nothing overflows, found by halving; a smaller one loses more gradients."""
+    """Return the largest scale under which nothing overflows: a smaller one loses more gradients."""
     first = 1
     if event.ends is not None and event.ends.largest < event.largest < math.inf:
         first = math.ceil(math.log2(event.largest / event.ends.largest))
@@ -135,7 +141,7 @@ def _lowered(attempts: Attempts, event: Event) -> tuple[int, Outcome] | None:
 
 
 def _of_gradients(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """A scale for each tensor, or another format, wherever gradients are in the format that loses them."""
+    """Try a scale for each tensor, or bf16, wherever gradients are in the format that loses them."""
     trials, fmt = attempts.trials, getattr(event.ends.holder, "fmt", None)
     if event.kind != "gradient lost" or not trials.emulated or not isinstance(fmt, FloatFormat):
         return None
@@ -155,8 +161,10 @@ def _of_gradients(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | 
 
 
 def _with_gradients(policy: Policy, fmt: Format, other: Products | FloatFormat) -> Policy:
+    """Return a policy in which gradients that are in a format have another one, or are operands with scales."""
     given = {"error": policy.error, "weight_grad": policy.weight_grad}
     lossy = [role for role, its in given.items() if its is not None and as_format(its) == fmt]
+    # A policy with products of its own has chosen the formats of their operands already.
     if not lossy or (isinstance(other, Products) and policy.products is not None):
         return policy
     changed: dict[str, Any] = dict.fromkeys(lossy, other)
@@ -169,11 +177,13 @@ def _with_gradients(policy: Policy, fmt: Format, other: Products | FloatFormat) 
 
 
 def _float32(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
+    """Try float32, or float64, for the fewest operations around the origin of an event."""
     start = event.origin
     if start is None:
         return None
+    # A policy leaves operations in float32 at most.
     if attempts.wide is None or (attempts.wide is torch.float64 and attempts.trials.emulated):
-        return None  # a policy leaves operations in float32 at most
+        return None
     reached = start.all_ahead()
     following = [o for o in seen.operations if id(o) in reached]
     nearest, waiting = {id(start): start}, [start]
@@ -181,13 +191,15 @@ def _float32(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
         waiting += (further := [p for p in o.parents if id(p) not in nearest])
         nearest.update((id(p), p) for p in further)
     others = [o for o in reversed(seen.operations[: seen.operations.index(following[0])]) if id(o) not in nearest]
-    if event.stage == "float32":  # it was lost before: try the nearest operation, and then all that ran before
+    # What differs from float32 was lost at the origin or before it. An overflow may be cured by what follows, too.
+    if event.stage == "float32":
         return _fewest(attempts, event, [*nearest.values(), *others, *following[1:]])
     return _fewest(attempts, event, following) or _fewest(attempts, event, [*nearest.values(), *others, *following[1:]])
 
 
 def _float32_sum(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """All operations of a sum, of a few of which float32 is not enough; or those of all sums that are wrong."""
+    """Try float32 for all operations of a sum, or for those of all sums that are wrong."""
+    # Not for the fewest: a sum in which any addition is still rounded is wrong.
     trials, wrong = attempts.trials, [o for o in seen.operations if o.notes.get("swamped")]
     everywhere = [*dict.fromkeys(o for at in wrong for o in additions_behind(at))]
     for operations in (event.stretch, everywhere):
@@ -204,7 +216,7 @@ def _float32_sum(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | N
 def widened_reads(
     trials: Trials, event: Event, seen: Timeline, was: Outcome, reference: Reference, edit: Edit
 ) -> list[Remedy]:
-    """Gradients of tensors that are read often, added up in float32."""
+    """Try gradients of tensors that are read often, added up in float32."""
     outcome = Attempts(trials, event, was, seen, reference).works(Change(edit=edit))
     words = f"gradients of {event.place} added up in float32"
     return [] if outcome is None else [Remedy(words, "sum", None, [event.place], outcome.loss)]
@@ -215,6 +227,7 @@ def _float32_if_none(attempts: Attempts, event: Event, seen: Timeline) -> Remedy
 
 
 def _float32_backward(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
+    """Try float32 for the fewest operations around a gradient that is lost or overflows."""
     start = event.operation
     if start is None:
         return None
@@ -225,24 +238,25 @@ def _float32_backward(attempts: Attempts, event: Event, seen: Timeline) -> Remed
 
 
 def _fewest(attempts: Attempts, event: Event, candidates: Sequence[Operation]) -> Remedy | None:
-    """The fewest of the candidates, from the first on, whose float32 is enough."""
+    """Return float32 for the fewest of the candidates, from the first on, if that is a remedy."""
     trials = attempts.trials
     if trials.emulated:
         computing = [o for o in candidates if o.computes and o.module in trials.policies and o.name != "parameter"]
         units: list[Any] = [(o.module, o.name) for o in computing]
         if event.role in ("weight", "fprop.w"):
             units.insert(0, (event.operation.module if event.operation else "", ""))
-        if event.kind == "gradient lost":  # its module rounds what reaches a parameter
+        # The gradient of a parameter is rounded by its module, not by one of its operations.
+        if event.kind == "gradient lost":
             units += [(module, "") for module, _ in units]
         units = [*dict.fromkeys(units)]
     else:
         units = [o for o in candidates if o.name != "parameter"]
     units = units[: FEW if attempts.has_one else None]
-    # Search without looks inside, which take ten times as long. Only if the result fails a look, search again with one
-    # in each try.
+    # Search without looks inside, which take ten times as long. Only if the result fails a look, such as for a mask
+    # that leaks now, search again with one in each trial.
     chosen = _searched(attempts, units)
     outcome = None if chosen is None else attempts.looks_well(_widened(attempts, chosen))
-    if chosen is not None and outcome is None:  # such as a mask that leaks now
+    if chosen is not None and outcome is None:
         attempts.is_looking = True
         chosen = _searched(attempts, units)
         outcome = None if chosen is None else attempts.works(_widened(attempts, chosen))
@@ -282,11 +296,12 @@ def _searched(attempts: Attempts, units: Sequence[Any]) -> list[Any] | None:
 
 
 def _halved(count: int, works: Callable[[Sequence[int]], Outcome | None]) -> list[int] | None:
-    """The fewest of the first numbers that work, found by halving, then one by one; none of them can be left out."""
+    """Return as few of the first numbers as work; none of them can be left out."""
     length = 1
     while length < count and works(range(length)) is None:
         length *= 2
-        if length == FEW and works(range(count)) is None:  # then more of them are not worth their time
+        # If all of them together do not work, no more are tried.
+        if length == FEW and works(range(count)) is None:
             return None
     length = min(length, count)
     if not count or works(range(length)) is None:
@@ -298,7 +313,7 @@ def _halved(count: int, works: Callable[[Sequence[int]], Outcome | None]) -> lis
     chosen = [*range(high)]
     # As in delta debugging: leave out halves, then smaller parts, until each one that is left is needed.
     size = len(chosen) // 2
-    while size:  # until none can be left out
+    while size:
         parts = [chosen[i : i + size] for i in range(0, len(chosen), size)]
         is_changed = False
         for part in parts:
@@ -319,9 +334,10 @@ def _policies(trials: Trials, units: Sequence[Unit]) -> dict[str, Policy]:
     changed: dict[str, Policy] = {}
     for module, name in units:
         policy = changed.get(module, trials.policies[module])
+        # A policy does not know all operations by name. For any other, the whole module is left in float32.
         try:
             changed[module] = replace(policy, float32=(*policy.float32, name)) if name else Policy()
-        except ValueError:  # not an operation that a policy knows by this name
+        except ValueError:
             changed[module] = Policy()
     return changed
 
@@ -330,7 +346,7 @@ def _policies(trials: Trials, units: Sequence[Unit]) -> dict[str, Policy]:
 
 
 def update_remedies(trials: Trials, event: Event, updates: Updates, seen: Timeline) -> list[Remedy]:
-    """The remedies that work, the closest first."""
+    """Return the remedies that work, the closest first."""
     if event.remedy == "clear" or event.role == "gradient":
         return _cleared(trials) or _smaller(trials, seen)
     if event.kind == "update lost":
@@ -347,11 +363,9 @@ def update_remedies(trials: Trials, event: Event, updates: Updates, seen: Timeli
 
 
 def _works(trials: Trials, change: Change, moves: bool = True) -> Outcome | None:
-    """Return the outcome of a run under the change; None where it is not finite, or, with `moves`, leaves weights as
-    they are.
+    """Return the outcome of a run under the change; None if it is not finite.
 
-    Of the weights that an optimizer moves and that have a gradient, 1 - 1 / NEARER must change: a rate below half an
-    ulp is finite, too.
+    moves: None also if most weights with a gradient stay as they are.
     """
     kept = {id(tensor): value for tensor, value in trials.kept.tensors}
     own = {id(p) for o in trials.kept.optimizers for group in o.param_groups for p in group["params"]}
@@ -362,13 +376,15 @@ def _works(trials: Trials, change: Change, moves: bool = True) -> Outcome | None
             if id(p) in own and id(p) in kept:
                 changed[name] = p.detach() != kept[id(p)]
 
+    # An optimizer may refuse an option: then it is not a remedy.
     try:
         outcome = trials.run(change, at_end=compare, keeps_gradients=True)
-    except Exception:  # a refused option is not a remedy
+    except Exception:
         return None
     with_gradients = {name: g != 0 for name, g in outcome.gradients.items() if name in changed}
     wanted = sum(int(has.sum()) for has in with_gradients.values())
     moved = sum(int((has & changed[name]).sum()) for name, has in with_gradients.items())
+    # A rate so small that updates are below half an ulp leaves all finite, and trains nothing.
     return outcome if outcome.is_finite and (not moves or moved >= (1 - 1 / NEARER) * wanted) else None
 
 
@@ -380,7 +396,8 @@ def _cleared(trials: Trials) -> list[Remedy]:
 
 
 def _smaller(trials: Trials, seen: Timeline) -> list[Remedy]:
-    """Backward passes of one step that together are too much."""
+    """Try a smaller gradient in each backward pass of a step, whose sum overflows."""
+    # A scale under which a parameter gets only zeros is not a remedy.
     fed = {name for name, arrived in seen.arrived.items() if any(g.nonzero for g in arrived)}
     for exponent in range(-1, -25, -1):
         outcome = _works(trials, Change(loss_scale=2.0**exponent), moves=False)
@@ -411,6 +428,7 @@ def _rate(trials: Trials) -> list[Remedy]:
 
 
 def _masters_move(updates: Updates, event: Event) -> list[Remedy]:
+    """Count the numbers that would move with master parameters, or with stochastic rounding."""
     wide = torch.float64 if event.fmt == "float32" else torch.float32
     remedies, (moving, of) = [], updates.moved_with_masters(wide)
     if moving >= max(NEARER * (event.of - event.count), of / 2):
@@ -425,7 +443,8 @@ def _masters_move(updates: Updates, event: Event) -> list[Remedy]:
             return sum(int((round_to(m, fmt, "stochastic") != first[n].float()).sum()) for n, m in masters.items())
 
         moved = undone(start)
-        if moved > event.of - event.count:  # few at a time: rounding so is right on average
+        # More than before are enough: stochastic rounding moves few at a time, and is right on average.
+        if moved > event.of - event.count:
             detail = f"{moved} numbers move rather than {event.of - event.count}"
             remedies.append(Remedy("stochastic rounding of the update", "stochastic", detail=detail))
     return remedies

@@ -36,7 +36,7 @@ __all__ = [
 WRONG = 8.0  # half ulps, from which on a sum is wrong
 HALF_ULP = 2.0**-24  # of 1 in float32
 SHARE = 0.125  # of the terms lost from which on a sum is swamped: 64 roundings by half an ulp of bfloat16 lose it
-FELT = 0.01  # the relative error from which on an accumulator of its own is told of
+FELT = 0.01  # the relative error from which on the sum in an emulated accumulator is an event
 MASK = 1e30  # from which on a number masks
 # Operations that add up many numbers in one call. Those of `INTO` add them to their first argument.
 INTO = frozenset("index_add index_put scatter_add".split())
@@ -82,11 +82,10 @@ class _Sum:
 
 
 class Sums:
-    """Adds up again the sums of a step's operations: one by one, or many numbers in one call.
+    """Sums of a step's operations, made again in float64: one by one, or many numbers in one call.
 
     A sum is wrong where its error is more than 8 times half an ulp of the exact value, or of one on the way, in the
-    root of the mean square over the elements; and more than float32 would have. If it is made one by one, an eighth of
-    the terms must be lost: sixty equal terms are each rounded alike, and the sum is rough, but none of them is swamped.
+    root of the mean square over the elements; and more than float32 would have.
     """
 
     def __init__(self) -> None:
@@ -98,7 +97,7 @@ class Sums:
     ) -> None:
         """Visit an operation, and note if it adds, and the error of its result.
 
-        given: its operands. read: what each of them held. call: its arguments, as it read them.
+        given: its operands. read: their values when they were read. call: its arguments, as it read them.
         """
         row, ends, is_native = row_of(operation.name), operation.notes["ends"], False
         name = row.name.removesuffix("_")
@@ -122,12 +121,14 @@ class Sums:
         operation.notes["adds"] = True
         if _is_low(ends) and not operation.notes["result"].kinds:
             slack = new.terms * HALF_ULP * new.largest
+            # A native sum in one call is rounded once, so that the half ulps are those of its result. Any other is
+            # rounded on the way, where its numbers may be larger.
             scale = new.total.abs() if name in INSIDE and is_native else new.largest
             added = None if name in INSIDE else new.added
             operation.notes["swamped"] = swamped(result, new.total, scale, slack, ends, new.terms, added)
 
     def _of(self, x: Any, given: list[Tensor], read: list[Tensor]) -> _Sum:
-        """The exact numbers of an argument: the sum that it is, or what it holds."""
+        """Return the exact value of an argument: a sum that was tracked, or its own numbers."""
         if not isinstance(x, Tensor):
             total = torch.tensor(float(x), dtype=torch.float64)
             return _Sum(total, total.abs(), total, int(x != 0), torch.zeros_like(total))
@@ -163,7 +164,7 @@ class Sums:
     def _of_factor(
         self, operation: Operation, given: list[Tensor], read: list[Tensor], call: tuple[Any, Any]
     ) -> _Sum | None:
-        """A sum times another number, or divided by one, as an average is that forgets."""
+        """Return a sum times another number, or divided by one, as in a moving average."""
         spelling, (args, kwargs) = spelling_of(operation.name), call
         a, b = (spelling.get(i, args, kwargs) for i in (0, 1))
         if not any(isinstance(x, Tensor) and self._is_known(x, given, read) for x in (a, b)):
@@ -182,7 +183,7 @@ class Sums:
         return any(r is x and g in self._known for g, r in zip(given, read, strict=True))
 
     def _of_many(self, name: str, given: list[Tensor], read: list[Tensor], call: tuple[Any, Any]) -> _Sum | None:
-        """The sum of an operation that adds up many numbers; None where it cannot be called so."""
+        """Return the sum of a call that adds up many numbers; None if torch.<name> does not take its arguments."""
         (args, kwargs), known = call, None
         if name in INTO and args and isinstance(args[0], Tensor):
             known = self._of(args[0], given, read)
@@ -197,7 +198,7 @@ class Sums:
             return x.detach().double().abs() if magnitudes else x.detach().double()
 
         # Run it twice in float64: on the values, and on their magnitudes, which say how large the sum was on the way.
-        with suppress(Exception):  # a spelling that torch.<name> does not have
+        with suppress(Exception):
             totals = []
             for magnitudes in (False, True):
                 values, options = map_leaves(lambda x, m=magnitudes: wide(x, m), (args, kwargs))  # type: ignore[misc]
@@ -237,8 +238,8 @@ def swamped(
 ) -> Swamped | None:
     """Describe the error of a sum; None where it is right.
 
-    true: float64. scale: magnitudes of whose half ulps the error is counted. slack: what float32 is wrong by at most.
-    added: one by one, of which an eighth must be lost.
+    true: float64. scale: magnitudes in whose half ulps the error is counted. slack: the largest error of float32.
+    added: the magnitudes of terms that were added one by one to larger ones.
     """
     mine = result.detach().double()
     # Masks and overflows are left out: one of them would hide all other errors.
@@ -247,6 +248,7 @@ def swamped(
     half_ulps = wrong_by(error, scale.expand(true.shape)[numbers], slack.expand(true.shape)[numbers], ends)
     if half_ulps <= WRONG:
         return None
+    # Sixty equal terms are each rounded alike: the sum is rough, but none of them is swamped. An eighth must be lost.
     if added is not None and float(error.norm()) < SHARE * float(added.expand(true.shape)[numbers].norm()):
         return None
     shown = [
@@ -269,24 +271,19 @@ def wrong_by(error: Tensor, scale: Tensor, slack: Tensor, ends: Ends) -> float:
 
 
 def swamped_in(accumulator: Accumulator, a: Tensor, b: Tensor, added: Tensor | None, result: Tensor) -> Swamped | None:
-    """Compare a product in an accumulator of its own with float64; None where it is right.
-
-    Recipes have accumulators of 14 bits: an error below a hundredth of the result is negligible beside their operands.
-    """
+    """Compare a product in an emulated accumulator with float64; None where it is right."""
     ends = Ends.of_spec(rounding_spec(accumulator.result_format, accumulator.rounding))
     total, most = torch.matmul(a.double(), b.double()), torch.matmul(a.double().abs(), b.double().abs())
     if added is not None:
         total, most = total + added.double(), most + added.double().abs()
     terms = a.shape[-1]
     wrong = swamped(result, total, total.abs(), terms * HALF_ULP * most, ends, terms)
+    # Recipes have accumulators of 14 bits: a smaller error is negligible beside the rounding of their operands.
     return None if wrong is None or wrong.error < FELT else wrong
 
 
-# Descriptions
-
-
 def additions_behind(operation: Operation) -> list[Operation]:
-    """The additions that make up a sum, the last one first, and the value that the first one adds to."""
+    """Return the additions that make up a sum, the last one first, and the value that the first one adds to."""
     found, waiting = {id(operation): operation}, [operation]
     while waiting:
         at = waiting.pop()
@@ -304,10 +301,11 @@ def additions_behind(operation: Operation) -> list[Operation]:
 
 
 def swamped_event(operation: Operation) -> Event:
-    """The event of the sum that an operation belongs to, where it is most wrong: what follows may be another sum."""
+    """Return the event of the sum that an operation belongs to, at the addition where it is most wrong."""
     at, further = operation, _next_addition(operation)
     while further is not None:
         wrong: Swamped | None = further.notes.get("swamped")
+        # Operations that pass the sum on have the same error, up to rounding.
         if wrong is not None and wrong.error > 1.001 * at.notes["swamped"].error and _adds(further):
             at = further
         further = _next_addition(further)
@@ -328,7 +326,7 @@ def _adds(operation: Operation) -> bool:
 
 
 def swamped_gradient_event(operation: Operation) -> Event:
-    """The event of a gradient that an accumulator of its own adds up."""
+    """Return the event of a gradient that an emulated accumulator adds up."""
     event = _event(operation, "error", operation.notes["swamped_gradient"])
     event.stretch = [operation]
     return event
@@ -338,23 +336,25 @@ def _event(at: Operation, role: str, wrong: Swamped) -> Event:
     count = at.notes["result"].count
     event = Event("float32", "swamping", at.site, role, count, count, [str(wrong)], at, at, remedy="sum")
     event.fmt, event.ends = wrong.ends.name, wrong.ends
-    event.read = [(p.site, str(p.notes["result"])) for p in at.parents if "result" in p.notes]
+    event.reads_of(at)
     return event
 
 
 def integers_event(
     operation: Operation, integers: tuple[Tensor, Tensor], numbers: Mapping[Any, tuple[Tensor, Tensor | None]]
 ) -> Event | None:
-    """The event of whole numbers that a format does not hold, and that are read as integers; None where all are right.
+    """Return the event of integers that are read from a result whose format does not hold them; None if all are right.
 
-    integers: what was read of an operation's result, here and in float32. numbers: results by the id of an operation,
-    here and in float32.
+    integers: those that were read, here and in float32.
+    numbers: results by the id of an operation, here and in float32.
     """
     mine, true = integers
     result = numbers[id(operation)][1]
     if mine.shape != true.shape or result is None or result.shape != true.shape:
         return None
+    # Only whole numbers: any other one is rounded by the cast to integers, in float32 too.
     lost = (mine != true) & (result.double() == true.double())
+    # Back to the operation at which the numbers begin to differ from those of float32.
     at, way = operation, {id(operation): operation}
     while (
         before := next((p for p in at.parents if id(p) not in way and _differs(numbers.get(id(p)))), None)
@@ -364,6 +364,7 @@ def integers_event(
     ends = at.notes["ends"]
     if not ends.epsilon:
         return None
+    # A format with p bits holds all integers up to 2**p, and its epsilon is 2**(1 - p).
     holds = 2 / ends.epsilon
     lost &= true.double().abs() > holds
     if not bool(lost.any()):
@@ -373,11 +374,11 @@ def integers_event(
     event.fmt, event.ends, event.remedy = ends.name, ends, "sum"
     event.stretch = [*way.values()]
     event.why.append(
-        f"{event.count} of {event.of} integers that are read from it are others than in float32 (first at "
+        f"{event.count} of {event.of} integers that are read from it differ from float32's (first at "
         f"{first_index(lost) or '0'}): {int(mine[lost][0])} for {int(true[lost][0])}. {ends.name} holds all integers "
         f"up to {holds:g}."
     )
-    event.read = [(p.site, str(p.notes["result"])) for p in at.parents if "result" in p.notes]
+    event.reads_of(at)
     return event
 
 

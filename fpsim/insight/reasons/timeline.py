@@ -1,4 +1,4 @@
-"""The visitor of a traced step: glances at each result and gradient, and the events in the order of time."""
+"""Visitor of a traced step: glances at each result and gradient, and the events in the order of time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fpsim.torch_internals import version_of
 
 __all__ = ["Rounded", "Timeline", "entrances", "is_backward", "numbers_row", "overflow_of", "way_to"]
 
-SATURATES = 2.0  # times the largest number of a format, from which on a saturated one is told of
+SATURATES = 2.0  # times the largest number of a format, from which on saturation is an event
 
 
 class Rounded(NamedTuple):
@@ -38,7 +38,8 @@ class Rounded(NamedTuple):
 
     @property
     def expected_error(self) -> float:
-        """The relative error of such a rounding. For a user's own function it is the loss that was measured."""
+        """Relative error of such a rounding."""
+        # Nothing is known of a user's own function but the error that it made here.
         if isinstance(self.spec.fmt, OwnFormat):
             before = self.before.float()
             return float(
@@ -86,7 +87,7 @@ class Timeline:
         self._last: dict[str, Operation] = {}
 
     def entered(self, part: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Visit the arguments of the model, or of a part of it, as a hook: its tensors have the arguments' names."""
+        """Name the tensors among the arguments of the model, or of a part of it; a hook on its call."""
         code = getattr(module.forward, "__code__", None)
         names = list(code.co_varnames[1 : code.co_argcount]) if code is not None else []
         first = [(names[i] if i < len(names) else f"input {i + 1}", value) for i, value in enumerate(args)]
@@ -97,15 +98,16 @@ class Timeline:
     # As the visitor
 
     def is_update(self, result: Tensor) -> bool:
-        """True if an optimizer computes this for itself, rather than in a closure that it calls, as LBFGS does."""
+        """True if an optimizer computes this for itself."""
+        # The closure that LBFGS calls is a forward pass of the model inside of the optimizer's step.
         return self.is_in_optimizer and not result.requires_grad
 
     def keeps(self, x: Tensor) -> bool:
-        """True if the tensor that a call is about to write to is looked at before."""
+        """True if a tensor is copied before a call writes to it."""
         return not self.is_update(x)
 
     def cast(self, operation: Operation, integers: Tensor) -> None:
-        """See the integers that a call casts the result of an operation to."""
+        """Visit the integers that a call casts the result of an operation to."""
 
     @torch.no_grad()
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
@@ -124,7 +126,8 @@ class Timeline:
         self.operations.append(operation)
         notes["operands"] = self._operands(operation, given, operands)
         wanted = [x for x in (*given, *tensors_in(arguments)) if x.requires_grad]
-        notes["is_open"] = None in map(self.trace.results.get, wanted)  # its gradient goes to a tensor from outside
+        # Open: its gradient goes on to a tensor from outside, which no operation and no parameter stands for.
+        notes["is_open"] = None in map(self.trace.results.get, wanted)
         notes["masked"] = masked_in(operation, operands, arguments, result)
         rounded, self._rounded, self._ends = self._rounded, [], None
         self.judge(operation, given, operands, result, rounded)
@@ -134,7 +137,7 @@ class Timeline:
     ) -> None:
         """Find events in the result of an operation.
 
-        given: its operands. operands: what each of them held when it was read. rounded: the roundings for it.
+        given: its operands. operands: their values when they were read. rounded: the roundings for it.
         """
         assert self.trace is not None
         notes = operation.notes
@@ -146,6 +149,8 @@ class Timeline:
         is_known = self._of_roundings(operation, rounded, is_fill) is not None
         if of_result.nonfinite and not (is_known or is_fill):
             before = set().union(*(g.kinds for g in notes["operands"]))
+            # A NaN that was read explains any number. An infinity explains those of its own kind, and in an
+            # element-wise result those of the other sign in its place.
             new = set() if "NaN" in before else of_result.kinds - before
             if new and before and "NaN" not in new and are_passed_on(result, operands):
                 new = set()
@@ -159,7 +164,7 @@ class Timeline:
                 self._add(event)
 
     def _operands(self, operation: Operation, operands: list[Tensor], held: list[Tensor]) -> list[Glance]:
-        """Glances at operands. held: what each of them held when it was read."""
+        """Return glances at operands. held: their values when they were read."""
         glances = []
         for i, (source, x, read) in enumerate(zip(operation.sources, operands, held, strict=True)):
             known = None if source is None else source.notes.get("result")
@@ -177,7 +182,8 @@ class Timeline:
         return glances
 
     def _written(self, parameter: Operation, reader: Operation, x: Tensor, before: Glance | None) -> Glance:
-        """A parameter that was written to since it was recorded, as by an optimizer that calls its closure again."""
+        """Note an event if a write within the step broke a parameter; return a glance at it."""
+        # An optimizer that calls its closure again, such as LBFGS, writes between two reads.
         parameter.notes["version"], now = version_of(x), glance(x)
         if before is not None and now.nonfinite and not before.nonfinite:
             kind = "NaN" if now.nan else "overflow"
@@ -191,8 +197,10 @@ class Timeline:
         return now
 
     def _came_in(self, operation: Operation, position: int, x: Tensor, read: Tensor, numbers: Glance) -> Event | None:
+        """Note an input or a buffer that is not finite, and return its event."""
+        # Gradients were made by this step, or checked before it.
         if any(x is p.grad for p in self._model.parameters()):
-            return None  # made by this step, or looked at before it
+            return None
         name = self.names.get(id(x))
         role = "buffer" if name is not None else "input"
         name = name or self.inputs.get(id(x)) or f"operand {position + 1} of {operation.site}"
@@ -203,6 +211,8 @@ class Timeline:
             f"read first by {operation.site}."
         )
         event.read = [(name, str(numbers))]
+        # An input was there before anything was computed from it. Minus infinity may be a mask, and counts only if
+        # nothing else explains the step.
         if kind != "-inf":
             self.events.insert(0, event)
         else:
@@ -210,8 +220,9 @@ class Timeline:
         return event
 
     def _of_roundings(self, operation: Operation, rounded: list[Rounded], is_fill: bool) -> Event | None:
-        """The event of this operation's roundings, if anything broke; a mask may."""
+        """Return the event of this operation's roundings, if anything broke but a mask."""
         for one in rounded:
+            # All of an operand became 0: the comparison with float32 asks for it, if the result is lost.
             if one.role not in ("activation", "output") and not bool(one.after.any()) and bool(one.before.any()):
                 unrounded = glance(one.before)
                 operation.notes["lost"] = _place_of(operation, one.role, unrounded), one.role, unrounded, one.ends
@@ -228,6 +239,7 @@ class Timeline:
     def _rounding_event(self, operation: Operation, rounded: Rounded) -> Event | None:
         _, role, before, after, spec, _ = rounded
         unrounded, ends = glance(before), rounded.ends
+        # Most roundings end here, without a count of the elements.
         if not isinstance(spec.fmt, BlockFormat) and unrounded.amax <= ends.largest and not unrounded.ends:
             return None
         largest, count = overflow_of(rounded)
@@ -254,6 +266,7 @@ class Timeline:
         role = "weight_grad" if is_parameter else "error"
         known: Glance | None = operation.notes.get("gradient")
         operation.notes["gradient"] = numbers
+        # A step may run several backward passes, and the gradient of the last one is noted above.
         operation.notes["had_bad_gradient"] = bool(numbers.kinds) or operation.notes.get("had_bad_gradient", False)
         operation.notes["gradient_ends"] = Ends.of_dtype(gradient.dtype)
         if is_parameter:
@@ -273,7 +286,8 @@ class Timeline:
                 new = set() if after.nan else new - after.kinds
         if new:
             at = operation.origin
-            broken = [e for e in self.events if e.stage == "backward"]  # of its rounding there is an event already
+            # The rounding of the gradient, or an operation behind a view, may have the same event already.
+            broken = [e for e in self.events if e.stage == "backward"]
             if not any(e.operation is at or e.operation in at.children or e.place == at.site for e in broken):
                 self._add(explain_gradient(operation, at, role, gradient, new))
 
@@ -282,7 +296,7 @@ class Timeline:
         self.events.append(event)
 
     def last_at(self, site: str) -> Operation | None:
-        """The last operation of a site."""
+        """Return the last operation of a site."""
         return self._last.get(site)
 
     # As the observer of the emulation
@@ -318,15 +332,16 @@ class Timeline:
             (self.saturations if event.kind == "saturation" else self.events).append(event)
 
     def losses(self) -> list[Operation]:
-        """The operations at which backward passes began, in order; without one, the last operation."""
+        """Return the operations at which backward passes began, in order; without one, the last operation."""
         starts = [o for o in self.gradients if not any("gradient" in c.notes for c in o.children)]
         scalars = [o for o in starts if o.notes.get("result") is not None and o.notes["result"].count == 1]
         return [*dict.fromkeys(scalars)] or self.operations[-1:]
 
 
 def entrances(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """A model and its name; for one without a forward, the parts that a step must call."""
+    """Yield a model with its name; for one without a forward, also the parts that a step must call."""
     yield name, model
+    # nn.ModuleDict, nn.ModuleList and some models are containers only, whose forward raises.
     if type(model).forward is nn.Module.forward:
         for child, module in model.named_children():
             yield from entrances(module, f"{name}.{child}" if name else child)
@@ -337,31 +352,35 @@ def is_backward(role: str) -> bool:
 
 
 def _place_of(operation: Operation, role: str, unrounded: Glance) -> str:
-    """The place of a rounding in words: the parameter whose numbers they are, or the operation."""
+    """Return the place of a rounding: the parameter whose numbers they are, or the operation."""
     if role not in ("weight", "fprop.w"):
         return operation.site
     names = [s for s in operation.parents if s.name == "parameter"]
+    # A bias has the role of a weight too: the amax tells which of both was rounded.
     at = [s for s in names if s.notes["result"].amax == unrounded.amax]
     return next((s.site for s in at or names), operation.site)
 
 
 def overflow_of(rounded: Rounded) -> tuple[float, int]:
-    """The largest value of a rounding's format, and the count of finite numbers that became inf, NaN or that value."""
+    """Return the largest value of a format, and the count of finite numbers that became inf, NaN or that value."""
     _, _, before, after, spec, cut = rounded
+    # The number that was not finite has its event where it arose: its block becomes NaN because of it.
     if isinstance(spec.fmt, BlockFormat) and spec.fmt.nonfinite == "nan" and not bool(before.isfinite().all()):
-        return math.inf, 0  # reported where it arose: that its block becomes NaN is not a second event
-    if isinstance(spec.fmt, BlockFormat) and spec.fmt.block != "tensor":  # where the largest of a block may saturate
+        return math.inf, 0
+    # The largest number of a block may saturate as a rule of its scale, so that saturation is not an event there.
+    if isinstance(spec.fmt, BlockFormat) and spec.fmt.block != "tensor":
         return math.inf, int((before.isfinite() & ~after.isfinite()).sum())
     sums, largest = Accumulator(spec, before.device), rounded.ends.largest
     sums.add(before, after, cut)
     count = sums.result().overflow
-    if count and math.isinf(largest):  # its scale is not told: the largest result is where it ends
+    # If the scale is not known, the largest result is where the format ends.
+    if count and math.isinf(largest):
         largest = glance(after).amax
     return largest, count
 
 
 def way_to(loss: Operation | None, start: Operation) -> list[Operation]:
-    """The operations from one to the loss, both with them, through results that are not finite where there are any."""
+    """Return the operations from one to the loss, inclusive, through results that are not finite if there are any."""
     leads, way = set() if loss is None else loss.all_behind(), [start]
     while way[-1] is not loss and (further := [o for o in way[-1].children if id(o) in leads]):
         way.append(max(further, key=lambda o: bool(o.notes["result"].nonfinite)))
@@ -369,7 +388,7 @@ def way_to(loss: Operation | None, start: Operation) -> list[Operation]:
 
 
 def numbers_row(operation: Operation) -> dict[str, Any]:
-    """A row of an operation: finite amax, and the share that is not finite, of the result and of its gradient."""
+    """Return the row of an operation: finite amax, and the share not finite, of the result and of its gradient."""
     row: dict[str, Any] = {"site": operation.site, "call": operation.call}
     for name, words in (("result", ""), ("gradient", "gradient_")):
         numbers: Glance | None = operation.notes.get(name)

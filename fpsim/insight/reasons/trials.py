@@ -1,4 +1,4 @@
-"""Running one step again and again: with a change, in more bits, and put back; and whether a change is a remedy."""
+"""Run one step again and again, with a change or in more bits, and decide whether the change is a remedy."""
 
 from __future__ import annotations
 
@@ -18,15 +18,7 @@ from fpsim.emulation.calls import Call
 from fpsim.emulation.tracing import BACKWARD, Edit, Operation
 from fpsim.insight.masks import is_mask_like
 from fpsim.insight.ranges import glance
-from fpsim.insight.reasons.against import (
-    Keeping,
-    around,
-    error_event,
-    lost_gradient,
-    ratio,
-    relative_errors,
-    shortened,
-)
+from fpsim.insight.reasons.against import Keeping, around, error_event, lost_gradient, ratio, relative_errors, shortened
 from fpsim.insight.reasons.event import Event
 from fpsim.insight.reasons.timeline import Timeline, entrances
 from fpsim.insight.reasons.widening import LOW, Widening
@@ -46,8 +38,8 @@ class Change:
     """The changes that are tried in a run.
 
     edit: changes calls of torch functions. policies: of modules of a quantised model, by name.
-    loss_scale: the first gradient, that of the loss. options: of the optimizers' groups.
-    clear: whether gradients are forgotten first.
+    loss_scale: the first gradient, that of the loss. options: of the optimizers' groups. rate: a factor of theirs.
+    clear: whether gradients are cleared first.
     """
 
     edit: Edit | None = None
@@ -93,23 +85,23 @@ class Trials:
         self.kept = Kept(model, optimizer, scaler)
         self.policies = policies_of(model) if self.emulated else {}
         self._has_changed = False
-        self.returns_loss = False  # whether it is known to return what its backward pass begins at
-        self.unread: set[str] = set()  # parameters and buffers that the step does not read, and that hold no numbers
+        self.returns_loss = False  # whether it is known to return the tensor at which its backward pass begins
+        self.unread: set[str] = set()  # parameters and buffers that are not finite, and that the step does not read
         self._own = {id(p) for p in model.parameters()}
 
     def run(
         self,
         change: Change | None = None,
-        visitor: Any = None,
+        visitor: Timeline | None = None,
         before_update: Callable[[Any], None] | None = None,
         after_update: Callable[[Any], None] | None = None,
         at_end: Callable[[], None] | None = None,
         until_broken: bool = False,
         keeps_gradients: bool = False,
     ) -> Outcome:
-        """Run the step, with the optimizer's, and put all back.
+        """Run the step, with the optimizer's, and restore everything.
 
-        before_update, after_update: called around each step of an optimizer. at_end: before anything is put back.
+        before_update, after_update: called around each step of an optimizer. at_end: before anything is restored.
         until_broken: raises FloatingPointError where a backward pass would begin at a loss that is not finite.
         """
         change = change or Change()
@@ -118,21 +110,23 @@ class Trials:
         gradients: dict[str, Tensor] = {}
 
         def keep(optimizer: Any = None) -> None:
+            # The first step of an optimizer tells that there is one: its state is kept from here on.
+            if optimizer is not None:
+                self.kept.before_step(optimizer)
             for name, p in self.model.named_parameters() if keeps_gradients else ():
                 if p.grad is not None and name not in gradients:
                     gradients[name] = p.grad.detach().to_dense() if p.grad.is_sparse else p.grad.detach().clone()
             if optimizer is not None and before_update is not None:
                 before_update(optimizer)
 
-        steps = _Steps(self._own, visitor, self.kept.before_step, keep, after_update)
-        # The mode is asked about each property that the emulation reads of a tensor: no run has it that can do without.
+        steps = _Steps(self._own, visitor, keep, after_update)
+        # The mode is slow: torch asks it about each property that the emulation reads of a tensor.
         is_watched = change.loss_scale != 1 or not (self.emulated and self.returns_loss)
 
-        def edit(
-            index: int, kind: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> Any:
+        def edit(index: int, kind: Call, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            # An optimizer's own calls stay: its states have the dtypes of its parameters.
             if change.edit is None or (steps.is_running and not torch.is_grad_enabled()):
-                return func(*args, **kwargs)  # an optimizer's own: its states have the dtypes of its parameters
+                return func(*args, **kwargs)
             return change.edit(index, kind, func, args, kwargs)
 
         def start(undo: Undo) -> tuple[float | None, list[str]]:
@@ -150,7 +144,7 @@ class Trials:
             elif is_watched:
                 undo.by(watched.end)
                 push_mode(watched)
-            if isinstance(visitor, Timeline):
+            if visitor is not None:
                 for name, part in entrances(self.model):
                     hook = partial(visitor.entered, name)
                     undo.by(partial(unhook_call, part, hook))
@@ -165,13 +159,15 @@ class Trials:
 
         with replayed_noise(noise_state()):
             returned, bad = undone(start)
+        # Backward passes begin at losses that a GradScaler has multiplied.
         scale = float(self.scaler.get_scale()) if self.scaler is not None and hasattr(self.scaler, "get_scale") else 1.0
         return Outcome([value / scale for value in watched.losses], returned, bad, gradients)
 
-    def _step(self, visitor: Any, steps: _Steps) -> float | None:
+    def _step(self, visitor: Timeline | None, steps: _Steps) -> float | None:
+        """Run the step for each batch, and the optimizer's; return the mean of the numbers that it returned."""
         returned: list[float] = []
         for i in range(self.batches or 1):
-            if visitor is not None and hasattr(visitor, "batch"):
+            if visitor is not None:
                 visitor.batch = i if self.batches is not None else None
             out = self.step() if self.batches is None else self.step(i)
             if isinstance(out, Tensor):
@@ -180,6 +176,7 @@ class Trials:
                         returned.append(float(out.detach()))
             elif isinstance(out, int | float) and not isinstance(out, bool):
                 returned.append(float(out))
+        # Only if the step has not called the optimizer by itself.
         if self.optimizer is not None and not steps.count:
             if self.scaler is not None:
                 self.scaler.step(self.optimizer)
@@ -189,6 +186,7 @@ class Trials:
         return sum(returned) / len(returned) if returned else None
 
     def _nonfinite(self) -> list[str]:
+        """Name the gradients, parameters and buffers that are not finite."""
         names = []
         for kind, tensors in (("parameter", self.model.named_parameters()), ("buffer", self.model.named_buffers())):
             for name, x in tensors:
@@ -212,6 +210,7 @@ class Trials:
         self._policies(change.policies)
 
     def _policies(self, policies: Mapping[str, Policy]) -> None:
+        # Most runs change no policy, and those of the model are installed already.
         if policies and (policies is not self.policies or self._has_changed):
             self._has_changed = policies is not self.policies
             install_policies(self.model, policies)
@@ -223,7 +222,7 @@ def _is_finite(x: Tensor) -> bool:
 
 
 class _Nobody:
-    """A visitor that ignores all operations."""
+    """Visitor that ignores all operations."""
 
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None: ...
 
@@ -231,7 +230,7 @@ class _Nobody:
 
 
 class _Backward(TorchFunctionMode):
-    """Reads what backward passes begin at, and begins them with another gradient."""
+    """Mode that notes the losses at which backward passes begin, and begins them with another gradient."""
 
     def __init__(self, loss_scale: float, until_broken: bool) -> None:
         super().__init__()
@@ -264,12 +263,11 @@ class _Backward(TorchFunctionMode):
 
 
 class _Steps:
-    """Sees the steps of the optimizers of a model."""
+    """Hooks around the steps of a model's optimizers. count: of the steps so far."""
 
-    def __init__(self, own: set[int], visitor: Any, know: Any, before: Any, after: Any) -> None:
-        self.own, self.visitor, self.before, self.after, self.count = own, visitor, before, after, 0
-        self._know = know
-        self.is_running = False
+    def __init__(self, own: set[int], visitor: Timeline | None, before: Any, after: Any) -> None:
+        self.own, self.visitor, self.before, self.after = own, visitor, before, after
+        self.count, self.is_running = 0, False
 
     def begin(self) -> None:
         hook_steps(None, self._pre, self._post)
@@ -283,29 +281,28 @@ class _Steps:
     def _pre(self, optimizer: Any, *_: Any) -> None:
         if self._is_own(optimizer):
             self.count += 1
-            self.is_running = True
-            self._know(optimizer)
-            if hasattr(self.visitor, "is_in_optimizer"):
-                self.visitor.is_in_optimizer = True
-            if self.before is not None:
-                with without_torch_function():
-                    self.before(optimizer)
+            self._tell(True)
+            with without_torch_function():
+                self.before(optimizer)
 
     def _post(self, optimizer: Any, *_: Any) -> None:
         if self._is_own(optimizer):
-            self.is_running = False
-            if hasattr(self.visitor, "is_in_optimizer"):
-                self.visitor.is_in_optimizer = False
+            self._tell(False)
             if self.after is not None:
                 with without_torch_function():
                     self.after(optimizer)
 
+    def _tell(self, is_running: bool) -> None:
+        self.is_running = is_running
+        if self.visitor is not None:
+            self.visitor.is_in_optimizer = is_running
+
 
 # Trials, and the test for a remedy
 
-NEARER = 4.0  # by how much a remedy brings a step to the reference
+NEARER = 4.0  # the factor by which a remedy brings a step nearer to the reference
 FAR = 0.5  # the relative error of a gradient from which on it is far from the reference's
-ULPS, LEAST_NEAR, MOST_NEAR = 4, 0.01, 0.1  # what counts as near in any case: rounding alone is as far
+ULPS, LEAST_NEAR, MOST_NEAR = 4, 0.01, 0.1  # errors that always count as near: rounding alone makes them
 LEAST_LOSS = 1e-6  # a loss below is the remainder of a sum that cancels
 MOST = 28  # runs of the step; the last one verifies the finding
 EPS = (1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
@@ -333,7 +330,7 @@ class Remedy:
 
 
 class Reference:
-    """The same step in float32, run when it is asked for; in float64 where that is not finite, or the step itself.
+    """The same step in float32, run on demand; in float64 if that is not finite, or if the step is in float32.
 
     is_wanted: whether the step computes in fewer bits than float32.
     """
@@ -352,7 +349,8 @@ class Reference:
     def _run(self, visitor: Keeping | None = None, dtype: torch.dtype = torch.float32) -> Outcome:
         """Run the step in more bits: its gradients as no cast has rounded them, and as large as the step's."""
         policies = dict.fromkeys(self.trials.policies, Policy()) if self.trials.emulated else {}
-        is_own = self.trials.emulated and dtype is torch.float32 and not self._has_low  # no policy undoes a cast
+        # A policy alone does not undo the casts to low dtypes in the model's own code.
+        is_own = self.trials.emulated and dtype is torch.float32 and not self._has_low
         edit = None if is_own else Widening(None, dtype, self.given)
         outcome = self.trials.run(Change(edit=edit, policies=policies), visitor, keeps_gradients=True)
         if edit is not None:
@@ -368,7 +366,8 @@ class Reference:
         if self._seen is None:
             self._seen = Keeping(self.trials.model)
             self._outcome = self._run(self._seen)
-            if self.trials.emulated and not self._has_low:  # in a format a cast of the model's own is a rounding
+            # Only this run shows casts of the model's own, which are roundings in a format: then it is run again.
+            if self.trials.emulated and not self._has_low:
                 self._has_low = any(o.notes["dtype"] in LOW for o in self._seen.operations)
                 self._seen = None if self._has_low else self._seen
                 return self.seen
@@ -376,7 +375,7 @@ class Reference:
 
     @property
     def outcome(self) -> Outcome:
-        """In float32."""
+        """Outcome in float32."""
         if self._outcome is None:
             self._outcome = self._run()
         return self._outcome
@@ -397,7 +396,7 @@ class Reference:
     def tell(self, result: Any) -> None:
         """Put the loss of the step in float32 into the result, unless the step is in float32 already."""
         if self.is_wanted:
-            with suppress(Exception):  # as above: then float32's loss is not known
+            with suppress(Exception):  # as above: the loss in float32 stays unknown
                 result.float32, result.float32_bad = self.outcome.loss, self.outcome.bad
 
     def breaks_too(self, event: Event) -> bool:
@@ -409,22 +408,19 @@ class Reference:
         return any(o.notes.get("had_bad_gradient") for o in around(same))
 
     def far(self, outcome: Outcome) -> set[str]:
-        """The names of parameters whose gradient is FAR from this one's."""
+        """Return the names of parameters whose gradient is FAR from this one's."""
         errors = relative_errors(outcome.gradients, self.outcome.gradients, 1.0)
         return {name for name, error in errors.items() if error >= FAR}
 
     def lost(self, seen: Keeping, outcome: Outcome) -> Event | None:
-        """The first gradient that a run has lost, and float32 has."""
-        numbers = self.seen, {name: glance(g) for name, g in self._wide.items()}  # which is known when `seen` has run
+        """Return the first gradient that a run has lost, and float32 has."""
+        # `seen` comes first: its run fills `_wide`.
+        numbers = self.seen, {name: glance(g) for name, g in self._wide.items()}
         return lost_gradient(seen, *numbers, shortened(outcome.gradients, self.outcome.gradients))
-
-    @property
-    def loss(self) -> float | None:
-        return self.outcome.loss
 
 
 class _Unbroken(Keeping):
-    """Ends a run at the first new event, because observing a whole step takes the time of ten."""
+    """Visitor that ends a run at the first new event: to observe a whole step takes the time of ten."""
 
     def __init__(self, model: nn.Module, known: Collection[tuple[str, str]], results: bool) -> None:
         super().__init__(model, results)
@@ -436,11 +432,11 @@ class _Unbroken(Keeping):
 
 
 class _StillThereError(Exception):
-    """Something breaks under the change that is tried."""
+    """Raised where something breaks under the change that is tried."""
 
 
 class Attempts:
-    """Tries changes, and decides which of them are remedies.
+    """Trials of changes, and the test for a remedy.
 
     In the step under the change the event is absent. No parameter that has a gradient in the reference is without one.
     Each gradient that was off by FAR of itself or more is nearer to the reference than before by NEARER, or as near as
@@ -452,9 +448,9 @@ class Attempts:
     is_visible: whether inf or NaN at the end of the step shows the event.
     has_one: whether a remedy is known already: then another one is not worth many runs.
     wide: the dtype of the reference; None without one.
-    is_looking: whether each try is looked at inside; else only the state at the end.
-    unfed: the parameters that the first change left without a gradient that would have been a remedy else.
-    was_finite, distance: of the last run, how far it is from the reference, 1 at most.
+    is_looking: whether each trial is looked at inside; else only the state at the end.
+    unfed: the parameters that have no gradient under the first change that would have been a remedy otherwise.
+    was_finite, distance: of the last run: whether it was finite, and its distance from the reference, 1 at most.
     """
 
     def __init__(self, trials: Trials, event: Event, was: Outcome, seen: Timeline, reference: Reference) -> None:
@@ -462,19 +458,19 @@ class Attempts:
         self.was, self.has_one, self.is_looking = was, False, False
         self.was_finite, self.distance = True, 1.0
         self.unfed: list[str] = []
-        # What reads a result that is float32 now rounds it itself: a saturation that was not there is not a cure.
+        # The reader of a result that is float32 now rounds it, and may saturate: that is not a remedy.
         self._saturations = {(e.place, e.role) for e in seen.saturations} - {(event.place, event.role)}
         following = {} if event.operation is None else event.operation.all_ahead()
-        # What does not follow from the event, such as an infinity that comes to nothing, stays where it was.
+        # Events that do not follow from this one, such as an infinity that comes to nothing, stay.
         others = [e for e in seen.events if e.operation is not None and id(e.operation) not in following]
         self._known = {(e.place, e.kind) for e in others} - {(event.place, event.kind)}
         truth = reference.truth
         self.wide = reference.dtype
         ulp = 0.0 if event.ends is None else event.ends.epsilon
-        self._near = min(max(ULPS * ulp, LEAST_NEAR), MOST_NEAR)
+        self._near = near = min(max(ULPS * ulp, LEAST_NEAR), MOST_NEAR)
         self._errors = {} if truth is None else relative_errors(was.gradients, truth.gradients, 1.0)
-        near, by = self._near, NEARER  # of each gradient: rounding may move those that were near
-        self._most = {n: FAR if e < FAR else max(e / by, near) for n, e in self._errors.items()}
+        # The largest error that each gradient may have. Rounding may move those that were near.
+        self._most = {n: FAR if e < FAR else max(e / NEARER, near) for n, e in self._errors.items()}
 
     def works(self, change: Change, looks: bool = True) -> Outcome | None:
         """Return the outcome of a run under the change; None if it does not help.
@@ -483,8 +479,10 @@ class Attempts:
         """
         if self.trials.runs >= MOST:
             return None
-        outcome = self._ends_well(change)  # a look inside takes as long as ten runs without one
-        if outcome is None and self.reference.truth is None and self.was_finite:  # who has no gradient may need none
+        # A look inside takes as long as ten runs without one.
+        outcome = self._ends_well(change)
+        # Without a reference a parameter may be without a gradient rightly, which only a look inside shows.
+        if outcome is None and self.reference.truth is None and self.was_finite:
             return self.looks_well(change)
         if outcome is None or not (self.is_looking or (looks and (change.policies or not self.is_visible))):
             return outcome
@@ -495,9 +493,10 @@ class Attempts:
         return (outcome := self._run(change)) is not None and outcome.is_finite
 
     def _run(self, change: Change, visitor: Timeline | None = None) -> Outcome | None:
+        # torch may refuse a step in other dtypes, and the visitor ends a run in which something breaks.
         try:
             return self.trials.run(change, visitor, until_broken=visitor is None, keeps_gradients=True)
-        except Exception:  # a step in other dtypes may be refused by torch; or something breaks in it
+        except Exception:
             return None
 
     def _ends_well(self, change: Change) -> Outcome | None:
@@ -512,12 +511,14 @@ class Attempts:
         truth, was = self.reference.truth, self.was
         if truth is None:
             return self._goes_on(seen) or self._feeds(outcome, [n for n, g in was.gradients.items() if bool(g.any())])
-        factors = (loss_scale, 1.0) if loss_scale != 1 else (1.0,)  # 1: of a step that clips, or divides by its own
+        # A step that clips its gradients, or divides them by a scale of its own, undoes the loss scale.
+        factors = (loss_scale, 1.0) if loss_scale != 1 else (1.0,)
         errors = [relative_errors(outcome.gradients, truth.gradients, by) for by in factors]
         (loss, gradients), now = min(((self._distances(outcome, e), e) for e in errors), key=lambda pair: max(pair[0]))
         before = self._distances(was, self._errors)
         self.distance, limit = max(loss, gradients), max(before) / NEARER
-        most = max(before[1] / NEARER, self._near) if was.is_finite else 1 - 1 / NEARER  # another eps has another slope
+        # A step that was not finite had no distance to compare with, and another eps has another slope.
+        most = max(before[1] / NEARER, self._near) if was.is_finite else 1 - 1 / NEARER
         is_near = gradients <= most and all(now[n] <= (m if was.is_finite else most) for n, m in self._most.items())
         return is_near and loss <= max(limit, self._near) and self._feeds(outcome, self._errors)
 
@@ -536,21 +537,20 @@ class Attempts:
         return not unfed
 
     def _distances(self, outcome: Outcome, errors: Mapping[str, float]) -> tuple[float, float]:
-        """Distance of a run from the reference, 1 at most: its loss, and the gradient that was far and is farthest now.
-
-        Of gradients none of which was far the mean counts: rounding may move any of them.
-        """
+        """Distance of a run from the reference, 1 at most: of its loss, and of the farthest gradient that was far."""
         truth = self.reference.truth
         assert truth is not None
+        # If none was far, the mean counts, because rounding may move any of them.
         far = [errors.get(name, 1.0) for name, error in self._errors.items() if error >= FAR]
         of_gradients = max(far) if far else sum(errors.values()) / max(len(errors), 1)
         of_loss = 0.0
         if truth.loss is not None and outcome.loss is not None:
             of_loss = abs(outcome.loss - truth.loss) / max(abs(truth.loss), LEAST_LOSS)
+        # A NaN differs from itself; min(NaN, 1.0) would be NaN.
         return min(of_loss, 1.0) if of_loss == of_loss else 1.0, of_gradients
 
     def _is_held(self, seen: Timeline) -> bool:
-        """True if half of the gradient is there that was lost."""
+        """True if half of the gradient that was lost is there."""
         event, at = self.event, self.event.operation
         is_parameter = event.role == "weight_grad" or at is None
         place = (event.place, 0) if is_parameter or at is None else (at.site, at.call)
@@ -558,7 +558,7 @@ class Attempts:
         return any(o.notes["gradient"].nonzero >= 0.5 * event.of for o in same)
 
     def lost_shares(self, outcome: Outcome) -> str:
-        """Shares of the reference gradients' numbers that are zero, before and now."""
+        """Describe the shares of the reference gradients' numbers that are zero, before and now."""
         truth = self.reference.truth
         if truth is None:
             return ""
@@ -567,7 +567,7 @@ class Attempts:
         for run in (self.was, outcome):
             left = {n: int(g.count_nonzero()) for n, g in run.gradients.items() if n in of}
             shares.append(1 - sum(min(left.get(n, 0), of[n]) for n in of) / max(sum(of.values()), 1))
-        return f"of the gradients of parameters {100 * shares[0]:.3g} % were lost, and {100 * shares[1]:.3g} % are"
+        return f"{100 * shares[0]:.3g} % of the gradients of parameters were lost, and {100 * shares[1]:.3g} % are now"
 
     def looks_well(self, change: Change) -> Outcome | None:
         """Return the outcome if the modified step works without a new inf, NaN, leak or saturation; else None."""
@@ -589,5 +589,5 @@ class Attempts:
 
 
 def _moves_only(change: Change) -> bool:
-    """True if an overflow is only moved: to where a float32 result is read in its former dtype."""
+    """True if an overflow is only moved, to the place where a float32 result is read in its former dtype."""
     return isinstance(change.edit, Widening) and change.edit.overflows

@@ -1,4 +1,4 @@
-"""Effects of an optimizer's step: numbers that became inf or NaN, updates that changed nothing, averages that stay."""
+"""Find the faults of an optimizer's step: inf and NaN, updates that changed nothing, averages that do not move."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from fpsim.undoing import Undo, undone
 
 __all__ = ["Averages", "Updates"]
 
-MOVED = 0.1  # the share of the wanted updates, below which they count as lost
-STEPS = 4096  # at most, of an optimizer of one's own that may keep what its parameters lose
-STILL = 0.5  # the share of the numbers in tensors of which none moved, from which on they count as lost
-PROBE = 2.0**-6  # by how much a probe begins beside the average, of its size
+MOVED = 0.1  # the share of the wanted updates that are made, below which they count as lost
+STEPS = 4096  # at most, of a user's optimizer that may keep the rounding errors of its parameters
+STILL = 0.5  # the share of the wanted updates in tensors that did not move at all, from which on they count as lost
+PROBE = 2.0**-6  # the distance, relative to the average, at which a probe begins
 ARITHMETIC = (Kind.ADDITION, Kind.MULTIPLICATION, Kind.DIVISION, Kind.CAST, Kind.VIEW, Kind.SELECTION)
 NORMS = ("batch_norm", "instance_norm")
 
 
 class Updates:
-    """Looks at parameters, gradients and states around the steps of optimizers.
+    """Parameters, gradients and states before and after the steps of optimizers.
 
-    wanted: how many updates a step with float32 parameters and states makes; moved: how many were made.
+    rows: of parameters: the `wanted` updates, those of a step in more bits, and the updates that `moved` a number.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -61,15 +61,17 @@ class Updates:
         self._bad_states: set[tuple[str, str]] = set()
         self._optimizer: Any = None
         self.rows: list[dict[str, Any]] = []
-        self._stored: set[str] = set()  # parameters that a quantised optimizer stores in a format, which tells of them
+        self._stored: set[str] = set()  # parameters that a quantised optimizer stores in a format
         self._wide_states: dict[str, dict[str, Tensor]] = {}  # after a step in more bits
-        self._twins: list[_Twin] = []  # of an optimizer of one's own: as it is; in more bits, a step ahead
+        self._twins: list[_Twin] = []  # of a user's optimizer: as it is; and in more bits, a step ahead
 
     def before(self, optimizer: Any) -> None:
+        """Note the state before a step of an optimizer."""
         self.steps += 1
         self._optimizer = optimizer
+        # `Kept` restores the observers.
         if (quantized := quantized_optimizer_of(optimizer)) is not None:
-            quantized.observers.append(self)  # `Kept` puts back who was told before
+            quantized.observers.append(self)
         own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self.names]
         self._before = {self.names[id(p)]: p.detach().clone() for p in own}
         for p in own:
@@ -99,7 +101,7 @@ class Updates:
         self.rows[-1]["is drawn"] = storage is not None and storage.spec.rounding == "stochastic"
 
     def _add(self, name: str, first: Tensor, change: Tensor, now: Tensor, fmt: str, epsilon: float) -> None:
-        """Count the updates of a parameter that were made, of those that a step in more bits makes."""
+        """Add a row: the updates that a step in more bits makes, and those that were made."""
         wanted, lost = wanted_and_lost(first, now, change)
         row = {"parameter": name, "wanted": wanted, "moved": wanted - lost, "dtype": fmt, "epsilon": epsilon}
         magnitudes = first[first != 0].abs().double()
@@ -108,20 +110,23 @@ class Updates:
         self.rows.append(row)
 
     def _stepped_with_masters(self, optimizer: Any, own: list[Tensor]) -> dict[str, Tensor]:
-        """The parameters after this step with parameters, gradients and states in more bits; {} where it cannot be."""
+        """Return the parameters after this step in more bits, of states too; {} if the optimizer cannot be copied."""
         wide = _twin(optimizer, is_wide=True)
         if wide is None or not wide.step():
             return {}
         masters = {self.names[id(p)]: wide.parameters[id(p)] for p in own}
         masters = {name: m.detach() for name, m in masters.items() if m.grad is not None}
         self._wide_states = {self.names[id(p)]: dict(_states(wide.optimizer, wide.parameters[id(p)])) for p in own}
+        # A user's optimizer may apply rounding errors in later steps, as Kahan's sums do; torch's own do not.
         if not type(optimizer).__module__.startswith("torch.optim"):
             narrow = _twin(optimizer, is_wide=False)
             self._twins = [] if narrow is None else [narrow, wide]
-            return {name: m.clone() for name, m in masters.items()}  # the twin goes on
+            # Copies: the twin steps on, in place.
+            return {name: m.clone() for name, m in masters.items()}
         return masters
 
     def after(self, optimizer: Any) -> None:
+        """Note events of states and parameters that a step has made inf or NaN."""
         for group in optimizer.param_groups:
             for p in group["params"]:
                 name = self.names.get(id(p))
@@ -146,18 +151,17 @@ class Updates:
         ends, bad = Ends.of_dtype(p.dtype), ~p.detach().isfinite()
         event = Event("optimizer", "overflow", name, "update", int(bad.sum()), p.numel(), fmt=ends.name, ends=ends)
         event.read = [(f"gradient of {name}", str(self.gradients.get(name)))]
-        event.read += [(f"{name} {key}", str(glance(x))) for key, x in _states(optimizer, p)]
+        states = dict(_states(optimizer, p))
+        event.read += [(f"{name} {key}", str(glance(x))) for key, x in states.items()]
         # From the certain cause to the likely one: a rate that is not finite, a divisor that is 0, and then a rate that
         # is too large.
         rate, title = group.get("lr"), type(optimizer).__name__
         if isinstance(rate, float | int | Tensor) and not math.isfinite(float(rate)):
             event.kind, event.remedy = f"rate is {'NaN' if math.isnan(float(rate)) else 'infinite'}", ""
-            event.why.append(
-                f"{event.count} of {event.of} became inf or NaN: lr of {type(optimizer).__name__} is {rate}."
-            )
+            event.why.append(f"{event.count} of {event.of} became inf or NaN: lr of {title} is {rate}.")
             return event
-        squares = dict(_states(optimizer, p)).get("exp_avg_sq", dict(_states(optimizer, p)).get("square_avg"))
-        squares = squares if squares is not None else dict(_states(optimizer, p)).get("sum")
+        # The names of Adam, of RMSprop and Adadelta, and of Adagrad.
+        squares = next((states[key] for key in ("exp_avg_sq", "square_avg", "sum") if key in states), None)
         eps = group.get("eps")
         if squares is not None and squares.shape == bad.shape and eps is not None:
             zeros = int((squares[bad] == 0).sum())
@@ -179,8 +183,9 @@ class Updates:
             return event
         event.remedy = "rate"
         gradient = self.gradients.get(name)
+        # NaN alone, from a gradient whose square is in the range of the format, is not an overflow.
         if bool(p.detach()[bad].isnan().all()) and (gradient is None or gradient.amax**2 < ends.largest):
-            event.kind = "NaN"  # of no large number
+            event.kind = "NaN"
         event.why.append(
             f"{event.count} of {event.of} became inf or NaN in the step of {title} (first at "
             f"{first_index(bad) or '0'}): rate {group.get('lr')}, gradient {self.gradients.get(name)}."
@@ -188,7 +193,7 @@ class Updates:
         return event
 
     def _lost_state(self, optimizer: Any, name: str, p: Tensor, bad: Tensor) -> str | None:
-        """The state that is 0 wherever a parameter became inf or NaN, and is not in more bits."""
+        """Return the state that is 0 wherever a parameter became inf or NaN, and is not in more bits."""
         for key, x in _states(optimizer, p):
             wide = self._wide_states.get(name, {}).get(key)
             if wide is None or not x.shape == bad.shape == wide.shape:
@@ -198,11 +203,10 @@ class Updates:
         return None
 
     def at_end(self) -> None:
-        """Count which updates were made; called before anything is put back."""
+        """Count the updates that were made; called before anything is restored."""
         specs = {
-            f"{n}.{k}" if n else k: f
+            f"{f.name}.{k}" if f.name else k: f
             for m, f in emulated_forwards(self.model)
-            for n in [f.name]
             for k, _ in m.named_parameters(recurse=False)
         }
         for name, p in self.model.named_parameters():
@@ -212,6 +216,7 @@ class Updates:
             change, forward = master - first.to(master.dtype), specs.get(name)
             fmt, epsilon = str(p.dtype).removeprefix("torch."), float(torch.finfo(p.dtype).eps)
             spec = forward.specs.weight if forward is not None else None
+            # Float32 weights that hold only numbers of the format are stored in it, by code of the user's.
             is_rounded = (
                 spec is not None and bool((round_to(first, spec.fmt) == first).all()) and p.dtype is torch.float32
             )
@@ -223,7 +228,8 @@ class Updates:
 
     @property
     def _nearest(self) -> list[dict[str, Any]]:
-        """The rows without stochastic rounding: that loses single updates, and is right on average."""
+        """Rows of parameters that are not rounded stochastically."""
+        # Stochastic rounding loses single updates, and is right on average.
         return [row for row in self.rows if not row.get("is drawn")]
 
     def _seem_lost(self) -> bool:
@@ -232,7 +238,7 @@ class Updates:
         return bool(wanted) and (moved < MOVED * wanted or in_still >= STILL * wanted)
 
     def lost(self) -> Event | None:
-        """The event of updates nearly all of which changed nothing, or that left most numbers in tensors unmoved."""
+        """Return the event of updates nearly all of which changed nothing, or that left whole tensors unmoved."""
         if not self._seem_lost():
             return None
         rows = self._nearest
@@ -255,11 +261,8 @@ class Updates:
         return event
 
     def _moves_later(self, worst: dict[str, Any]) -> bool:
-        """True if an optimizer of one's own keeps the rounding error of a parameter, and applies it in a later step.
-
-        It has the same gradient again and again, and so has one with more bits. Numbers that the first step left in
-        place must go half as far, in the same direction: one that rounds stochastically strays from it.
-        """
+        """True if a user's optimizer keeps the rounding error of a parameter, and applies it in a later step."""
+        # Its twin and one in more bits take further steps with the same gradient.
         if not self._twins:
             return False
         key = next(key for key, name in self.names.items() if name == worst["parameter"])
@@ -277,6 +280,8 @@ class Updates:
         if not wide.step(steps - 1):
             return False
         own, true = ((twin.parameters[key].detach().double() - first)[still] for twin in (narrow, wide))
+        # Numbers that the first step left in place must go half as far, in the same direction. Stochastic rounding
+        # strays from it.
         return float((own * true).sum()) > 0.5 * float((true * true).sum())
 
     def moved_with_masters(self, dtype: torch.dtype) -> tuple[int, int]:
@@ -290,29 +295,31 @@ class Updates:
 
 @dataclass
 class _Twin:
-    """A copy of an optimizer, with copies of its parameters by the ids of these."""
+    """A copy of an optimizer, with copies of its parameters, by the ids of the originals."""
 
     optimizer: Any
     parameters: dict[int, Tensor]
 
     def only(self, key: int) -> _Twin:
-        """With one parameter from now on."""
+        """Drop all parameters but one, and return the twin."""
         for group in self.optimizer.param_groups:
             group["params"] = [p for p in group["params"] if p is self.parameters[key]]
         return self
 
     def step(self, times: int = 1) -> bool:
-        """Step, with the random numbers put back, and no hook of others called; False where that is refused."""
+        """Step without the hooks of others, and restore the random numbers; return False if the optimizer raises."""
         step = type(self.optimizer).step
-        if getattr(step, "hooked", False):  # by torch, which calls the hooks of all optimizers around it
+        # torch wraps `step` to call the hooks of all optimizers around it, those of this tool among them.
+        if getattr(step, "hooked", False):
             step = step.__wrapped__
 
         def start(undo: Undo) -> bool:
             keep_random_numbers(undo)
+            # It may need a closure, or keep state that was not copied.
             try:
                 for _ in range(times):
                     step(self.optimizer)
-            except Exception:  # one that needs a closure, or that keeps state that is not copied
+            except Exception:
                 return False
             return True
 
@@ -320,10 +327,11 @@ class _Twin:
 
 
 def _twin(optimizer: Any, is_wide: bool) -> _Twin | None:
-    """A copy of an optimizer and of its parameters; None where it cannot be copied.
+    """Copy an optimizer and its parameters; return None if it cannot be copied.
 
     is_wide: in more bits, its states too.
     """
+    # deepcopy takes the copies of parameters from this memo, so that groups and states refer to them.
     memo: dict[int, Any] = {}
     parameters: dict[int, Tensor] = {}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
@@ -334,9 +342,10 @@ def _twin(optimizer: Any, is_wide: bool) -> _Twin | None:
             if p.grad.layout is not torch.strided:
                 return None
             copied.grad = p.grad.detach().to(dtype, copy=True)
+    # A user's optimizer may hold what cannot be copied.
     try:
         twin = copy.deepcopy(optimizer, memo)
-    except Exception:  # an optimizer of one's own may not be copied
+    except Exception:
         return None
     for p, state in twin.state.items():
         for found in [*states_in(state)] if is_wide else ():
@@ -357,7 +366,7 @@ def _states(optimizer: Any, p: Tensor) -> list[tuple[str, Tensor]]:
 
 @dataclass
 class _Average:
-    """A tensor that a step writes to. name: of the parameter or buffer; for other tensors, the place of the write."""
+    """A tensor that a step writes to. name: of a parameter or buffer; for other tensors, the place of the write."""
 
     x: Tensor
     name: str
@@ -366,10 +375,9 @@ class _Average:
 
 
 class Averages:
-    """Finds the tensors in few bits that a step writes to, and runs it once more with float64 copies beside them.
+    """Tensors in few bits that a step writes to, and a second run of it with float64 copies beside them.
 
-    It is told of a run by `see` and `written`, and is an `edit` of the other. Optimizers' parameters are left out:
-    `Updates` looks at these.
+    `see` and `written` visit the first run; the second one has this as its `edit`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -391,7 +399,7 @@ class Averages:
     # The run in which they are found
 
     def see(self, operation: Operation, given: list[Tensor]) -> None:
-        """An operation ran. given: its operands."""
+        """Visit an operation. given: its operands."""
         self._has_norm |= operation.name in NORMS
         for source, x in zip(operation.sources, given, strict=True):
             if source is None and x.dtype in LOW:
@@ -401,24 +409,26 @@ class Averages:
         """Visit a tensor before a write to it. is_outside: whether it is not the result of an operation."""
         if x.dtype not in LOW or x.layout is not torch.strided:
             return
+        # The target may be a view that the step has made of an average: memory tells them to be one.
         memory = x.untyped_storage().data_ptr()
         x = x if is_outside else self._outside.get(memory, x)
         if (is_outside or memory in self._outside) and memory not in self._own and id(x) not in self.found:
             self.found[id(x)] = _Average(x, place, "state", x)
 
     def end(self, stepped: Iterable[Tensor]) -> None:
-        """The end of that run. stepped: the parameters of optimizers."""
+        """End that run. stepped: the parameters of optimizers, which `Updates` checks."""
         left_out, now = {id(p) for p in stepped}, {id(x) for x in (*self.model.parameters(), *self.model.buffers())}
         for x, version, first in self._first:
             name, role = self._named[id(x)]
+            # The kernel of a batch norm writes to running statistics without raising their version.
             is_norm = self._has_norm and name.endswith(("running_mean", "running_var"))
             if id(x) not in left_out and (version_of(x) != version or id(x) not in now or is_norm):
                 self.found[id(x)] = _Average(x, name, role, first)
 
-    # The run beside which they are computed in float32
+    # The run beside which they are computed in float64
 
     def event(self, trials: Trials) -> Event | None:
-        """The event of averages that stay where they are."""
+        """Return the event of averages that stay where they are."""
         if not self.found:
             return None
         for average in self.found.values():
@@ -444,6 +454,7 @@ class Averages:
         return event
 
     def _compared(self, begun: dict[int, Tensor]) -> Iterable[tuple[_Average, Tensor, Tensor]]:
+        """Yield the averages that stay, with the changes that they missed, and half an ulp of each number."""
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         for key, average in self.found.items():
             now = average.x if average.role == "state" else named.get(average.name, average.x)
@@ -455,7 +466,8 @@ class Averages:
             wanted, lost = wanted_and_lost(first, now.detach().double(), change)
             if not wanted or lost < (1 - MOVED) * wanted or not bool(wide.isfinite().all()):
                 continue
-            # an average that keeps the share d of itself is on its way to change / (1 - d)
+            # An average that keeps the share d of itself is on its way to change / (1 - d). The probe, which begins
+            # elsewhere, tells d.
             kept = (probe - wide) / (begun[key] - first)
             to_go = change.abs() / (1 - kept).clamp(min=1e-9)
             ends = Ends.of_dtype(now.dtype)
@@ -476,13 +488,14 @@ class Averages:
         row = row_of(kind.name)
         if not writes and row.kind not in ARITHMETIC and row.name not in ("lerp", "detach", "data", "addcmul"):
             return func(*args, **kwargs)
+        # torch refuses some mixtures of dtypes: then the copies of these tensors are given up.
         with torch.no_grad(), without_torch_function():
             try:
                 wides = []
                 for widened in map(self._widened, (0, 1)):
                     values, options = map_leaves(widened, (args, kwargs))
                     wides.append(func(*values, **options))
-            except Exception:  # torch refuses some mixtures of dtypes
+            except Exception:
                 for x in mine:
                     self._wide.pop(x, None)
                 return func(*args, **kwargs)
@@ -507,7 +520,7 @@ class Averages:
         return widened
 
     def remedies(self, event: Event) -> list[Remedy]:
-        """float32 for what did not move there, which was run."""
+        """Return float32 for the averages that did not move: the run in float64 has shown that they do there."""
         moved = self._moved.get(event.place, 0)
         words = "it" if event.role == "state" else event.place
         return [Remedy(f"float32 for {words}", "master", detail=f"{moved} of {event.of} numbers move")]

@@ -21,14 +21,12 @@ _ALL_CASTS = _CASTS | {"float", "double"}
 
 
 class Widening:
-    """An `edit` of a trace that runs operations in float32, and brings what others read of them back.
+    """An `edit` of a trace that runs operations in float32, and casts their results back for other operations.
 
     chosen: the indices of the operations; None for all of them. wide: float64 instead of float32.
-    given: the name and the dtype of each result of the step itself, by the indices of the calls. A cast that is not
-    among
-        them gave its operand, and must here too: operations are known by how many of a name came before.
+    given: the name and the dtype of each result of the step itself, by the indices of the calls.
     gradients: those of the parameters' float32 copies, which no cast to the parameter's dtype has rounded.
-    overflows: whether anything that is brought back becomes inf: then the overflow has only moved.
+    overflows: whether any number becomes inf when it is cast back: then the overflow has only moved.
     """
 
     def __init__(
@@ -38,7 +36,8 @@ class Widening:
         given: Mapping[int, tuple[str, torch.dtype]] | None = None,
     ) -> None:
         self.chosen, self.wide, self._given = chosen, wide, given or {}
-        self._end = max(self._given, default=-1)  # a step that raises goes on where it is wide
+        # A step that raises in low precision may go on in float32, with calls that nothing is known about.
+        self._end = max(self._given, default=-1)
         self._low = LOW if wide is torch.float32 else (*LOW, torch.float32)
         self._casts = _CASTS if wide is torch.float32 else _CASTS | {"float"}
         self.gradients: dict[int, Tensor] = {}
@@ -53,25 +52,31 @@ class Widening:
         tensors = [x for x in tensors_of((args, kwargs)) if x.is_floating_point()]
         is_move = kind.action is Action.MOVE and kind.name not in self._casts
         chosen = self.chosen is None or index in self.chosen
-        if is_move and not chosen:  # a view of a tensor that is float32 here is too
+        # A view of a tensor that is float32 here is float32, too.
+        if is_move and not chosen:
             chosen = any(x in self._wide for x in tensors)
+        # A tensor that is written to cannot change its dtype.
         if kind.in_place and tensors and tensors[0].dtype in self._low:
-            chosen = False  # the tensor that is written to cannot change its dtype
+            chosen = False
         is_cast = kind.name in _ALL_CASTS and bool(tensors) and bool(args) and args[0] is tensors[0]
         name, dtype = self._given.get(index, ("", None))
         before = [dtype] if name == kind.name else []
+        # In the step itself this cast returned its operand, and was no operation. It must not become one here:
+        # operations are known by how many of their name came before.
         if is_cast and not name and index <= self._end:
             out = func(*args, **kwargs)
             return tensors[0] if out.is_floating_point() and out.layout is torch.strided else out
+        # A cast of a wide tensor to a wide dtype loses nothing, so that its result stays wide.
         if not chosen and is_cast and tensors[0] in self._wide and not _wanted(kind.name, args, kwargs, self._low):
-            return self._marked(func(*args, **kwargs), tensors, before)  # nothing is lost
-        if not chosen and not _to_integers(kind.name, args, kwargs):
-            args, kwargs = map_leaves(self._narrowed, (args, kwargs))
-            return func(*args, **kwargs)
+            return self._marked(func(*args, **kwargs), tensors, before)
+        # Integers are read from a wide tensor as it is: rounded first, an index would be another one.
         if not chosen:
-            return func(*args, **kwargs)  # an index is read from as many bits as there are
+            if not _to_integers(kind.name, args, kwargs):
+                args, kwargs = map_leaves(self._narrowed, (args, kwargs))
+            return func(*args, **kwargs)
         lows = [x.dtype for x in tensors if x.dtype in self._low] + [self._wide[x] for x in tensors if x in self._wide]
-        lows += _wanted(kind.name, args, kwargs, self._low)  # by a cast, or by what makes a tensor of integers
+        # The dtype that a cast, or a call that makes a tensor of integers, was asked for.
+        lows += _wanted(kind.name, args, kwargs, self._low)
         device = tensors[0].device.type if tensors else "cpu"
         if torch.is_autocast_enabled(device) and not lows:
             lows = [torch.get_autocast_dtype(device)]
@@ -84,7 +89,8 @@ class Widening:
         return self._marked(out, tensors if is_cast else [], before or lows)
 
     def _marked(self, out: Any, operands: list[Tensor], before: Sequence[torch.dtype | None]) -> Any:
-        """Mark a call's result with its dtype in the step itself; a copy where a cast returned its operand."""
+        """Mark a call's result with its dtype in the step itself."""
+        # A cast that returns its operand here was an operation in the step itself, and its result is another tensor.
         if any(out is x for x in operands):
             out = out.clone()
         for x in tensors_of(out):
@@ -93,7 +99,8 @@ class Widening:
         return out
 
     def _note(self, key: int, gradient: Tensor) -> None:
-        known = self.gradients.get(key)  # of another backward pass of the step
+        # A step may run several backward passes, whose gradients add up.
+        known = self.gradients.get(key)
         self.gradients[key] = gradient.detach() if known is None else known + gradient.detach()
 
     def _narrowed(self, x: Any) -> Any:
@@ -101,7 +108,8 @@ class Widening:
             return x
         narrow = x.to(self._wide[x])
         lost = narrow.isinf() & x.isfinite()
-        self.overflows |= bool((lost & (x > 0)).any()) or bool(lost.all() and x.numel())  # the rest may be a mask
+        # Some numbers far below zero may be a mask.
+        self.overflows |= bool((lost & (x > 0)).any()) or bool(lost.all() and x.numel())
         return narrow
 
     def _widened(self, x: Any) -> Any:
@@ -111,6 +119,7 @@ class Widening:
             return x
         if not (x.is_leaf and x.requires_grad):
             return x.to(self.wide)
+        # One copy for all readers of a parameter, so that its hook sees their gradients added up in float32.
         if id(x) not in self._copies:
             copy = x.to(self.wide)
             if copy.requires_grad:
@@ -130,7 +139,7 @@ def _to_integers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 def _wanted(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], low: tuple[torch.dtype, ...] = LOW
 ) -> list[torch.dtype]:
-    """The dtypes of fewer bits that a call asks for."""
+    """Return the dtypes of fewer bits that a call asks for."""
     named = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32}
     if name in named:
         return [d for d in (named[name],) if d in low]

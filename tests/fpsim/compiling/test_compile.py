@@ -76,7 +76,7 @@ import numpy as np
 house = types.ModuleType('fpsim')
 house.__path__ = [str(pathlib.Path.cwd() / 'fpsim')]
 sys.modules['fpsim'] = house
-from fpsim.compiling.notice import silence
+from fpsim.compiling.kept import silence
 from fpsim.kernels.moments import exponents_loop
 silence()  # of how long it takes, which depends on the machine
 x, bins = np.array([1.0, 3.0, 4.0, 0.0], np.float32), np.zeros(256, np.int64)

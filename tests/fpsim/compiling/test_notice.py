@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from fpsim.compiling import notice
+from fpsim.compiling import kept
 from fpsim.compiling.kept import kept_code, one_process_for
 
 
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As in a process that has compiled nothing, on an empty folder, outside of a scheduler."""
-    monkeypatch.setattr(notice, "_is_said", False)
-    monkeypatch.setattr(notice, "_waited", 0.0)
-    monkeypatch.setattr(notice, "AFTER", 0.2)
+    monkeypatch.setattr(kept, "_is_said", False)
+    monkeypatch.setattr(kept, "_waited", 0.0)
+    monkeypatch.setattr(kept, "AFTER", 0.2)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    for name in notice._RANKS:
+    for name in kept._RANKS:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -53,7 +53,7 @@ def test_many_short_ones_add_up(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_short_one_says_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notice, "AFTER", 30.0)
+    monkeypatch.setattr(kept, "AFTER", 30.0)
     compile_for(0.0)
     time.sleep(0.1)
     assert capsys.readouterr().err == ""
@@ -61,7 +61,7 @@ def test_a_short_one_says_nothing(capsys: pytest.CaptureFixture[str], monkeypatc
 
 def test_what_is_on_disk_says_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     compile_for(0.0)
-    monkeypatch.setattr(notice, "AFTER", 0.0)
+    monkeypatch.setattr(kept, "AFTER", 0.0)
     compile_for(1.0)  # found, and not made
     assert capsys.readouterr().err == ""
 
@@ -88,9 +88,9 @@ def test_a_worker_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 def test_where_no_thread_can_be_started_it_compiles_without_the_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(timer: notice.Timer) -> None:
+    def refuse(timer: kept.Timer) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(notice.Timer, "start", refuse)
+    monkeypatch.setattr(kept.Timer, "start", refuse)
     assert kept_code("round.o", lambda: b"code") == b"code"
     assert capsys.readouterr().err == ""

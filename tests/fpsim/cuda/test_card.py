@@ -177,7 +177,7 @@ def test_an_error_of_the_driver_is_raised(driver: Driver) -> None:
     driver.error = 719
     x = torch.ones(3)
     kernel = launch.kernel_for(fpsim.tensors.spec.rounding_spec("e5m2", "up"), 32)
-    with pytest.raises(RuntimeError, match="driver gave 719"):
+    with pytest.raises(RuntimeError, match="driver returned 719"):
         launch.launch_on_card(x, x, 3, kernel, None)
 
 
@@ -203,7 +203,7 @@ def test_a_launch_while_another_device_is_current_takes_the_context_of_its_own(m
         kernel.bind(device, launch_in, None)
     kernel(1, 0, 1, (5,))
     assert calls == ["other", "of device 1"]
-    with pytest.raises(RuntimeError, match="driver gave 400"):  # not of the context: the second one is told
+    with pytest.raises(RuntimeError, match="driver returned 400"):  # not of the context: the second one is told
         kernel(2, 0, 1, (5,))
     assert stack == ["other"]
 

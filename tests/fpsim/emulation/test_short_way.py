@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import fpsim
 from fpsim.emulation import mode, short_way
 from fpsim.emulation.marks import format_of
+from fpsim.emulation.scope import active
 
 PROGRAMS = 120
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -291,3 +292,40 @@ def test_a_policy_that_is_set_later_has_plans_of_its_own() -> None:
     fpsim.set_policy(model, "bf16")
     assert not torch.equal(model(x), before)
     assert torch.equal(model(x), fpsim.quantize(fpsim.dequantize(model), "bf16")(x))
+
+
+@pytest.mark.parametrize("rounding", [None, "toward_zero"])
+def test_blocks_of_one_name_plan_each_function_once_and_share_nothing_else(
+    rounding: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[str] = []
+
+    class Counted(short_way.Plan):
+        def __init__(self, scope: Any, call: Any) -> None:
+            planned.append(call.name)
+            super().__init__(scope, call)
+
+    monkeypatch.setattr(short_way, "Plan", Counted)
+    x, fmt, scopes = torch.tensor([1.0, 1.0 + 2**-9]), "e7m11", []  # no other test has blocks of it
+    for _ in range(2):
+        with fpsim.emulate(fmt, rounding):
+            y = x * x
+            scopes.append(active.emulation.scope)
+    assert planned.count("mul") == 1
+    assert y.tolist() == [1.0, 1.0 + 2**-8]  # 1 + 2**-8 + 2**-18: the spacing is 2**-11
+    first, second = scopes
+    assert first.plans is second.plans
+    assert first.counts["mul"] == second.counts["mul"] == 1
+    assert first.counts is not second.counts
+    assert first.listeners is not second.listeners
+
+
+def test_a_policy_that_changes_between_two_blocks_is_read_anew() -> None:
+    roundings = {"activation": "toward_zero"}
+    policy, x = fpsim.Policy(activation="e4m3fn", rounding=roundings), torch.tensor([1.0])
+    with fpsim.emulate(policy):
+        down = x * 1.1
+    roundings["activation"] = "up"
+    with fpsim.emulate(policy):
+        up = x * 1.1
+    assert (down.item(), up.item()) == (1.0, 1.125)

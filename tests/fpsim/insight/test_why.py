@@ -290,7 +290,7 @@ def test_a_shared_module_is_named_with_its_call_and_its_caller() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((nn.Linear(1, 1), torch.ones(1)), "Got a batch, and what Linear gives for it has no `loss`"),
+        ((nn.Linear(1, 1), torch.ones(1)), "Got a batch, and the output of Linear for it has no `loss`"),
         ((nn.Linear(1, 1), 3), "Got 3, of type int, as the step"),
         ((lambda: None, lambda: None), "Got function as the model"),
         ((nn.Linear(1, 1), lambda: None, 3), "Got int as the optimizer"),
@@ -459,7 +459,7 @@ def test_an_operation_after_a_backward_pass_ends_where_its_own_dtype_does() -> N
     [
         ("NaN", "skip", "Skip batches without a target, or divide by max(count, 1)."),
         ("NaN", "correction", "Use correction=0, or skip batches of one."),
-        ("zero times infinity", "", "Use masked_fill or where in the place of a product with a mask."),
+        ("zero times infinity", "", "Use masked_fill or where instead of a product with a mask."),
         ("rate is NaN", "", "Look at what sets lr, such as a schedule of 0 steps."),
         ("NaN", "", "no remedy that was tried is enough."),
     ],

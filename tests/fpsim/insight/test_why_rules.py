@@ -544,7 +544,7 @@ def test_a_number_that_a_cast_made_infinite_is_not_blamed_on_an_update(role: str
         assert "cast" not in line
     else:
         largest = torch.finfo(getattr(torch, {"half": "float16"}.get(fmt, fmt))).max
-        assert f"A cast such as .{fmt}() makes inf of what is beyond {largest:.6g}" in line
+        assert f"A cast such as .{fmt}() turns numbers beyond {largest:.6g} into inf" in line
         assert ("checkpoint" in line) is (role == "parameter" and steps)  # no update writes to a buffer
         assert first.endswith(f"in {str(next(model.parameters()).dtype).removeprefix('torch.')}.")
 

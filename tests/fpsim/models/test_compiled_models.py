@@ -237,7 +237,7 @@ def test_a_buffer_put_in_the_place_of_another_is_an_error() -> None:
     compiled = torch.compile(quantize(Counts(), "e5m2"), backend="aot_eager", fullgraph=True)
     with (
         pytest.raises(torch._dynamo.exc.Unsupported),
-        pytest.warns(UserWarning, match=r"puts a new tensor in the place of 'seen'.*self\.seen\.copy_"),
+        pytest.warns(UserWarning, match=r"assigns a new tensor to 'seen'.*self\.seen\.copy_"),
     ):
         compiled(torch.ones(2))
 
