@@ -260,9 +260,6 @@ def _in_dtype(given: Any, dtype: torch.dtype) -> Any:
     return given.to(dtype) if isinstance(given, Tensor) and given.is_floating_point() else given
 
 
-# One step
-
-
 def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float32: list[float], verdict: str) -> OnRow:
     model, given = subject.model(0).train(), subject.data(0)
     policy = one.policy(model, settled=True, sums=sums)
@@ -440,9 +437,6 @@ def _operand_bits(operand: Any, wide: float) -> float:
     return _bits_of(operand.fmt)
 
 
-# The trainings
-
-
 def _verdicts(
     chosen: list[Preset], trained: dict[Preset, list[float]], float32: list[float], steps: int
 ) -> dict[Preset, str]:
@@ -485,9 +479,6 @@ def _in_words(found: Judgement, tolerance: float) -> str:
         "worse": f"worse by more than {margin} with every seed",
         "collapsed": f"{len(found.low)} of the seeds collapsed",
     }[found.outcome]
-
-
-# Functions named on the command line
 
 
 def function_at(word: str, what: str) -> Callable[..., Any]:
