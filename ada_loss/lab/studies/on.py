@@ -511,14 +511,19 @@ def _module_of(path: Path, what: str) -> Any:
         return _MODULES[place]
     if not place.is_file():
         raise ValueError(f"There is no file {shown(str(path))} for the {what}. Expected: FILE:function.")
-    spec = importlib.util.spec_from_file_location(f"ada_loss_on_{place.stem}", place)
+    spec = importlib.util.spec_from_file_location(f"ada_loss_on_{place.stem}_{len(_MODULES)}", place)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # First on the path while the file runs: it may import modules beside it.
+    # Among the modules while it runs: a dataclass looks there for the names in its annotations, and pickle for its
+    # classes. First on the path: it may import modules beside it.
+    sys.modules[module.__name__] = module
     sys.path.insert(0, str(place.parent))
     try:
         spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise
     finally:
         sys.path.remove(str(place.parent))
     _MODULES[place] = module
