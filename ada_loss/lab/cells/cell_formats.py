@@ -338,9 +338,6 @@ def _policy_of(fmt: Any, rounding: str) -> Any:
     return policy
 
 
-# Operands of products given as functions of the user: "module:function", imported when called
-
-
 EXPECTED = "Expected: a function of a module on Python's path, as 'module:function'."
 
 

@@ -464,9 +464,6 @@ def _bare(metric: str, value: float, seen: float = 0.0) -> str:
     return words.removesuffix("s").replace("1.0", "1") if words == "1.0 points" else words
 
 
-# The layout of a verdict: a sentence, lists with titles, a note, as text, HTML and LaTeX
-
-
 WIDTH = 110
 WIDEST_LABEL = 44
 # Not a comma: names have commas of their own.

@@ -101,9 +101,6 @@ def described(one: Preset) -> dict[str, Any]:
     }
 
 
-# The policies
-
-
 def _hybrid(forward: str, gradient: str, scale: str) -> dict[str, Any]:
     """Both formats with a float32 scale for a tensor; what exceeds the scale saturates, as it does in casts."""
     rule = Delayed() if scale == "delayed" else "amax"

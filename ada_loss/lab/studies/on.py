@@ -260,9 +260,6 @@ def _in_dtype(given: Any, dtype: torch.dtype) -> Any:
     return given.to(dtype) if isinstance(given, Tensor) and given.is_floating_point() else given
 
 
-# One step
-
-
 def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float32: list[float], verdict: str) -> OnRow:
     model, given = subject.model(0).train(), subject.data(0)
     policy = one.policy(model, settled=True, sums=sums)
@@ -440,9 +437,6 @@ def _operand_bits(operand: Any, wide: float) -> float:
     return _bits_of(operand.fmt)
 
 
-# The trainings
-
-
 def _verdicts(
     chosen: list[Preset], trained: dict[Preset, list[float]], float32: list[float], steps: int
 ) -> dict[Preset, str]:
@@ -487,9 +481,6 @@ def _in_words(found: Judgement, tolerance: float) -> str:
     }[found.outcome]
 
 
-# Functions named on the command line
-
-
 def function_at(word: str, what: str) -> Callable[..., Any]:
     """The function of "file.py:name" or "package.module:name". what: its purpose, for an error.
 
@@ -520,14 +511,19 @@ def _module_of(path: Path, what: str) -> Any:
         return _MODULES[place]
     if not place.is_file():
         raise ValueError(f"There is no file {shown(str(path))} for the {what}. Expected: FILE:function.")
-    spec = importlib.util.spec_from_file_location(f"ada_loss_on_{place.stem}", place)
+    spec = importlib.util.spec_from_file_location(f"ada_loss_on_{place.stem}_{len(_MODULES)}", place)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # First on the path while the file runs: it may import modules beside it.
+    # Among the modules while it runs: a dataclass looks there for the names in its annotations, and pickle for its
+    # classes. First on the path: it may import modules beside it.
+    sys.modules[module.__name__] = module
     sys.path.insert(0, str(place.parent))
     try:
         spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise
     finally:
         sys.path.remove(str(place.parent))
     _MODULES[place] = module

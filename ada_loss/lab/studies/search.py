@@ -479,9 +479,6 @@ class _Trials:
                 return best
 
 
-# The study of a search, as Optuna keeps one: `optuna-dashboard sqlite:///FOLDER/optuna.db` opens it
-
-
 FILE = "optuna.db"
 
 

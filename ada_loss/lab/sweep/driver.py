@@ -528,12 +528,10 @@ class _Driver:
             return
 
 
-# Tasks that this user has run into each folder. `resume` may import those, since their user named them before. They are
-# stored outside of the folder: a folder from someone else could bring any list.
-
-
 def _file(out: Path) -> Path:
     """Return the file with the tasks of a folder. XDG Base Directory 0.8: $XDG_STATE_HOME, or ~/.local/state."""
+    # `resume` may import these tasks, since their user named them before. The list is stored outside of the folder: a
+    # folder from someone else could bring any list.
     given = os.environ.get("XDG_STATE_HOME", "")
     home = Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state"
     return home / "ada-loss" / f"{hashlib.sha256(os.fsencode(out.resolve())).hexdigest()[:32]}.json"

@@ -201,7 +201,9 @@ def _pictures_for(model: str, files: Mapping[str, list[Path]], side: int, seed: 
         raise ValueError(refuse(f"Unknown model={shown(model)}", known, word=model))
     train, test = (Pictures(part, side) for part in _split(files))
     network = seeded(seed, partial(models.get_model, model, weights=None, num_classes=len(files)))
-    shuffled = DataLoader(train, BATCH, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(seed))
+    # An unfinished batch is dropped, but a training with fewer pictures than a batch has all of them in one.
+    batch, draw = min(BATCH, len(train)), torch.Generator().manual_seed(seed)
+    shuffled = DataLoader(train, batch, shuffle=True, drop_last=True, generator=draw)
     return Task("pictures", network, shuffled, DataLoader(test, BATCH), F.cross_entropy, {"accuracy": accuracy})
 
 

@@ -146,7 +146,7 @@ class Cifar:
             write_atomically(archive, content)
         try:
             with tarfile.open(archive) as packed:
-                # The filter refuses paths outside of the folder, links and devices.
+                # The filter refuses devices, and paths and links that lead out of the folder.
                 packed.extractall(root, filter="data")
         except (tarfile.TarError, EOFError, OSError) as error:
             raise ValueError(f"{archive} cannot be unpacked ({error}). Remove it: it is downloaded again.") from None

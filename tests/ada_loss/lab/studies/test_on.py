@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -357,6 +359,20 @@ def test_the_list_has_the_source_of_each_line() -> None:
         assert all(f"[{line.source}]" in done.output for line in one.lines)
     listed = json.loads(CliRunner().invoke(app, ["on", "--list", "--json"]).output)
     assert listed == [described(one) for one in PRESETS.values()]
+
+
+def test_a_file_on_the_command_line_may_define_dataclasses_and_fail_to_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
+        "@dataclass\nclass Width:\n    inputs: int = 8\n\ndef make():\n    return Width()\n"
+    )
+    width = function_at(f"{tmp_path}/mine.py:make", "model")()
+    assert pickle.loads(pickle.dumps(width)) == width
+    (tmp_path / "bad.py").write_text("1 / 0\n")
+    before = {*sys.modules}
+    with pytest.raises(ZeroDivisionError):
+        function_at(f"{tmp_path}/bad.py:make", "model")
+    assert {*sys.modules} == before
 
 
 def test_what_the_command_cannot_find_is_said_in_words(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -215,6 +216,25 @@ def test_a_model_of_torchvision_is_found_by_its_name(album: Path, monkeypatch: p
     assert len(torch.cat([labels for _, labels in task.test])) == 8
     run = train(task, steps=3, learning_rate=0.02, fmt="fp16", scaling="adaptive")
     assert len(run.losses) == 3
+
+
+def test_fewer_pictures_than_a_batch_has_make_one_batch(album: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Models(ModuleType):
+        def list_models(self, module: ModuleType) -> list[str]:
+            return ["linear"]
+
+        def get_model(self, name: str, weights: None, num_classes: int) -> torch.nn.Module:
+            return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, num_classes))
+
+    torchvision = ModuleType("torchvision")
+    torchvision.models = Models("torchvision.models")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchvision", torchvision)
+    for color in ("blue", "red"):
+        for file in sorted(f for f in (album / color).iterdir() if f.suffix in (".png", ".jpg"))[5:]:
+            file.unlink()
+    task = find_task(f"pictures={album},model=linear,size=8")(0)
+    assert [len(labels) for _, labels in task.train] == [8]
+    assert len(train(task, steps=2).losses) == 2
 
 
 def test_a_folder_that_has_changed_is_read_again(album: Path) -> None:
