@@ -260,7 +260,7 @@ def _cache_in_fp8(policies: Policies, model: nn.Module) -> None:
 _PROFILES = {
     "hf_bf16": _Profile(
         "the model's own operations in bf16, each rounded once but for attention, whose exponentials are approximated "
-        "and rounded before their product with the values, and x ** 3; buffers are float32",
+        "and rounded before their product with the values, and powers; buffers are float32",
         "transformers, from_pretrained(dtype=torch.bfloat16), with torch's kernels for the CPU",
         _on_the_cpu,
     ),
