@@ -47,12 +47,14 @@ class _Profile:
     """Words, and what changes the policies of a model's modules; it returns how many it has changed, None for all.
 
     of: which modules it is about, for errors.
+    buffers: in which dtype buffers are, for profiles that say it.
     """
 
     description: str
     source: str
     change: Callable[[Policies, nn.Module], int | None]
     of: str = ""
+    buffers: str = ""
 
 
 def profile(names: str | Sequence[str], model: nn.Module) -> Policy:
@@ -86,6 +88,10 @@ def profile(names: str | Sequence[str], model: nn.Module) -> Policy:
     for name in given:
         if name not in _PROFILES:
             raise ValueError(refuse(f"names has {shown(name)}, which is no profile", _PROFILES, word=name))
+    of_buffers = {_PROFILES[name].buffers: name for name in given if _PROFILES[name].buffers}
+    if len(of_buffers) > 1:
+        words = " and ".join(f"{dtype} ({name})" for dtype, name in of_buffers.items())
+        raise ValueError(f"Two of the profiles say what buffers are: {words}. Expected: one of them.")
     policies = dict.fromkeys((name for name, _ in model.named_modules()), _BF16)
     for name in dict.fromkeys(given):
         entry = _PROFILES[name]
@@ -125,6 +131,32 @@ def _on_the_cpu(policies: Policies, model: nn.Module) -> None:
     _with_kernels(policies, [*policies], CPU_KERNELS)
 
 
+def _floating_buffers(model: nn.Module) -> dict[str, list[Tensor]]:
+    """The floating-point buffers of each module that has some of its own."""
+    found = {n: [b for b in m.buffers(recurse=False) if b.is_floating_point()] for n, m in model.named_modules()}
+    return {name: buffers for name, buffers in found.items() if buffers}
+
+
+@dataclass(frozen=True)
+class _RowsOfBuffers:
+    """Rows of a buffer that from_pretrained leaves in float32: what is computed with them is float32 too.
+
+    A buffer is known by its shape, as `quantize` copies the model. An object with a value, so that layers built alike
+    have equal policies, and one that can be pickled.
+    """
+
+    shapes: frozenset[torch.Size]
+
+    def __call__(self, x: Tensor, index: Any) -> Any:
+        return x.float()[index] if x.shape in self.shapes and isinstance(index, Tensor) else NotImplemented
+
+
+def _with_wide_buffers(policies: Policies, model: nn.Module) -> None:
+    _on_the_cpu(policies, model)
+    for name, buffers in _floating_buffers(model).items():
+        _with_kernels(policies, [name], {"getitem": _RowsOfBuffers(frozenset(b.shape for b in buffers))})
+
+
 def _stored(x: Tensor) -> bool:
     """Whether a tensor, whose dtype is said as natively, is no float32 on purpose."""
     return x.dtype == torch.bfloat16
@@ -140,8 +172,7 @@ def _float_of_buffer(x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _cast_as_a_whole(policies: Policies, model: nn.Module) -> None:
     _on_the_cpu(policies, model)
-    names = [n for n, m in model.named_modules() if any(b.is_floating_point() for b in m.buffers(recurse=False))]
-    _with_kernels(policies, names, {"to": _to_of_buffer, "float": _float_of_buffer})
+    _with_kernels(policies, [*_floating_buffers(model)], {"to": _to_of_buffer, "float": _float_of_buffer})
 
 
 # Norms and residuals
@@ -262,12 +293,14 @@ _PROFILES = {
         "the model's own operations in bf16, each rounded once but for attention, whose exponentials are approximated "
         "and rounded before their product with the values, and powers; buffers are float32",
         "transformers, from_pretrained(dtype=torch.bfloat16), with torch's kernels for the CPU",
-        _on_the_cpu,
+        _with_wide_buffers,
+        buffers="float32",
     ),
     "hf_eager_bf16": _Profile(
         "as hf_bf16, with buffers in bf16, as the frequencies of rotary codes",
         "transformers, model.to(torch.bfloat16), with torch's kernels for the CPU",
         _cast_as_a_whole,
+        buffers="bf16",
     ),
     "fused_norm": _Profile(
         "a norm computes in float32 and rounds once, its weight included",

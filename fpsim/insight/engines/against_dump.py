@@ -24,13 +24,14 @@ from fpsim.insight.engines.likelihoods import (
     Replayed,
     compared,
     compared_choices,
+    ids_told,
     interval,
     read_batch,
 )
 from fpsim.insight.engines.msprobe import STATISTICS
 from fpsim.insight.engines.places import MARGIN, TINY, Measured, Permuted, Split
 from fpsim.insight.engines.recorded import Recorded, Source, Steps, batched_steps, mapped, outputs_of
-from fpsim.insight.engines.remedies import Tried, truncated
+from fpsim.insight.engines.remedies import Tried, largest_share, truncated
 from fpsim.insight.engines.sides import Door, Pair
 from fpsim.tensors.noise import keep_random_numbers
 from fpsim.undoing import Undo, undone
@@ -207,7 +208,9 @@ class _Runs:
 
     def run(self, visitor: Any = None, mode: Any = None, pair: Pair | None = None, choice: Any = "a") -> Tensor:
         """The logits of a run. Raises ValueError where they are not (batch, time, vocabulary)."""
-        output = (pair or self.pair).run(self.batch, choice, visitor, mode)
+        pair = pair or self.pair
+        with ids_told(pair.models["a"], self.steps.tokens, "the model"):
+            output = pair.run(self.batch, choice, visitor, mode)
         if self._progress is not None:
             self._progress()
         named = output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
@@ -227,7 +230,8 @@ class _Runs:
     def told(self, logits: Tensor) -> Likelihoods:
         """Log-probabilities where the dump has them."""
         logs = logits[:, :-1].detach().cpu().double().log_softmax(-1)
-        chosen = logs.gather(-1, self.steps.tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
+        following = self.steps.tokens[:, 1:].masked_fill(~(self.steps.mask[:, :-1] & self.steps.mask[:, 1:]), 0)
+        chosen = logs.gather(-1, following.unsqueeze(-1)).squeeze(-1)
         return Likelihoods(chosen, logs[self.both], self.both, logs[self.both].argmax(-1))
 
     @property
@@ -378,7 +382,7 @@ def _attribute(runs: _Runs, sites: list[Site], asked: Asked, result: Any) -> Non
             alone = kl(but({site.module}, False)).by_sequence[:, 0]
             row["added"] = float(alone.sum() / whole.sum()) if whole.sum() else 0.0
             row["added_interval"] = interval(alone, whole, asked.seed)
-    result.sort(key=lambda row: -max(row["put_back"], row["added"] or 0.0))
+    result.sort(key=largest_share)
     back: set[str] = set()
     for row in result[:MOST_BACK]:
         back.add(row["module"])
@@ -418,6 +422,8 @@ def _note(dump: Dump, runs: _Runs, judged: Judged, sites: list[Site], result: An
         "The floor is the model's: what another order of sums does in the engine, a dump does not tell. Shares force "
         "the dump's numbers into the model: the engine's answer to other inputs needs the engine."
     )
+    if short := [*judged.recorded.short]:
+        notes.append(f"Fewer tokens than ids are in {few(short, 3)}: they are taken to be the last of each call.")
     if dump.left_out:
         name, why = next(iter(dump.left_out.items()))
         notes.append(f"{len(dump.left_out)} entries of the dump are not read, the first {name}: {why}.")

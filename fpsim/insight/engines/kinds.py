@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fpsim.formats.blocks import BlockFormat
 from fpsim.insight.engines.places import MARGIN, PRODUCTS_OF_TORCH, TINY, Place, floats_of, relative_of
 from fpsim.insight.engines.remedies import changed_policies
 from fpsim.insight.engines.sides import Pair, cloned
@@ -22,10 +23,11 @@ from fpsim.models.installed import emulated_forward, emulated_forwards
 from fpsim.models.quantize import dequantize
 from fpsim.policies.policy import Policy, describe_cached
 from fpsim.policies.products import PRODUCTS, Products
+from fpsim.tensors.spec import OwnFormat
 from fpsim.torch_internals import map_leaves
 from fpsim.torch_modes import without_torch_function
 
-__all__ = ["KINDS", "STATE", "kind_of", "policies_of"]
+__all__ = ["KINDS", "STATE", "described", "has_scales_of_tensors", "kind_of", "policies_of"]
 
 # What gives numbers that are there already, in another shape.
 _VIEWS = frozenset(
@@ -411,3 +413,28 @@ def _of_codes(codes: _Codes, place: Place, least: float) -> tuple[str, str]:
         kind = FORMAT if far >= COARSE else ROUNDING
         return kind, f"its code rounds: {far:.2g} {where} too, which does not follow the input smoothly"
     return FORMULA, f"they differ by {far:.2g} {where} too"
+
+
+def described(model: nn.Module) -> str:
+    """Return the class of a model with its policy, or with its dtype where it has none."""
+    policies = [emulated.policy for _, emulated in emulated_forwards(model)]
+    if policies:
+        words = str(policies[0])
+        return f"{type(model).__name__}, {words if len(words) < 100 else words[:97] + '...'}"
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    return f"{type(model).__name__}, {str(dtype).removeprefix('torch.')}"
+
+
+def has_scales_of_tensors(model: nn.Module) -> bool:
+    """Whether any operand of a product has a scale that the whole batch decides."""
+    for _, emulated in emulated_forwards(model):
+        products = None if emulated.policy is None else emulated.policy.products
+        for operand in () if products is None else products.fprop:
+            fmt = None if operand is None else operand.fmt  # type: ignore[union-attr]
+            if isinstance(fmt, OwnFormat):
+                return True
+            if not isinstance(fmt, BlockFormat):
+                continue
+            if fmt.block == "tensor" or fmt.tensor_scale is not None or fmt.tile[0] != 1:
+                return True
+    return False

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpsim.checks import shown
@@ -20,10 +21,12 @@ __all__ = [
     "Likelihoods",
     "NotNumbersError",
     "Replayed",
+    "batches_of",
     "change_of",
     "compared",
     "compared_choices",
     "has_known_parts",
+    "ids_told",
     "interval",
     "likelihoods",
     "read_batch",
@@ -82,6 +85,18 @@ class Figures(NamedTuple):
     at_position: np.ndarray[Any, Any]
 
 
+def batches_of(batch: Any) -> list[Any]:
+    """The batches, each of which a model can be called with."""
+    if isinstance(batch, Tensor | tuple | list | Mapping):
+        return [batch]
+    if not isinstance(batch, Iterable):
+        raise TypeError(f"batch={shown(batch)}. Expected: ids, a tuple, a mapping, or an iterable of such.")
+    found = [*batch]
+    if not found:
+        raise ValueError("The iterable of batches is empty. Expected: at least one batch.")
+    return found
+
+
 def read_batch(batch: Any, tokens: Any, mask: Any) -> tuple[Tensor, Tensor]:
     """The ids of a batch and a bool mask of those that are no padding, (batch, time) each.
 
@@ -98,7 +113,12 @@ def read_batch(batch: Any, tokens: Any, mask: Any) -> tuple[Tensor, Tensor]:
             f"'input_ids', or tokens=lambda batch: ..., which returns one."
         )
     kept = mask(batch) if mask is not None else named.get("attention_mask")
-    valid = torch.ones_like(ids, dtype=torch.bool) if kept is None else torch.as_tensor(kept).bool()
+    try:
+        valid = torch.ones_like(ids, dtype=torch.bool) if kept is None else torch.as_tensor(kept).bool()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"The mask is {shown(kept)}. Expected: a tensor (batch, time), True where a token is no padding."
+        ) from None
     if valid.shape != ids.shape:
         raise ValueError(
             f"The mask has shape {tuple(valid.shape)}, and the ids {tuple(ids.shape)}. Expected: one for each token, "
@@ -110,6 +130,23 @@ def read_batch(batch: Any, tokens: Any, mask: Any) -> tuple[Tensor, Tensor]:
             f"is predicted. Expected: sequences of at least two tokens."
         )
     return ids, valid
+
+
+@contextmanager
+def ids_told(model: nn.Module, ids: Tensor, side: str) -> Iterator[None]:
+    """Raise ValueError for an IndexError of an embedding that has no row for some of the ids."""
+    try:
+        yield
+    except IndexError as error:
+        low, high = int(ids.min()), int(ids.max())
+        # Of several embeddings that of tokens is the largest; an id below its size has not caused the error.
+        rows = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=high + 1)
+        if low >= 0 and high < rows:
+            raise
+        raise ValueError(
+            f"The ids go from {low} to {high}, and the embedding of {side} has {rows} rows. Expected: ids from 0 to "
+            f"{rows - 1}, as this model's own tokenizer gives them."
+        ) from error
 
 
 def has_known_parts(batch: Any, ids: Tensor) -> bool:
@@ -149,7 +186,14 @@ def likelihoods(
             f"or fpsim.diagnose says where a model becomes NaN."
         )
     logs = wide.log_softmax(-1)
-    chosen = logs.gather(-1, ids[:, 1:].unsqueeze(-1).to(logs.device)).squeeze(-1)
+    # Padding may have ids that no vocabulary has, such as -100, and counts nowhere.
+    following = ids[:, 1:].masked_fill(~both, 0)
+    if int(following.max()) >= wide.shape[-1] or int(following.min()) < 0:
+        raise ValueError(
+            f"The ids go from {int(following.min())} to {int(following.max())}, and the logits of {side} are of "
+            f"{wide.shape[-1]} tokens. Expected: ids of the vocabulary that logits=lambda output: ... leaves."
+        )
+    chosen = logs.gather(-1, following.unsqueeze(-1).to(logs.device)).squeeze(-1)
     return Likelihoods(chosen, logs[both], both, wide[both].argmax(-1))
 
 
@@ -232,7 +276,7 @@ def joined(parts: list[Figures]) -> Figures:
 def interval(part: np.ndarray[Any, Any], whole: np.ndarray[Any, Any], seed: int) -> tuple[float, float]:
     """The central 95 % of sum(part) / sum(whole) over sequences drawn with replacement; both are sums by sequence."""
     n = len(part)
-    if n < 2:
+    if n < 2 or bool(np.isnan(part).any()):  # NaN: of a hybrid that computes no numbers
         return math.nan, math.nan
     drawn = np.random.default_rng(seed).integers(0, n, (BOOTSTRAPS, n))
     totals = whole[drawn].sum(1)

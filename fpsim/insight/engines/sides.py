@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fpsim.checks import shown
+from fpsim.checks import few, shown
 from fpsim.emulation.caches import counted
 from fpsim.emulation.casts import autocast_here
 from fpsim.emulation.marks import format_of, mark_like
@@ -74,6 +74,7 @@ class Pair:
                         f"Expected: another name for each."
                     )
                 self.doors[side][known] = Door(self, side, known, module)
+        _require_found(names, b, self.doors["a"])
         self.names = [name for name in self.doors["a"] if name in self.doors["b"]]
         self.alone = {side: [n for n in self.doors[side] if n not in self.doors[other]] for side, other in ("ab", "ba")}
         self.passes = self.resumed = 0
@@ -286,6 +287,25 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
         if prefix in names:
             return ".".join(part for part in (names[prefix], *parts[n:]) if part)
     return name
+
+
+def is_beginning(prefix: str, name: str) -> bool:
+    """Whether the parts of a module's name begin with those of another."""
+    return not prefix or name == prefix or name.startswith(f"{prefix}.")
+
+
+def _require_found(names: Mapping[str, str], b: nn.Module, of_a: Iterable[str]) -> None:
+    """Raise ValueError for a name in the mapping that no module has: a slip of the pen would compare less."""
+    both = [
+        *((key, "b", [n for n, _ in b.named_modules()]) for key in names),
+        *((v, "a", of_a) for v in names.values()),
+    ]
+    for name, side, known in both:
+        if not any(is_beginning(name, other) for other in known):
+            raise ValueError(
+                f"names has {shown(name)}, and no module of {side} begins with it. Expected: {{beginning in b: "
+                f"beginning in a}}, of {few([n for n in known if n], 3)}."
+            )
 
 
 def require_names(names: Any) -> dict[str, str]:

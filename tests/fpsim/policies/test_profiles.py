@@ -1,8 +1,10 @@
 """Profiles of engines beside native bfloat16 code that rounds as the engine does."""
 
 import copy
+import importlib
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -150,6 +152,25 @@ def test_a_model_of_transformers_is_at_the_floor(name, kind, attention):
         assert ours < 0.4 * apart(log_probabilities(fpsim.quantize(model, "bf16")), theirs)
 
 
+@needs_transformers
+def test_float32_buffers_make_the_queries_and_keys_of_codegen_float32():
+    t = importlib.import_module("transformers")
+    sizes = {"vocab_size": 64, "n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 16, "n_positions": 64}
+    torch.manual_seed(0)
+    model = t.CodeGenForCausalLM(t.CodeGenConfig(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(4)
+    native = in_bf16(model, False)
+    theirs = log_probabilities(native)
+    policy = fpsim.profile("hf_bf16", model)
+    assert apart(log_probabilities(fpsim.quantize(model, policy)), theirs) <= max(1e-3, 1.5 * floor_of(native))
+    # with buffers in bfloat16 it is another engine
+    assert apart(log_probabilities(fpsim.quantize(model, fpsim.profile("hf_eager_bf16", model))), theirs) > 2e-3
+    assert pickle.loads(pickle.dumps(policy)) == policy
+
+
 # Engines
 
 
@@ -291,7 +312,11 @@ def test_a_model_without_what_a_profile_is_about_is_refused(name):
 
 
 @needs_transformers
-@pytest.mark.parametrize("names", [("hf_eager_bf16", "rope_fp32"), ("fp8_w8a8", "fp8_block")], ids="-".join)
+@pytest.mark.parametrize(
+    "names",
+    [("hf_eager_bf16", "rope_fp32"), ("fp8_w8a8", "fp8_block"), ("hf_bf16", "hf_eager_bf16")],
+    ids="-".join,
+)
 def test_profiles_that_contradict_each_other_are_refused(names):
     model = model_of("llama")
     for pair in itertools.permutations(names):
