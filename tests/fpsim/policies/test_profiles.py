@@ -135,6 +135,29 @@ def test_where_torch_has_no_fused_kernel_attention_is_as_it_was():
     assert flash_attention(q, q, q, dropout_p=0.5) is NotImplemented
 
 
+HEADS, FUSED = torch.randn(1, 2, 24, 16).to(BF16), "aten::_scaled_dot_product_flash_attention_for_cpu"
+DISPATCHED = {
+    "plain": ((HEADS, HEADS, HEADS), {}),
+    "causal": ((HEADS, HEADS, HEADS), {"is_causal": True}),
+    "a mask": ((HEADS, HEADS, HEADS), {"attn_mask": torch.zeros(24, 24, dtype=BF16)}),
+    "fewer heads of keys": ((HEADS, HEADS[:, :1], HEADS[:, :1]), {"enable_gqa": True}),
+    "dropout": ((HEADS, HEADS, HEADS), {"dropout_p": 0.1}),
+    "heads of other sizes": ((HEADS, HEADS, HEADS[..., :8]), {}),
+    "a mask with a gradient": ((HEADS, HEADS, HEADS), {"attn_mask": torch.zeros(24, 24, requires_grad=True)}),
+    "three axes": ((HEADS[0], HEADS[0], HEADS[0]), {}),
+    "no keys": ((HEADS, HEADS[:, :, :0], HEADS[:, :, :0]), {}),
+}
+
+
+@pytest.mark.parametrize("call", DISPATCHED)
+def test_attention_is_left_alone_where_torch_dispatches_to_another_kernel(call):
+    given, named = DISPATCHED[call]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        F.scaled_dot_product_attention(*given, **named)
+    is_fused = any(event.key == FUSED for event in seen.key_averages())
+    assert is_fused == (flash_attention(*given, **named) is not NotImplemented)
+
+
 # Models of transformers
 
 
