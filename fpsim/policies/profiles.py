@@ -116,7 +116,7 @@ def _with_kernels(policies: Policies, names: Sequence[str], kernels: Kernels) ->
     for name in names:
         before = policies[name].kernels
         for operation, kernel in kernels.items():
-            if before.get(operation, kernel) is not kernel:
+            if before.get(operation, kernel) != kernel:
                 raise ValueError(
                     f"Two of the profiles say what {operation} is in {name or 'the model'}. Expected: one of them."
                 )

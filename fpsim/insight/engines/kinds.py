@@ -244,7 +244,7 @@ def differences(a: Policy, b: Policy) -> list[tuple[str, str]]:
         found.append((ROUNDING, f"float32 operations: {', '.join(a.float32)} in a, {', '.join(b.float32)} in b"))
     if a.fused != b.fused:
         found.append((ROUNDING, f"the module rounds once in {'a' if a.fused else 'b'} alone"))
-    for name in sorted(n for n in {**a.kernels, **b.kernels} if a.kernels.get(n) is not b.kernels.get(n)):
+    for name in sorted(n for n in {**a.kernels, **b.kernels} if a.kernels.get(n) != b.kernels.get(n)):
         found.append((ROUNDING, f"{name} has another kernel"))
     return found
 

@@ -192,6 +192,8 @@ def test_float32_buffers_make_the_queries_and_keys_of_codegen_float32():
     # with buffers in bfloat16 it is another engine
     assert apart(log_probabilities(fpsim.quantize(model, fpsim.profile("hf_eager_bf16", model))), theirs) > 2e-3
     assert pickle.loads(pickle.dumps(policy)) == policy
+    for one, other in zip(policy.overrides.values(), fpsim.profile("hf_bf16", model).overrides.values(), strict=True):
+        assert differences(one, other) == []
 
 
 # Engines
