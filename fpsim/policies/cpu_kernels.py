@@ -17,7 +17,9 @@ from fpsim.policies.attention import for_each_query_head, scaled_and_masked
 
 __all__ = ["CPU_KERNELS", "fast_exp", "flash_attention", "power", "rsqrt"]
 
-KEYS_IN_BLOCK = 512  # cpu_flash_attention<..., kv_split_size>, whichever the number of queries
+# kv_split_size of all instances of cpu_flash_attention in libtorch_cpu.so. How many queries are in a block changes no
+# row's sums.
+KEYS_IN_BLOCK = 512
 LANES = {"AVX512": 16, "AVX2": 8}  # float32 in a vector; the last ones of a row, which fill none, have std::exp
 LEAST_LOG = -87.33654  # of float32's least normal number, below which the result is 0
 # Coefficients of Malossi et al. 2015 for 2**f - 1 - f, as in `Vectorized<float>::fexp_u20`, of f**0 to f**3
@@ -85,6 +87,7 @@ def flash_attention(
         if total is None or out is None or largest is None:
             total, out = sums, product
         else:
+            # std::exp in torch too: one number for each row fills no vector.
             decay = torch.exp(largest - shift)
             total, out = total * decay + sums, out * decay + product
         largest = above
@@ -106,6 +109,7 @@ def power(input: Any, exponent: Any, *, out: Tensor | None = None) -> Any:
     """x ** 3 and x ** -2, whose products are rounded one by one; any other exponent is rounded to x's dtype first."""
     if out is not None or not isinstance(input, Tensor) or not isinstance(exponent, int | float):
         return NotImplemented
+    # Both in float32 too, where these products are what torch computes.
     if exponent == 3:
         return input * input * input
     if exponent == -2:

@@ -92,6 +92,7 @@ def profile(names: str | Sequence[str], model: nn.Module) -> Policy:
     if len(of_buffers) > 1:
         words = " and ".join(f"{dtype} ({name})" for dtype, name in of_buffers.items())
         raise ValueError(f"Two of the profiles say what buffers are: {words}. Expected: one of them.")
+    # One policy for each module first, and patterns of names at the end: profiles change modules one after another.
     policies = dict.fromkeys((name for name, _ in model.named_modules()), _BF16)
     for name in dict.fromkeys(given):
         entry = _PROFILES[name]
@@ -158,7 +159,7 @@ def _with_wide_buffers(policies: Policies, model: nn.Module) -> None:
 
 
 def _stored(x: Tensor) -> bool:
-    """Whether a tensor, whose dtype is said as natively, is no float32 on purpose."""
+    """Return True for a tensor in bfloat16, and False for one that the code made float32 on purpose."""
     return x.dtype == torch.bfloat16
 
 
@@ -190,7 +191,7 @@ def _fuse_norms(policies: Policies, model: nn.Module) -> int:
 
 
 def _sum_of_residual(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The sum in float32 of what is stored: a norm reads it as it is, and the next sum what is stored of it."""
+    """Return the float32 sum of both as stored: a norm reads it as it is, the next sum reads it rounded."""
     if args or kwargs or not (isinstance(x, Tensor) and isinstance(y, Tensor)) or x.shape != y.shape:
         return NotImplemented
     if not (x.is_floating_point() and y.is_floating_point()):
@@ -235,7 +236,7 @@ def _fuse_gates(policies: Policies, model: nn.Module) -> int:
 
 
 def _kept_wide(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Leave float32 as it is: products with it are float32 too."""
+    """Leave float32 alone: products with it are float32 too."""
     return x if x.dtype == torch.float32 else NotImplemented
 
 
@@ -265,6 +266,7 @@ def _keep_logits(policies: Policies, model: nn.Module) -> int:
 
 def _multiplying(model: nn.Module) -> list[str]:
     """The layers whose weights an engine stores in FP8: all but the head and what chooses among experts."""
+    # Experts of one tensor (experts, out, in) are layers too, though no module of theirs is an nn.Linear.
     head = layers_in(model)[-1:]
     experts = [n for n, m in model.named_modules() if n and any(p.dim() == 3 for p in m.parameters(recurse=False))]
     names = [n for n in (*layers_in(model), *experts) if n not in head and not is_gate(model, n)]

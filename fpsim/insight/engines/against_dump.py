@@ -49,7 +49,7 @@ NOT_TOLD = "not told"
 
 
 class Asked(NamedTuple):
-    """What `mismatch` was asked. is_a: whether the dump is the first side."""
+    """Arguments of `mismatch`. is_a: whether the dump is the first side."""
 
     batch: Any
     readers: tuple[Any, Any, Any]
@@ -85,6 +85,7 @@ def compare_with_dump(model: nn.Module, dump: Dump, asked: Asked, result: Any) -
 def _found(model: nn.Module, dump: Dump, asked: Asked, result: Any, undo: Undo) -> tuple[_Runs, Recorded, list[Site]]:
     keep_random_numbers(undo)
     steps, batch = _same_tokens(model, dump, asked)
+    # A pair, for its doors and its threads; the second side is empty, and every run is the model's.
     pair = Pair(model, nn.Identity(), {}, asked.seed, undo)
     known = {name: door.module for name, door in pair.doors["a"].items()}
     sources, alone = _mapped(dump, known, asked)
@@ -99,6 +100,7 @@ def _found(model: nn.Module, dump: Dump, asked: Asked, result: Any, undo: Undo) 
     _grow(runs, recorded, result)
     judged = Judged(recorded)
     runs.run(judged, lambda: Choices(made[1], lambda: pair.running))
+    # Again on the same recorded inputs, with the terms of each sum permuted: the floor of each place.
     runs.run(Judged(recorded, judged.targets), Permuted)
     result.unlike = recorded.unlike
     if not judged.judged:
@@ -172,7 +174,7 @@ def _same_tokens(model: nn.Module, dump: Dump, asked: Asked) -> tuple[Steps, Any
 
 
 def _batch_of(model: nn.Module, steps: Steps) -> Any:
-    """What a model is called with for the tokens of a dump: by name where its forward has transformers' names."""
+    """Return the arguments of a model for the tokens of a dump: by name where its forward has transformers' names."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     known: Mapping[str, Any] = {}
     with suppress(TypeError, ValueError):  # a forward without a signature
@@ -242,6 +244,7 @@ class _Runs:
     def read_dump(self, recorded: Recorded) -> None:
         """The dump's logits, of its root or of the last module that gives some; else its log-probabilities."""
         assert self.logits is not None
+        # The root first, then the modules from the last on: an engine may compute logits in a module of its own.
         for name in ("", *dict.fromkeys(reversed([name for name, _ in self.seen.outputs]))):
             for path, value in recorded.values(name, 0).items():
                 there = value.like(self.logits, recorded.tokens) if value.rows is not None else None
@@ -279,7 +282,7 @@ class _Runs:
         return compared(dump, model, self.eps) if self.is_a else compared(model, dump, self.eps)
 
     def floors(self, recorded: Recorded) -> tuple[Figures, Measured]:
-        """What sums in another order do: to the figures, and to each module's result."""
+        """Return how far sums in another order move the figures, and each module's result."""
         measured = Measured(self.seen, recorded.steps.mask)
         runs = [self.run(measured, Permuted), self.run(None, Split)]
         return max((compared(self.own, self.told(x), self.eps) for x in runs), key=lambda f: f.mean_dlogp), measured
@@ -361,6 +364,7 @@ def _attribute(runs: _Runs, sites: list[Site], asked: Asked, result: Any) -> Non
     def with_(targets: list[Target]) -> Likelihoods:
         return runs.told(runs.run(Injected(targets, tuple(runs.steps.tokens.shape)))) if targets else own
 
+    # Without logits the engine's distribution is that of the model into which all of its numbers are forced.
     base = runs.of_dump or with_(every)
     first = base if asked.is_a else own  # every KL is of the first side
 
@@ -397,7 +401,7 @@ def _attribute(runs: _Runs, sites: list[Site], asked: Asked, result: Any) -> Non
 
 
 def _note(dump: Dump, runs: _Runs, judged: Judged, sites: list[Site], result: Any) -> None:
-    """What was compared, and what a dump cannot tell."""
+    """Add the notes: the tensors that were compared, and the questions that a dump leaves open."""
     notes = result.notes
     if runs.figures_of_dump is None:
         notes.append(
@@ -447,6 +451,7 @@ def _explain(model: nn.Module, runs: _Runs, recorded: Recorded, sites: list[Site
         for name, now in left.items():
             if now < before[name] / FAR:
                 found[name].append((change, now))
+        # Simple changes come first: where all places are explained, the others are not tried.
         if all(any(now <= enough[name] for _, now in of) for name, of in found.items()):
             break
     remedies: dict[str, tuple[Change, list[str]]] = {}
@@ -472,7 +477,7 @@ def _explain(model: nn.Module, runs: _Runs, recorded: Recorded, sites: list[Site
 def _left(
     change: Change, runs: _Runs, recorded: Recorded, places: Iterable[str], asked: Asked, result: Any, undo: Undo
 ) -> dict[str, float]:
-    """How far the places are apart with a changed model."""
+    """Return how far the places are apart with a changed model."""
     keep_random_numbers(undo)
     with change.make([]) as changed:
         judged = Judged(recorded)

@@ -53,7 +53,7 @@ MOST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
 class Key(NamedTuple):
-    """What the name of a tensor in a dump says."""
+    """Parts of the name of a tensor in a dump."""
 
     module: str
     path: str
@@ -124,6 +124,7 @@ def dump(model: nn.Module, batch: Any, file: str | os.PathLike[str], *, engine: 
     path = _path(file)
     recorder = _Recorder()
     undone(partial(_run, model, batch, recorder))
+    # The hooks are this object's: generate of a compiled or copied model runs others, and would leave an empty file.
     if not recorder.calls.get(""):
         raise ValueError(
             f"The function never called {type(model).__name__} itself. Expected: one that calls this model, and not a "
@@ -430,7 +431,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _metadata(path: Path, given: Any) -> dict[str, Any]:
-    """What a writer says of its file; nothing for a hook that says nothing."""
+    """Return the writer's own words of its file; an empty mapping for a hook that has none."""
     text = given.get(METADATA) if isinstance(given, Mapping) else None
     if text is None:
         return {}

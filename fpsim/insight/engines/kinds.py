@@ -1,4 +1,4 @@
-"""What kind of difference a module's own code has: formula, rounding point, format, accumulator, state or weights."""
+"""Name how two modules' own code differs: formula, rounding point, format, accumulator, state or weights."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Steps(TorchFunctionMode):
 
 
 def first_step_apart(pair: Pair, place: Place, valid: Tensor) -> str:
-    """What the own code of a place computes where both sides part first, as words; empty where nothing is seen."""
+    """Return the first function of a place whose results differ on both sides, as words; "" where none is seen."""
     steps = []
     for side in "ab":
         mode = _Steps(lambda: pair.running == place.name)
@@ -149,7 +149,7 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 
 def _tied(pair: Pair, place: Place, changed: list[str]) -> str:
-    """Whether a weight is that of another module in one of the models alone."""
+    """Return words for a weight that one of the models alone ties to another module's."""
     shared = {}
     for side in "ab":
         mine = dict(pair.doors[side][place.name].module.named_parameters(recurse=False))
@@ -209,7 +209,7 @@ def _of_policies(pair: Pair, place: Place, valid: Tensor) -> tuple[str, str] | N
 
 
 def _stores(pair: Pair, place: Place, valid: Tensor, of_a: Policy) -> bool:
-    """Whether a's cache changes what b's own code gives: every module of a model has its policy, and few store."""
+    """Return True if a's cache changes the results of b's own code: all modules have the policy, and few store."""
     wanted = emulated_forward(pair.doors["b"][place.name].module)
     if wanted is None:
         return False
@@ -309,7 +309,7 @@ class _Exact(TorchFunctionMode):
         return out.to(self.wide) if is_narrow and name != "__get__" else out
 
     def _widened(self, x: Any, is_float: bool) -> Any:
-        """The wide dtype in the place of another, where that holds floats or the codes of floats."""
+        """Return the wide dtype instead of another that holds floats or the codes of floats."""
         if not isinstance(x, torch.dtype):
             return x
         is_codes = is_float and x in (torch.int8, torch.uint8)
@@ -363,7 +363,7 @@ class _Codes:
         return x.to(self.wide) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     def follows(self, size: float) -> float:
-        """How alike the difference is at inputs that are a little off: a formula's stays, that of rounding does not."""
+        """Return the correlation of the differences at the inputs and near them: 1 for a formula, 0 for rounding."""
         generator = torch.Generator().manual_seed(0)
 
         def off(x: Any) -> Any:
@@ -426,7 +426,7 @@ def described(model: nn.Module) -> str:
 
 
 def has_scales_of_tensors(model: nn.Module) -> bool:
-    """Whether any operand of a product has a scale that the whole batch decides."""
+    """Return True if any operand of a product has a scale that the whole batch decides."""
     for _, emulated in emulated_forwards(model):
         products = None if emulated.policy is None else emulated.policy.products
         for operand in () if products is None else products.fprop:

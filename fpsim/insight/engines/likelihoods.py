@@ -1,4 +1,4 @@
-"""What two engines say of the same tokens: log-probabilities, divergences, intervals, and which experts they choose."""
+"""Compare two engines on the same tokens: log-probabilities, divergences, intervals, and which experts they choose."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Likelihoods(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """How far one engine's log-probabilities are from another's, over all places with a next token.
+    """Distances of one engine's log-probabilities from another's, over all places with a next token.
 
     With p of a (the trainer) and q of b (the rollout) of the chosen token, and r = p / q:
 
@@ -150,7 +150,7 @@ def ids_told(model: nn.Module, ids: Tensor, side: str) -> Iterator[None]:
 
 
 def has_known_parts(batch: Any, ids: Tensor) -> bool:
-    """Whether a batch says which of its numbers belong to which sequence.
+    """Return True if a batch says which of its numbers belong to which sequence.
 
     A cache of keys and values does not, nor does one axis that is as long as the batch and as a sequence, as positions.
     """
@@ -179,6 +179,7 @@ def likelihoods(
             f"(vocabulary,), in output.logits, as the output itself, or by logits=lambda output: ..."
         )
     both = valid[:, :-1] & valid[:, 1:]
+    # float64: KL of two engines is about 1e-12 at the floor, below what float32's logarithms of probabilities resolve.
     wide = found[:, :-1].double()
     if bool(wide[both].isnan().any()):
         raise NotNumbersError(
@@ -245,7 +246,7 @@ def _exp(x: float) -> float:
 
 
 def joined(parts: list[Figures]) -> Figures:
-    """The figures of several batches together."""
+    """Return the figures of several batches together, weighted by their places."""
     if len(parts) == 1:
         return parts[0]
     weights = np.array([max(part.by_sequence[:, 1].sum(), 1) for part in parts])
@@ -278,6 +279,7 @@ def interval(part: np.ndarray[Any, Any], whole: np.ndarray[Any, Any], seed: int)
     n = len(part)
     if n < 2 or bool(np.isnan(part).any()):  # NaN: of a hybrid that computes no numbers
         return math.nan, math.nan
+    # Sequences are drawn and not tokens: tokens of one sequence have errors that depend on one another.
     drawn = np.random.default_rng(seed).integers(0, n, (BOOTSTRAPS, n))
     totals = whole[drawn].sum(1)
     shares = part[drawn].sum(1) / np.where(totals == 0, np.nan, totals)

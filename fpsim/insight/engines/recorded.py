@@ -17,8 +17,8 @@ __all__ = [
     "require_dump_names",
 ]  # fmt: skip
 
-# What vLLM and SGLang fuse along the last axis, and what runs in the place of the head. Applied only where the model
-# has no module of the fused name itself, as Phi-3 of transformers has.
+# Modules that vLLM and SGLang fuse along the last axis, and the one that computes their logits. Applied only where the
+# model has no module of the fused name itself, as Phi-3 of transformers has.
 FUSED: dict[str, str | tuple[str, ...]] = {
     "*.qkv_proj": ("*.q_proj", "*.k_proj", "*.v_proj"),
     "*.gate_up_proj": ("*.gate_proj", "*.up_proj"),
@@ -190,7 +190,7 @@ class Value:
 
 
 def is_of_rows(x: Tensor, tokens: tuple[int, ...]) -> bool:
-    """Whether a model's tensor has a row for each token."""
+    """Return True if a model's tensor has a row for each token."""
     return x.shape[:2] == tokens or x.shape[:1] == (tokens[0] * tokens[1],)
 
 
@@ -235,7 +235,7 @@ def _rows(step: Step, x: Tensor, steps: Steps) -> tuple[Tensor, Tensor] | None:
 
 
 class Source(NamedTuple):
-    """Where the tensors of a module are: a module of the dump, and which part of the last axis of its results.
+    """Home of a module's tensors: a module of the dump, and the part of the last axis of its results.
 
     before: the modules whose results come first on that axis.
     """
@@ -324,7 +324,7 @@ class Recorded:
         self._shapes, self._leaves = shapes, leaves
 
     def values(self, name: str, call: int) -> dict[str, Value]:
-        """What the dump has of a call of a module, by path."""
+        """Return the recorded tensors of a call of a module, by path."""
         source = self.sources.get(name)
         if source is None:
             return {}
@@ -336,6 +336,7 @@ class Recorded:
         n = len(self.steps.steps)
         for path, of in calls.items():
             count = max(of) + 1
+            # A module may run several times in a step, as a shared one does, but as often in each.
             if count % n:
                 self.unlike.setdefault(name, f"the dump has {count} calls of it in {n} steps")
                 return {}

@@ -77,7 +77,7 @@ def changed_policies(model: nn.Module, change: Change) -> Iterator[bool]:
 def remedies_for(
     a: nn.Module, head: str | None, routers: set[str], halving: list[str], names: Callable[[str], str]
 ) -> list[tuple[str, Change]]:
-    """What is tried, in words, with the change of each module's policy. names: a's name of a module of b."""
+    """Return the remedies to try, in words, with the change of each module's policy. names: a's name of b's module."""
     of_a = {emulated.name: emulated.policy for _, emulated in emulated_forwards(a)}
 
     def wide(chosen: Callable[[str], bool]) -> Change:
