@@ -9,6 +9,7 @@ import platform
 import runpy
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from importlib.metadata import version
 from itertools import chain, count
@@ -35,7 +36,10 @@ _NAMES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command, and return its exit status: 1 if a comparison differs, or a cause was found; 0 otherwise."""
+    """Run a command, and return its exit status: 1 if a comparison differs, or a cause was found; 0 otherwise.
+
+    As of diff and grep, 2 is that of trouble: wrong arguments, and code that raises.
+    """
     parser = argparse.ArgumentParser(prog="python -m fpsim", description=__doc__)
     words = f"fpsim {version(DISTRIBUTION)}, torch {torch.__version__}, numbers of version {BITS}"
     parser.add_argument("--version", action="version", version=words)
@@ -190,5 +194,13 @@ def _verify(chosen: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
+def _status() -> int:
+    try:
+        return main()
+    except Exception:
+        traceback.print_exc()
+        return 2  # Python's own is 1, which a script would take for a difference
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_status())

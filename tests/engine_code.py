@@ -46,7 +46,9 @@ def in_bf16(model, has_buffers):
     return native
 
 
-IDS = torch.randint(0, 64, (6, 48), generator=torch.Generator().manual_seed(0))
+# 48 sequences: one tie that falls otherwise moves the rest of its sequence by 1e-3, so that the mean of six sequences
+# depends on the order of sums of the machine's BLAS by as much as the bound that tests have.
+IDS = torch.randint(0, 64, (48, 48), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()

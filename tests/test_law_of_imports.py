@@ -58,9 +58,9 @@ FLOORS = (
     ),
     (
         "fpsim.policies",
-        "__init__ cpu_kernels delayed operand",
+        "__init__ delayed operand",
         "attention",
-        "products",
+        "cpu_kernels products",
         "policy",
         "recipes update",
         "profiles",

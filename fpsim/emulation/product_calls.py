@@ -31,6 +31,7 @@ from fpsim.emulation.forms import (
 )
 from fpsim.emulation.products import ProductCall
 from fpsim.emulation.scope import Attended, Scope
+from fpsim.policies.attention import for_each_query_head, scaled_and_masked
 
 __all__ = ["CALLS", "OF_ATTENTION", "compute_products", "has_products"]
 
@@ -468,15 +469,10 @@ def _attention(
     if not call.scope.products.attention or not (call.takes(query, key) and call.takes(key, value)):
         return NotImplemented
     if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+        key, value = for_each_query_head(query, key, value)
     keys, of_qk = key.mT, {} if points is None else {"specs": points.qk}
     scores = _matmul_of(call, query, keys, False, operands=(query, keys), operation="matmul", part=".qk", **of_qk)
-    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None:
-        is_kept = attn_mask.dtype is torch.bool
-        scores = scores.masked_fill(~attn_mask, -math.inf) if is_kept else scores + attn_mask
+    scores = scaled_and_masked(scores, query.shape[-1], attn_mask, is_causal, scale)
     hides_all = scores.detach().isneginf().all(-1, keepdim=True)  # such a row gives zeros, as in torch
     scores, named = scores.masked_fill(hides_all, 0.0), {"operation": "matmul", "part": ".pv"}
     if points is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from fpsim.border import require_memory, require_module, require_seed
 from fpsim.checks import is_finite_number, require_callable, require_word, shown
-from fpsim.formats.blocks import BlockFormat
 from fpsim.insight.engines.against_dump import Asked, compare_with_dump
 from fpsim.insight.engines.dumps import Dump, opened
-from fpsim.insight.engines.kinds import STATE, kind_of, policies_of
+from fpsim.insight.engines.kinds import STATE, described, has_scales_of_tensors, kind_of, policies_of
 from fpsim.insight.engines.likelihoods import (
     Choices,
     Decision,
@@ -26,10 +25,12 @@ from fpsim.insight.engines.likelihoods import (
     Likelihoods,
     NotNumbersError,
     Replayed,
+    batches_of,
     change_of,
     compared,
     compared_choices,
     has_known_parts,
+    ids_told,
     interval,
     joined,
     likelihoods,
@@ -38,13 +39,20 @@ from fpsim.insight.engines.likelihoods import (
 )
 from fpsim.insight.engines.places import Kept, Local, Measured, Permuted, Place, Split
 from fpsim.insight.engines.recorded import require_dump_names
-from fpsim.insight.engines.remedies import Tried, Truncated, changed_policies, fields_of, remedies_for, truncated
+from fpsim.insight.engines.remedies import (
+    Tried,
+    Truncated,
+    changed_policies,
+    fields_of,
+    largest_share,
+    remedies_for,
+    truncated,
+)
 from fpsim.insight.engines.sides import Pair, Resume, require_names
 from fpsim.insight.rows import Rows, number, text_table
 from fpsim.models.installed import emulated_forward, emulated_forwards
 from fpsim.policies.policy import Policy
 from fpsim.tensors.noise import keep_random_numbers
-from fpsim.tensors.spec import OwnFormat
 from fpsim.torch_modes import keeps_grad_mode
 from fpsim.undoing import Undo, undone
 
@@ -181,7 +189,7 @@ class Mismatch(Rows):
         for module, part, share in self.parts:
             lines.append(f"  of {_spoken(module)}, {part} put back explains {share:.0%}")
         if self.halving:
-            steps = ", ".join(f"{_spoken(name)} (KL {kl:.3g})" for name, kl in self.halving)
+            steps = ", ".join(f"{_spoken(name)} (KL {_told(kl)})" for name, kl in self.halving)
             lines.append(f"Put back greedily, half of the KL is {'' if self.is_halved else 'not '}gone with {steps}.")
         return lines
 
@@ -195,12 +203,16 @@ class Mismatch(Rows):
                 )
         if self.replayed is not None and lines:
             where = "the dump's decisions replayed in the model" if self.notes else "a's decisions replayed in b"
-            lines.append(f"With {where}: KL {self.replayed:.3g} nats.")
+            lines.append(f"With {where}: KL {_told(self.replayed)} nats.")
         return lines
 
 
 def _spoken(name: str) -> str:
     return name or "the model itself"
+
+
+def _told(kl: float) -> str:
+    return f"{kl:.3g}" if math.isfinite(kl) else "not finite"
 
 
 def _cell(row: Mapping[str, Any], name: str) -> str:
@@ -210,6 +222,8 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
     if name in ("put_back", "added"):
         if value is None:
             return "-"
+        if not math.isfinite(value):
+            return "not finite"
         low, high = row[f"{name}_interval"]
         return f"{value:.0%}" if math.isnan(low) else f"{value:.0%} [{low:.0%}, {high:.0%}]"
     return number(value)
@@ -304,7 +318,7 @@ def mismatch(
     if batch is None:
         raise TypeError("batch is None. Expected: the arguments of both models; only a dump has tokens of its own.")
     mapping = require_names(names)
-    return undone(partial(_found, one, other, _batches(batch), readers, mapping, eps, attribution, seed, progress))
+    return undone(partial(_found, one, other, batches_of(batch), readers, mapping, eps, attribution, seed, progress))
 
 
 def _with_dump(
@@ -315,23 +329,11 @@ def _with_dump(
         raise ValueError("a and b are both dumps. Expected: one of them a model, whose code runs on the dump's inputs.")
     is_a = isinstance(a, Dump)
     model, side = (b, a) if is_a else (a, b)
-    words = f"the dump {side.path.name}, {side}", _described(model)
+    words = f"the dump {side.path.name}, {side}", described(model)
     result = Mismatch(words if is_a else words[::-1], eps)
     asked = Asked(batch, readers, require_dump_names(names), attribution, seed, progress, is_a)
     compare_with_dump(model, side, asked, result)
     return result
-
-
-def _batches(batch: Any) -> list[Any]:
-    """Return the batches as a list. A list or tuple is one batch: the arguments of a call."""
-    if isinstance(batch, Tensor | tuple | list | Mapping):
-        return [batch]
-    if not isinstance(batch, Iterable):
-        raise TypeError(f"batch={shown(batch)}. Expected: ids, a tuple, a mapping, or an iterable of such.")
-    found = [*batch]
-    if not found:
-        raise ValueError("The iterable of batches is empty. Expected: at least one batch.")
-    return found
 
 
 class _Runs:
@@ -349,7 +351,9 @@ class _Runs:
             self._progress()
 
     def likelihoods(self, i: int, side: str, *args: Any, **kwargs: Any) -> Likelihoods:
-        out = self.pair.run(self.batches[i], *args, **kwargs)
+        # Of a hybrid both embeddings are asked, and a's stands for them: they have one vocabulary.
+        with ids_told(self.pair.models["b" if side == "b" else "a"], self.read[i][0], side):
+            out = self.pair.run(self.batches[i], *args, **kwargs)
         self.told()
         return likelihoods(out, *self.read[i], self._logits, side)
 
@@ -371,6 +375,17 @@ class _Runs:
             found = self.likelihoods(i, "a hybrid", lambda n: other if n in changed else side, resume=resume)
             parts.append(compared(self.of_a[i], found, self.eps))
         return joined(parts)
+
+    def kl_with(self, side: str, changed: Collection[str]) -> np.ndarray[Any, Any]:
+        """The sums of KL by sequence of `figures_with`; NaN where such a hybrid of two engines computes NaN.
+
+        Each engine alone computes numbers. A module of one that multiplies by 2**20 what its neighbour divides again
+        makes infinities inside of the other, whose neighbour does not.
+        """
+        try:
+            return self.figures_with(side, changed).by_sequence[:, 0]
+        except NotNumbersError:
+            return np.full(sum(len(ids) for ids, _ in self.read), math.nan)
 
     def one_by_one(self, side: str) -> Figures | None:
         """Return the figures of each sequence alone beside its batch; None for batches whose parts are not known."""
@@ -408,7 +423,7 @@ def _found(
             f"No module of b ({', '.join(pair.alone['b'][:3])} ...) has the name of one of a "
             f"({', '.join(pair.alone['a'][:3])} ...). Expected: names={{beginning in b: beginning in a}}."
         )
-    result = Mismatch((_described(a), _described(b)), eps)
+    result = Mismatch((described(a), described(b)), eps)
     result.alone = pair.alone
     runs = _Runs(pair, batches, readers, eps, progress)
     measured, floors, decisions = _compare_outputs(runs, result)
@@ -438,15 +453,6 @@ def _found(
     return result
 
 
-def _described(model: nn.Module) -> str:
-    policies = [emulated.policy for _, emulated in emulated_forwards(model)]
-    if policies:
-        words = str(policies[0])
-        return f"{type(model).__name__}, {words if len(words) < 100 else words[:97] + '...'}"
-    dtype = next((p.dtype for p in model.parameters()), torch.float32)
-    return f"{type(model).__name__}, {str(dtype).removeprefix('torch.')}"
-
-
 def _compare_outputs(runs: _Runs, result: Mismatch) -> tuple[Measured, Measured, tuple[list[Decision], list[Decision]]]:
     """Run both engines, and a with sums in another order."""
     pair, made = runs.pair, ([], [])  # type: ignore[var-annotated]
@@ -467,28 +473,13 @@ def _compare_outputs(runs: _Runs, result: Mismatch) -> tuple[Measured, Measured,
         floors.append(compared(runs.of_a[i], runs.likelihoods(i, "a", "a", floor, Permuted), runs.eps))
     result.figures, result.weights = joined(parts), truncated(torch.cat(changes))
     candidates = [joined(floors), runs.figures("a", Split)]
-    # A part of the batch has another scale of the whole tensor, and draws other numbers: not another order of sums.
-    alone = None if pair.has_drawn or _has_scales_of_tensors(pair.models["a"]) else runs.one_by_one("a")
+    # a scale of a whole tensor, or random numbers, are others for a part of the batch, and no order of sums
+    alone = None if pair.has_drawn or has_scales_of_tensors(pair.models["a"]) else runs.one_by_one("a")
     candidates += [] if alone is None else [alone]
     result.floor = max(candidates, key=lambda f: f.mean_dlogp)
     result.unlike = first.unlike
     result.decisions = compared_choices(*made)
     return first, of_floor, made
-
-
-def _has_scales_of_tensors(model: nn.Module) -> bool:
-    """True if any operand of a product has a scale that depends on the whole batch."""
-    for _, emulated in emulated_forwards(model):
-        products = None if emulated.policy is None else emulated.policy.products
-        for operand in () if products is None else products.fprop:
-            fmt = None if operand is None else operand.fmt  # type: ignore[union-attr]
-            if isinstance(fmt, OwnFormat):
-                return True
-            if not isinstance(fmt, BlockFormat):
-                continue
-            if fmt.block == "tensor" or fmt.tensor_scale is not None or fmt.tile[0] != 1:
-                return True
-    return False
 
 
 def _local_places(runs: _Runs) -> list[Place]:
@@ -514,16 +505,16 @@ def _attribute(runs: _Runs, result: Mismatch, total: Figures, attribution: str, 
     whole = total.by_sequence[:, 0]
     for row in result:
         name = row["module"]
-        # With a's code at the only place b is a, and nothing needs to run.
-        without = np.zeros_like(whole) if len(result) == 1 else runs.figures_with("b", {name}).by_sequence[:, 0]
+        # b with a's code at the only place is a
+        without = np.zeros_like(whole) if len(result) == 1 else runs.kl_with("b", {name})
         row["put_back"] = float((whole - without).sum() / whole.sum()) if whole.sum() else 0.0
         row["put_back_interval"] = interval(whole - without, whole, seed)
         row["kl_without"] = float(without.sum() / max(total.by_sequence[:, 1].sum(), 1))
         if attribution == "both":
-            alone = whole if len(result) == 1 else runs.figures_with("a", {name}).by_sequence[:, 0]
+            alone = whole if len(result) == 1 else runs.kl_with("a", {name})
             row["added"] = float(alone.sum() / whole.sum()) if whole.sum() else 0.0
             row["added_interval"] = interval(alone, whole, seed)
-    result.sort(key=lambda row: -max(row["put_back"], row["added"] or 0.0))
+    result.sort(key=largest_share)
 
 
 def _halve(runs: _Runs, result: Mismatch, total: Figures) -> None:
@@ -531,7 +522,8 @@ def _halve(runs: _Runs, result: Mismatch, total: Figures) -> None:
     back: list[str] = []
     for row in result[:MOST_BACK]:
         back.append(row["module"])
-        kl = row["kl_without"] if len(back) == 1 else runs.figures_with("b", back).kl
+        count = max(total.by_sequence[:, 1].sum(), 1)
+        kl = row["kl_without"] if len(back) == 1 else float(runs.kl_with("b", back).sum() / count)
         result.halving.append((row["module"], kl))
         result.is_halved = kl <= HALF * total.kl
         if result.is_halved:
@@ -567,8 +559,12 @@ def _replay(runs: _Runs, result: Mismatch, decisions: tuple[list[Decision], list
     if not any(row["flips"] for row in result.decisions):
         return
     made: Iterator[Decision] = iter(decisions[0])
-    found = runs.likelihoods(0, "b", "b", mode=lambda: Replayed(made))
-    result.replayed = compared(runs.of_a[0], found, runs.eps).kl
+    try:
+        found = runs.likelihoods(0, "b", "b", mode=lambda: Replayed(made))
+    except NotNumbersError:
+        result.replayed = math.nan
+    else:
+        result.replayed = compared(runs.of_a[0], found, runs.eps).kl
 
 
 def _remedies(runs: _Runs, result: Mismatch, measured: Measured) -> None:

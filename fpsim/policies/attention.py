@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+import torch
+from torch import Tensor
+
 from fpsim.checks import known_arguments, require_whole, require_word, shown
 from fpsim.formats.blocks import BlockFormat
 from fpsim.formats.floats import FloatFormat
@@ -20,7 +23,7 @@ from fpsim.policies.operand import (
 )
 from fpsim.tensors.accumulators import ACCUMULATORS, Accumulator, as_accumulator
 
-__all__ = ["Attention"]
+__all__ = ["Attention", "for_each_query_head", "scaled_and_masked"]
 
 OPERANDS = ("q", "k", "v", "p", "do", "ds")  # of the six products
 RESULTS = ("s", "diff", "exp", "o", "dp")  # numbers that enter no product there
@@ -189,3 +192,24 @@ class Attention:
             if value != field.default:
                 words.append(f"{field.name}={str(value).removesuffix(' nearest_even')}")
         return ", ".join(words)
+
+
+# Parts of `scaled_dot_product_attention` that are the same in every emulation of it
+
+
+def for_each_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values with the heads of the queries, as `enable_gqa` repeats them."""
+    repeated = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    return next(repeated), next(repeated)
+
+
+def scaled_and_masked(
+    scores: Tensor, head_size: int, attn_mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Return what the softmax reads: q k^T times its scale, with -inf or the mask's own numbers where it hides keys."""
+    scores = scores * (1 / math.sqrt(head_size) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is None:
+        return scores
+    return scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype is torch.bool else scores + attn_mask

@@ -1,4 +1,8 @@
-"""The bfloat16 kernels of torch on the CPU that round more than once, as functions for `Policy(kernels=...)`."""
+"""The bfloat16 kernels of torch on the CPU that round more than once, as functions for `Policy(kernels=...)`.
+
+torch chooses vector or scalar code by the processor (`torch.backends.cpu.get_cpu_capability()`, or the environment's
+ATEN_CPU_CAPABILITY); the functions follow it in each call, so that they compute as this process does.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CPU_KERNELS", "fast_exp", "flash_attention", "power"]
+from fpsim.policies.attention import for_each_query_head, scaled_and_masked
 
-KEYS_IN_BLOCK = 512  # cpu_flash_attention<..., kv_split_size>, whichever the number of queries
+__all__ = ["CPU_KERNELS", "fast_exp", "flash_attention", "power", "rsqrt"]
+
+# kv_split_size of all instances of cpu_flash_attention in libtorch_cpu.so. How many queries are in a block changes no
+# row's sums.
+KEYS_IN_BLOCK = 512
 LANES = {"AVX512": 16, "AVX2": 8}  # float32 in a vector; the last ones of a row, which fill none, have std::exp
 LEAST_LOG = -87.33654  # of float32's least normal number, below which the result is 0
 # Coefficients of Malossi et al. 2015 for 2**f - 1 - f, as in `Vectorized<float>::fexp_u20`, of f**0 to f**3
@@ -49,25 +57,24 @@ def flash_attention(
     """`scaled_dot_product_attention` as torch's `cpu_flash_attention` computes it for bfloat16.
 
     Scores, their sums and the result are float32; exponentials are rounded to the dtype before their product with the
-    values, and added up before. They come from `fast_exp` but for the last of a row, which fill no vector.
+    values, and added up before. In torch's vector code they come from `fast_exp`, but for the last of a row, which fill
+    no vector; in its scalar code they are exact.
 
-    Returns NotImplemented where torch takes its other kernel, which rounds once: with dropout, or heads of other sizes.
+    Returns NotImplemented for other dtypes, and where torch takes its other kernel, which rounds once: with dropout, or
+    heads of other sizes.
     """
-    if dropout_p or query.dim() != 4 or not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+    if query.dtype != torch.bfloat16 or dropout_p or query.dim() != 4:
+        return NotImplemented
+    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
         return NotImplemented
     if not (query.numel() and key.numel()) or (attn_mask is not None and attn_mask.requires_grad):
         return NotImplemented
-    dtype, of_all = query.dtype, query.shape[-3] // key.shape[-3] if enable_gqa else 1
-    key, value = (x.repeat_interleave(of_all, -3) if of_all > 1 else x for x in (key, value))
-    scores = query.to(dtype).float() @ key.to(dtype).float().mT
-    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if is_causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
-    elif attn_mask is not None:
-        is_kept = attn_mask.dtype is torch.bool
-        scores = scores.masked_fill(~attn_mask, -math.inf) if is_kept else scores + attn_mask.float()
-    values = value.to(dtype).float()
+    if enable_gqa:
+        key, value = for_each_query_head(query, key, value)
+    # to(bfloat16) rounds inputs and buffers, which are said to have that dtype and are stored as they were given.
+    query, key, value = (x.to(torch.bfloat16).float() for x in (query, key, value))
+    scores = query @ key.mT
+    scores = scaled_and_masked(scores, query.shape[-1], attn_mask, is_causal, scale)
     largest = total = out = None
     for start in range(0, scores.shape[-1], KEYS_IN_BLOCK):
         one = scores[..., start : start + KEYS_IN_BLOCK]
@@ -76,16 +83,17 @@ def flash_attention(
         shift = above.masked_fill(above == -math.inf, 0.0)  # of a row in which all is hidden until here
         powers = _exponentials(one - shift)
         sums = powers.sum(-1, keepdim=True)
-        product = powers.to(dtype).float() @ values[..., start : start + KEYS_IN_BLOCK, :]
+        product = powers.to(torch.bfloat16).float() @ value[..., start : start + KEYS_IN_BLOCK, :]
         if total is None or out is None or largest is None:
             total, out = sums, product
         else:
+            # std::exp in torch too: one number for each row fills no vector.
             decay = torch.exp(largest - shift)
             total, out = total * decay + sums, out * decay + product
         largest = above
     assert total is not None
     assert out is not None
-    return (out * (1 / total.masked_fill(total == 0, 1.0))).to(dtype)
+    return (out * (1 / total.masked_fill(total == 0, 1.0))).to(torch.bfloat16)
 
 
 def _exponentials(x: Tensor) -> Tensor:
@@ -97,11 +105,39 @@ def _exponentials(x: Tensor) -> Tensor:
     return torch.cat([*parts, torch.exp(x[..., whole:])], -1) if whole < x.shape[-1] else parts[0]
 
 
-def power(x: Tensor, exponent: Any) -> Any:
-    """x ** 3 and x ** -2, whose products are rounded one by one; any other power is rounded once."""
-    if not isinstance(x, Tensor) or isinstance(exponent, Tensor) or exponent not in (3, -2):
+def power(input: Any, exponent: Any, *, out: Tensor | None = None) -> Any:
+    """x ** 3 and x ** -2, whose products are rounded one by one; any other exponent is rounded to x's dtype first."""
+    if out is not None or not isinstance(input, Tensor) or not isinstance(exponent, int | float):
         return NotImplemented
-    return x * x * x if exponent == 3 else 1 / (x * x)
+    # Both in float32 too, where these products are what torch computes.
+    if exponent == 3:
+        return input * input * input
+    if exponent == -2:
+        return 1 / (input * input)
+    if exponent == -0.5:
+        return rsqrt(input)
+    if input.dtype != torch.bfloat16 or _rounded(exponent) == exponent:
+        return NotImplemented
+    return input ** _rounded(exponent)
 
 
-CPU_KERNELS: dict[str, Callable[..., Any]] = {"pow": power, "scaled_dot_product_attention": flash_attention}
+def _rounded(number: float) -> float:
+    return torch.tensor(number, dtype=torch.bfloat16).item()
+
+
+def rsqrt(input: Any, *, out: Tensor | None = None) -> Any:
+    """1 / sqrt(x), of which scalar code rounds both steps, and vector code the result."""
+    if out is not None or not isinstance(input, Tensor) or input.dtype != torch.bfloat16 or not _is_scalar():
+        return NotImplemented
+    return 1 / input.sqrt()
+
+
+def _is_scalar() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+
+
+CPU_KERNELS: dict[str, Callable[..., Any]] = {
+    "pow": power,
+    "rsqrt": rsqrt,
+    "scaled_dot_product_attention": flash_attention,
+}

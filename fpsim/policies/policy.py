@@ -358,7 +358,7 @@ FormatLike = RoleFormat | Policy | None
 
 
 def describe(specs: RoleSpecs, products: Products | None, cached: Mapping[str, Operand] | None = None) -> str:
-    """What is rounded, in words."""
+    """Return in words what a policy rounds."""
     words = [str(specs)] if any(specs) or (products is None and not cached) else []
     words += [] if products is None else [f"products: {products}"]
     words += [f"cache: {describe_cached(cached)}"] if cached else []
@@ -366,7 +366,7 @@ def describe(specs: RoleSpecs, products: Products | None, cached: Mapping[str, O
 
 
 def describe_cached(cached: Mapping[str, Operand]) -> str:
-    """How keys and values are stored, in words."""
+    """Return in words how keys and values are stored."""
     return ", ".join(f"{name}={operand}" for name, operand in cached.items())
 
 
@@ -436,7 +436,7 @@ def policy_of_modules(by_module: Mapping[str, Policy]) -> Policy:
 
 
 def matches(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool:
-    """Whether a module is meant by a pattern of overrides."""
+    """Return True if a pattern of overrides matches a module."""
     if isinstance(pattern, type):
         return isinstance(module, pattern)
     parts, patterns = name.split("."), pattern.split(".")

@@ -47,12 +47,14 @@ class _Profile:
     """Words, and what changes the policies of a model's modules; it returns how many it has changed, None for all.
 
     of: which modules it is about, for errors.
+    buffers: in which dtype buffers are, for profiles that say it.
     """
 
     description: str
     source: str
     change: Callable[[Policies, nn.Module], int | None]
     of: str = ""
+    buffers: str = ""
 
 
 def profile(names: str | Sequence[str], model: nn.Module) -> Policy:
@@ -86,6 +88,11 @@ def profile(names: str | Sequence[str], model: nn.Module) -> Policy:
     for name in given:
         if name not in _PROFILES:
             raise ValueError(refuse(f"names has {shown(name)}, which is no profile", _PROFILES, word=name))
+    of_buffers = {_PROFILES[name].buffers: name for name in given if _PROFILES[name].buffers}
+    if len(of_buffers) > 1:
+        words = " and ".join(f"{dtype} ({name})" for dtype, name in of_buffers.items())
+        raise ValueError(f"Two of the profiles say what buffers are: {words}. Expected: one of them.")
+    # One policy for each module first, and patterns of names at the end: profiles change modules one after another.
     policies = dict.fromkeys((name for name, _ in model.named_modules()), _BF16)
     for name in dict.fromkeys(given):
         entry = _PROFILES[name]
@@ -110,7 +117,7 @@ def _with_kernels(policies: Policies, names: Sequence[str], kernels: Kernels) ->
     for name in names:
         before = policies[name].kernels
         for operation, kernel in kernels.items():
-            if before.get(operation, kernel) is not kernel:
+            if before.get(operation, kernel) != kernel:
                 raise ValueError(
                     f"Two of the profiles say what {operation} is in {name or 'the model'}. Expected: one of them."
                 )
@@ -125,8 +132,34 @@ def _on_the_cpu(policies: Policies, model: nn.Module) -> None:
     _with_kernels(policies, [*policies], CPU_KERNELS)
 
 
+def _floating_buffers(model: nn.Module) -> dict[str, list[Tensor]]:
+    """The floating-point buffers of each module that has some of its own."""
+    found = {n: [b for b in m.buffers(recurse=False) if b.is_floating_point()] for n, m in model.named_modules()}
+    return {name: buffers for name, buffers in found.items() if buffers}
+
+
+@dataclass(frozen=True)
+class _RowsOfBuffers:
+    """Rows of a buffer that from_pretrained leaves in float32: what is computed with them is float32 too.
+
+    A buffer is known by its shape, as `quantize` copies the model. An object with a value, so that layers built alike
+    have equal policies, and one that can be pickled.
+    """
+
+    shapes: frozenset[torch.Size]
+
+    def __call__(self, x: Tensor, index: Any) -> Any:
+        return x.float()[index] if x.shape in self.shapes and isinstance(index, Tensor) else NotImplemented
+
+
+def _with_wide_buffers(policies: Policies, model: nn.Module) -> None:
+    _on_the_cpu(policies, model)
+    for name, buffers in _floating_buffers(model).items():
+        _with_kernels(policies, [name], {"getitem": _RowsOfBuffers(frozenset(b.shape for b in buffers))})
+
+
 def _stored(x: Tensor) -> bool:
-    """Whether a tensor, whose dtype is said as natively, is no float32 on purpose."""
+    """Return True for a tensor in bfloat16, and False for one that the code made float32 on purpose."""
     return x.dtype == torch.bfloat16
 
 
@@ -140,8 +173,7 @@ def _float_of_buffer(x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _cast_as_a_whole(policies: Policies, model: nn.Module) -> None:
     _on_the_cpu(policies, model)
-    names = [n for n, m in model.named_modules() if any(b.is_floating_point() for b in m.buffers(recurse=False))]
-    _with_kernels(policies, names, {"to": _to_of_buffer, "float": _float_of_buffer})
+    _with_kernels(policies, [*_floating_buffers(model)], {"to": _to_of_buffer, "float": _float_of_buffer})
 
 
 # Norms and residuals
@@ -159,7 +191,7 @@ def _fuse_norms(policies: Policies, model: nn.Module) -> int:
 
 
 def _sum_of_residual(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The sum in float32 of what is stored: a norm reads it as it is, and the next sum what is stored of it."""
+    """Return the float32 sum of both as stored: a norm reads it as it is, the next sum reads it rounded."""
     if args or kwargs or not (isinstance(x, Tensor) and isinstance(y, Tensor)) or x.shape != y.shape:
         return NotImplemented
     if not (x.is_floating_point() and y.is_floating_point()):
@@ -204,7 +236,7 @@ def _fuse_gates(policies: Policies, model: nn.Module) -> int:
 
 
 def _kept_wide(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Leave float32 as it is: products with it are float32 too."""
+    """Leave float32 alone: products with it are float32 too."""
     return x if x.dtype == torch.float32 else NotImplemented
 
 
@@ -234,6 +266,7 @@ def _keep_logits(policies: Policies, model: nn.Module) -> int:
 
 def _multiplying(model: nn.Module) -> list[str]:
     """The layers whose weights an engine stores in FP8: all but the head and what chooses among experts."""
+    # Experts of one tensor (experts, out, in) are layers too, though no module of theirs is an nn.Linear.
     head = layers_in(model)[-1:]
     experts = [n for n, m in model.named_modules() if n and any(p.dim() == 3 for p in m.parameters(recurse=False))]
     names = [n for n in (*layers_in(model), *experts) if n not in head and not is_gate(model, n)]
@@ -260,14 +293,16 @@ def _cache_in_fp8(policies: Policies, model: nn.Module) -> None:
 _PROFILES = {
     "hf_bf16": _Profile(
         "the model's own operations in bf16, each rounded once but for attention, whose exponentials are approximated "
-        "and rounded before their product with the values, and x ** 3; buffers are float32",
+        "and rounded before their product with the values, and powers; buffers are float32",
         "transformers, from_pretrained(dtype=torch.bfloat16), with torch's kernels for the CPU",
-        _on_the_cpu,
+        _with_wide_buffers,
+        buffers="float32",
     ),
     "hf_eager_bf16": _Profile(
         "as hf_bf16, with buffers in bf16, as the frequencies of rotary codes",
         "transformers, model.to(torch.bfloat16), with torch's kernels for the CPU",
         _cast_as_a_whole,
+        buffers="bf16",
     ),
     "fused_norm": _Profile(
         "a norm computes in float32 and rounds once, its weight included",

@@ -235,13 +235,13 @@ def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def is_gate(model: nn.Module, name: str) -> bool:
-    """Whether this module chooses among experts: by its name, beside one that is called so."""
+    """Return True if this module chooses among experts: by its name, beside one that is called so."""
     around, _, own = name.rpartition(".")
     return own in ("gate", "router") and hasattr(model.get_submodule(around), "experts")
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether this module multiplies by a weight of its own."""
+    """Return True if this module multiplies by a weight of its own."""
     if isinstance(module, _LAYERS):
         return True
     is_leaf = next(module.children(), None) is None
@@ -249,7 +249,7 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether this normalises: its class says so, and it has neither a matrix nor a module inside."""
+    """Return True if this normalises: its class says so, and it has neither a matrix nor a module inside."""
     is_leaf = next(module.children(), None) is None
     return "norm" in type(module).__name__.lower() and is_leaf and not _has_matrix(module)
 

@@ -24,13 +24,14 @@ from fpsim.insight.engines.likelihoods import (
     Replayed,
     compared,
     compared_choices,
+    ids_told,
     interval,
     read_batch,
 )
 from fpsim.insight.engines.msprobe import STATISTICS
 from fpsim.insight.engines.places import MARGIN, TINY, Measured, Permuted, Split
 from fpsim.insight.engines.recorded import Recorded, Source, Steps, batched_steps, mapped, outputs_of
-from fpsim.insight.engines.remedies import Tried, truncated
+from fpsim.insight.engines.remedies import Tried, largest_share, truncated
 from fpsim.insight.engines.sides import Door, Pair
 from fpsim.tensors.noise import keep_random_numbers
 from fpsim.undoing import Undo, undone
@@ -48,7 +49,7 @@ NOT_TOLD = "not told"
 
 
 class Asked(NamedTuple):
-    """What `mismatch` was asked. is_a: whether the dump is the first side."""
+    """Arguments of `mismatch`. is_a: whether the dump is the first side."""
 
     batch: Any
     readers: tuple[Any, Any, Any]
@@ -84,6 +85,7 @@ def compare_with_dump(model: nn.Module, dump: Dump, asked: Asked, result: Any) -
 def _found(model: nn.Module, dump: Dump, asked: Asked, result: Any, undo: Undo) -> tuple[_Runs, Recorded, list[Site]]:
     keep_random_numbers(undo)
     steps, batch = _same_tokens(model, dump, asked)
+    # A pair, for its doors and its threads; the second side is empty, and every run is the model's.
     pair = Pair(model, nn.Identity(), {}, asked.seed, undo)
     known = {name: door.module for name, door in pair.doors["a"].items()}
     sources, alone = _mapped(dump, known, asked)
@@ -98,6 +100,7 @@ def _found(model: nn.Module, dump: Dump, asked: Asked, result: Any, undo: Undo) 
     _grow(runs, recorded, result)
     judged = Judged(recorded)
     runs.run(judged, lambda: Choices(made[1], lambda: pair.running))
+    # Again on the same recorded inputs, with the terms of each sum permuted: the floor of each place.
     runs.run(Judged(recorded, judged.targets), Permuted)
     result.unlike = recorded.unlike
     if not judged.judged:
@@ -171,7 +174,7 @@ def _same_tokens(model: nn.Module, dump: Dump, asked: Asked) -> tuple[Steps, Any
 
 
 def _batch_of(model: nn.Module, steps: Steps) -> Any:
-    """What a model is called with for the tokens of a dump: by name where its forward has transformers' names."""
+    """Return the arguments of a model for the tokens of a dump: by name where its forward has transformers' names."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     known: Mapping[str, Any] = {}
     with suppress(TypeError, ValueError):  # a forward without a signature
@@ -207,7 +210,9 @@ class _Runs:
 
     def run(self, visitor: Any = None, mode: Any = None, pair: Pair | None = None, choice: Any = "a") -> Tensor:
         """The logits of a run. Raises ValueError where they are not (batch, time, vocabulary)."""
-        output = (pair or self.pair).run(self.batch, choice, visitor, mode)
+        pair = pair or self.pair
+        with ids_told(pair.models["a"], self.steps.tokens, "the model"):
+            output = pair.run(self.batch, choice, visitor, mode)
         if self._progress is not None:
             self._progress()
         named = output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
@@ -227,7 +232,8 @@ class _Runs:
     def told(self, logits: Tensor) -> Likelihoods:
         """Log-probabilities where the dump has them."""
         logs = logits[:, :-1].detach().cpu().double().log_softmax(-1)
-        chosen = logs.gather(-1, self.steps.tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
+        following = self.steps.tokens[:, 1:].masked_fill(~(self.steps.mask[:, :-1] & self.steps.mask[:, 1:]), 0)
+        chosen = logs.gather(-1, following.unsqueeze(-1)).squeeze(-1)
         return Likelihoods(chosen, logs[self.both], self.both, logs[self.both].argmax(-1))
 
     @property
@@ -238,6 +244,7 @@ class _Runs:
     def read_dump(self, recorded: Recorded) -> None:
         """The dump's logits, of its root or of the last module that gives some; else its log-probabilities."""
         assert self.logits is not None
+        # The root first, then the modules from the last on: an engine may compute logits in a module of its own.
         for name in ("", *dict.fromkeys(reversed([name for name, _ in self.seen.outputs]))):
             for path, value in recorded.values(name, 0).items():
                 there = value.like(self.logits, recorded.tokens) if value.rows is not None else None
@@ -275,7 +282,7 @@ class _Runs:
         return compared(dump, model, self.eps) if self.is_a else compared(model, dump, self.eps)
 
     def floors(self, recorded: Recorded) -> tuple[Figures, Measured]:
-        """What sums in another order do: to the figures, and to each module's result."""
+        """Return how far sums in another order move the figures, and each module's result."""
         measured = Measured(self.seen, recorded.steps.mask)
         runs = [self.run(measured, Permuted), self.run(None, Split)]
         return max((compared(self.own, self.told(x), self.eps) for x in runs), key=lambda f: f.mean_dlogp), measured
@@ -357,6 +364,7 @@ def _attribute(runs: _Runs, sites: list[Site], asked: Asked, result: Any) -> Non
     def with_(targets: list[Target]) -> Likelihoods:
         return runs.told(runs.run(Injected(targets, tuple(runs.steps.tokens.shape)))) if targets else own
 
+    # Without logits the engine's distribution is that of the model into which all of its numbers are forced.
     base = runs.of_dump or with_(every)
     first = base if asked.is_a else own  # every KL is of the first side
 
@@ -378,7 +386,7 @@ def _attribute(runs: _Runs, sites: list[Site], asked: Asked, result: Any) -> Non
             alone = kl(but({site.module}, False)).by_sequence[:, 0]
             row["added"] = float(alone.sum() / whole.sum()) if whole.sum() else 0.0
             row["added_interval"] = interval(alone, whole, asked.seed)
-    result.sort(key=lambda row: -max(row["put_back"], row["added"] or 0.0))
+    result.sort(key=largest_share)
     back: set[str] = set()
     for row in result[:MOST_BACK]:
         back.add(row["module"])
@@ -393,7 +401,7 @@ def _attribute(runs: _Runs, sites: list[Site], asked: Asked, result: Any) -> Non
 
 
 def _note(dump: Dump, runs: _Runs, judged: Judged, sites: list[Site], result: Any) -> None:
-    """What was compared, and what a dump cannot tell."""
+    """Add the notes: the tensors that were compared, and the questions that a dump leaves open."""
     notes = result.notes
     if runs.figures_of_dump is None:
         notes.append(
@@ -418,6 +426,8 @@ def _note(dump: Dump, runs: _Runs, judged: Judged, sites: list[Site], result: An
         "The floor is the model's: what another order of sums does in the engine, a dump does not tell. Shares force "
         "the dump's numbers into the model: the engine's answer to other inputs needs the engine."
     )
+    if short := [*judged.recorded.short]:
+        notes.append(f"Fewer tokens than ids are in {few(short, 3)}: they are taken to be the last of each call.")
     if dump.left_out:
         name, why = next(iter(dump.left_out.items()))
         notes.append(f"{len(dump.left_out)} entries of the dump are not read, the first {name}: {why}.")
@@ -441,6 +451,7 @@ def _explain(model: nn.Module, runs: _Runs, recorded: Recorded, sites: list[Site
         for name, now in left.items():
             if now < before[name] / FAR:
                 found[name].append((change, now))
+        # Simple changes come first: where all places are explained, the others are not tried.
         if all(any(now <= enough[name] for _, now in of) for name, of in found.items()):
             break
     remedies: dict[str, tuple[Change, list[str]]] = {}
@@ -466,7 +477,7 @@ def _explain(model: nn.Module, runs: _Runs, recorded: Recorded, sites: list[Site
 def _left(
     change: Change, runs: _Runs, recorded: Recorded, places: Iterable[str], asked: Asked, result: Any, undo: Undo
 ) -> dict[str, float]:
-    """How far the places are apart with a changed model."""
+    """Return how far the places are apart with a changed model."""
     keep_random_numbers(undo)
     with change.make([]) as changed:
         judged = Judged(recorded)

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,11 +45,15 @@ WORDS = {  # of safetensors' headers
     )
 }
 DTYPES = {*WORDS.values()}
+MOVES = {  # of a cache, after which a row's next call does not follow its last one
+    "reorder_cache": "Beam search moves sequences from row to row between calls",
+    "crop": "Assisted decoding takes tokens back between calls",
+}
 MOST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
 class Key(NamedTuple):
-    """What the name of a tensor in a dump says."""
+    """Parts of the name of a tensor in a dump."""
 
     module: str
     path: str
@@ -97,7 +102,8 @@ def dump(model: nn.Module, batch: Any, file: str | os.PathLike[str], *, engine: 
 
     Raises:
         TypeError: for what is not a module, a path or a batch.
-        ValueError: for a function that never calls the model.
+        ValueError: for a function that never calls the model, and for a generation whose calls do not follow one
+            another: beam search, assisted decoding, use_cache=False.
 
     >>> import tempfile
     >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
@@ -118,12 +124,14 @@ def dump(model: nn.Module, batch: Any, file: str | os.PathLike[str], *, engine: 
     path = _path(file)
     recorder = _Recorder()
     undone(partial(_run, model, batch, recorder))
+    # The hooks are this object's: generate of a compiled or copied model runs others, and would leave an empty file.
     if not recorder.calls.get(""):
         raise ValueError(
             f"The function never called {type(model).__name__} itself. Expected: one that calls this model, and not a "
             f"copy of it or its compiled form: lambda: model.generate(ids)."
         )
     tensors = recorder.tensors
+    _require_new_tokens(tensors)
     steps = _steps_of_calls({key: x for name, x in tensors.items() if (key := key_of(name)) and not key.module})
     if steps is not None:
         tensors = tensors | {TOKENS: steps.tokens, MASK: steps.mask}
@@ -147,14 +155,35 @@ class _Recorder:
         self.calls: dict[str, int] = {}
         self.left_out: dict[str, str] = {}
         self._open: dict[str, list[int]] = {}
+        self._watched: list[tuple[dict[str, Any], str]] = []
 
     def before(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = self.calls.get(name, 0)
         self.calls[name] = call + 1
         self._open.setdefault(name, []).append(call)
+        if not name:
+            self._watch(*args, *kwargs.values())
         if call == 0:
             self.order.append(name)
         self._keep(name, call, inputs_of(args, kwargs))
+
+    def _watch(self, *given: Any) -> None:
+        """Have the caches among the arguments raise ValueError for what a dump of calls cannot tell.
+
+        In their own attributes: the classes are those of a library that this module does not import.
+        """
+        for cache in given:
+            if isinstance(cache, Tensor) or not callable(getattr(cache, "reorder_cache", None)):
+                continue
+            for verb, words in MOVES.items():
+                if verb not in vars(cache):
+                    vars(cache)[verb] = partial(_refuse_to_move, words)
+                    self._watched.append((vars(cache), verb))
+
+    def leave(self) -> None:
+        """Leave the caches as they were."""
+        for own, verb in self._watched:
+            own.pop(verb, None)
 
     def after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._keep(name, self._open[name].pop(), outputs_of(output))
@@ -169,8 +198,35 @@ class _Recorder:
                 self.tensors[key] = x.detach().to("cpu").clone(memory_format=torch.contiguous_format)
 
 
+def _refuse_to_move(words: str, *args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        f"{words}, and a dump puts the calls of one row after one another. Expected: sampling or greedy decoding, as "
+        f"generate(ids, num_beams=1) without an assistant."
+    )
+
+
+def _require_new_tokens(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError where a call of the model has the tokens of the call before it again."""
+    by_call = {k.call: x for n, x in tensors.items() if (k := key_of(n)) and not k.module and _has_ids(k, x)}
+    ids = [by_call[call] for call in sorted(by_call)]
+    for before, after in pairwise(ids):
+        n = before.shape[1]
+        # rows may have moved, as in a beam search
+        if after.shape[1] > n and {*map(tuple, after[:, :n].tolist())} <= {*map(tuple, before.tolist())}:
+            raise ValueError(
+                f"A call with {after.shape[1]} tokens in a row begins with the {n} of the call before it, and a dump "
+                f"puts the calls of one row after one another. Expected: generate(ids, use_cache=True), whose calls "
+                f"have the new tokens alone; or one call with all tokens."
+            )
+
+
+def _has_ids(key: Key, x: Tensor) -> bool:
+    return key.path in ("in0", "in.input_ids") and x.dim() == 2 and not x.is_floating_point()
+
+
 def _run(model: nn.Module, batch: Any, recorder: _Recorder, undo: Undo) -> None:
     keep_random_numbers(undo)
+    undo.by(recorder.leave)
     for name, module in model.named_modules():
         undo.by(partial(setattr, module, "training", module.training))
         module.training = False
@@ -375,7 +431,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _metadata(path: Path, given: Any) -> dict[str, Any]:
-    """What a writer says of its file; nothing for a hook that says nothing."""
+    """Return the writer's own words of its file; an empty mapping for a hook that has none."""
     text = given.get(METADATA) if isinstance(given, Mapping) else None
     if text is None:
         return {}

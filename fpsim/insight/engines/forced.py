@@ -111,7 +111,7 @@ class _Visitor:
 
 
 class Judged(_Visitor):
-    """Brings the dump's numbers in before each module and in the place of its results; keeps what its code does apart.
+    """Puts the dump's numbers before each module and instead of its results; keeps where its own code differs.
 
     known: the targets of an earlier run, whose floors this run measures: the same code with sums in another order.
     targets: by module at whose door, call and path. judged: modules whose own code was compared.
@@ -177,7 +177,7 @@ def _lead(x: Tensor, rows: Tensor, tokens: tuple[int, ...]) -> Tensor:
 
 
 def apart(a: Tensor, b: Tensor, rows: Tensor | None, valid: Tensor) -> float:
-    """How far b is from a, relative to a, at rows that were recorded and are no padding; everywhere without rows."""
+    """Return |b - a| / |a| at rows that were recorded and are not padding; everywhere without rows."""
     if rows is None:
         return relative_of([a], [b], EVERYTHING)
     kept = rows & valid
@@ -227,6 +227,8 @@ class Injected(_Visitor):
             if not x.is_floating_point():
                 yield x, target.known.to(x.device, x.dtype).clone()
                 continue
+            # The difference is added, and not the dump's number put in: with other changes before this place the model
+            # has other numbers here, and the effect of those has to go on. Equal infinities, as of a mask, add nothing.
             delta = torch.nan_to_num(target.known.double() - target.own.double(), 0.0, 0.0, 0.0)
             yield x, (x.double() + delta.to(x.device)).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""What kind of difference a module's own code has: formula, rounding point, format, accumulator, state or weights."""
+"""Name how two modules' own code differs: formula, rounding point, format, accumulator, state or weights."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fpsim.formats.blocks import BlockFormat
 from fpsim.insight.engines.places import MARGIN, PRODUCTS_OF_TORCH, TINY, Place, floats_of, relative_of
 from fpsim.insight.engines.remedies import changed_policies
 from fpsim.insight.engines.sides import Pair, cloned
@@ -22,10 +23,11 @@ from fpsim.models.installed import emulated_forward, emulated_forwards
 from fpsim.models.quantize import dequantize
 from fpsim.policies.policy import Policy, describe_cached
 from fpsim.policies.products import PRODUCTS, Products
+from fpsim.tensors.spec import OwnFormat
 from fpsim.torch_internals import map_leaves
 from fpsim.torch_modes import without_torch_function
 
-__all__ = ["KINDS", "STATE", "kind_of", "policies_of"]
+__all__ = ["KINDS", "STATE", "described", "has_scales_of_tensors", "kind_of", "policies_of"]
 
 # What gives numbers that are there already, in another shape.
 _VIEWS = frozenset(
@@ -56,7 +58,7 @@ class _Steps(TorchFunctionMode):
 
 
 def first_step_apart(pair: Pair, place: Place, valid: Tensor) -> str:
-    """What the own code of a place computes where both sides part first, as words; empty where nothing is seen."""
+    """Return the first function of a place whose results differ on both sides, as words; "" where none is seen."""
     steps = []
     for side in "ab":
         mode = _Steps(lambda: pair.running == place.name)
@@ -147,7 +149,7 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 
 def _tied(pair: Pair, place: Place, changed: list[str]) -> str:
-    """Whether a weight is that of another module in one of the models alone."""
+    """Return words for a weight that one of the models alone ties to another module's."""
     shared = {}
     for side in "ab":
         mine = dict(pair.doors[side][place.name].module.named_parameters(recurse=False))
@@ -207,7 +209,7 @@ def _of_policies(pair: Pair, place: Place, valid: Tensor) -> tuple[str, str] | N
 
 
 def _stores(pair: Pair, place: Place, valid: Tensor, of_a: Policy) -> bool:
-    """Whether a's cache changes what b's own code gives: every module of a model has its policy, and few store."""
+    """Return True if a's cache changes the results of b's own code: all modules have the policy, and few store."""
     wanted = emulated_forward(pair.doors["b"][place.name].module)
     if wanted is None:
         return False
@@ -242,7 +244,7 @@ def differences(a: Policy, b: Policy) -> list[tuple[str, str]]:
         found.append((ROUNDING, f"float32 operations: {', '.join(a.float32)} in a, {', '.join(b.float32)} in b"))
     if a.fused != b.fused:
         found.append((ROUNDING, f"the module rounds once in {'a' if a.fused else 'b'} alone"))
-    for name in sorted(n for n in {**a.kernels, **b.kernels} if a.kernels.get(n) is not b.kernels.get(n)):
+    for name in sorted(n for n in {**a.kernels, **b.kernels} if a.kernels.get(n) != b.kernels.get(n)):
         found.append((ROUNDING, f"{name} has another kernel"))
     return found
 
@@ -307,7 +309,7 @@ class _Exact(TorchFunctionMode):
         return out.to(self.wide) if is_narrow and name != "__get__" else out
 
     def _widened(self, x: Any, is_float: bool) -> Any:
-        """The wide dtype in the place of another, where that holds floats or the codes of floats."""
+        """Return the wide dtype instead of another that holds floats or the codes of floats."""
         if not isinstance(x, torch.dtype):
             return x
         is_codes = is_float and x in (torch.int8, torch.uint8)
@@ -361,7 +363,7 @@ class _Codes:
         return x.to(self.wide) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     def follows(self, size: float) -> float:
-        """How alike the difference is at inputs that are a little off: a formula's stays, that of rounding does not."""
+        """Return the correlation of the differences at the inputs and near them: 1 for a formula, 0 for rounding."""
         generator = torch.Generator().manual_seed(0)
 
         def off(x: Any) -> Any:
@@ -411,3 +413,28 @@ def _of_codes(codes: _Codes, place: Place, least: float) -> tuple[str, str]:
         kind = FORMAT if far >= COARSE else ROUNDING
         return kind, f"its code rounds: {far:.2g} {where} too, which does not follow the input smoothly"
     return FORMULA, f"they differ by {far:.2g} {where} too"
+
+
+def described(model: nn.Module) -> str:
+    """Return the class of a model with its policy, or with its dtype where it has none."""
+    policies = [emulated.policy for _, emulated in emulated_forwards(model)]
+    if policies:
+        words = str(policies[0])
+        return f"{type(model).__name__}, {words if len(words) < 100 else words[:97] + '...'}"
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    return f"{type(model).__name__}, {str(dtype).removeprefix('torch.')}"
+
+
+def has_scales_of_tensors(model: nn.Module) -> bool:
+    """Return True if any operand of a product has a scale that the whole batch decides."""
+    for _, emulated in emulated_forwards(model):
+        products = None if emulated.policy is None else emulated.policy.products
+        for operand in () if products is None else products.fprop:
+            fmt = None if operand is None else operand.fmt  # type: ignore[union-attr]
+            if isinstance(fmt, OwnFormat):
+                return True
+            if not isinstance(fmt, BlockFormat):
+                continue
+            if fmt.block == "tensor" or fmt.tensor_scale is not None or fmt.tile[0] != 1:
+                return True
+    return False

@@ -1,14 +1,15 @@
-"""What two engines say of the same tokens: log-probabilities, divergences, intervals, and which experts they choose."""
+"""Compare two engines on the same tokens: log-probabilities, divergences, intervals, and which experts they choose."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpsim.checks import shown
@@ -20,10 +21,12 @@ __all__ = [
     "Likelihoods",
     "NotNumbersError",
     "Replayed",
+    "batches_of",
     "change_of",
     "compared",
     "compared_choices",
     "has_known_parts",
+    "ids_told",
     "interval",
     "likelihoods",
     "read_batch",
@@ -54,7 +57,7 @@ class Likelihoods(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """How far one engine's log-probabilities are from another's, over all places with a next token.
+    """Distances of one engine's log-probabilities from another's, over all places with a next token.
 
     With p of a (the trainer) and q of b (the rollout) of the chosen token, and r = p / q:
 
@@ -82,6 +85,18 @@ class Figures(NamedTuple):
     at_position: np.ndarray[Any, Any]
 
 
+def batches_of(batch: Any) -> list[Any]:
+    """The batches, each of which a model can be called with."""
+    if isinstance(batch, Tensor | tuple | list | Mapping):
+        return [batch]
+    if not isinstance(batch, Iterable):
+        raise TypeError(f"batch={shown(batch)}. Expected: ids, a tuple, a mapping, or an iterable of such.")
+    found = [*batch]
+    if not found:
+        raise ValueError("The iterable of batches is empty. Expected: at least one batch.")
+    return found
+
+
 def read_batch(batch: Any, tokens: Any, mask: Any) -> tuple[Tensor, Tensor]:
     """The ids of a batch and a bool mask of those that are no padding, (batch, time) each.
 
@@ -98,7 +113,12 @@ def read_batch(batch: Any, tokens: Any, mask: Any) -> tuple[Tensor, Tensor]:
             f"'input_ids', or tokens=lambda batch: ..., which returns one."
         )
     kept = mask(batch) if mask is not None else named.get("attention_mask")
-    valid = torch.ones_like(ids, dtype=torch.bool) if kept is None else torch.as_tensor(kept).bool()
+    try:
+        valid = torch.ones_like(ids, dtype=torch.bool) if kept is None else torch.as_tensor(kept).bool()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"The mask is {shown(kept)}. Expected: a tensor (batch, time), True where a token is no padding."
+        ) from None
     if valid.shape != ids.shape:
         raise ValueError(
             f"The mask has shape {tuple(valid.shape)}, and the ids {tuple(ids.shape)}. Expected: one for each token, "
@@ -112,8 +132,25 @@ def read_batch(batch: Any, tokens: Any, mask: Any) -> tuple[Tensor, Tensor]:
     return ids, valid
 
 
+@contextmanager
+def ids_told(model: nn.Module, ids: Tensor, side: str) -> Iterator[None]:
+    """Raise ValueError for an IndexError of an embedding that has no row for some of the ids."""
+    try:
+        yield
+    except IndexError as error:
+        low, high = int(ids.min()), int(ids.max())
+        # Of several embeddings that of tokens is the largest; an id below its size has not caused the error.
+        rows = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=high + 1)
+        if low >= 0 and high < rows:
+            raise
+        raise ValueError(
+            f"The ids go from {low} to {high}, and the embedding of {side} has {rows} rows. Expected: ids from 0 to "
+            f"{rows - 1}, as this model's own tokenizer gives them."
+        ) from error
+
+
 def has_known_parts(batch: Any, ids: Tensor) -> bool:
-    """Whether a batch says which of its numbers belong to which sequence.
+    """Return True if a batch says which of its numbers belong to which sequence.
 
     A cache of keys and values does not, nor does one axis that is as long as the batch and as a sequence, as positions.
     """
@@ -142,6 +179,7 @@ def likelihoods(
             f"(vocabulary,), in output.logits, as the output itself, or by logits=lambda output: ..."
         )
     both = valid[:, :-1] & valid[:, 1:]
+    # float64: KL of two engines is about 1e-12 at the floor, below what float32's logarithms of probabilities resolve.
     wide = found[:, :-1].double()
     if bool(wide[both].isnan().any()):
         raise NotNumbersError(
@@ -149,7 +187,14 @@ def likelihoods(
             f"or fpsim.diagnose says where a model becomes NaN."
         )
     logs = wide.log_softmax(-1)
-    chosen = logs.gather(-1, ids[:, 1:].unsqueeze(-1).to(logs.device)).squeeze(-1)
+    # Padding may have ids that no vocabulary has, such as -100, and counts nowhere.
+    following = ids[:, 1:].masked_fill(~both, 0)
+    if int(following.max()) >= wide.shape[-1] or int(following.min()) < 0:
+        raise ValueError(
+            f"The ids go from {int(following.min())} to {int(following.max())}, and the logits of {side} are of "
+            f"{wide.shape[-1]} tokens. Expected: ids of the vocabulary that logits=lambda output: ... leaves."
+        )
+    chosen = logs.gather(-1, following.unsqueeze(-1).to(logs.device)).squeeze(-1)
     return Likelihoods(chosen, logs[both], both, wide[both].argmax(-1))
 
 
@@ -201,7 +246,7 @@ def _exp(x: float) -> float:
 
 
 def joined(parts: list[Figures]) -> Figures:
-    """The figures of several batches together."""
+    """Return the figures of several batches together, weighted by their places."""
     if len(parts) == 1:
         return parts[0]
     weights = np.array([max(part.by_sequence[:, 1].sum(), 1) for part in parts])
@@ -232,8 +277,9 @@ def joined(parts: list[Figures]) -> Figures:
 def interval(part: np.ndarray[Any, Any], whole: np.ndarray[Any, Any], seed: int) -> tuple[float, float]:
     """The central 95 % of sum(part) / sum(whole) over sequences drawn with replacement; both are sums by sequence."""
     n = len(part)
-    if n < 2:
+    if n < 2 or bool(np.isnan(part).any()):  # NaN: of a hybrid that computes no numbers
         return math.nan, math.nan
+    # Sequences are drawn and not tokens: tokens of one sequence have errors that depend on one another.
     drawn = np.random.default_rng(seed).integers(0, n, (BOOTSTRAPS, n))
     totals = whole[drawn].sum(1)
     shares = part[drawn].sum(1) / np.where(totals == 0, np.nan, totals)

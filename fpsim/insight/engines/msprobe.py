@@ -28,7 +28,7 @@ NUMPY = {"Float": "float32", "Float16": "float16", "Half": "float16", "BFloat16"
 
 
 class Found(NamedTuple):
-    """What a dump.json has. left_out: entries that are not of the forward pass of a module, each with why."""
+    """Contents of a dump.json. left_out: entries that are not of the forward pass of a module, each with why."""
 
     entries: dict[str, Entry]
     engine: str
@@ -37,7 +37,7 @@ class Found(NamedTuple):
 
 
 def is_msprobe(path: Path) -> bool:
-    """Whether a path is a file of JSON, or a folder with msprobe's."""
+    """Return True if a path is a file of JSON, or a folder with msprobe's."""
     return path.suffix == ".json" or (path / FILE).is_file()
 
 

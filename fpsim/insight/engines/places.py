@@ -1,4 +1,4 @@
-"""Where two engines part: each module's output beside the other's, and its own code on the same inputs.
+"""Find where two engines part: each module's output beside the other's, and its own code on the same inputs.
 
 The same sums in another order are the floor below which a difference says nothing.
 """
@@ -165,6 +165,7 @@ def relative_of(a: list[Tensor], b: list[Tensor], valid: Tensor) -> float:
         x, y = x.double(), y.double()
         if x.shape[: valid.dim()] == valid.shape:
             x, y = x[valid], y[valid]
+        # Masks are -inf or the dtype's least number, of which a relative difference says nothing.
         mask = x.isfinite() & (x.abs() < 1e37)
         if bool((~y.isfinite() & mask).any()):
             return math.inf
@@ -182,6 +183,7 @@ def share_of(a: list[Tensor], b: list[Tensor], valid: Tensor) -> float:
             x, y = x[valid], y[valid]
         differ += int((x != y).sum())
         count += x.numel()
+    # One number or two of a small result may lie between two neighbours of a narrow format by chance.
     return max(differ - 2, 0) / max(count, 1)
 
 
@@ -203,7 +205,7 @@ class Place:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether it is more than another order of sums."""
+        """True if it is more than another order of sums."""
         return self.local > max(MARGIN * self.floor, TINY) and not self.is_lucky
 
 
@@ -245,7 +247,8 @@ class Local:
             local = relative_of(known, found, self._valid)
         floor, is_lucky = 0.0, False
         if 0 < local < math.inf:
-            known = quietly(door)  # apart too: what others know of this run's tensors is left behind
+            # a's own code apart too, on copies: what an emulation tracks of this run's tensors would differ.
+            known = quietly(door)
             local = relative_of(known, found, self._valid)
             mode = Permuted(lambda: self._pair.running == name)
             floor = relative_of(known, quietly(door, lambda: mode), self._valid)

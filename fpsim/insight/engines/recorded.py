@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fpsim.checks import shown
-from fpsim.insight.engines.sides import renamed
+from fpsim.checks import few, shown
+from fpsim.insight.engines.sides import is_beginning, renamed
 
 __all__ = [
     "Entry", "Recorded", "Source", "Steps", "Value", "batched_steps", "flat_steps", "inputs_of", "mapped", "outputs_of",
     "require_dump_names",
 ]  # fmt: skip
 
-# What vLLM and SGLang fuse along the last axis, and what runs in the place of the head. Applied only where the model
-# has no module of the fused name itself, as Phi-3 of transformers has.
+# Modules that vLLM and SGLang fuse along the last axis, and the one that computes their logits. Applied only where the
+# model has no module of the fused name itself, as Phi-3 of transformers has.
 FUSED: dict[str, str | tuple[str, ...]] = {
     "*.qkv_proj": ("*.q_proj", "*.k_proj", "*.v_proj"),
     "*.gate_up_proj": ("*.gate_proj", "*.up_proj"),
@@ -159,12 +159,14 @@ class Value:
     """A recorded tensor with its tokens in rows.
 
     rows: (batch * time, ...); present: which of them were recorded. raw: the tensor as it is, if it has no such rows.
+    is_short: whether a call had fewer tokens than ids, which are taken to be the last ones.
     """
 
     name: str
     rows: Tensor | None
     present: Tensor | None
     raw: Tensor | None
+    is_short: bool = False
 
     def like(self, x: Tensor, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor | None] | None:
         """The recorded numbers in the shape of a model's tensor, and the rows that they have; None if they do not fit.
@@ -188,7 +190,7 @@ class Value:
 
 
 def is_of_rows(x: Tensor, tokens: tuple[int, ...]) -> bool:
-    """Whether a model's tensor has a row for each token."""
+    """Return True if a model's tensor has a row for each token."""
     return x.shape[:2] == tokens or x.shape[:1] == (tokens[0] * tokens[1],)
 
 
@@ -205,7 +207,8 @@ def placed(name: str, calls: Sequence[tuple[Step, Tensor]], steps: Steps) -> Val
     for places, x in parts:
         rows[places] = x
         present[places] = True
-    return Value(name, rows, present, raw)
+    is_short = any(len(where) < len(step.places) for (step, _), (where, _) in zip(calls, parts, strict=True))
+    return Value(name, rows, present, raw, is_short)
 
 
 def _rows(step: Step, x: Tensor, steps: Steps) -> tuple[Tensor, Tensor] | None:
@@ -232,7 +235,7 @@ def _rows(step: Step, x: Tensor, steps: Steps) -> tuple[Tensor, Tensor] | None:
 
 
 class Source(NamedTuple):
-    """Where the tensors of a module are: a module of the dump, and which part of the last axis of its results.
+    """Home of a module's tensors: a module of the dump, and the part of the last axis of its results.
 
     before: the modules whose results come first on that axis.
     """
@@ -267,7 +270,13 @@ def mapped(
 
     modules: of the dump; known: of the model.
     """
-    there = {*known}
+    modules, there = [*modules], {*known}
+    for key in names:
+        if not any(m.endswith(key[1:]) if key.startswith("*.") else is_beginning(key, m) for m in modules):
+            raise ValueError(
+                f"names has {shown(key)}, and no module of the dump fits it. Expected: names, beginnings or endings "
+                f"('*.qkv_proj') of {few([m for m in modules if m], 3)}."
+            )
     is_known_engine = engine is not None and any(word in engine.lower() for word in ENGINES)
     found: dict[str, Source] = {}
     alone: list[str] = []
@@ -300,7 +309,7 @@ class Recorded:
     """The tensors of a dump under a model's names, with their tokens where the model has them.
 
     shapes: of the floating-point results of each of the model's modules. leaves: its modules without modules inside.
-    unlike: what cannot be compared, each with why.
+    unlike: what cannot be compared, each with why. short: tensors with fewer tokens than their calls.
     """
 
     def __init__(
@@ -311,10 +320,11 @@ class Recorded:
         self.tokens = tuple(steps.tokens.shape)
         self.valid = steps.mask.reshape(-1)
         self.unlike: dict[str, str] = {}
+        self.short: dict[str, None] = {}
         self._shapes, self._leaves = shapes, leaves
 
     def values(self, name: str, call: int) -> dict[str, Value]:
-        """What the dump has of a call of a module, by path."""
+        """Return the recorded tensors of a call of a module, by path."""
         source = self.sources.get(name)
         if source is None:
             return {}
@@ -326,13 +336,16 @@ class Recorded:
         n = len(self.steps.steps)
         for path, of in calls.items():
             count = max(of) + 1
+            # A module may run several times in a step, as a shared one does, but as often in each.
             if count % n:
                 self.unlike.setdefault(name, f"the dump has {count} calls of it in {n} steps")
                 return {}
             wanted = [(step, of.get(i * (count // n) + call)) for i, step in enumerate(self.steps.steps)]
             there = [(step, entry.read()) for step, entry in wanted if entry is not None and entry.read is not None]
             if there:
-                found[path] = placed(f"{source.module}.{path}".lstrip("."), there, self.steps)
+                value = found[path] = placed(f"{source.module}.{path}".lstrip("."), there, self.steps)
+                if value.is_short and value.rows is not None and value.rows.is_floating_point():
+                    self.short[value.name] = None
         self._require_numbers(found)
         return self._as_model(name, source, found)
 

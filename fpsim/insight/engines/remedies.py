@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from fpsim.models.installed import emulated_forwards
 from fpsim.policies.policy import ROLES, Policy
 from fpsim.policies.products import Products
 
-__all__ = ["Tried", "Truncated", "changed_policies", "fields_of", "remedies_for", "truncated"]
+__all__ = ["Tried", "Truncated", "changed_policies", "fields_of", "largest_share", "remedies_for", "truncated"]
 
 Change = Callable[[str, Policy], Policy]
 
@@ -48,6 +49,12 @@ def truncated(change: Tensor, limit: float = 2.0) -> Truncated:
     return Truncated(limit, float((weights > limit).double().sum()) / n, float(cut.mean()), effective)
 
 
+def largest_share(row: Mapping[str, Any]) -> float:
+    """Return the key that sorts the rows of places: the larger of both shares first, and last those of no number."""
+    shares = (row["put_back"], row["added"])
+    return -max((x for x in shares if x is not None and math.isfinite(x)), default=-math.inf)
+
+
 @contextmanager
 def changed_policies(model: nn.Module, change: Change) -> Iterator[bool]:
     """A model under other policies inside of the block; yields whether any module's is another one."""
@@ -70,7 +77,7 @@ def changed_policies(model: nn.Module, change: Change) -> Iterator[bool]:
 def remedies_for(
     a: nn.Module, head: str | None, routers: set[str], halving: list[str], names: Callable[[str], str]
 ) -> list[tuple[str, Change]]:
-    """What is tried, in words, with the change of each module's policy. names: a's name of a module of b."""
+    """Return the remedies to try, in words, with the change of each module's policy. names: a's name of b's module."""
     of_a = {emulated.name: emulated.policy for _, emulated in emulated_forwards(a)}
 
     def wide(chosen: Callable[[str], bool]) -> Change:
@@ -98,7 +105,7 @@ def remedies_for(
         return replace(policy, products=replace(policy.products, attention=attention))
 
     found.append(("attention as in a", attention_of_a))
-    if halving:
+    if halving not in ([], [head]):  # the head alone is tried already
         found.append((f"{', '.join(halving)} in float32", wide(lambda name: name in halving)))
     return found
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fpsim.checks import shown
+from fpsim.checks import few, shown
 from fpsim.emulation.caches import counted
 from fpsim.emulation.casts import autocast_here
 from fpsim.emulation.marks import format_of, mark_like
@@ -37,7 +37,7 @@ SIDES = ("a", "b")
 
 
 class Door:
-    """What stands in the call slot of a module.
+    """Stand-in for the call of a module.
 
     side: "a" or "b". name: of the module, as the first side calls it.
     """
@@ -74,6 +74,7 @@ class Pair:
                         f"Expected: another name for each."
                     )
                 self.doors[side][known] = Door(self, side, known, module)
+        _require_found(names, b, self.doors["a"])
         self.names = [name for name in self.doors["a"] if name in self.doors["b"]]
         self.alone = {side: [n for n in self.doors[side] if n not in self.doors[other]] for side, other in ("ab", "ba")}
         self.passes = self.resumed = 0
@@ -124,6 +125,7 @@ class Pair:
             undo.by(partial(setattr, self, "_resume", None))
             self._resume = resume
             with self._choosing(chosen, visitor), self._inside(mode):
+                # Modes and emulation are the thread's: in a new one neither side's are active before its model runs.
                 out = self._apart(lambda: called(root, _as_given(batch)))
             self.has_drawn |= not all(map(torch.equal, state, _random_state()))
             return out
@@ -137,7 +139,7 @@ class Pair:
                     buffer.copy_(value)
 
     def come(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call of a module gives: its own side's code, or the other side's."""
+        """Run a call of a module by its own side's code, or the other side's, and return its result."""
         if self._resume is not None:
             is_known, out = self._resume.look_up(door.name)
             if is_known:
@@ -165,7 +167,7 @@ class Pair:
     def crossed(self, tree: Any, before: str, after: str) -> Any:
         """Arguments or results for a side, in its own dtype, and as well known there as on the side that they leave.
 
-        What is in the dtype of one model is cast to that of the other; a mask stays a finite one.
+        Tensors in the dtype of one model are cast to that of the other; a mask stays finite.
         """
         from_dtype, to_dtype = self.dtypes[before], self.dtypes[after]
 
@@ -176,6 +178,7 @@ class Pair:
                 # without its mark, what is float32 on purpose would be rounded in mixed runs and in no other
                 return alike(x, x.detach())
             wide = x.detach()
+            # The least number of float32, as masks have it, would be -inf in float16, and -inf less -inf is NaN.
             ends = torch.finfo(to_dtype)
             if ends.max < torch.finfo(from_dtype).max:
                 wide = torch.where(wide.isinf(), wide, wide.clamp(ends.min, ends.max))
@@ -244,7 +247,7 @@ class Pair:
 
 
 class Resume:
-    """What a run need not compute again: the results of modules before the first that it changes.
+    """Cached results of the modules before the first that a run changes.
 
     kept: by name and number of the call, what each module gave in a run on the side of the modules around those.
     changed: the modules whose own code is another side's in this run.
@@ -258,7 +261,7 @@ class Resume:
         self._is_over = False
 
     def look_up(self, name: str) -> tuple[bool, Any]:
-        """Whether the result of this call of a module is known, and the result."""
+        """Return whether the result of this call of a module is known, and the result."""
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
         self._is_over |= name in self._changed
@@ -288,8 +291,27 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
     return name
 
 
+def is_beginning(prefix: str, name: str) -> bool:
+    """Return True if the parts of a module's name begin with those of another."""
+    return not prefix or name == prefix or name.startswith(f"{prefix}.")
+
+
+def _require_found(names: Mapping[str, str], b: nn.Module, of_a: Iterable[str]) -> None:
+    """Raise ValueError for a name in the mapping that no module has: a slip of the pen would compare less."""
+    both = [
+        *((key, "b", [n for n, _ in b.named_modules()]) for key in names),
+        *((v, "a", of_a) for v in names.values()),
+    ]
+    for name, side, known in both:
+        if not any(is_beginning(name, other) for other in known):
+            raise ValueError(
+                f"names has {shown(name)}, and no module of {side} begins with it. Expected: {{beginning in b: "
+                f"beginning in a}}, of {few([n for n in known if n], 3)}."
+            )
+
+
 def require_names(names: Any) -> dict[str, str]:
-    """The mapping of names. Raises TypeError for what is none."""
+    """Return the mapping of names. Raises TypeError for anything else."""
     if names is None:
         return {}
     if not isinstance(names, Mapping) or not all(isinstance(x, str) for pair in names.items() for x in pair):
