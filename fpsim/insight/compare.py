@@ -110,7 +110,7 @@ class Comparison(Rows):
 
 
 def nothing_is_left(relative: float, entering: float) -> bool:
-    """True if an operation lost its result: the error is nearly the whole of it, and less than half of that entered."""
+    """True if an operation lost its result: its relative error is near 1, that of its operands below half of it."""
     return relative >= GONE and entering < GONE / 2
 
 

@@ -349,7 +349,7 @@ class Watch:
         return self.rows().to_frame()
 
     def table(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Rows:
-        """Count the sites at which each format would do. A row for each role and format has the worst of all steps.
+        """Count the sites at which each format suffices: a row for each role and format, with the worst of all steps.
 
         do: at how many of the `sites` the format would do in every watched step. It would not if numbers are not
             finite, or if more than half of the updates would change nothing (`lost`).

@@ -189,7 +189,7 @@ class Histories:
         return history
 
     def begin_call(self) -> None:
-        """The model is called, and in no other call of it: a step begins, unless it is evaluated or runs again."""
+        """Begin a step as the model is called from outside, unless this is an evaluation or a recomputation."""
         if self._histories and torch.is_grad_enabled() and current_graph_task() < 0:
             self.begin_step()
 
@@ -206,7 +206,7 @@ class Histories:
         self._begin_step()
 
     def _tell_unasked(self) -> None:
-        """Warn of loaded histories that no product asked for in the first step since: another model has such names."""
+        """Warn of loaded histories that no product asked for in the first step since: they may be another model's."""
         self._begun += 1
         if self._begun < 2:
             return
@@ -232,14 +232,14 @@ class Histories:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on from a `state_dict`: from then on this has its histories and no others.
+        """Go on from a `state_dict`: its histories replace all present ones.
 
         Raises ValueError for other values.
         """
         self.take(loaded(state))
 
     def take(self, fresh: Histories) -> None:
-        """Have the histories of another, and no others."""
+        """Replace all histories by those of another object."""
         self._tables, self._histories, self._agreed = fresh._tables, fresh._histories, 0
         self._unasked, self._begun = {*fresh._histories}, 0
 

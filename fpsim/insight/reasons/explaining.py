@@ -316,7 +316,7 @@ def explain_gradient(operation: Operation, at: Operation, role: str, gradient: T
 
 
 def _of_infinite_slope(event: Event, readers: list[Operation], operation: Operation, numbers: Glance) -> bool:
-    """Explain a gradient by a slope that is computed from an infinity: log(0) of a sum of exponentials, or a factor."""
+    """Explain a gradient by a slope computed from an infinity: log(0) in a logsumexp, or an infinite factor."""
     if not numbers.nan:
         return False
     for child in readers:
@@ -395,7 +395,7 @@ def _is_too_small_for_overflow(operation: Operation, readers: list[Operation], n
 
 
 def _of_unknown_slope(event: Event, readers: list[Operation], operation: Operation, at: Operation) -> Event:
-    """Explain a gradient that did not overflow by the one function that reads the result, or by an unseen one."""
+    """Blame the only function that reads the result, or an unseen one, for a gradient that did not overflow."""
     known = [c for c in readers if "gradient" in c.notes]
     event.kind, event.remedy = "infinite slope", "slope"
     if len(known) == 1:

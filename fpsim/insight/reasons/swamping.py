@@ -261,7 +261,7 @@ def swamped(
 
 
 def wrong_by(error: Tensor, scale: Tensor, slack: Tensor, ends: Ends) -> float:
-    """Express an error in half ulps of the magnitudes `scale`, in the root of the mean square."""
+    """Express an error in half ulps of the magnitudes `scale`, as a root mean square over the elements."""
     exponents = torch.frexp(scale.clamp(min=max(ends.smallest, 1e-300)))[1] - 1
     half_ulp = torch.ldexp(torch.full_like(scale, ends.epsilon / 2), exponents).clamp(min=ends.smallest / 2)
     # Stochastic rounding is off by up to a whole ulp.

@@ -74,7 +74,7 @@ class Outcome:
 
 
 class Trials:
-    """A step that can be run again; see `why` for the arguments. runs: how often it was."""
+    """A step that can be run again; see `why` for the arguments. runs: how often it was run."""
 
     def __init__(
         self, model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: Any, batches: int | None
@@ -347,7 +347,7 @@ class Reference:
         self._is_known = False  # whether it was tried: a remedy need not exist
 
     def _run(self, visitor: Keeping | None = None, dtype: torch.dtype = torch.float32) -> Outcome:
-        """Run the step in more bits: its gradients as no cast has rounded them, and as large as the step's."""
+        """Run the step in more bits. Its gradients are not rounded by any cast, and have the scale of the step's."""
         policies = dict.fromkeys(self.trials.policies, Policy()) if self.trials.emulated else {}
         # A policy alone does not undo the casts to low dtypes in the model's own code.
         is_own = self.trials.emulated and dtype is torch.float32 and not self._has_low

@@ -110,7 +110,7 @@ class Updates:
         self.rows.append(row)
 
     def _stepped_with_masters(self, optimizer: Any, own: list[Tensor]) -> dict[str, Tensor]:
-        """Return the parameters after this step in more bits, of states too; {} if the optimizer cannot be copied."""
+        """Return the parameters after this step with more bits for parameters and states; {} if it cannot be copied."""
         wide = _twin(optimizer, is_wide=True)
         if wide is None or not wide.step():
             return {}
