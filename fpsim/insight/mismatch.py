@@ -427,6 +427,8 @@ def _found(
     result.alone = pair.alone
     runs = _Runs(pair, batches, readers, eps, progress)
     measured, floors, decisions = _compare_outputs(runs, result)
+    for name, side in pair.training.items():
+        result.unlike.setdefault(name, f"{side} has it in training mode, and all modules run in eval mode")
     pair.is_mixed = True
     places = _local_places(runs)
     _name_first(result, measured, floors, places)

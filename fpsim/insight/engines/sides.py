@@ -60,6 +60,7 @@ class Pair:
     names: of the modules that both have, in the order of the first one's.
     alone: names of modules that one side has alone, by side.
     dtypes: of most of each side's numbers.
+    training: modules that one side alone has in training mode inside of a model in eval mode, each with the side.
     """
 
     def __init__(self, a: nn.Module, b: nn.Module, names: Mapping[str, str], seed: int, undo: Undo) -> None:
@@ -89,12 +90,18 @@ class Pair:
         self.dtypes = {side: _dtype_of(model) for side, model in self.models.items()}
         self._buffers = [(b, b.detach().clone()) for model in self.models.values() for b in model.buffers()]
         undo.by(self._restore)
+        sides = (("a", "b"), ("b", "a"))
+        self.training = {n: side for n in self.names for side, other in sides if self._trains_alone(n, side, other)}
         for side in SIDES:
             for door in self.doors[side].values():
                 undo.by(partial(setattr, door.module, "training", door.module.training))
                 door.module.training = False
                 undo.by(partial(_close, door.module, vars(door.module).get(CALL_SLOT)))
                 vars(door.module)[CALL_SLOT] = door
+
+    def _trains_alone(self, name: str, side: str, other: str) -> bool:
+        is_eval = not (self.models["a"].training or self.models["b"].training)
+        return is_eval and self.doors[side][name].module.training and not self.doors[other][name].module.training
 
     def run(
         self,

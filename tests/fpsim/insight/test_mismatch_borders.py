@@ -66,6 +66,18 @@ def test_a_hybrid_of_two_engines_that_is_nan_is_told_as_not_finite() -> None:
     assert all(kl == kl for _, kl in found.halving) or "(KL not finite)" in str(found)
 
 
+def test_a_module_that_one_engine_alone_has_in_training_mode_is_told() -> None:
+    """All run in eval mode, in which a norm with the statistics of its batch is none."""
+    a, b = net().eval(), net().eval()
+    assert not mismatch(a, b, IDS).unlike
+    b.second.train()  # type: ignore[operator]
+    found = mismatch(a, b, IDS)
+    assert found.unlike == {"second": "b has it in training mode, and all modules run in eval mode"}
+    assert "second is not compared: b has it in training mode, and all modules run in eval mode." in str(found)
+    assert [m.training for m in (a.second, b.second)] == [False, True]  # type: ignore[union-attr]
+    assert not mismatch(net().train(), b.eval(), IDS).unlike  # a trainer may be in training mode as a whole
+
+
 # What is refused
 
 
