@@ -213,7 +213,7 @@ def _depth() -> list[Claim]:
     page = SCALING
     layers = "a scale for each layer holds the error at the format's precision at every gain."
     constants = "no constant and no dynamic scale saves the first layers"
-    bounds = "(a factor of at most 16, a product of at most 1024) undo the advantage just there"
+    bounds = "a product of all factors of at most 1024) undo the advantage of a scale for each layer at these gains"
     measured = "A scale that is measured (`current`) is as good as the predicted one"
     fits = "Where a constant fits all layers, it is as good."
     claims = []

@@ -37,7 +37,7 @@ def note_views_of_weights(scope: Scope, call: Call, out: Any, args: tuple[Any, .
 
 
 def attended_among(scope: Scope, originals: tuple[Any, ...], prepared: tuple[Any, ...]) -> dict[int, Attended]:
-    """Return the state of the prepared arguments, by id, that come from q k^T of an attention with points."""
+    """Return the states, by id, of prepared arguments that come from q k^T of an attention whose points are rounded."""
     known = scope.listeners.attended
     # Almost every call ends here: only models whose attention has points hold such tensors.
     if not known.held:
@@ -83,7 +83,7 @@ def _moved(
     found: Attended, source: Tensor, x: Tensor, function: Callable[..., Any], call: Call, args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Attended:  # fmt: skip
-    """Return the state of a result: the scores behind moved weights are moved alike; computed weights have none."""
+    """Return the state of a result. A call that moves the weights moves their scores alike; any other keeps none."""
     if found.scores is None or call.action not in (Action.MOVE, Action.CAST):
         return Attended(None, None)
 

@@ -461,7 +461,7 @@ class Emulation(Roundings, TorchFunctionMode):
         return None if base is None else format_of(base)
 
     def know_again(self, x: Tensor | None, known: str | None, call: Call) -> None:
-        """Mark `x` again in its format after a write of such numbers to a part of it."""
+        """Mark `x` again as in its format after numbers of that format were written to a part of it."""
         if x is not None and known is not None and known != WIDE:
             mark(x, known)
             if torch.is_grad_enabled() and x.requires_grad:

@@ -60,7 +60,7 @@ class Kind(Enum):
 
 
 class Number(Enum):
-    """Treatment by torch's kernels of a tensor without dimensions, or a Python number, next to one of low precision."""
+    """How torch's kernels treat a Python number or 0-dimensional tensor beside a tensor of low precision."""
 
     EXACT = "as it is"
     CAST = "in the dtype of the result"

@@ -214,7 +214,7 @@ def _argument_of(x: Tensor, given: tuple[Any, ...]) -> Tensor | None:
 
 
 def _know_memory(emulation: Emulation, x: Tensor, args: tuple[Any, ...], given: tuple[Any, ...]) -> None:
-    """Track which part of the argument's own memory a view of the argument's copy stands for, for writes to it."""
+    """Record which part of an argument's memory `x`, a view of its copy, stands for, for later writes to `x`."""
     if not is_plain(x):
         return
     for argument, copy in zip(args, given, strict=True):

@@ -1,7 +1,7 @@
 """Recurrent layers as the operations that torch hides in one call, in the order in which torch computes them.
 
-Each function takes the arguments of torch's, of a padded or of a packed sequence, after `steps`, which returns the
-numbers of the time steps. Modes that are active when it is called see every operation.
+Each function takes `steps`, which returns the indices of the time steps, and then the arguments of torch's function, in
+its form for padded or for packed sequences. Modes that are active when it is called see every operation.
 """
 
 from __future__ import annotations

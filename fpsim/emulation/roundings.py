@@ -85,7 +85,7 @@ class Roundings:
                 self._operands[x] = dict(copies)
 
     def know_values(self, x: Tensor, copies: dict[Any, Copy]) -> None:
-        """Use for `x` the rounded values of another tensor with the same numbers, which had these copies."""
+        """Use for `x` the rounded values in `copies`, those of another tensor with the same numbers."""
         if self._operands.get(x) is None:
             self._operands[x] = {key: (writes_behind(x), *copy[1:]) for key, copy in values_of(copies).items()}
 
@@ -205,7 +205,7 @@ class Roundings:
         return tuple([self.new_operand(x) if is_wide_tensor(x) else x for x in args])
 
     def _rounds_no(self, x: Tensor, backward: RoundingSpec | None) -> bool:
-        """True if the gradient stays float32, without observers: a copy would change the order of its sums."""
+        """True if the gradient stays float32, unobserved: no copy is made, as it would change the order of its sums."""
         listeners = self.scope.listeners
         is_seen = listeners.observer is not None or listeners.scaling is not None
         return (backward is None or backward.is_float32) and not is_seen and x.dtype is torch.float32
@@ -219,7 +219,7 @@ class Roundings:
         values: Tensor | None = None,
         keep_masks: bool = True,
     ) -> Tensor:
-        """Round an operand. values: of `x` rounded before, with or without a gradient: noise is drawn once a tensor."""
+        """Round an operand. values: an earlier rounding of `x`, reused if stochastic: a tensor draws noise once."""
         site, keep_masks = self.scope.site(role), keep_masks and role == "activation"
         is_now, is_drawn = is_plain(x), spec is not None and spec.rounding == "stochastic"
         if not (is_now or is_traced(x)):
@@ -282,7 +282,7 @@ class Roundings:
         keep_infinity: bool = True,
         of_tangent: RoundingSpec | None = None,
     ) -> Tensor:
-        """Round under a transform or a tracer. of_tangent: how a tangent is rounded if the numbers are already."""
+        """Round under a transform or a tracer. of_tangent: the rounding of tangents if `x` is rounded already."""
         if _is_sharded(x):
             raise NotImplementedError(
                 f"A DTensor reached {self.scope.name or 'the top level'}, as tensor parallelism makes them. Expected: "
@@ -337,7 +337,7 @@ class Roundings:
         product: ProductCall | None = None,
         is_now: bool = False,
     ) -> Tensor:
-        """Round a result. is_now: True if it is known to be plain."""
+        """Round a result. is_now: True if the caller knows that `out` is plain; False if it is to be looked up."""
         specs = self.scope.specs
         if out.dtype not in FLOATING or out.layout is not torch.strided:  # `is_roundable`, without the call
             self._require_no_numbers(out, call)
@@ -448,7 +448,7 @@ _NESTED, _MKLDNN = ("nested tensor", "x.to_padded_tensor(0.0)"), ("tensor in mkl
 
 
 def values_of(copies: dict[Any, Copy]) -> dict[Any, Copy]:
-    """Return the rounding of a tensor's numbers, independent of their graph, and of transforms that have ended."""
+    """Return the rounded copies of a tensor, detached from their graph and from transforms that have ended."""
     # The copies are in the format: a mode would check each of them again.
     with without_torch_function():
         known = ((key, state, after_transforms(rounded)) for key, (state, rounded, _) in copies.items())

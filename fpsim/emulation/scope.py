@@ -103,11 +103,11 @@ class Attended(NamedTuple):
         return self._replace(own=0 if x.is_inference() else writes_to(x))
 
     def is_still(self, x: Tensor) -> bool:
-        """True if nobody has written to the tensor since, through a view of it either."""
+        """True if nobody has written to the tensor since then, directly or through a view."""
         return x.is_inference() or self.own == writes_to(x)
 
     def moved(self, move: Callable[[Tensor], Tensor], is_turned: bool | None = None) -> Attended:
-        """Return the state of weights after `move`. is_turned: whether they are turned then; None for as before."""
+        """Return the state of weights after `move`. is_turned: its new value; None keeps the old one."""
         if self.scores is None:
             return self
         scores, keep = move(self.scores), None if self.keep is None else move(self.keep)
@@ -263,7 +263,7 @@ class Scope:
         return scope
 
     def stands_in(self, x: Tensor) -> bool:
-        """True if `x` stands in for a parameter. In each call: ask first whether `weights` has its id."""
+        """True if `x` stands in for a parameter. Hot code first looks its id up in `weights`."""
         # The id may have been that of a tensor that is gone.
         reference = self.weights.get(id(x))
         return reference is not None and reference() is x
@@ -298,7 +298,12 @@ class BackwardScope(Scope):
 
 
 def in_backward(scope: Scope, label: str, errors: Any, is_of_errors: bool) -> BackwardScope:
-    """Return `scope` in a backward pass. label: the name of the code. errors, is_of_errors: as of the scope's class."""
+    """Return `scope` in a backward pass.
+
+    label: the name of the code.
+    errors: as in `Scope`.
+    is_of_errors: whether results have the role error, and not that of an activation.
+    """
     made: BackwardScope = scope.again(scope.weights, {}, scope.is_float64, BackwardScope)
     made.has_kernels = False
     made.label, made.errors, made.is_in_step, made.is_float32 = label, errors, True, scope.is_float32

@@ -1,9 +1,9 @@
-"""The short way of a call: plain tensors whose formats are known, and nobody who watches it.
+"""The short way is the fast path of a call: its tensors are plain, their formats are known, and nothing observes it.
 
-Most calls of a model are of this kind, and a small model spent its time on questions that all of them answer alike.
-The questions about a function under a policy are asked once, and cached as its plan. A plan that does not fit the
-arguments of a call returns NotImplemented before it has done anything: the call then takes the long way through `mode`,
-which knows every case and computes the same.
+Most calls of a model are of this kind. A small model spent its time on checks whose outcome is the same in all of them.
+These checks are made once for each function under a policy, and cached as the plan of the function. A plan that does
+not fit the arguments of a call returns NotImplemented before it has done anything: the call then takes the long way
+through `mode`, which knows every case and computes the same.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _rounded(
     plan: Plan, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
     values: tuple[Any, ...], places: list[int], unknown: list[tuple[int, str | None]], integers: list[int],
 ) -> Any:  # fmt: skip
-    """Return the rounded result of operands in the format. values: of the arguments, those given by name last."""
+    """Return the rounded result of operands in the format. values: positional arguments, then those given by name."""
     call, scope, originals = plan.call, emulation.scope, values
     if unknown or integers:
         if unknown and is_float32_island(emulation.autocast_depth):

@@ -129,7 +129,7 @@ Edit = Callable[[int, Call, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Trace:
-    """Trace of the calls of `model`; while it runs a step, also of its parts, and of code outside of it: the loss.
+    """Trace of the calls of `model`, and, within `run`, of calls of its parts and of code outside, such as the loss.
 
     model: any module.
     visitor: receives each operation.
@@ -498,7 +498,7 @@ class _Outside(_Inside):
 
 
 def _of_each(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a function of lists of tensors that belong to the i-th ones."""
+    """Return the i-th element of each list among the arguments, and every other argument unchanged."""
 
     def pick(value: Any) -> Any:
         return value[i] if isinstance(value, list | tuple) and i < len(value) else value
@@ -507,7 +507,7 @@ def _of_each(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
 
 
 def _mapped(value: Any, read: Callable[[Tensor], Tensor]) -> Any:
-    """Return a value with each tensor in it as it was read."""
+    """Return a copy of a nested value in which `read` has replaced each tensor."""
     if isinstance(value, Tensor):
         return read(value)
     if type(value) in (list, tuple):
@@ -565,7 +565,7 @@ def _run(around: Around, call: Callable[..., Any], /, *args: Any, **kwargs: Any)
 
 
 def around_calls(module: nn.Module, around: Around) -> None:
-    """Wrap the calls of `module` by `around`, outside of wrappers that it has, until `not_around_calls`."""
+    """Add `around` as the outermost wrapper of the calls of `module`; `not_around_calls` removes it."""
     attributes = vars(module)
     # Repeated, since another thread may empty the slot meanwhile.
     while True:

@@ -1,8 +1,8 @@
 """Blocks on a card: the kernel for blocks that follow each other in memory, which is how most tensors are cut.
 
-The number of threads that share a block is compiled in. A thread takes 16 bytes, and nothing is divided. With one scale
-for the whole tensor the same kernel takes any number of elements. A second kernel finds the amax of a tensor, and the
-numbers that all its blocks share.
+The number of threads that share a block is compiled in. A thread takes 16 bytes, and indices are divided by constants
+alone. With one scale for the whole tensor the same kernel takes any number of elements. A second kernel finds the amax
+of a tensor, and the numbers that all its blocks share.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def amax_of_team(most, shared, thread, team):
 
 
 def leave_noise(words, thread, vector, key0, key1):
-    """Put the noise of this thread's block of noise into shared memory, each word at the place of its element.
+    """Write this thread's words of its block of noise into shared memory, each at the place of its element.
 
     Two threads have the same counter, and each leaves half of its words: see threefry.NOISE_BLOCK.
     """

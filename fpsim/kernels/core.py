@@ -246,7 +246,7 @@ def make_numbers_from(width: int, first: int = 0) -> Callable[..., Any]:
 
 @njit(forceinline=True, keeps_types=True)
 def with_ends(numbers, origin, largest, overflow, smallest):
-    """Return the numbers with the four replaced that a scale moves."""
+    """Return Numbers in which the four numbers that a scale moves are replaced."""
     return Numbers(
         numbers.ulp_shift, origin, largest, overflow, smallest,
         numbers.zero_sign, numbers.used, numbers.odd, numbers.lowest,
@@ -283,8 +283,9 @@ def make_drawn(rule: int, width: int) -> Callable[..., Any]:
 
     @njit(forceinline=True)
     def drawn(noise, used):
-        """Return two values: the random bits R, with the bits below set so that a distance that goes up carries out of
-        the word; and 1 if the least distance named here stays, else 0.
+        """Return a word with the random bits R, and 1 if a distance exactly at the border stays, else 0.
+
+        The bits below R are set so that the word and a distance that goes up add to a sum that carries out of it.
 
         In units of 2**-r, a distance goes up if it rounds to T = 2**r - R or beyond. These begin at T in A, at T - 1/2
         in B and C; in C, T - 1/2 itself is one of them where T, and so R, is even. To odd they begin above T - 1 where

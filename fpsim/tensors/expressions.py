@@ -307,7 +307,7 @@ def _round_by_cast(x: Tensor, keep_masks: bool) -> Tensor:
 
 @cache
 def _version() -> int:
-    """Return a digest of this file and of the meaning of its arguments."""
+    """Return a digest of this file and of `core`, which defines the integers that the operators take."""
     # An argument of each operator, because compilers cache programs by an operator's arguments, and not by its code.
     return zlib.crc32(Path(__file__).read_bytes() + Path(core.__file__).read_bytes())
 

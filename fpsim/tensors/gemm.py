@@ -69,7 +69,7 @@ class Summation:
 
 
 def _noise(accumulator: Accumulator, fmt: FloatFormat | None, rounding: str) -> tuple[int | None, int, str]:
-    """Return random bits, width and variant of a Plan. fmt: of a sum; None for products, which offer all bits."""
+    """Return random bits, width and variant of a Plan. fmt: that of a sum, which limits the bits; None for products."""
     if rounding != "stochastic":
         return None, 64, "A"
     bits = accumulator.random_bits if fmt is None else accumulator.random_bits_of(fmt)
@@ -241,13 +241,13 @@ def apply_accumulate_operator(a: Tensor, b: Tensor, bias: Tensor | None, accumul
 
 @constant_under_compile
 def _operator_words(accumulator: str | Accumulator | FloatFormat) -> tuple[str, bool, bool]:
-    """Return the operator's text of an accumulator, and whether it is torch's and draws noise, as constants."""
+    """Return, as constants, an accumulator's text for the operator, whether it is torch's, whether it draws noise."""
     return _words_of(as_accumulator(accumulator))
 
 
 @constant_under_compile
 def _gradient_words(accumulator: str) -> tuple[str, str]:
-    """Return the operator's texts for the gradients of a and b, where dy has neither format of an operand pair."""
+    """Return the accumulators' texts for the gradients of a and b. No format of an operand pair applies to dy."""
     return _of_gradients(accumulator)
 
 
@@ -327,7 +327,7 @@ def matmul(
 
 
 def _require_operands(a: Tensor, b: Tensor, accumulator: Accumulator) -> None:
-    """Raise ValueError for an operand smaller than its format's numbers, whose exponent would be counted too large.
+    """Raise ValueError for numbers between an operand format's subnormals: their exponents would be taken as too large.
 
     Larger numbers that are not rounded pass: they count with their own exponents.
     """

@@ -116,7 +116,7 @@ def block_cases(file: Path = FILE) -> list[BlockCase]:
 
 
 def replay(device: str, file: Path = FILE) -> Iterator[Row]:
-    """Round the inputs of each case on a device, and compare the bits: a row for each format, and format of blocks."""
+    """Round the inputs of each case on a device, and compare the bits. Yields a row for each format, of blocks too."""
     by_format: dict[str, list[Case]] = {}
     for case in cases(file):
         by_format.setdefault(case.fmt, []).append(case)
@@ -172,7 +172,7 @@ def _wrong_part(case: BlockCase, device: str) -> str:
 
 
 def _rounded(case: Case, device: str) -> Tensor:
-    """Round the numbers of a case; the streams of random numbers are as before afterwards."""
+    """Round the numbers of a case, and restore the streams of random numbers."""
 
     def rounded(undo: Undo) -> Tensor:
         if case.seed is not None:

@@ -58,8 +58,9 @@ def says(rows: Rows) -> Sentences:
     best, failed = max(single, key=single.__getitem__), sum(x < words["float32"] - 10 for x in single.values())
     ends = rows.told("scale", "value", ".1f", what="accuracy")
     yield f"""The ten layers of deep_digits in {TRAINED} need no more than one scale, if it is the right one: float32
-        reaches {ends["float32"]} %, the best of {len(single)} constants, 2^{best}, {ends[best]} %, and scales per layer
-        {ends[PER_LAYER]} %, which nobody had to find; {failed} of the constants end 10 points or more below float32."""
+        reaches {ends["float32"]} %. The best of {len(single)} constants, 2^{best}, reaches {ends[best]} %, and {failed}
+        of them end 10 points or more below float32. Scales per layer, which nobody had to find, reach
+        {ends[PER_LAYER]} %."""
 
 
 def draw(rows: Rows) -> Picture:

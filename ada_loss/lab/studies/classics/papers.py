@@ -47,7 +47,8 @@ CLASSICS = {
     "underflow": Paper(
         "Micikevicius et al. 2017, arXiv 1710.03740: fp16 gradients underflow, a constant repairs it",
         "In fp16, small gradients become zero, and some networks do not train for that reason (Multibox SSD). A loss "
-        "scaled by a constant moves all gradients up, into the range that fp16 leaves unused, and repairs it.",
+        "scaled by a constant moves all gradients up, into the part of fp16's range that they leave unused, and "
+        "repairs it.",
         "SSD on 300 x 300 pictures, whose gradients are too small for fp16 by themselves. Scales below 1 stand for "
         "that here: they make the gradients as small as those of a loss averaged over many more numbers.",
     ),

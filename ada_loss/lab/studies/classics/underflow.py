@@ -57,8 +57,8 @@ def says(rows: Rows) -> Sentences:
         repair = f"Scales from 2^{fits[0]} to 2^{fits[-1]} reach that" if fits else "No scale reaches that"
         # Scaling by powers of two only shifts the window: a loss 2^-k times smaller needs a constant 2^k times larger.
         if lost:
-            repair += f""". A loss that is 2^{-lost[-1]} times smaller does not reach it by itself, and does with a
-                constant from 2^{fits[0] - lost[-1]} to 2^{fits[-1] - lost[-1]}"""
+            repair += f""". With a loss that is 2^{-lost[-1]} times smaller, the network does not reach it without a
+                scale, but does with a constant from 2^{fits[0] - lost[-1]} to 2^{fits[-1] - lost[-1]}"""
         yield f"""{repair}. Without a scale {zero[0]:.1f} % of the gradients become zero, and the metric is {ends[0]} %:
             so small a network {"does not need" if 0 in fits else "needs"} one. If the gradients are 2^{-low} times
             smaller, {zero[low]:.0f} % of them underflow, and the metric is {ends[low]} %. With the scale 2^{high},
