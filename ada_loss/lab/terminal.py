@@ -31,7 +31,7 @@ _is_offering = [True]
 
 
 def offer(words: str) -> None:
-    """Suggest the next step in Python; the command line takes it by itself."""
+    """Suggest the next step to a caller in Python. The command line takes that step itself, and suggests nothing."""
     if _is_offering[0]:
         say(words)
 

@@ -391,7 +391,7 @@ class Engine:
         return log2_scale
 
     def _round_if_it_fits(self, site: GradientSite, gradient: Tensor, state: SiteState, log2_scale: Tensor) -> bool:
-        """Round the elements up to the ceiling in place, and return whether those were all."""
+        """Round in place the elements that do not exceed the ceiling, and return whether those were all."""
         amax = scaling.round_fitting_(gradient, site.spec, log2_scale, state.ceiling)
         if amax is None or amax > state.ceiling:
             return False

@@ -4,8 +4,8 @@ Each kernel is a function over small arrays. It runs in Python for a gradient on
 kernel of one thread for a gradient on a GPU, so that no number is copied to the host. Kernels share these arguments:
 
 log2_scale: (1,) int64, the requested scale: the one with which the gradient arrived, or that was held.
-moments, g, w: `Moments` as (10,) float64: of the gradient before it is rounded, of the rounded one (or, where it enters
-    the format, of the one before), and of the product's other operand.
+moments, g, w: `Moments` as (10,) float64. moments: of the gradient before it is rounded. g: of the rounded gradient, or
+    of the one before rounding where a gradient enters the format. w: of the product's other operand.
 limits: `Limits` as (7,) float64.
 out: (1,) int64, where the scale is written.
 chosen: (5,) float64, where the decision is written for a recorder, in the fields of `CHOSEN`.
@@ -214,7 +214,7 @@ def factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
 
 @cache
 def carried_factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
-    """Make the kernel that chooses the power of two by which a carried gradient is multiplied, in `out`.
+    """Make the kernel that writes to `out` the power of two by which a gradient that carries a scale is multiplied.
 
     The moments are those of the carried gradient, so that the formula's unit is 1, and log2_scale is the power that it
     carries. The rest is as in `factor_kernel`, except for:

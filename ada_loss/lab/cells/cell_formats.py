@@ -95,7 +95,7 @@ def rollout_words(rollout: Any, name: Callable[[Any], str]) -> str:
 
 
 def _spoken(value: Any) -> str:
-    """A value for people: a code book without a name by its digest, not by its values."""
+    """Text of a value for people. A code book without a name is given by its digest, not by its values."""
     return str(fpsim.as_format(value)) if isinstance(value, str) and "Codebook(" in value else str(value)
 
 
@@ -343,7 +343,7 @@ EXPECTED = "Expected: a function of a module on Python's path, as 'module:functi
 
 @dataclass(frozen=True)
 class ImportedOperand:
-    """A function of a tensor and an axis by its import path. No policy imports it: reading a ledger runs nothing.
+    """A function of a tensor and an axis, by its import path. It is imported when called, not when a ledger is read.
 
     A call raises ValueError for a path that leads to no function.
     """

@@ -65,7 +65,7 @@ def compare(
     metric: str | None = None,
     level: float = LEVEL,
 ) -> Comparison:
-    """See `Results.compare`. A comparison with float32 has the verdict's statement, of a test among all settings."""
+    """See `Results.compare`. A comparison with float32 has the verdict's statement, which tests all settings."""
     comparison = pairs.compare(results, a, b, metric, level)
     cells = {row["id"] for row in pairs.rows_of_side(results, a)}
     if {row["format"] for row in pairs.rows_of_side(results, b)} != {results.float32}:

@@ -339,7 +339,7 @@ def _choices(subject: _Subject, models: tuple[nn.Module, nn.Module], given: Any)
 def _worst(
     rows: Sequence[Mapping[str, Any]], role: str, noise: Mapping[str, float] | None = None
 ) -> tuple[tuple[str, float], ...]:
-    """The sites of a role with the largest errors, the largest first, without those that float32 itself misses.
+    """The sites of a role with the largest errors, the largest first, without those that are noise in float32 too.
 
     The gradient of a bias before a normalisation, for example, is zero except for rounding.
     noise: of parameters, as `_noise` gives it.
@@ -354,7 +354,7 @@ def _worst(
 
 
 def _noise(subject: _Subject, model: nn.Module, given: Any) -> dict[str, float]:
-    """The share of each parameter's gradient that float32 misses, compared with float64.
+    """The largest error of each parameter's gradient in float32 against float64, relative to its largest element.
 
     Empty for a model that runs in float32 alone, and for one that draws other random numbers in float64.
     """

@@ -132,7 +132,8 @@ def sweep(
         time_limit: the seconds that one cell may take; None for no limit.
         memory_limit: the memory beyond which a local worker is replaced: "auto" divides the machine's memory among the
             workers; otherwise a number of bytes such as "4 GiB", or 0 for no limit.
-        resources: the Dask resources that a cell requires of its worker, such as {"GPU": 1}; local workers have them.
+        resources: the Dask resources that a cell requires of its worker, such as {"GPU": 1}; local workers are started
+            with them.
         engine_timeout: the seconds to wait for a scheduler, and for its first worker.
         retry_failed: whether cells that failed run again.
         keep_states: whether the folder keeps the training states at which formats change, so that cells added later
@@ -142,11 +143,13 @@ def sweep(
         out: the folder that keeps everything.
         track: the trackers that log the cells while they train: "tensorboard", "mlflow" and "wandb", which write to the
             folder, or tracker objects.
-        minimize, maximize: the metrics for which smaller, or larger, is better, where their names do not tell; stored
-            in `out`. They override `Task.goal`.
-        why: whether to explain failures: the workers train each cell that diverged, and one of each setting that falls
-            short of float32, again up to the failing step, and call `fpsim.why` there. The reason is in the column
-            "reason" of rows, and in the verdict.
+        minimize: the metrics whose smaller values are better, where their names do not tell; stored in `out`. They
+            override `Task.goal`.
+        maximize: the metrics whose larger values are better, where their names do not tell; stored in `out`. They
+            override `Task.goal`.
+        why: whether to explain failures: the workers train again each cell that diverged, and one cell of each setting
+            that falls short of float32. They stop at the failing step and call `fpsim.why` there. The reason is in the
+            column "reason" of rows, and in the verdict.
         show_progress: whether a progress bar is shown.
 
     Raises:

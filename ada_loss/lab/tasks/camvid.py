@@ -106,7 +106,7 @@ def _loss(weight: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _median_frequencies(files: list[Path]) -> Tensor:
-    """Weights of the classes: the median of the frequencies over its own (Eigen and Fergus 2015); 0 if absent.
+    """Weights of the classes: the median frequency over the class's frequency (Eigen and Fergus 2015); 0 if absent.
 
     A class's frequency is its share of the pixels of the pictures that have it.
     """

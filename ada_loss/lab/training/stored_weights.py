@@ -1,4 +1,4 @@
-"""Lost updates of a training whose weights are stored in few bits, by an `Update` or rounded after each step."""
+"""Lost updates of a training whose weights are stored in few bits: by an `Update`, or by rounding after each step."""
 
 from __future__ import annotations
 
