@@ -170,7 +170,7 @@ def _scaling() -> list[Claim]:
 
 def _few_bits() -> list[Claim]:
     cut = "`mse` with stochastic rounding is the better rule where gradients are many and alike"
-    apart = "It is no better where a few large gradients are what is learned"
+    apart = "It is no better where learning depends on a few large gradients"
     near = "To nearest, `mse` keeps what the other rules lose"
     fmt, rows = gradient("e2m1fn"), []
     for name, sentence, task, metric, band, rounding in (

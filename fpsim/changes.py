@@ -10,8 +10,8 @@ __all__ = ["BITS", "CHANGES", "changes_since"]
 # an error quotes them. Sweeps keep the version with each cell.
 CHANGES: dict[int, tuple[str, ...]] = {
     2: (
-        "gradients through an autograd Function, or a reentrant checkpoint, that gives its input back",
-        "weights and buffers that lie deeper than a child, in products under torch.compile, functional_call and "
+        "gradients through an autograd Function, or a reentrant checkpoint, that returns its input",
+        "weights and buffers of modules inside of child modules, in products under torch.compile, functional_call and "
         "func.grad",
         "an input or a weight that is used under no_grad and with a gradient, under vmap or with stochastic rounding",
         "writes in place under vmap and func.grad",
@@ -22,27 +22,30 @@ CHANGES: dict[int, tuple[str, ...]] = {
     ),
     3: ("gradients in bfloat16 tensors at a scale",),
     4: (
-        "integers beside numbers of the format",
-        "whole numbers of Python in comparisons, %, fmod, clamp and indexed writes",
-        "float32 beside the format in einsum without a sum, addr, inner and torch._foreach functions",
-        "float32 from windows, Fourier frequencies, sparse tensors, ldexp and bincount with weights",
-        "nextafter, and mse_loss that reduces nothing",
+        "integers combined with tensors of the format",
+        "Python integers in comparisons, %, fmod, clamp and indexed writes",
+        "float32 operands combined with operands of the format in addr, inner, torch._foreach functions and an einsum "
+        "that sums nothing",
+        "float32 results of windows, Fourier frequencies, sparse tensors, ldexp and bincount with weights",
+        "nextafter, and mse_loss without a reduction",
         "code of an autograd Function or a hook in the backward pass, and what such a Function saves in a compiled "
         "program with stochastic rounding",
         "gradients behind an autograd Function that returns None, which were zeros in blocks, Hadamard transforms, "
         "large tensors and under vmap",
         "checkpoints, views of weights and autograd Functions where autocast is switched off",
-        "weights, and views of them, that an autograd Function gives back, and writes to the views that one gives",
+        "weights, and views of weights, that an autograd Function returns, and writes to views that such a Function "
+        "returns",
         "weights without a format that an autograd Function saves, under torch.compile or as views",
-        "gradients of outputs that were repeated, indexed or joined with themselves last",
-        "tangents of forward mode through blocks and Hadamard transforms, which were zeros, and those that the jvp of "
-        "an autograd Function gives under torch.func",
+        "gradients of outputs whose last operation repeated them, indexed them or joined them with themselves",
+        "tangents of forward mode through blocks and Hadamard transforms, which were zeros, and tangents that the jvp "
+        "of an autograd Function returns under torch.func",
         "blocks that hold an infinity, NaN or the largest number of float32, and operands of float64 models in blocks",
         "adaptive scaling where a parameter multiplies (layer scales, norms written by hand) in rules that predict",
-        "writes to a part of x.data, and without a graph to a part of an input, a weight or a buffer, under torch.func",
-        "what inductor compiles for processors with AVX2 and without AVX-512",
-        "accumulators of tensor cores, and products of operands in a format in accumulators that align groups, where "
-        "operands are subnormal, and overflows of such groups toward zero",
+        "writes to a part of x.data, and writes without a graph to a part of an input, a weight or a buffer, under "
+        "torch.func",
+        "code that inductor compiles for processors with AVX2 but without AVX-512",
+        "products of subnormal operands in accumulators of tensor cores, or in accumulators that align groups if the "
+        "operands have a format, and overflows of such groups under rounding toward zero",
     ),
 }
 BITS = max(CHANGES)  # 1: all releases before the count began
