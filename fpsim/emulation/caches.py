@@ -71,8 +71,8 @@ def cache_use(module: nn.Module, signature: inspect.Signature | None) -> CacheUs
     if name is None:
         return None
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    # The module's code is read, since no attribute tells whether it calls `update` or hands the cache on. In some models
-    # encoder and decoder share their code, and only `is_decoder` differs: an encoder stores nothing.
+    # The module's code is read, since no attribute tells whether it calls `update` or hands the cache on. In some
+    # models encoder and decoder share their code, and only `is_decoder` differs: an encoder stores nothing.
     used = () if code is None else code.co_names
     has_layer = any(isinstance(getattr(module, layer, None), int) for layer in LAYERS)
     stores = "update" in used and has_layer and getattr(module, "is_decoder", True) is not False
