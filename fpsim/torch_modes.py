@@ -79,7 +79,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # default. torch leaves it out of copies and pickles.
 CALL_SLOT = "_compiled_call_impl"
 
-# These are C functions, bound and not wrapped: Python handles no signal inside of them. A `with` block of a mode handles
+# These are C functions, bound and not wrapped: Python handles no signal inside of them. A mode's `with` block handles
 # signals before and after each of these two.
 push_mode: Callable[[TorchFunctionMode], None] = torch._C._push_on_torch_function_stack  # type: ignore[attr-defined]
 _pop: Callable[[], TorchFunctionMode] = torch._C._pop_torch_function_stack  # type: ignore[attr-defined]
