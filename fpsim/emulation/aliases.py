@@ -94,7 +94,7 @@ class Aliases:
     def __init__(self) -> None:
         self.is_blank = True  # whether no tensor was ever known
         self._known: ByIdentity[Alias] = _NOTHING
-        self._writes: ByIdentity[int] = _NOTHING  # to a base through `.data`, which has a version counter of its own
+        self._writes: ByIdentity[int] = _NOTHING  # writes to a base by `.data`, which has its own version counter
 
     @property
     def is_empty(self) -> bool:

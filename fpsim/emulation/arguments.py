@@ -70,7 +70,7 @@ def has_lazy(types: tuple[type, ...]) -> bool:
 
 @cache
 def mask_among(types: tuple[type, ...]) -> Any:
-    """Return the class of torch.nn.attention.bias among these types, the type of an attention mask; else None."""
+    """Return the type among these that is an attention mask, of torch.nn.attention.bias; None without one."""
     # Such a mask holds no numbers to round, and a copy of it would be a plain tensor.
     return next((kind for kind in types if kind.__module__ == "torch.nn.attention.bias"), None)
 

@@ -87,7 +87,7 @@ def attended(call: ProductCall, scores: Tensor, hides_all: Tensor, dropout_p: fl
     """Return the weights of `scaled_dot_product_attention`, and their tracked state.
 
     scores: -inf for hidden keys, but not in rows where all keys are hidden.
-    hides_all: which rows these are; their weights are zeros.
+    hides_all: the rows where all keys are hidden, whose weights are zeros.
     """
     points = _points(call)
     weights = _weights(call, points, scores).masked_fill(hides_all, 0.0)

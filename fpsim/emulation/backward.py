@@ -50,7 +50,7 @@ class BackwardRounding:
             return None
         is_dense = gradient.is_contiguous() or has_no_holes(gradient)
         # Rounding in place saves an allocation. It is safe only if nobody else sees the memory: a saved tensor, another
-        # branch or the user's own gradient would change too. An observer compares with the unrounded tensor: a copy.
+        # branch or the user's own gradient would change too. An observer needs the unrounded tensor as well: a copy.
         if observer is None and is_dense and is_held_by_autograd_alone(gradient, object()):
             round_memory_(gradient, spec)
             mark(gradient, spec.text)
@@ -126,7 +126,7 @@ class ScaledBackwardRounding(BackwardRounding):
         self.scale = scale
 
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
-        """Do as `BackwardRounding` does, at the scale."""
+        """Round as `BackwardRounding` does, but at the scale."""
         if gradient is None or gradient.is_sparse or is_legacy_batched(gradient) or not is_plain(gradient):
             return self._unusual(gradient)
         if torch.is_grad_enabled():

@@ -80,7 +80,7 @@ def cache_use(module: nn.Module, signature: inspect.Signature | None) -> CacheUs
 
 
 class _Counted(threading.local):
-    updates = 0  # of caches, in which this thread has rounded something
+    updates = 0  # the number of updates in which this thread has rounded something
 
 
 counted = _Counted()

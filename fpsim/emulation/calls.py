@@ -127,7 +127,7 @@ REFUSE = {
     "_native_multi_head_attention": "call nn.MultiheadAttention with a gradient or in training mode",
     **dict.fromkeys(("quantized_lstm", "quantized_gru"), "quantise the float32 module instead"),
 }
-# Arguments that are statistics or masks, not operands: (positions, names). By function, or by name.
+# Arguments that are statistics or masks, not operands: (positions, names), by the function or by its name.
 _STATISTICS = ("running_mean", "running_var")
 _OPERATORS = """
     batch_norm instance_norm native_batch_norm cudnn_batch_norm
@@ -158,8 +158,8 @@ CHOOSE_INSIDE = ("linalg_matrix_norm", "matrix_norm", "linalg_norm", "norm", "li
 LOOK_UPS = ("embedding",)
 # Functions that move each of several tensors, which keep their dtypes.
 EACH = frozenset("broadcast_tensors meshgrid atleast_1d atleast_2d atleast_3d".split())
-# Functions whose result has the dtype of their first argument. Of the others they take the shape,
-# or numbers to copy.
+# Functions whose result has the dtype of their first argument. Of the other arguments they take the shape, or numbers
+# to copy.
 SHAPE_OF_OTHERS = ("view_as", "expand_as", "reshape_as")
 STORED_AS_FIRST = ("huber_loss", "soft_margin_loss")  # computed with all, and stored in the dtype of the first one
 COPIES_INTO_FIRST = ("diagonal_scatter", "select_scatter", "slice_scatter", "as_strided_scatter")
@@ -246,7 +246,7 @@ class Call:
     is_view: whether its result may lie in the memory of its first argument.
     is_comparison: whether it compares numbers.
     is_squared_difference: whether it is `mse_loss`, which is two operations if it does not reduce.
-    is_special: whether it is not one operation on numbers: one test for several rare treatments.
+    is_special: whether it is not one operation on numbers, and needs one of several rare treatments.
     converts: whether it makes a tensor, or decides a tensor's dtype.
     may_multiply: whether there are arguments with which it sums no products.
     narrows: whether its operands are brought into the format although they are float32 on purpose.

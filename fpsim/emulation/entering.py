@@ -53,7 +53,7 @@ def watch_threads() -> None:
 
     Modules of a quantised model enter their own emulation in the thread that calls them.
     """
-    # Threads get a warning instead of emulation: sites are counted in the order of calls, which two threads lack.
+    # Threads get a warning instead of emulation: sites are counted in the order of calls, which threads do not have.
     start = threading.Thread.start
     # Threads of pools outlive the call that starts them: there each piece of work is watched, and not the thread.
     of_pools = {pool.__module__ for pool in _POOLS}

@@ -102,7 +102,7 @@ class Emulation(Roundings, TorchFunctionMode):
         self.names: set[torch.dtype] = set()  # those that `x.dtype` has returned
         self.autocast_depth = autocast_depth()
         self.step: Step | None = None  # of an optimizer that runs inside
-        self.is_in_kernel = False  # of the policy, whose operations are torch's own
+        self.is_in_kernel = False  # whether a kernel of the policy runs: its operations are torch's own
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -169,7 +169,7 @@ def _given(emulation: Emulation, x: Any) -> Any:
             mark_like(copy, known)
     if copy is not x and (is_view_of_weight(x) or emulation.scope.stands_in(x)):
         mark_as_view_of_weight(copy)
-        # Names with an underscore are left out: they are torch's and ours, as that which makes a stand-in a parameter.
+        # Names with an underscore are left out: they are torch's or ours. One of them makes a stand-in a parameter.
         for name, value in vars(x).items():
             if not name.startswith("_"):
                 vars(copy).setdefault(name, value)

@@ -337,7 +337,7 @@ def _convolution(
 
 
 def _padded(x: Tensor, kernel: Sequence[int], padding: str, dilation: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """Return the input and the padding of both sides. If the total of "same" is odd, the input's end gets one."""
+    """Return the input and the padding of both sides. An odd total of "same" adds one at the input's end."""
     if padding == "valid":
         return x, [0] * len(kernel)
     totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]

@@ -118,7 +118,7 @@ class ProductCall:
         form: the form of the product.
         x, w, bias: its operands, as the form takes them.
         operands, operation, part: the operands, the operation and the name of this product, if the call has several.
-        specs, make: for a product of an attention, the specs of its operands, and the class instead of `Product`.
+        specs, make: for a product of an attention, the specs of its operands, and the class that replaces `Product`.
         """
         scope = self.scope
         assert scope.products is not None
@@ -275,7 +275,7 @@ class Product:
 
     @property
     def takes_used(self) -> tuple[bool, bool]:
-        """Whether dw is computed from the x that the forward product used, and whether dx is from the w."""
+        """Whether dw is computed from the x that the forward product used, and whether dx is from the w it used."""
         return _is_of_fprop(self.specs.wgrad[1]), _is_of_fprop(self.specs.dgrad[1])
 
     def backward(
@@ -283,7 +283,7 @@ class Product:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return dx if w is given, dw if x is, and the gradient of the bias.
 
-        has_used: whether the operands of which `takes_used` is True are those of the forward product; else they are
+        has_used: whether the operands for which `takes_used` is True are those of the forward product; else they are
             computed again.
         """
         form, data, weight = self.form, None, None
@@ -366,7 +366,7 @@ class Product:
         return nullcontext()
 
     def log2_scales(self, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return log2 of the scales of dy for both gradients. A shared one is asked for once; else dgrad's is first."""
+        """Return log2 of dy's scales for both gradients. A shared scale is asked for once; else dgrad's comes first."""
         dgrad, wgrad = self.scales.get("dgrad"), self.scales.get("wgrad")
         if dgrad is None or wgrad is None:
             return None, None

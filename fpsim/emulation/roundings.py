@@ -56,7 +56,7 @@ class Roundings:
     """Roundings of one forward pass, with the copies of tensors that were rounded already.
 
     scope: the present position of the pass.
-    aliases: of parameters and buffers.
+    aliases: the aliases of parameters and buffers.
     has_names: whether torch's name of the format stands for it.
     has_wide: whether any tensor may be float32 on purpose; until then the search for them is skipped.
     """
@@ -78,7 +78,7 @@ class Roundings:
 
     def take_over(self, operands: dict[Any, dict[Any, Copy]]) -> None:
         """Use the copies that another pass has made."""
-        # A tensor that comes in may be float32 on purpose: from here on they are searched for.
+        # A tensor that comes in may be float32 on purpose: from here on such tensors are searched for.
         self.has_wide = True
         for reference, copies in operands.items():
             if (x := reference()) is not None:

@@ -178,7 +178,7 @@ class Scope:
     name: as in model.named_modules().
     specs: the roundings by role.
     float32: operations whose results are not rounded.
-    listeners: those of the model.
+    listeners: the listeners of the model.
     weights: the tensors that stand in for parameters, of this model and of models around it.
     wide: collects the operations whose results were float32 on purpose, in the order of their calls.
     products: how operands of products are quantised; None if they are not.
@@ -187,8 +187,8 @@ class Scope:
     activation: the mark of a tensor in the activations' format; None if they have none.
     weight: the mark of a weight's rounded copy; empty if weights are not rounded.
     plans: treatment of each function that was called, shared by all calls of the module.
-    rounds_nothing: whether every role is that of float32, and no operand is quantised.
-    is_float32: whether every role is that of float32, in a model that is not of float64: its float64 is left alone.
+    rounds_nothing: whether every role has float32, and no operand is quantised.
+    is_float32: whether every role has float32, in a model that is not of float64: float64 tensors are left alone.
     is_float64: whether the model's own parameters are float64: their dtype then does not tell float32 on purpose.
     write: function that is given a parameter and a function that writes to it, and runs the latter; None if parameters
         take any number.
