@@ -38,14 +38,14 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"  # as transformers and vLLM
 def export(model: nn.Module, folder: str | os.PathLike[str], *, weights_only: bool = False) -> Rows:
     """Write the weights of a quantised model as a packed checkpoint, which compressed-tensors' loader reads.
 
-    The folder gets `model.safetensors` and `config.json`, with the model's own configuration where it is one of
-    transformers, and a `quantization_config`; it is written completely or not at all. The packed weights are those of
-    `nn.Linear` in NVFP4, MXFP4, MXFP6 (e2m3), MXFP8 (e4m3) and FP8 (e4m3fn as it is; per tensor, row, tile, or number
-    of elements): codes and scales are those of `encode`. Everything else is stored in its own dtype, as the module uses
-    it.
+    The folder gets `model.safetensors` and `config.json`, which holds a `quantization_config` and, for a model of
+    transformers, the model's own configuration. The folder is written completely or not at all. The packed weights are
+    those of `nn.Linear` in NVFP4, MXFP4, MXFP6 (e2m3), MXFP8 (e4m3) and FP8 (e4m3fn without scales, or with a scale per
+    tensor, row, tile, or number of elements): codes and scales are those of `encode`. Everything else is stored in its
+    own dtype, as the module uses it.
 
     The formats of the backward pass do not matter to a checkpoint. Formats of the forward pass other than the weights'
-    cannot be stored in one: they are refused, or left out by `weights_only=True`.
+    cannot be stored in a checkpoint: they are refused, or left out by `weights_only=True`.
 
     Args:
         model: from `quantize`.
@@ -54,8 +54,8 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, weights_only: bo
 
     Returns:
         A row for each packed weight: its format, its bytes and those of float32; `differs`, how many of its numbers
-        differ between the loader's arithmetic and the emulation; and the largest relative difference. In a model of
-        float32 NVFP4 alone differs, as the loader rounds its numbers to bfloat16.
+        differ between the loader's arithmetic and the emulation; and the largest relative difference. In a
+        float32 model only NVFP4 differs, because the loader rounds its numbers to bfloat16.
 
     Raises:
         ValueError: for a model that is not quantised, and for features without a place in a checkpoint: stochastic

@@ -302,7 +302,8 @@ def _is_of_program(x: Tensor) -> bool:
 def compile_as_one(function: Callable[..., Any]) -> None:
     """Let torch.compile take calls of `function` into its program as they are, and run them to trace their effect.
 
-    Does what torch._dynamo.nonstrict_trace does, without an import of it, which takes a second. Called during a trace.
+    This does what torch._dynamo.nonstrict_trace does, without its import, which takes a second. Call it while Dynamo
+    traces.
     """
     rules = sys.modules["torch._dynamo.trace_rules"]
     for known in (rules._allowed_callable_ids, rules._nonstrict_trace_callable_ids):
@@ -366,7 +367,7 @@ def constant_under_compile(function: Function) -> Function:
 
 
 def apart_from_compiler(function: Function) -> Function:
-    """Let torch.compile never trace calls of `function`, nor calls inside it."""
+    """Keep torch.compile from tracing calls of `function`, and calls inside it."""
     # Like torch.compiler.disable, whose import of torch._dynamo would be most of the time in which fpsim is imported.
     # Nothing is traced before something else has imported it.
     disabled: Any = None

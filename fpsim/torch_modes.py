@@ -237,7 +237,7 @@ def watch_bodies() -> None:
 
 
 class _UnlessWatched:
-    """Switch of torch's against compiling functions first: on if a mode wants to see them."""
+    """torch's switch against compiling functions first. It is on if a mode wants to see the functions."""
 
     def __init__(self, known: Any) -> None:
         self.known = known
@@ -270,7 +270,7 @@ class PlainFunction(torch.autograd.Function, _Unwatched):
 def watch_functions(run: Callable[[Callable[..., Any], type, tuple[Any, ...], dict[str, Any]], Any]) -> None:
     """Patch torch to call `run(apply, cls, args, kwargs)` when the autograd Function `cls` is applied.
 
-    apply: torch's own function, of the class and of the arguments.
+    apply: torch's own function, which takes the class and the arguments.
     """
     # Patched below `cls.apply`, which code keeps under names of its own, perhaps since before this patch.
     home: Any = torch.autograd.function
@@ -502,7 +502,7 @@ def unhook_steps(optimizer: Optimizer | None, before: Callable[..., Any], after:
 class _Guard:
     """Wrapper of the steps of an optimizer.
 
-    before: the attribute that replaced its method before; None for the method itself.
+    before: the attribute that replaced the optimizer's method before; None for the method itself.
     step: the attribute that replaces it now.
     is_on: whether errors are reported.
     """
@@ -514,8 +514,8 @@ class _Guard:
 
 def guard_step(optimizer: Optimizer, on_error: Callable[[], object]) -> None:
     """Call a function if a step of this optimizer raises: hooks after the step do not run then."""
-    # It replaces the method, as torch's schedules do, and does not keep the optimizer alive. Schedules take `__func__`
-    # of the method that they find, so it has one.
+    # The guard replaces the method, as torch's schedules do, and does not keep the optimizer alive. Schedules take
+    # `__func__` of the method that they find, so the guard has one.
     guard = _Guard(vars(optimizer).get("step"))
     reference = weakref.ref(optimizer)
 

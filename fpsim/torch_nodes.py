@@ -206,7 +206,7 @@ def convolution_of(node: Any) -> tuple[int, bool]:
 def sum_sent_by_convolution(node: Any, shape: tuple[int, ...]) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function that computes the gradient that a ConvolutionBackward0 would send to its input.
 
-    shape: of the input. The function takes the gradient that arrives, and the weight.
+    shape: the shape of the input. The function takes the gradient that arrives, and the weight.
     """
     # Only the settings are kept: the node would keep its saved tensors alive.
     settings = node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed

@@ -56,7 +56,7 @@ def undone(function: Callable[[Undo], Result]) -> Result:
 #
 # Python handles a signal at the first instruction of an `__exit__` too, before any of its lines, and the object lives
 # on with the traceback, which a notebook keeps. But only the `with` statement holds the function to call at its end,
-# and drops it after any exception: when it is collected, the block is left, if it has not been.
+# and drops this function after any exception. When the function is collected, the block is left, if it was not before.
 
 
 class Exit:

@@ -233,7 +233,7 @@ def announced(name: str) -> Iterator[None]:
     if _is_said or _is_one_of_many():
         yield
         return
-    # A second thread prints it while this one compiles: Numba is Python, and LLVM is called without the GIL.
+    # A second thread prints the line while this one compiles: Numba is Python, and LLVM is called without the GIL.
     timer = Timer(max(0.0, AFTER - _waited), _say, (name,))
     timer.daemon = True
     begin = time.monotonic()
