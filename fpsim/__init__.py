@@ -3,7 +3,7 @@
 from inspect import currentframe as _currentframe
 from typing import TYPE_CHECKING
 
-# First: it reads the sources of compiled code, which the next lines import. Later the files may be other ones.
+# This import is first: it reads the sources of compiled code, before the next lines import them. They may change later.
 from fpsim.compiling import sources as _sources  # noqa: F401
 
 # isort: split

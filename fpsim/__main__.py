@@ -38,7 +38,7 @@ _NAMES: dict[str, tuple[Callable[[Any], bool], str]] = {
 def main(arguments: list[str] | None = None) -> int:
     """Run a command, and return its exit status: 1 if a comparison differs, or a cause was found; 0 otherwise.
 
-    As of diff and grep, 2 is that of trouble: wrong arguments, and code that raises.
+    As with diff and grep, a status of 2 means trouble: wrong arguments, or code that raises.
     """
     parser = argparse.ArgumentParser(prog="python -m fpsim", description=__doc__)
     words = f"fpsim {version(DISTRIBUTION)}, torch {torch.__version__}, numbers of version {BITS}"
@@ -106,7 +106,7 @@ def _mismatch(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> in
     try:
         found = mismatch(*made, attribution=chosen.attribution, progress=progress)
     except (FileNotFoundError, ValueError) as error:
-        # Without a dump the error is that of the user's own code, whose traceback says where.
+        # Without a dump, the error comes from the user's own code, and its traceback says where.
         if not any(is_dump):
             raise
         parser.error(str(error))
@@ -143,7 +143,7 @@ def _why(parser: argparse.ArgumentParser, script: str) -> int:
 
 
 def _given(script: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Collect the names that a script defines for `why`; report names that it uses for something else."""
+    """Collect the names that a script defines for `why`; report such names that it uses for something else."""
     given: dict[str, Any] = {}
     for name, (is_meant, words) in _NAMES.items():
         if name in names and is_meant(names[name]):
@@ -199,7 +199,7 @@ def _status() -> int:
         return main()
     except Exception:
         traceback.print_exc()
-        return 2  # Python's own is 1, which a script would take for a difference
+        return 2  # Python's own status is 1, which a script would take for a difference
 
 
 if __name__ == "__main__":

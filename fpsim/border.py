@@ -108,7 +108,7 @@ def require_optimizer(optimizer: Any) -> None:
     Traceback (most recent call last):
     TypeError: optimizer is 'sgd', of type str. Expected: a torch.optim.Optimizer.
     """
-    # By an attribute too, since not every wrapper is a subclass.
+    # An attribute is asked for too, since not every wrapper is a subclass.
     if not isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "param_groups"):
         kind = type(optimizer).__name__
         raise TypeError(f"optimizer is {shown(optimizer)}, of type {kind}. Expected: a torch.optim.Optimizer.")

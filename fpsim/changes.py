@@ -52,7 +52,7 @@ BITS = max(CHANGES)  # 1: all releases before the count began
 
 
 def changes_since(bits: int) -> str:
-    """Describe the features whose numbers differ from those of a version; "" without differences.
+    """Describe the features whose numbers differ from those of a version; "" if there are none.
 
     Args:
         bits: the version, from 1.

@@ -45,7 +45,7 @@ DISTRIBUTION = "ada-loss"  # the name on the package index, where `fpsim` is ano
 def pip_install(extra: str, *others: str) -> str:
     """Return the command that installs an extra of this library, for an error; `others` are equally good extras.
 
-    It names the checkout or the file that the library was installed from, and the package where it came from an index:
+    It names the checkout or the file that the library was installed from, or the package if that came from an index:
     "pip install -e '/home/me/ada-loss[lab]'", "pip install 'ada-loss[lab]'".
     """
     form = _installed_from()
@@ -125,7 +125,7 @@ def few(names: Sequence[str], most: int = 5) -> str:
 def did_you_mean(
     word: object, known: Iterable[str], most: int = 1, others: Mapping[str, Sequence[str]] | None = None
 ) -> str:
-    """Return a hint with the nearest known word, to follow the sentence with the given one; "" without a near one.
+    """Return a hint with the nearest known word, to follow the sentence with the given word; "" if no word is near.
 
     others: words of other libraries, in lower case with underscores, and the known words for each.
 
@@ -154,7 +154,7 @@ def refuse(
     Args:
         what: the first sentence, without its full stop.
         expected: what would be valid, in words; or the known words, of which the nearest is named.
-        do: sentences behind them, such as a remedy.
+        do: sentences that follow, such as a remedy.
         word: the word that is not one of the known ones.
         others: as in `did_you_mean`.
 
@@ -191,7 +191,7 @@ def is_finite_number(value: object) -> bool:
     >>> is_finite_number(10**400), is_finite_number(float("nan")), is_finite_number(True)
     (True, False, False)
     """
-    # Without `math.isfinite`, which raises OverflowError for an int beyond the largest float.
+    # `math.isfinite` alone would not do: it raises OverflowError for an int beyond the largest float.
     return is_number(value) and (isinstance(value, Integral) or math.isfinite(value))  # type: ignore[arg-type]
 
 
@@ -281,7 +281,7 @@ def require_callable(name: str, value: object, example: str) -> None:
     Traceback (most recent call last):
     TypeError: step is 3, which cannot be called. Expected: a function, such as lambda: loss(model(x)).backward().
     """
-    # A class of torch.nn can be called, but makes a module instead of running one. Without an import of torch.
+    # A class of torch.nn can be called, but makes a module instead of running one. torch is not imported for this.
     if isinstance(value, type) and hasattr(value, "named_parameters"):
         raise TypeError(f"{name} is {shown(value)}, a class. Expected: a function, or a module: {value.__name__}().")
     if not callable(value):
@@ -332,7 +332,7 @@ def required_arguments(function: Callable[..., object]) -> int:
 def known_arguments(elsewhere: Callable[[str], str] | None = None) -> Callable[[Called], Called]:
     """Decorate a function, or a class: the error for an unknown keyword argument names the nearest known one.
 
-    elsewhere: returns for a name the sentence that says where it belongs instead, or "".
+    elsewhere: function that returns, for a name, a sentence that says where it belongs instead, or "".
 
     >>> @known_arguments()
     ... def paint(colour, *, thick=False):

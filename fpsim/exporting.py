@@ -38,14 +38,14 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"  # as transformers and vLLM
 def export(model: nn.Module, folder: str | os.PathLike[str], *, weights_only: bool = False) -> Rows:
     """Write the weights of a quantised model as a packed checkpoint, which compressed-tensors' loader reads.
 
-    The folder gets `model.safetensors` and `config.json`, with the model's own configuration where it is one of
-    transformers, and a `quantization_config`; it is written completely or not at all. The packed weights are those of
-    `nn.Linear` in NVFP4, MXFP4, MXFP6 (e2m3), MXFP8 (e4m3) and FP8 (e4m3fn as it is; per tensor, row, tile, or number
-    of elements): codes and scales are those of `encode`. Everything else is stored in its own dtype, as the module uses
-    it.
+    The folder gets `model.safetensors` and `config.json`, which holds a `quantization_config` and, for a model of
+    transformers, the model's own configuration. The folder is written completely or not at all. The packed weights are
+    those of `nn.Linear` in NVFP4, MXFP4, MXFP6 (e2m3), MXFP8 (e4m3) and FP8 (e4m3fn without scales, or with a scale per
+    tensor, row, tile, or number of elements): codes and scales are those of `encode`. Everything else is stored in its
+    own dtype, as the module uses it.
 
     The formats of the backward pass do not matter to a checkpoint. Formats of the forward pass other than the weights'
-    cannot be stored in one: they are refused, or left out by `weights_only=True`.
+    cannot be stored in a checkpoint: they are refused, or left out by `weights_only=True`.
 
     Args:
         model: from `quantize`.
@@ -54,8 +54,8 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, weights_only: bo
 
     Returns:
         A row for each packed weight: its format, its bytes and those of float32; `differs`, how many of its numbers
-        differ between the loader's arithmetic and the emulation; and the largest relative difference. In a model of
-        float32 NVFP4 alone differs, as the loader rounds its numbers to bfloat16.
+        differ between the loader's arithmetic and the emulation; and the largest relative difference. In a
+        float32 model only NVFP4 differs, because the loader rounds its numbers to bfloat16.
 
     Raises:
         ValueError: for a model that is not quantised, and for features without a place in a checkpoint: stochastic
@@ -92,7 +92,7 @@ class _Weight(NamedTuple):
 
 
 class _Found:
-    """Written parts of a model: its tensors, which of them are packed, and a row for each of these."""
+    """The parts of a model that are written: its tensors, which of them are packed, and a row for each packed one."""
 
     def __init__(self, model: nn.Module, weights_only: bool) -> None:
         forwards = {id(module): forward for module, forward in emulated_forwards(model)}
@@ -105,7 +105,7 @@ class _Found:
         self._names = _names_by_parameter(model)
         if not weights_only:
             _require_weights_alone(model, forwards)
-        # Shared modules under each of their names, as `state_dict` has them and a loader looks for them.
+        # Shared modules are taken under each of their names, where `state_dict` has them and a loader looks for them.
         for name, module in model.named_modules(remove_duplicate=False):
             self._take(name, module, forwards.get(id(module)))
         if not self.packed:
@@ -170,7 +170,7 @@ def _row(name: str, spec: Spec, found: Packed, dtype: torch.dtype) -> dict[str, 
 
 def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's own parameters and persistent buffers by name. Raises ValueError for extra state."""
-    # By `state_dict`, which leaves out buffers that are not persistent, and which modules override.
+    # They come from `state_dict`, which leaves out buffers that are not persistent, and which modules override.
     own = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
     for key, x in module.state_dict(keep_vars=True).items():
         if key in own:
@@ -183,7 +183,7 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _own(x: Tensor) -> Tensor:
     """Return a copy on the CPU."""
-    # Always a copy: safetensors refuses tensors that share memory.
+    # This is always a copy: safetensors refuses tensors that share memory.
     return x.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
@@ -278,11 +278,11 @@ def _config(model: nn.Module, found: _Found) -> dict[str, Any]:
         content = json.loads(own.to_json_string())  # type: ignore[union-attr]
         dtype = next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
         content |= {"architectures": [type(model).__name__], "dtype": str(dtype).removeprefix("torch.")}
-    # Keyed by their text, because a layout holds a dictionary.
+    # Layouts are keyed by their text, because a layout holds a dictionary.
     layouts: dict[str, tuple[Layout, list[str]]] = {}
     for weight in found.packed:
         layouts.setdefault(json.dumps(weight.layout), (weight.layout, []))[1].append(weight.module)
-    # A single layout names the class, as other tools write it; of several, each names its modules.
+    # A single layout names the class, as other tools write it; if there are several, each names its modules.
     groups = {
         f"group_{i}": {
             "targets": ["Linear"] if len(layouts) == 1 else names,
@@ -340,10 +340,10 @@ def _write(target: Path, save_file: Any, tensors: dict[str, Tensor], config: dic
         text = json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + "\n"
         (beside / CONFIG).write_text(text, encoding="utf-8")
         for path in (beside / WEIGHTS, beside / CONFIG):
-            # Or a crash of the machine could leave the new name on an empty file.
+            # Without this, a crash of the machine could leave the new name on an empty file.
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
-        # It is empty, and not every system renames onto a folder.
+        # The target is an empty folder, and not every system renames onto a folder.
         if target.exists():
             target.rmdir()
         os.rename(beside, target)
@@ -352,7 +352,7 @@ def _write(target: Path, save_file: Any, tensors: dict[str, Tensor], config: dic
 
 
 FLOAT_QUANTIZED = "float-quantized"
-# By element, block, scale: the word of config.json, the strategy, and the type of a scale. compressed-tensors 0.20:
+# By element, block and scale: the word of config.json, the strategy, and the type of a scale. compressed-tensors 0.20:
 # config/base.py, compressors/*/base.py, quantization/quant_scheme.py.
 LAYOUTS = {
     ("e2m1fn", 16, "e4m3fn"): ("nvfp4-pack-quantized", "tensor_group", "torch.float8_e4m3fn"),
@@ -370,7 +370,7 @@ class Layout(NamedTuple):
     """Description of a weight for a loader.
 
     format: the loader's name of the packing.
-    weights: its arguments of quantisation, as JSON.
+    weights: the loader's arguments of quantisation, as JSON.
     """
 
     format: str
@@ -382,7 +382,7 @@ class Packed(NamedTuple):
 
     tensors: by their names in the module.
     emulated: the numbers that the emulated model computes with, float32.
-    loaded: those that the loader computes from the tensors, in its arithmetic and its dtype.
+    loaded: the numbers that the loader computes from the tensors, in its arithmetic and its dtype.
     """
 
     tensors: dict[str, Tensor]

@@ -1,7 +1,7 @@
 """Every private name of torch that is used, each behind a function that documents its assumed meaning.
 
 `tests/fpsim/test_torch_internals.py` checks each assumption against the installed torch. Where a wrong one would be
-silent (who else holds this gradient's memory?) it is measured at run time, with a safe fallback.
+silent (who else holds this gradient's memory?), the fact is measured at run time, with a safe fallback.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ current_stream_handle: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None
 # What torch knows of a tensor
 
 
-# Asked several times in each call of an emulated model: functions of C, without a frame of Python around them.
+# These are asked several times in each call of an emulated model: they are C functions, without a Python frame.
 
 # The number of writes to the memory of a tensor, by torch and through any of its views. Not for inference tensors.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 # The tensor that another one is a view of, as autograd sees it; None for a tensor that is not a view.
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-# Whether a tensor stands for a batch of them, as `torch.autograd.grad(is_grads_batched=True)` makes them.
+# Whether a tensor stands for a batch of tensors, as `torch.autograd.grad(is_grads_batched=True)` makes them.
 is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 # Whether two tensors lie in one storage, wherever in it.
 share_storage: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
@@ -131,8 +131,8 @@ def standing_in(
 
     Yields the stand-ins by the ids of the parameters and buffers that they replace.
 
-    tensors: by the names of `named_parameters()` and `named_buffers()`.
-    others: stand-ins for parameters of other modules.
+    tensors: the stand-ins by the names of `named_parameters()` and `named_buffers()`.
+    others: stand-ins for parameters of other modules, to be marked as parameters.
     Raises NotImplementedError if code in the block assigns another buffer to one of these names: it would be lost.
     """
     parameters = [*module.named_parameters()]
@@ -200,24 +200,24 @@ def computing_hooks(module: nn.Module) -> Iterator[ComputingHook]:
             yield ComputingHook(hook, "apply_mask", hook._tensor_name, (f"{hook._tensor_name}_orig",))
 
 
-# The caller's frame. `inspect.currentframe` is a Python function, with which reading an attribute takes twice as long.
+# The caller's frame. `inspect.currentframe` is a Python function: reading an attribute through it takes twice as long.
 own_frame: Callable[[], types.FrameType] = sys._getframe
 
-# Compared by identity: a look-up among several code objects hashes them, each time again, in 1 us.
+# These are compared by identity: a look-up among several code objects hashes them each time, which takes 1 us.
 _CALLER, _OUTER_CALLER = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
 _INNER_CALLER = next((c for c in _CALLER.co_consts if isinstance(c, types.CodeType)), None)  # with hooks
 _FUNCTIONAL_CALL = stateless._functional_call.__code__
 
 
 def called_module() -> nn.Module | None:
-    """Return the module whose call runs its replaced `forward`; None if other code called that."""
+    """Return the module whose call runs its replaced `forward`; None if other code called the forward."""
     frame = sys._getframe(2)
     code = frame.f_code
     return frame.f_locals.get("self") if code is _CALLER or code is _INNER_CALLER else None
 
 
 def is_called_functionally() -> bool:
-    """True if `torch.func.functional_call` called the module, with tensors instead of parameters; asked there."""
+    """True if `torch.func.functional_call` called the module, with tensors for parameters; asked within the call."""
     frame = sys._getframe(2)
     while (code := frame.f_code) is _CALLER or code is _INNER_CALLER or code is _OUTER_CALLER:
         if (outer := frame.f_back) is None:
@@ -243,12 +243,12 @@ _UNLIKELY = 0x5EED_0F_F9_51_4D  # a seed that nobody else takes
 def watched_seeds() -> Iterator[Callable[[], str | None]]:
     """Yield a function that names the global generator that was drawn from, or seeded, inside of the block.
 
-    To be entered while torch.compile traces, when no operation of torch draws. All generators are restored.
+    Enter it while torch.compile traces, when no operation of torch draws. All generators are restored.
     """
-    # Restored, as Dynamo does with torch's and Python's, because the forward may run again without a compiler.
+    # They are restored, as Dynamo does with torch's and Python's: the forward may run again without a compiler.
     generator, forked, set_state = torch.default_generator, [], torch.set_rng_state
 
-    # Called by fork_rng, which leaves no other trace of a seed inside of it.
+    # fork_rng calls this, and leaves no other trace of a seed inside of it.
     def noted(*args: Any, **kwargs: Any) -> Any:
         forked.append(True)
         return set_state(*args, **kwargs)
@@ -302,7 +302,8 @@ def _is_of_program(x: Tensor) -> bool:
 def compile_as_one(function: Callable[..., Any]) -> None:
     """Let torch.compile take calls of `function` into its program as they are, and run them to trace their effect.
 
-    As torch._dynamo.nonstrict_trace does, without its import, which takes a second: asked while Dynamo traces.
+    This does what torch._dynamo.nonstrict_trace does, without its import, which takes a second. Call it while Dynamo
+    traces.
     """
     rules = sys.modules["torch._dynamo.trace_rules"]
     for known in (rules._allowed_callable_ids, rules._nonstrict_trace_callable_ids):
@@ -325,9 +326,9 @@ _fused: set[Any] = set()
 def fuse_in_inductor(operator: Any, inside: Callable[..., Any]) -> None:
     """Let inductor write `inside(ops, dtype, *arguments)` where a program calls an element-wise operator.
 
-    operator: of tensors and words; the result has shape and dtype of the first tensor.
+    operator: takes tensors and words; its result has the shape and the dtype of the first tensor.
     inside: gets an element instead of each tensor.
-    Does nothing if torch.compile was not imported, or for the second time.
+    Does nothing if torch.compile was not imported, or if called again.
     """
     if operator in _fused or "torch._dynamo" not in sys.modules:
         return
@@ -359,15 +360,15 @@ def blind_to_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def constant_under_compile(function: Function) -> Function:
-    """Let torch.compile take the function's results for constants of the graph."""
-    # As torch.compiler.assume_constant_result, without its import of torch._dynamo, which takes a second.
+    """Let torch.compile treat the function's results as constants of the graph."""
+    # Like torch.compiler.assume_constant_result, but without an import of torch._dynamo, which takes a second.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def apart_from_compiler(function: Function) -> Function:
-    """Never trace calls of `function`, nor those inside it."""
-    # As torch.compiler.disable, whose import of torch._dynamo would be most of the time in which fpsim is imported.
+    """Keep torch.compile from tracing calls of `function`, and calls inside it."""
+    # Like torch.compiler.disable, whose import of torch._dynamo would be most of the time in which fpsim is imported.
     # Nothing is traced before something else has imported it.
     disabled: Any = None
 
@@ -401,7 +402,7 @@ def operation_homes() -> list[Any]:
 
 
 def written_arguments(function: Callable[..., Any]) -> tuple[frozenset[int], frozenset[str]]:
-    """Return positions and names of the arguments that an operation writes to by its schema; `out=` aside.
+    """Return positions and names of the arguments that an operation writes to by its schema, except `out`.
 
     function: an operator of torch or a custom one, or a function of torch with the name of an operator.
     """
@@ -476,10 +477,10 @@ class _Holders(NamedTuple):
 _uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 _storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
-# Counts of a gradient that autograd alone holds: one that owns its memory, and one that is a view. They differ between
-# versions of Python and torch, and with the references to a call's argument: one more under Dynamo's evaluation of
-# frames, which an error under fullgraph=True leaves on for good. So they are measured for each such number. None: the
-# counts cannot be trusted.
+# Reference counts of a gradient that autograd alone holds: if it owns its memory, and if it is a view. They differ
+# between versions of Python and torch, and are measured for each number of references to a call's argument: there is
+# one more under Dynamo's evaluation of frames, which an error under fullgraph=True leaves on for good. None: the counts
+# cannot be trusted.
 _alone: dict[int, tuple[_Holders, _Holders] | None] = {}
 _measuring = threading.Lock()
 _callback_of_frames: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
@@ -488,7 +489,7 @@ _callback_of_frames: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_fr
 def is_held_by_autograd_alone(gradient: Tensor, probe: object) -> bool:
     """True if only the autograd engine refers to the memory of this gradient, so that it may be changed in place.
 
-    Called by a tensor hook directly: a function between them holds a reference more. False if it is unknown.
+    Call it from a tensor hook directly: a function between them holds another reference. Returns False if unknown.
     probe: `object()`, written in the call: its reference count is that of any argument.
     """
     measured = _alone.get(sys.getrefcount(probe))
@@ -509,10 +510,10 @@ def is_held_by_autograd_alone(gradient: Tensor, probe: object) -> bool:
 
 
 def calibrate_holders(probe: object) -> None:
-    """Measure the references to a gradient that autograd alone holds, once; to be called outside of a backward pass.
+    """Measure the references to a gradient that autograd alone holds, once. Call it outside of a backward pass.
 
     The counts are trusted if each way to hold a gradient raises one of them: a name, an alias, a view, its storage, a
-    NumPy array, a DLPack capsule. probe: as of `is_held_by_autograd_alone`.
+    NumPy array, a DLPack capsule. probe: as in `is_held_by_autograd_alone`.
     """
     references = sys.getrefcount(probe)
     if references in _alone or current_graph_task() >= 0:
@@ -528,7 +529,7 @@ def calibrate_holders(probe: object) -> None:
             for is_view in (False, True)
             for hold in (_hold_nothing, *_WAYS_TO_HOLD)
         }
-        # Another thread has begun or ended to compile meanwhile.
+        # Another thread has begun or ended a compilation meanwhile.
         if any(in_hook != references for in_hook, _ in found.values()):
             return
         alone = found[False, _hold_nothing][1], found[True, _hold_nothing][1]
@@ -552,7 +553,7 @@ def _count_holders(is_view: bool, hold: Callable[[Tensor], Any]) -> tuple[int, _
     """Count the references to an argument, and those in the hook of a gradient while `hold(gradient)` is alive."""
     counts: list[tuple[int, _Holders]] = []
 
-    # A function as `is_held_by_autograd_alone`, which is called with the same number of references.
+    # A function like `is_held_by_autograd_alone`, called with the same number of references.
     def count(gradient: Tensor, probe: object) -> tuple[int, _Holders]:
         base = gradient._base
         own = sys.getrefcount(gradient), _uses(gradient)
@@ -589,10 +590,10 @@ def leaves_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 def keep_none(ctx: Any, inputs: Any = None, output: Any = None) -> None:
     """Pass None to a backward where no gradient arrives, as torch's own operations get, instead of zeros."""
-    # As `set_materialize_grads(False)`, which torch.compile refuses to trace.
+    # Like `set_materialize_grads(False)`, which torch.compile refuses to trace.
     ctx.materialize_grads = False
 
 
 def hooks_of_gradient(x: Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """Return the hooks on the gradient of a leaf, and those that are called once it is in `x.grad`."""
+    """Return the hooks on the gradient of a leaf, and the hooks that are called once the gradient is in `x.grad`."""
     return [*(x._backward_hooks or {}).values()], [*(x._post_accumulate_grad_hooks or {}).values()]  # type: ignore[attr-defined]

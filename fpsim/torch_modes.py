@@ -75,12 +75,12 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# An attribute of a module that is called instead of its hooks and its forward, unless it is None, as it is by
+# The attribute of a module that torch calls instead of the hooks and the forward, unless it is None, which is the
 # default. torch leaves it out of copies and pickles.
 CALL_SLOT = "_compiled_call_impl"
 
-# C functions, bound and not wrapped: Python handles no signal inside of them. A `with` block of a mode handles signals
-# before and after each of these two.
+# These are C functions, bound and not wrapped: Python handles no signal inside of them. A mode's `with` block handles
+# signals before and after each of these two.
 push_mode: Callable[[TorchFunctionMode], None] = torch._C._push_on_torch_function_stack  # type: ignore[attr-defined]
 _pop: Callable[[], TorchFunctionMode] = torch._C._pop_torch_function_stack  # type: ignore[attr-defined]
 _size: Callable[[], int] = torch._C._len_torch_function_stack
@@ -104,7 +104,7 @@ has_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active  #
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Whether a tensor is a zero that autograd made without memory.
 _is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor  # type: ignore[assignment]
-# Whether a transform shows this tensor, which then has no memory of its own; also one that has ended.
+# Whether a transform, perhaps one that has ended, shows this tensor, which then has no memory of its own.
 _is_shown: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -116,13 +116,13 @@ def is_watched() -> bool:
 
 def is_unwatched() -> bool:
     """True if no dispatch mode, transform or forward-mode differentiation is on, and no hook packs saved tensors."""
-    # `is_watched` and `hooks_of_saved_tensors` in one, for code that runs in each call. Dynamo must not trace it.
+    # `is_watched` and `hooks_of_saved_tensors` are one here, for code that runs in each call. Dynamo must not trace it.
     return not (_dispatch_modes() or has_transform() or forward_ad._current_level >= 0 or _top_hooks(False))
 
 
 def _has_mode(count: int) -> bool:
     """True if one of the modes may keep unrounded results."""
-    # Not that of a selective checkpoint, which keeps results in the memory in which they are rounded.
+    # The mode of a selective checkpoint does not: it keeps results in the memory in which they are rounded.
     kinds = (type(torch._C._get_dispatch_stack_at(i)) for i in range(count))
     return any(kind.__module__ != "torch.utils.checkpoint" for kind in kinds)
 
@@ -131,7 +131,7 @@ def is_plain(x: Tensor) -> bool:
     """True if a kernel may be called on the memory of `x` at once: it holds the values, and no mode sees the call."""
     if (type(x) is not Tensor and type(x) is not nn.Parameter) or torch.compiler.is_compiling():
         return False
-    # The three flags first, as `is_watched` is a frame of Python that almost no call needs.
+    # The three flags are asked first: `is_watched` would be a Python frame that almost no call needs.
     if (_dispatch_modes() or has_transform() or forward_ad._current_level >= 0) and is_watched():
         return False
     return not (x.is_neg() or _is_zero_tensor(x) or _is_shown(x)) and (x.is_cpu or x.is_cuda)
@@ -146,7 +146,7 @@ def layers_behind(x: Tensor) -> Iterator[Tensor]:
 
 def after_transforms(x: Tensor) -> Tensor | None:
     """Return `x` itself, or the tensor behind it if it belonged to a transform of torch.func that has ended."""
-    # None for a sample of a vmap that has ended: torch refuses each call with it.
+    # It is None for a sample of a vmap that has ended: torch refuses each call with such a tensor.
     x = torch._C._functorch.unwrap_if_dead(x)
     return x if torch._C._functorch.maybe_get_level(x) <= (torch._C._functorch.maybe_current_level() or 0) else None
 
@@ -167,7 +167,7 @@ def below_transforms() -> AbstractContextManager[None]:
 
 
 def modes() -> Iterator[TorchFunctionMode]:
-    """Yield the function modes of this thread, the outermost first; not one whose function is running."""
+    """Yield the function modes of this thread, the outermost first, without a mode whose function is running."""
     return map(_at, range(_size()))
 
 
@@ -206,7 +206,7 @@ def over_positions(function: Callable[..., Any], first: tuple[Any, ...], last: t
     from torch.nn.attention.flex_attention import _vmap_for_bhqkv
 
     def run(*args: Any) -> Any:
-        # For `table[i]` in the function, with the i of a sample.
+        # This is for `table[i]` in the function, with the i of a sample.
         with TransformGetItemToIndex():
             return _vmap_for_bhqkv(function, prefix=first, suffix=last)(*args)
 
@@ -220,11 +220,11 @@ def watch_bodies() -> None:
     from torch._higher_order_ops import utils
     from torch.nn.attention import flex_attention
 
-    # flex_attention compiles on its own, and has a switch against that.
+    # flex_attention compiles by itself, and has a switch against that.
     name = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
     setattr(flex_attention, name, _UnlessWatched(getattr(flex_attention, name)))
     compile_and_call = getattr(utils, "_hop_compile_and_call", None)
-    # A torch before 2.13 has no such function, and its error stays.
+    # A torch before 2.13 has no such function: there, its error stays.
     if compile_and_call is None:
         return
 
@@ -237,7 +237,7 @@ def watch_bodies() -> None:
 
 
 class _UnlessWatched:
-    """Switch of torch's against compiling functions first: on if a mode wants to see them."""
+    """torch's switch against compiling functions first. It is on if a mode wants to see the functions."""
 
     def __init__(self, known: Any) -> None:
         self.known = known
@@ -270,9 +270,9 @@ class PlainFunction(torch.autograd.Function, _Unwatched):
 def watch_functions(run: Callable[[Callable[..., Any], type, tuple[Any, ...], dict[str, Any]], Any]) -> None:
     """Patch torch to call `run(apply, cls, args, kwargs)` when the autograd Function `cls` is applied.
 
-    apply: torch's own function, of the class and of the arguments.
+    apply: torch's own function, which takes the class and the arguments.
     """
-    # Below `cls.apply`, because code keeps that under names of its own, perhaps since before this patch.
+    # Patched below `cls.apply`, which code keeps under names of its own, perhaps since before this patch.
     home: Any = torch.autograd.function
     under_transforms = home.custom_function_call
 
@@ -308,8 +308,8 @@ def function_like(
     """Subclass the autograd Function `cls`, under its name, so that its calls are reported.
 
     begin: called with each context before the Function gets it.
-    backward: called instead of the Function's own backward, with that, the context and the gradients.
-    of_context: comes before torch's own class among the bases of contexts.
+    backward: called instead of the Function's own backward, with that backward, the context and the gradients.
+    of_context: class that comes before torch's own one among the bases of contexts.
     """
     plain = torch.autograd.Function
     has_setup = cls.setup_context is not plain.setup_context
@@ -390,7 +390,7 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 def plain_tensors() -> AbstractContextManager[None]:
     """Return a context that makes no inference tensors, and restores the grad mode too."""
-    # A C object, which restores both at any signal.
+    # This is a C object, which restores both at any signal.
     return torch._C._InferenceMode(False)  # type: ignore[no-any-return]
 
 
@@ -399,7 +399,7 @@ def keeps_grad_mode(function: Function) -> Function:
 
     @functools.wraps(function)
     def keeping(*args: Any, **kwargs: Any) -> Any:
-        # A `with torch.no_grad()` that a signal interrupts while it ends leaves gradients off.
+        # If a signal interrupts the end of `with torch.no_grad()`, gradients stay off.
         is_enabled = torch.is_grad_enabled()
         try:
             return function(*args, **kwargs)
@@ -412,7 +412,7 @@ def keeps_grad_mode(function: Function) -> Function:
 
 def take_off(mode: TorchFunctionMode) -> None:
     """Remove a mode from the stack of this thread, wherever and however often it is there; the others stay."""
-    # Asks the stack again in each turn, so that it may be called again after an interrupt.
+    # The stack is asked again in each turn, so that this may be called again after an interrupt.
     while size := _size():
         if _at(size - 1) is mode:
             _pop()
@@ -444,13 +444,13 @@ _CALLER: CodeType = nn.Module._wrapped_call_impl.__code__
 
 
 def module_called() -> nn.Module | None:
-    """Return the module whose call runs the replacement in its slot; None if other code called that."""
+    """Return the module whose call runs the replacement in its slot; None if other code called it."""
     frame = sys._getframe(2)
     return frame.f_locals.get("self") if frame.f_code is _CALLER else None
 
 
 def hooked(x: Tensor, hook: Callable[[Tensor], Any], handles: list[Any]) -> None:
-    """Put a hook on the gradient of `x` and its handle among `handles`; both, or neither if a signal arrives."""
+    """Put a hook on the gradient of `x`, and its handle into `handles`; after a signal both are done, or neither."""
     size = len(handles)
     try:
         handles.append(x.register_hook(hook))
@@ -464,7 +464,7 @@ def hooked(x: Tensor, hook: Callable[[Tensor], Any], handles: list[Any]) -> None
 
 def hook_gradient(x: Tensor, hook: Callable[[Tensor], Any]) -> None:
     """Run `x.register_hook(hook)` for a result, without a handle to remove it by."""
-    # The handle takes two thirds of the time. The hook itself is its key, where torch has numbers.
+    # A handle would take two thirds of the time. The hook itself is its key, where torch uses numbers.
     hooks = x._backward_hooks
     if hooks is None:
         x._backward_hooks = hooks = OrderedDict()
@@ -473,7 +473,7 @@ def hook_gradient(x: Tensor, hook: Callable[[Tensor], Any]) -> None:
     hooks[hook] = hook  # type: ignore[index]
 
 
-GUARD = "fpsim_guard"  # by which a guard is found
+GUARD = "fpsim_guard"  # the attribute by which a guard is found
 
 
 # Hooks that are removed by the function itself, not by a handle: a signal may come before the handle is stored.
@@ -502,7 +502,7 @@ def unhook_steps(optimizer: Optimizer | None, before: Callable[..., Any], after:
 class _Guard:
     """Wrapper of the steps of an optimizer.
 
-    before: the attribute that replaced its method before; None for the method itself.
+    before: the attribute that replaced the optimizer's method before; None for the method itself.
     step: the attribute that replaces it now.
     is_on: whether errors are reported.
     """
@@ -514,8 +514,8 @@ class _Guard:
 
 def guard_step(optimizer: Optimizer, on_error: Callable[[], object]) -> None:
     """Call a function if a step of this optimizer raises: hooks after the step do not run then."""
-    # It replaces the method, as torch's schedules do, and does not keep the optimizer alive. Schedules take `__func__`
-    # of the method that they find, so it has one.
+    # The guard replaces the method, as torch's schedules do, and does not keep the optimizer alive. Schedules take
+    # `__func__` of the method that they find, so the guard has one.
     guard = _Guard(vars(optimizer).get("step"))
     reference = weakref.ref(optimizer)
 
@@ -581,7 +581,7 @@ class Place(NamedTuple):
 
 
 def place_of(x: Tensor) -> Place | None:
-    """Return the place of this rank's part of a sharded tensor (a DTensor); None for a whole one."""
+    """Return the place of this rank's part of a sharded tensor (a DTensor); None for a whole tensor."""
     mesh, placements = getattr(x, "device_mesh", None), getattr(x, "placements", None)
     if mesh is None or placements is None or all(p.is_replicate() for p in placements):
         return None

@@ -78,9 +78,9 @@ def slot_shapes(node: Any) -> list[tuple[int, ...]]:
 
 
 def key_of(node: Any) -> tuple[str, int]:
-    """Return a key that is the same for a node whenever it is called. Not for leaves.
+    """Return a key of a node that stays the same whenever this is called. Leaves have none.
 
-    Only nodes that two threads made at the same place of theirs share one.
+    Two nodes share a key only if two threads made them, each at the same place in its own sequence of nodes.
     """
     # Not `id(node)`: torch makes a new Python object for a node when the old one is gone.
     return node.name(), node._sequence_nr()
@@ -93,7 +93,7 @@ def edge_of(x: Any) -> tuple[Any, int]:
     return x.node, x.output_nr
 
 
-# Nodes of operations that move values, and of those that add up numbers of the gradient where they moved one twice.
+# Nodes of operations that move values. Those in _ADDING add up numbers of the gradient where a value was moved twice.
 _ADDING = """
     Expand Repeat Index IndexSelect Gather Take AsStrided Unfold Cummax Cummin MaxPool2DWithIndices MaxPool3DWithIndices
     AdaptiveMaxPool2D AdaptiveMaxPool3D MaskedSelect Maximum Minimum
@@ -111,7 +111,7 @@ _ADDS, _MOVES = (
 
 def sends_sums_by_moving(x: Tensor) -> bool:
     """True if numbers of a tensor's gradient are added up before they reach an operation that computes."""
-    # They are if values were moved to several places: by an index, or by joining a tensor with itself.
+    # They are added up if values were moved to several places: by an index, or by joining a tensor with itself.
     try:
         waiting: list[Any] = [x.grad_fn]
     # autograd raises for some views whose base was written to.
@@ -152,10 +152,10 @@ def is_view_of_function(x: Tensor) -> bool:
 def calls_of_backward() -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
     """Yield the outputs and the inputs that the running `torch.autograd.backward` or `grad` got; called in its hooks.
 
-    Nothing for a pass that C++ began.
+    Yields nothing for a pass that C++ began.
     """
-    # Read from the frame of torch's function: the engine does not tell. Nodes on a card run in another thread than the
-    # call, so that the frames of all threads are searched.
+    # They are read from the frame of torch's function: the engine does not tell. Nodes on a card run in another thread
+    # than the call, so that the frames of all threads are searched.
     code: Any = torch.autograd.graph._engine_run_backward.__code__
     own = sys._getframe(1)
     for last in (own, *(frame for frame in sys._current_frames().values() if frame is not own)):
@@ -170,8 +170,8 @@ def calls_of_backward() -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
 
 
 def graph_tasks_so_far() -> int:
-    """Number of backward passes begun in this process."""
-    # Each pass gets the next number, which only a pass can read: one without work is run.
+    """Return the number of backward passes begun in this process."""
+    # Each pass gets the next number, which only a pass can read: a pass without work is run.
     found: list[int] = []
     with torch.enable_grad():
         node = torch.zeros(1, device="cpu", requires_grad=True).sum().grad_fn
@@ -206,7 +206,7 @@ def convolution_of(node: Any) -> tuple[int, bool]:
 def sum_sent_by_convolution(node: Any, shape: tuple[int, ...]) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function that computes the gradient that a ConvolutionBackward0 would send to its input.
 
-    shape: of the input. The function takes the gradient that arrives, and the weight.
+    shape: the shape of the input. The function takes the gradient that arrives, and the weight.
     """
     # Only the settings are kept: the node would keep its saved tensors alive.
     settings = node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed
@@ -233,8 +233,8 @@ def take_float32_gradients(leaf: Tensor) -> None:
     leaf.grad_dtype = torch.float32  # type: ignore[attr-defined]
 
 
-# None in a torch without such a name, which `require_hooks_of_nodes` refuses.
-# Whether the running backward pass will call a node of the graph, or has; asked within it.
+# Each is None in a torch without the name; `require_hooks_of_nodes` refuses such a torch.
+# Whether the running backward pass will call a node of the graph, or has called it; asked within the pass.
 will_run: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", None)  # type: ignore[assignment]
 # Calls a function once the running backward pass has computed all gradients; `backward` raises its errors.
 call_at_the_end_of_backward: Callable[..., None] = getattr(ENGINE, "queue_callback", None)  # type: ignore[assignment]

@@ -16,7 +16,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Undo:
     """Stack of actions that restore state, run last in, first out.
 
-    Register an action before the change that it undoes. It may run twice, and before the change has happened.
+    Register an action before the change that it undoes. The action may run twice, or before the change has happened.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Undo:
     def __call__(self) -> None:
         actions = self._actions
         while actions:
-            # Removed only after it has run: a signal within it, or before the `pop`, makes it run again.
+            # An action is removed only after it has run: a signal within it, or before the `pop`, makes it run again.
             try:
                 actions[-1]()
             # An action that fails is not tried again; the second call of `undone` runs the others.
@@ -45,7 +45,7 @@ def undone(function: Callable[[Undo], Result]) -> Result:
     try:
         return function(undo)
     finally:
-        # Twice: Python handles a signal between any two calls, in a `finally` too.
+        # This is called twice: Python handles a signal between any two calls, in a `finally` too.
         try:
             undo()
         finally:
@@ -56,7 +56,7 @@ def undone(function: Callable[[Undo], Result]) -> Result:
 #
 # Python handles a signal at the first instruction of an `__exit__` too, before any of its lines, and the object lives
 # on with the traceback, which a notebook keeps. But only the `with` statement holds the function to call at its end,
-# and drops it after any exception: when it is collected, the block is left, if it has not been.
+# and drops this function after any exception. When the function is collected, the block is left, if it was not before.
 
 
 class Exit:
@@ -87,7 +87,7 @@ def _lost(block: Callable[[], Any], _: object) -> None:
 
 
 class Block(Generic[Result]):
-    """A `with` block that runs `begin(undo)`, and at its end the registered actions. Decorates functions too.
+    """A `with` block that runs `begin(undo)`, and at its end the registered actions. It decorates functions too.
 
     begin: returns the value of the `with` statement.
     """
@@ -98,7 +98,7 @@ class Block(Generic[Result]):
     def __enter__(self) -> Result:
         if self.is_inside:
             raise RuntimeError("This block is running already. Make another one for a block inside of it.")
-        # Set first: after a signal in `begin` the block has to be left.
+        # The flag is set first: after a signal in `begin` the block has to be left.
         try:
             self.is_inside = True
             return self._begin(self._undo)

@@ -33,7 +33,7 @@ _PROCESSES = 2  # a third would find little to do: the recipes share their loops
 
 def _small(device: str) -> nn.Module:
     """Make a model with an inner layer."""
-    # Recipes leave out the first and the last.
+    # Recipes leave out the first layer and the last.
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(device)
 
 
@@ -103,7 +103,7 @@ def _run(name: str, device: str) -> None:
 def compile_steps(device: str) -> Iterator[str]:
     """Run all STEPS in this user's cache of machine code, and yield the name of each that is done.
 
-    If the machine has two cores, two other processes share them, and draw no random numbers of this one.
+    If the machine has two cores, two other processes share the steps, and draw no random numbers of this process.
     """
     if device != "cpu" or (os.cpu_count() or 1) < _PROCESSES:
         silence()

@@ -135,11 +135,11 @@ class _Packed:
 class CudaKernel:
     """A CUDA kernel, compiled for a compute capability once, kept on disk, and loaded for a device once.
 
-    make_body: returns the Python function; called only if something has to be compiled.
+    make_body: function that returns the Python function; called only if something has to be compiled.
     signature: the types of its arguments, each of eight bytes. A launch takes a number for each number and pointer, one
         for each element of a tuple, and `array_words` for each array.
     key: distinguishes it from all other kernels of the same sources.
-    threads: of a block. The assembler gets this bound, so that a card's registers suffice for the block.
+    threads: the most threads of a block. The assembler gets this bound, so that a card's registers suffice for them.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class CudaKernel:
         return kept_code(name, lambda: assembled(self.ptx(capability), capability))
 
     def load(self, device: int, stream: int = 0) -> None:
-        """Make it ready for a device. Raises RuntimeError while `stream` is captured for a CUDA graph."""
+        """Make the kernel ready for a device. Raises RuntimeError while `stream` is captured for a CUDA graph."""
         driver = _driver()
         _require(driver.cuCtxPushCurrent(_context(device)))
         try:
@@ -177,7 +177,7 @@ class CudaKernel:
                     "compiled or loaded. Run the same code once before, or fpsim.warm_up(device, formats, roundings)."
                 )
             code = self.cubin(compute_capability(device))
-            # Around both calls: CUDA loads lazily, and may allocate only when the function is asked for.
+            # This is around both calls: CUDA loads lazily, and may allocate only when the function is asked for.
             with _not_part_of_a_capture():
                 module = _require(driver.cuModuleLoadData(code))
                 function = _require(driver.cuModuleGetFunction(module, b"kernel"))
@@ -201,9 +201,9 @@ class CudaKernel:
             yield tuple(islice(rest, kind.count)) if isinstance(kind, types.UniTuple) else next(rest)
 
     def __call__(self, device: int, stream: int, blocks: int, arguments: tuple[Any, ...]) -> None:
-        """Launch on the stream of this handle. The device is torch's current one.
+        """Launch the kernel on the stream with this handle. `device` is torch's current one.
 
-        arguments: numbers, see the class. In the simulator its arrays stand for pointers and arrays.
+        arguments: numbers, see the class. In the simulator, its arrays take the place of pointers and arrays.
         """
         if IS_SIMULATED:
             self._simulated[blocks, self.threads](*self._grouped(arguments))
@@ -223,7 +223,7 @@ class CudaKernel:
         words = blocks, 1, 1, self.threads, 1, 1, 0, stream, packed.address, 0
         (error,) = launch(function, *words)
         if error:
-            # Checked after the launch, not before: both are rare, and a question to the driver would cost every launch.
+            # The context is checked after the launch: both errors are rare, and a check before would slow each launch.
             if int(error) == _INVALID_CONTEXT:  # a thread in which torch has not used the device yet
                 _require(_driver().cuCtxSetCurrent(_context(device)))
                 (error,) = launch(function, *words)
@@ -250,7 +250,8 @@ def array_words(address: int, shape: tuple[int, ...], item_size: int) -> tuple[i
     for extent in reversed(shape):
         strides.append(step)
         step *= extent
-    # Its two owners are null, because torch owns the memory. Behind them: items, bytes of one, address, shape, strides.
+    # The array's two owners are null, because torch owns the memory. The other fields are the number of items, the
+    # bytes of an item, the address, the shape and the strides.
     return 0, 0, step // item_size, item_size, address, *shape, *reversed(strides)
 
 
@@ -264,7 +265,7 @@ def _toolchain() -> str:
         assembler = nvjitlink.version()
         # The libraries' version numbers stay the same for many releases.
         sizes = [os.stat(load_nvidia_dynamic_lib(name).abs_path or "").st_size for name in ("nvvm", "nvJitLink")]
-    except Exception as error:  # of the search for the libraries, and of the libraries
+    except Exception as error:  # from the search for the libraries, or from the libraries
         raise RuntimeError(
             f"NVVM and nvJitLink, which compile CUDA kernels, cannot be used: {error} Expected: "
             f"{pip_install('cuda12', 'cuda13')}, whichever CUDA your torch was built for."
@@ -283,7 +284,7 @@ def for_card(function: Any) -> Any:
 def scalar_kernel(function: types_module.FunctionType, kinds: tuple[tuple[str, int], ...]) -> CudaKernel:
     """Make a kernel of one thread from a Python function over small arrays, so that decisions stay on the card.
 
-    kinds: of each array, the name of its numbers' type and its number of dimensions.
+    kinds: for each array, the name of its numbers' type and its number of dimensions.
     """
     signature = tuple(types.Array(getattr(types, name), dimensions, "C") for name, dimensions in kinds)
     words = ("x".join((name, str(dimensions))) for name, dimensions in kinds)
@@ -295,7 +296,7 @@ def _described(function: types_module.FunctionType) -> list[str]:
     """Describe a Python function by text that is equal in every process: its bytecode, and the values that it uses."""
     code = function.__code__
     lines = [code.co_code.hex(), repr(code.co_names), repr([c for c in code.co_consts if not hasattr(c, "co_code")])]
-    # Values of globals and closures too: the cached code has to change its name when a constant changes.
+    # Values of globals and closures count too: the cached code has to change its name when a constant changes.
     used = {name: function.__globals__[name] for name in sorted(code.co_names) if name in function.__globals__}
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     for name, value in (*used.items(), *((name, cell.cell_contents) for name, cell in cells)):
@@ -343,7 +344,7 @@ def _vector_intrinsics(width: int, lanes: int) -> tuple[Any, Any]:
 def vector_access(width: int) -> tuple[Any, Any]:
     """Return functions that load and store 16 aligned bytes of integers at once: load(x, i) and store(x, i, tuple).
 
-    i: the number of the vector. In the simulator they are Python over its arrays.
+    i: the number of the vector. In the simulator, the functions are Python code over its arrays.
     """
     lanes = 8 * VECTOR_BYTES // width
     if not IS_SIMULATED:

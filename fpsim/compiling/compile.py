@@ -44,7 +44,7 @@ FUNCTIONS = {
 def llvm_text(function: Callable[..., Any], fastmath: Any, error_model: str) -> str:
     """Compile a loop, its entry and its callees to LLVM IR, for any processor of this system.
 
-    function: of integers and, where they are annotated so, floats. It allocates nothing: see `stack_array`.
+    function: takes integers and, where annotated, floats. It allocates nothing: see `stack_array`.
     """
     from numba import types
     from numba.core import ir
@@ -74,7 +74,7 @@ def machine_code(text: str) -> bytes:
     with global_compiler_lock:
         codegen = cpu_target.target_context.codegen()
         library = codegen.create_library("loop")
-        # Its parts one by one: `finalize` would also load the code into Numba's own engine.
+        # The parts of `finalize`, one by one: `finalize` itself would also load the code into Numba's own engine.
         library._final_module = binding.parse_assembly(text)
         library._optimize_final_module()
         library._final_module.verify()
@@ -85,9 +85,9 @@ def machine_code(text: str) -> bytes:
 def _shared_scopes(ir: Any) -> Iterator[None]:
     """Make Numba share a function's scope among the blocks that it copies for inlining, instead of copying it for each.
 
-    ir: Numba's module, another one for CUDA. The caller holds its lock.
+    ir: Numba's module of this name; CUDA has another one. The caller holds Numba's lock.
     """
-    # The copies take a third of the compile time.
+    # These copies take a third of the compile time.
     ir.Scope.__deepcopy__ = lambda self, memo: self
     try:
         yield
@@ -111,8 +111,8 @@ def _entry_module(done: Any, names: tuple[str, ...]) -> Any:
         python[name] = ir.Function(module, ir.FunctionType(gives, takes), name)
     entry = ir.Function(module, ir.FunctionType(object_, [object_, object_.as_pointer(), integer]), ENTRY)
     builder = ir.IRBuilder(entry.append_basic_block())
-    # Numba counts references to arrays. Those of loops own no memory, so that the destructor is never called; but the
-    # object code links to nothing of Numba's runtime, and so needs a definition of it.
+    # Numba counts references to arrays. Arrays of loops own no memory, so that the destructor is never called. But
+    # the object code links to nothing of Numba's runtime, and therefore needs a definition of the destructor.
     free = ir.Function(module, ir.FunctionType(nothing, [object_]), "NRT_MemInfo_call_dtor")
     ir.IRBuilder(free.append_basic_block()).unreachable()
     error, arguments, given = entry.args
@@ -163,7 +163,7 @@ def stack_array(shape: int | tuple[int, ...], kind: Any) -> Callable[[], Any]:
         from numba import types
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            # In the entry block: an alloca within a loop takes more of the stack in every iteration.
+            # Allocated in the entry block: an alloca within a loop takes more of the stack in every iteration.
             with builder.goto_entry_block():
                 place = builder.alloca(ir.ArrayType(ir.IntType(8), size))
                 place.align = 64
@@ -276,7 +276,7 @@ _R = TypeVar("_R")
 def cuda_module() -> Any:
     """Import numba-cuda. Raises RuntimeError with the remedy if it is missing."""
     try:
-        # Imported first: it replaces Numba's own target, which is deprecated.
+        # This is imported first: it replaces Numba's own target, which is deprecated.
         import numba_cuda
         from numba import cuda
     except ImportError:
@@ -299,7 +299,7 @@ def cuda_module() -> Any:
 def uses_cuda(make_kernel: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a function that makes the body of a CUDA kernel: `cuda` in its file becomes numba-cuda's module.
 
-    A global, not a variable that the body encloses: CUDA's simulator swaps the module in the globals of a body alone.
+    `cuda` is a global, not a variable that the body encloses: CUDA's simulator swaps the module only in globals.
     """
 
     @wraps(make_kernel)
@@ -333,7 +333,7 @@ def for_device(function: types_module.FunctionType) -> types_module.FunctionType
             return njit(inline="always")(for_device(called))
         return value.compiled if isinstance(value, Deferred) else value
 
-    # Copies of globals and closures: the function itself keeps its placeholders, which the CPU's loops need.
+    # Globals and closures are copied: the function itself keeps its placeholders, which the CPU's loops need.
     code = function.__code__
     used = {name: of(value) for name, value in function.__globals__.items() if name in code.co_names}
     cells = tuple(types_module.CellType(of(cell.cell_contents)) for cell in function.__closure__ or ())

@@ -4,8 +4,8 @@ They return placeholders. Numba's own object is made when a function that uses i
 
 Functions that a loop calls are compiled once for their types of arguments, and inlined by LLVM. Where Numba inlines a
 function (`inline="always"`), it reads the function again for every call, and types and lowers each copy: a hash that is
-called 24 times takes seconds. LLVM inlines it in milliseconds. Numba's own `njit` would make each of them callable from
-Python and optimise it by itself, which takes longer still.
+called 24 times takes seconds. LLVM inlines it in milliseconds. Numba's own `njit` would make each such function
+callable from Python and optimise it by itself, which takes longer still.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 class Deferred:
     """Placeholder for an object of Numba in functions that Numba compiles.
 
-    make: returns the object; called once.
+    make: function that returns the object; called once.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -28,7 +28,7 @@ class Deferred:
 
     @cached_property
     def compiled(self) -> Any:
-        """Numba's object."""
+        """Numba's own object."""
         return self._make()
 
     # Numba looks under this name for the type of a global.
@@ -49,7 +49,7 @@ class Function(Deferred):
     Numba has to inline a function that returns memory on its stack, and should inline one that takes arrays, because a
     call counts references to their owners.
 
-    keeps_types: calls from Python, such as those of CUDA's simulator, run the Python function.
+    keeps_types: whether calls from Python, such as those of CUDA's simulator, run the Python function.
     """
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any], keeps_types: bool) -> None:
@@ -126,7 +126,7 @@ def compiles_a_loop() -> bool:
 
 @contextmanager
 def callees_of(options: _Options) -> Iterator[None]:
-    """Compile functions inside as callees of a loop with these options. The caller holds Numba's lock."""
+    """Compile functions inside of the block as callees of a loop with these options. The caller holds Numba's lock."""
     _thread.current = _types.setdefault(repr(sorted(options.items())), {})
     try:
         yield
@@ -146,7 +146,7 @@ def callee_type(function: Callable[..., Any], options: _Options) -> Any:
 
 
 def linked_libraries(library: Any) -> Iterable[Any]:
-    """Return the libraries that a library calls, directly or not, each after all that call it."""
+    """Return the libraries that a library calls, directly or not, each after all libraries that call it."""
     seen: set[Any] = set()
     finished: list[Any] = []
 
@@ -179,7 +179,7 @@ class Callee:
 
         if kws:
             raise TypeError(f"{self.py_func.__name__} is called with keywords. Pass its arguments by position.")
-        # Without the values of literals: each constant that is passed would be a compilation of its own.
+        # The values of literals are left out: each constant that is passed would cause a compilation of its own.
         kinds = tuple(map(types.unliteral, args))  # type: ignore[attr-defined]
         if kinds not in self._compiled:
             self._compiled[kinds] = self._compile(kinds)
@@ -190,7 +190,7 @@ class Callee:
     def _compile(self, kinds: tuple[Any, ...]) -> tuple[Any, Any]:
         """Compile, and return a key by which Numba finds the code, and the signature."""
         done = compiled_library(self.py_func, kinds, self.targetoptions)
-        # Marked as final without being optimised: LLVM optimises the loop together with all that it calls.
+        # It is marked as final without being optimised: LLVM optimises the loop together with all that it calls.
         done.library._finalized = True
         key = object()
         done.target_context.insert_user_function(key, done.fndesc, [done.library])

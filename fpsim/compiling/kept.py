@@ -26,11 +26,11 @@ try:
 except ImportError:  # Windows has none
     fcntl = None  # type: ignore[assignment]
 
-MAX_BYTES = 1 << 26  # of a file; the largest kernels have a few hundred thousand
+MAX_BYTES = 1 << 26  # of a file; the largest kernels take a few hundred thousand
 # Seconds for which a process waits for another that compiles the same loop: the largest takes 6 alone.
 LONGEST_WAIT, BETWEEN_TRIES = 60.0, 0.02
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-# Absent on Windows. O_NONBLOCK: opening a pipe must not wait for its writer.
+# Both are absent on Windows. O_NONBLOCK: opening a pipe must not wait for its writer.
 _NO_LINK, _NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
 _BINARY = getattr(os, "O_BINARY", 0)  # on Windows alone
 
@@ -46,13 +46,13 @@ def source_digest(toolchain: str) -> str:
 
 
 def _digest(file: Path, payload: bytes) -> bytes:
-    # With its name, so that no file can be copied over another.
+    # The digest includes the file's name, so that no file can be copied over another.
     return hashlib.sha256(file.name.encode() + payload).digest()
 
 
 def write_whole(file: Path, payload: bytes) -> None:
-    """Write a file that `read_whole` knows to be whole; others see all of it or nothing. Raises OSError."""
-    # Written beside it and renamed, so that a reader never sees a part, even if this process is killed.
+    """Write a file that `read_whole` knows to be whole; other processes see all of it or nothing. Raises OSError."""
+    # A file beside it is written and renamed: a reader never sees a part, even if this process is killed.
     temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex[:16]}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
@@ -64,7 +64,7 @@ def write_whole(file: Path, payload: bytes) -> None:
 
 
 def read_whole(file: Path) -> bytes | None:
-    """Return the bytes that `write_whole` wrote under this name; None without them, or if a bit of them has changed.
+    """Return the bytes that `write_whole` wrote under this name; None if there are none, or if a bit has changed.
 
     Raises UntrustedError if another user may have written the file, and if it is not a regular file.
     """
@@ -158,10 +158,10 @@ def keep(name: str, code: bytes) -> None:
 
 @contextmanager
 def one_process_for(name: str) -> Iterator[None]:
-    """Keep other processes from making the same code meanwhile, and announce it if making it or waiting takes long.
+    """Keep other processes from making the same code meanwhile; announce it if making or waiting for it takes long.
 
-    Without locks, or where another process takes longer than LONGEST_WAIT, several processes make the same code: each
-    file is replaced as a whole, so that this costs only time.
+    Without locks, or if another process takes longer than LONGEST_WAIT, several processes make the same code. This
+    costs only time, because each file is replaced as a whole.
     """
     with announced(name.partition("-")[0]), _locked(name):
         yield
@@ -233,11 +233,11 @@ def announced(name: str) -> Iterator[None]:
     if _is_said or _is_one_of_many():
         yield
         return
-    # A second thread prints it while this one compiles: Numba is Python, and LLVM is called without the GIL.
+    # A second thread prints the line while this one compiles: Numba is Python, and LLVM is called without the GIL.
     timer = Timer(max(0.0, AFTER - _waited), _say, (name,))
     timer.daemon = True
     begin = time.monotonic()
-    # Without the line where the interpreter shuts down, or the system starts no thread.
+    # There is no line if the interpreter shuts down, or if the system starts no thread.
     with suppress(RuntimeError):
         timer.start()
     try:
@@ -278,7 +278,7 @@ _warned: set[str] = set()
 
 def _warn_once(text: str) -> None:
     """Warn once for all loops of a process, not for each."""
-    # By the beginning of the text: the rest names a file or an error, which differ from loop to loop.
+    # Texts are told apart by their beginnings: the rest names a file or an error, which differ from loop to loop.
     kind = text[:20]
     if kind not in _warned:
         _warned.add(kind)

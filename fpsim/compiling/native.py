@@ -33,10 +33,10 @@ from fpsim.compiling.sources import digest_of_imported
 _SETTINGS = ("OPT", "CPU_NAME", "CPU_FEATURES", "ENABLE_AVX", "LOOP_VECTORIZE", "SLP_VECTORIZE", "DISABLE_INTEL_SVML")
 
 # Loops that a wheel ships as LLVM IR, so that a first call waits for LLVM alone: Numba takes seconds to read a loop's
-# Python, and LLVM a fraction of one to compile the IR. The IR names no processor: LLVM makes code for the one that
-# runs, as it does after Numba. `.ci/loops` writes the file; a checkout has none and compiles.
+# Python, and LLVM a fraction of one to compile the IR. The IR names no processor: LLVM makes code for the processor
+# that it runs on, as it does for IR from Numba. `.ci/loops` writes the file; a checkout has none and compiles.
 SHIPPED = Path(__file__).with_name("loops.zip")
-MAX_BYTES = 1 << 24  # of a loop's instructions; the longest have a tenth of it
+MAX_BYTES = 1 << 24  # of a loop's IR; the longest takes a tenth of that
 _ABOUT, _SUFFIX = "about.json", ".ll"
 
 
@@ -94,8 +94,8 @@ class Loop:
 
     function: the source, which Numba compiles if the machine code is not on disk.
     key: distinguishes it from other closures of the same source.
-    name: of its code, on disk and in a wheel.
-    was_compiled: whether this process had to; None before its first call.
+    name: the name of its code, on disk and in a wheel.
+    was_compiled: whether this process had to compile it; None before its first call.
     """
 
     def __init__(self, function: Callable[..., Any], key: tuple[int, ...], **options: Any) -> None:
@@ -107,7 +107,7 @@ class Loop:
 
     @cached_property
     def file_name(self) -> str:
-        """Name of its machine code in the cache."""
+        """Name of the loop's machine code in the cache."""
         return f"{self.name}-{source_digest(_toolchain())}.o"
 
     @cached_property
@@ -160,7 +160,7 @@ def write_shipped(file: Path, texts: Mapping[str, str]) -> None:
     """Write the IR of loops by name. Equal loops make equal bytes."""
     with zipfile.ZipFile(file, "w") as archive:
         for name, text in [(_ABOUT, json.dumps(_about(), indent=1)), *sorted(texts.items())]:
-            # ZipInfo without a date is of 1980: with the time of writing, equal loops would make other bytes.
+            # ZipInfo without a date has one of 1980: with the time of writing, equal loops would make other bytes.
             entry = zipfile.ZipInfo(name if name == _ABOUT else name + _SUFFIX)
             archive.writestr(entry, text, zipfile.ZIP_DEFLATED, compresslevel=9)
 
@@ -169,14 +169,14 @@ def _read(archive: zipfile.ZipFile, name: str) -> bytes:
     """Read an entry. Raises ValueError if it is larger than any loop: two megabytes may unpack to two gigabytes."""
     if archive.getinfo(name).file_size > MAX_BYTES:
         raise ValueError(f"{name} unpacks to more than {MAX_BYTES} bytes")
-    return archive.read(name)  # no more than the size that was asked
+    return archive.read(name)  # no more than the size that was checked
 
 
 @cache
 def _opened(file: Path) -> zipfile.ZipFile | None:
-    """Open the file, if it is as trustworthy as the code that reads it, and of this version, system and LLVM."""
+    """Open the file, if it is as trustworthy as the code that reads it, and made for this version, system and LLVM."""
     try:
-        # Compared with this file: who could write the IR could then change this code, too.
+        # The file is compared with this one: whoever could write the IR could then change this code, too.
         mine, theirs = os.stat(__file__), os.lstat(file)
         if not stat.S_ISREG(theirs.st_mode) or theirs.st_uid != mine.st_uid:
             return None

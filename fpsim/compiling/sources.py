@@ -11,7 +11,7 @@ from pathlib import Path
 
 __all__ = ["SOURCES", "digest_of_imported", "have_changed"]
 
-# Every file whose code or constants are compiled in, and those that compile them.
+# Every file whose code or constants are compiled in, and the files that compile them.
 SOURCES = tuple(
     path for room in ("compiling", "kernels") for path in sorted(Path(__file__).parents[1].joinpath(room).glob("*.py"))
 )

@@ -1,8 +1,9 @@
-"""Aliases: tensors in the memory of a parameter, a buffer or an input, so that a write is rounded as that tensor is.
+"""Aliases: tensors that share memory with a parameter, a buffer or an input. A write to one is rounded as that is.
 
 `w[0]`, `w.detach()` and `w.data` lie in the memory of the master weight. Code that reads them wants numbers of the
-format; code that writes to them wants the parameter to change. So each view of a parameter exists twice: as a view of
-its rounded copy, and as a view of its own memory. This file tracks which of them the code holds, and finds the other.
+format; code that writes to them wants the parameter to change. Each view of a parameter therefore exists twice: as a
+view of its rounded copy, and as a view of its own memory. This file tracks which of the two the code holds, and finds
+the other one.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Alias:
     base: the parameter, buffer or input.
     is_of_copy: whether the tensor is a view of the rounded copy, and not of the base's own memory.
     rounded: the same view of the rounded copy, if the tensor lies in the base's own memory and that view is known.
-    state: `Aliases.state_of` the base when `rounded` was made.
+    state: the value of `Aliases.state_of(base)` when `rounded` was made.
     """
 
     __slots__ = ("_own", "base", "is_of_copy", "rounded", "state")
@@ -93,7 +94,7 @@ class Aliases:
     def __init__(self) -> None:
         self.is_blank = True  # whether no tensor was ever known
         self._known: ByIdentity[Alias] = _NOTHING
-        self._writes: ByIdentity[int] = _NOTHING  # to a base through `.data`, which has a version counter of its own
+        self._writes: ByIdentity[int] = _NOTHING  # writes to a base by `.data`, which has its own version counter
 
     @property
     def is_empty(self) -> bool:
@@ -101,11 +102,11 @@ class Aliases:
         return not self._known.held
 
     def of(self, x: Tensor) -> Alias | None:
-        """Return the state of this tensor."""
+        """Return the state of this tensor; None if it is not tracked."""
         return self._known.get(x) if self._known.held else None
 
     def may_know(self, x: Tensor) -> bool:
-        """True if the tensor may be tracked: `of` in one look-up, for callers that ask in each call."""
+        """True if the tensor may be tracked. This takes one look-up, for callers that ask in each call."""
         return id(x) in self._known.held
 
     def add(self, x: Tensor, alias: Alias) -> None:
@@ -122,25 +123,25 @@ class Aliases:
         return (writes_behind(base), unseen) if unseen else writes_behind(base)
 
     def copies_of(self, base: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The views of the base's rounded copy, each with the same view of its own memory."""
+        """Return the views of the base's rounded copy, each with the same view of the base's own memory."""
         return [(x, a.memory(x)) for x, a in self._known.items() if a.base is base and a.is_of_copy]
 
     def note_write(self, x: Tensor) -> None:
-        """Count a write to the base of this tensor that the base's own version counter may not see."""
+        """Count a write to the base of this tensor, because the base's own version counter may not see it."""
         alias = self.of(x)
         if alias is not None:
             self._writes[alias.base] = (self._writes.get(alias.base) or 0) + 1
 
 
 def note_write(emulation: Any, x: Tensor) -> None:
-    """Note a write to `x`, which may be an alias: rounded copies of the same memory are rounded again."""
+    """Note a write to `x`, which may be an alias, and round the rounded copies of the same memory again."""
     aliases: Aliases = emulation.aliases
     if aliases.is_empty:
         return
     aliases.note_write(x)
     alias = aliases.of(x)
-    # Other tensors may share the memory of a result, and writes through `.data` raise none of their counters: all
-    # rounded copies are made again.
+    # Other tensors may share the memory of a result, and a write through `.data` raises no version counter of theirs:
+    # all rounded copies are made again.
     if alias is not None and is_made_here(alias.base):
         emulation.forget_operands()
     base = x if alias is None else alias.base
@@ -153,9 +154,9 @@ def note_write(emulation: Any, x: Tensor) -> None:
 
 
 def _refresh(copy: Tensor, own: Tensor, spec: RoundingSpec | None, keep_masks: bool, has_history: bool) -> None:
-    """Round the memory again, into a copy that is still in use, with the history of its writes if it has one."""
+    """Round the memory again into a copy that is still in use. has_history: whether its graph records the write."""
     known = format_of(copy)
-    # Copied twice: this records the write in the graph of the copy; the numbers are rounded below autograd.
+    # The first of two copies records the write in the graph; the second one is rounded below autograd.
     if has_history:
         copy.copy_(own)
     with torch.no_grad():
@@ -169,14 +170,14 @@ def _refresh(copy: Tensor, own: Tensor, spec: RoundingSpec | None, keep_masks: b
 def view_from_outside(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return a view of a tensor from outside: of the rounded copy if gradients flow, else of the memory itself.
+    """Return a view of a tensor from outside: of its rounded copy if gradients flow, else of its own memory.
 
-    NotImplemented for any other tensor: the call makes a copy, or the tensor cannot be looked into.
+    Returns NotImplemented if the call makes a copy, and for any tensor that cannot be viewed in this way.
     """
     x, aliases = args[0], emulation.aliases
     alias = aliases.of(x)
     is_seen = alias is not None or is_plain(x) or is_traced(x)
-    # Use the tensor behind a transform if it may be written to in parts: without a graph.
+    # Without a graph, code may write to a part of a transform's tensor: use the tensor behind it.
     is_seen = is_seen or (has_transform() and not torch.is_grad_enabled())
     if not is_roundable(x) or is_marked_wide(x) or not is_seen:
         return NotImplemented
@@ -200,8 +201,8 @@ def view_from_outside(
         as_it_is = call.name == "data" or (has_transform() and not is_plain(memory))
         return func(memory if as_it_is else memory.detach(), *args[1:], **kwargs)
 
-    # With a graph the code holds a view of the copy, whose gradient reaches the parameter through the rounding. Without
-    # one it holds the memory itself, so that writes go where they belong, and reads find the copy by its alias.
+    # With a graph the code gets a view of the copy, whose gradient reaches the parameter through the rounding. Without
+    # a graph it gets a view of the memory itself: writes go where they belong, and reads find the copy by its alias.
     if torch.is_grad_enabled() and rounded.requires_grad and call.name not in ("detach", "data"):
         out = call(func, (rounded, *args[1:]), kwargs)
         if not all(_shares_memory(view, rounded) for view in tensors_in(out)):
@@ -231,7 +232,7 @@ def _shares_memory(x: Tensor, y: Tensor) -> bool:
 
 
 def _own_view(of_memory: Callable[[], Any], i: int, has_role: bool) -> Tensor:
-    """The i-th of some views of a parameter's own memory."""
+    """Return the i-th of the views of a parameter's own memory that a call returns."""
     view = [*tensors_in(of_memory())][i]
     if has_role:
         mark_as_weight(view)
@@ -241,7 +242,7 @@ def _own_view(of_memory: Callable[[], Any], i: int, has_role: bool) -> Tensor:
 def _view_as_it_is(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor
 ) -> Any:
-    """Return a view of a buffer, or of a tensor from outside without a gradient, to be rounded where it is used."""
+    """Return a view of a buffer, or of a tensor from outside without a gradient; it is rounded where it is used."""
     out = call(func, args, kwargs)
     for view in tensors_in(out):
         if not _shares_memory(view, args[0]):
@@ -275,27 +276,27 @@ def _with_role(emulation: Any, out: Any, has_role: bool, is_of_weight: bool) -> 
 def write_outside(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Write to a parameter or a buffer, which stores the numbers as they are, or to a view of a tensor from outside.
+    """Write to a parameter, a buffer, or a view of a tensor from outside.
 
-    A tensor from outside that is neither takes numbers of the format.
+    Parameters and buffers store the numbers as they are. Any other tensor from outside stores numbers of the format.
     """
     x, aliases = args[0], emulation.aliases
     alias = aliases.of(x)
     base, target = (x, x) if alias is None else (alias.base, alias.memory(x))
-    # Raises torch's own error, which the write to the memory would not.
+    # This call raises torch's own error, which the write to the memory would not raise.
     if target is not x and torch.is_grad_enabled() and x.requires_grad and is_view_of_function(x):
         return call(func, args, kwargs)
     if not _is_weight(emulation, base):
         args = (x, *(emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for y in args[1:]))
         kwargs = {name: emulation.prepared(y, Rounds.ALL_BUT_WIDE, []) for name, y in kwargs.items()}
-    # The words of torch's error: the memory is detached, so that torch itself would not refuse the write.
+    # The memory is detached, so that torch itself would not refuse the write: raise its error here.
     if target is not x and torch.is_grad_enabled() and base.requires_grad and base.is_leaf:
         raise RuntimeError("a view of a leaf Variable that requires grad is being used in an in-place operation.")
     spec = spec_of_memory(emulation, x)
     if spec is not None:
         if emulation.has_wide and call.copies:
             args = emulation.cast_to_format(args)
-        # Before the call too: an operation in place reads its target, an operand of the format.
+        # Round before the call too: an operation in place reads its target, which is an operand of the format.
         round_seen_(target, spec)
     run = partial(call, func, (target, *args[1:]), kwargs)
     write = emulation.scope.write
@@ -331,7 +332,7 @@ def round_seen_(x: Tensor, spec: RoundingSpec) -> None:
 def round_behind(x: Tensor, spec: RoundingSpec, keep_infinity: bool = True) -> bool:
     """Round the tensor behind a transform in its own memory, so that an operation's saved copy is rounded too.
 
-    Returns False if it cannot.
+    Returns False if that is not possible.
     """
     memory = memory_behind(x)
     # Stochastic rounding is left to the transform, which may want noise of its own for each element of a batch.

@@ -70,7 +70,7 @@ def has_lazy(types: tuple[type, ...]) -> bool:
 
 @cache
 def mask_among(types: tuple[type, ...]) -> Any:
-    """Return the class of a mask of torch.nn.attention.bias among these, or None."""
+    """Return the type among these that is an attention mask, of torch.nn.attention.bias; None without one."""
     # Such a mask holds no numbers to round, and a copy of it would be a plain tensor.
     return next((kind for kind in types if kind.__module__ == "torch.nn.attention.bias"), None)
 
@@ -83,21 +83,21 @@ def renormalised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any
 
 
 def as_numbers(x: Any) -> Any:
-    """Return a tensor to be read, detached if torch refuses its gradient since its base was written to by a view."""
+    """Return a tensor to be read; detach it if torch refuses its gradient, because a view has written to its base."""
     if not isinstance(x, Tensor) or not x.requires_grad or base_of(x) is None or format_of(x) is not None:
         return x
     return x if has_history(x) else x.detach()
 
 
-# Masks: float32's extremes, where attention may not look, in formats whose extremes code cannot ask torch for
+# Masks: float32's extremes at positions hidden from attention. Code uses them where torch has no name for the format.
 
 
 def masks_to_scale(spec: RoundingSpec | None, args: tuple[Any, ...]) -> Tensor | None:
-    """Return which numbers are masks, if a call multiplies or divides a tensor by a number; None if none can be lost.
+    """Return where the masks are, if a call multiplies or divides a tensor by a number; None if no mask can be lost.
 
-    A scaled mask would be an ordinary number, and become infinite or saturate.
+    A scaled mask would be an ordinary number: it would become infinite or saturate.
     """
-    # Where torch has a name for the format, masks are the format's own extremes, and scaling them is right as it is. In
+    # Where torch has a name for the format, masks are the format's own extremes, and may be scaled as torch does. In
     # a format that reaches beyond 2**100, a scaled extreme of float32 still hides every position.
     if spec is None or spec.dtype is not None or float(spec.fmt.largest) > 2.0**100:
         return None

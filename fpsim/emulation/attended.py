@@ -1,4 +1,4 @@
-"""Attention with rounding points: its softmax, its product with the values, in one block of keys or in several."""
+"""Attention with rounding points: its softmax and its product with the values, for keys in one block or in several."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def weighted(call: ProductCall, weights: Tensor, value: Tensor, found: Attended 
 
 
 def softmax(call: ProductCall, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    """Return the weights of an attention from its scores; any other softmax is torch's."""
+    """Return the weights of an attention from its scores; leave any other softmax to torch."""
     known, points = call.scope.listeners.attended, _points(call)
     if known.get(input) is None or dim is None:
         return NotImplemented
@@ -65,7 +65,7 @@ def softmax(call: ProductCall, input: Tensor, dim: int | None = None, _stackleve
 
 
 def dropout(call: ProductCall, input: Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
-    """Apply dropout to an attention's weights: torch draws its factors, from the same random numbers."""
+    """Apply dropout to an attention's weights. torch itself draws the factors, from the same random numbers."""
     known = call.scope.listeners.attended
     found = known.get(input)
     if found is None:
@@ -75,7 +75,7 @@ def dropout(call: ProductCall, input: Tensor, p: float = 0.5, *args: Any, **kwar
     if not is_on:
         return NotImplemented
     found = found if found.is_still(input) else Attended(None, None)
-    # Of ones, so that the factors are known: the blocks multiply each part of their weights by them.
+    # Dropout of ones returns the factors: each block multiplies its part of the weights by them.
     keep = F.dropout(torch.ones_like(input), p)
     out = input.mul_(keep) if rest.get("inplace", False) or call.operation == "dropout_" else input * keep
     both = keep if found.keep is None else found.keep * keep
@@ -86,7 +86,8 @@ def dropout(call: ProductCall, input: Tensor, p: float = 0.5, *args: Any, **kwar
 def attended(call: ProductCall, scores: Tensor, hides_all: Tensor, dropout_p: float) -> tuple[Tensor, Attended | None]:
     """Return the weights of `scaled_dot_product_attention`, and their tracked state.
 
-    scores: -inf for hidden keys, except in rows where all keys are hidden, which give zeros.
+    scores: -inf for hidden keys, but not in rows where all keys are hidden.
+    hides_all: the rows where all keys are hidden, whose weights are zeros.
     """
     points = _points(call)
     weights = _weights(call, points, scores).masked_fill(hides_all, 0.0)
@@ -141,7 +142,7 @@ class _Softmax(PlainFunction):
 
 
 class _Times:
-    """Product whose x was multiplied by a number; its sums are divided by it."""
+    """Product whose x was multiplied by a number; the sums are divided by that number."""
 
     def __init__(self, form: Form, number: float) -> None:
         self._form, self._number = form, number
@@ -177,8 +178,8 @@ class _OfWeights(Product):
 class _InBlocks(_OfWeights):
     """o = softmax(s) v over one block of keys after the other, as flash-attention orders it.
 
-    Its x are the scores. The tensors for the backward pass are those of `passing`: scores, values, o, the sums of
-    exponentials, and what dropout keeps.
+    Its operand x is the scores. `passing` holds the tensors for the backward pass: scores, values, o, the sums of
+    exponentials, and the factors of dropout.
     """
 
     __slots__ = ("keep",)
@@ -202,7 +203,7 @@ class _InBlocks(_OfWeights):
                 one = scores[..., part]
                 above = torch.maximum(largest, one.amax(-1, keepdim=True))
                 shift = _finite(above)
-                # Rescales earlier blocks to the new maximum, as flash-attention does; 0 before the first block.
+                # This factor rescales earlier blocks to the new maximum, as in flash-attention. It is 0 at first.
                 decay = torch.exp(largest - shift)
                 powers = _exponentials(self, self.points, one, shift)
                 weights = powers if keep is None else powers * keep[..., part]
@@ -234,11 +235,11 @@ class _InBlocks(_OfWeights):
             of_scores, of_value = [], []
             for part in self._blocks(scores.shape[-1]):
                 v = value[..., part, :]
-                # Made again with the final maximum and sum, instead of keeping the weights of all blocks.
+                # Weights are computed again, with the final maximum and sum, instead of kept for all blocks.
                 weights = _exponentials(self, self.points, scores[..., part], shift) / total
                 kept = None if keep is None else keep[..., part]
                 form = self._form(weights, v)
-                # Autograd passes an operand where the other one needs a gradient: w for that of the scores.
+                # Autograd passes an operand if the other one needs a gradient: w if the scores need one.
                 if w is not None:
                     vq = self.quantised(v, self.specs.dgrad[1], form.dgrad[1], "dgrad.w")
                     dp = self.at_point(form.data_gradient(of_dgrad, vq), self.specs.error, "dgrad.dx")
@@ -253,6 +254,6 @@ class _InBlocks(_OfWeights):
 
 
 def _finite(largest: Tensor) -> Tensor:
-    """Return the maximum to subtract; 0 where all keys so far are hidden, whose exponentials are 0 then."""
+    """Return the maximum to subtract: 0 where all keys so far are hidden, so that their exponentials become 0."""
     # -inf - (-inf) would be NaN.
     return largest.masked_fill(largest == -math.inf, 0.0)

@@ -22,8 +22,9 @@ __all__ = ["BackwardRounding", "ScaledBackwardRounding", "show_at_scale"]
 class BackwardRounding:
     """Tensor hook that rounds the gradient of one tensor.
 
-    scope: of the module in whose forward pass the tensor was made.
-    site, role, spec: its name for observers, and the rounding of the gradient.
+    scope: the scope of the module in whose forward pass the tensor was made.
+    site, role: the names of the tensor and of its role, for observers.
+    spec: the rounding of the gradient.
     """
 
     __slots__ = ("role", "scope", "site", "spec")
@@ -35,7 +36,7 @@ class BackwardRounding:
         """Return the rounded gradient, or None where it is rounded in place or needs no rounding."""
         if gradient is None or gradient.is_sparse or is_legacy_batched(gradient) or not is_plain(gradient):
             return self._unusual(gradient)
-        # With gradients enabled (create_graph=True) this one is differentiated again, and needs a node of its own.
+        # With create_graph=True this gradient is differentiated again: its rounding needs a node of the graph.
         if torch.is_grad_enabled():
             return self._unusual(gradient)
         spec, listeners = self.spec, self.scope.listeners
@@ -48,8 +49,8 @@ class BackwardRounding:
             self._show(observer, gradient, gradient, None)
             return None
         is_dense = gradient.is_contiguous() or has_no_holes(gradient)
-        # In place saves an allocation, and is safe only if nobody else sees the memory: a saved tensor, another branch
-        # or the user's own gradient would change too. An observer compares with the tensor before, and needs a copy.
+        # Rounding in place saves an allocation. It is safe only if nobody else sees the memory: a saved tensor, another
+        # branch or the user's own gradient would change too. An observer needs the unrounded tensor as well: a copy.
         if observer is None and is_dense and is_held_by_autograd_alone(gradient, object()):
             round_memory_(gradient, spec)
             mark(gradient, spec.text)
@@ -62,7 +63,7 @@ class BackwardRounding:
 
     def _unusual(self, gradient: Tensor | None) -> Tensor | None:
         """Return the rounded gradient if it is None, sparse, traced, seen by a transform, or differentiated again."""
-        # None: of an unused output of an operation whose other output was used.
+        # The gradient is None for an unused output of an operation whose other output was used.
         if gradient is None:
             return None
         if gradient.is_sparse:
@@ -98,7 +99,7 @@ class BackwardRounding:
         return torch.sparse_coo_tensor(indices, values, gradient.shape, is_coalesced=True, check_invariants=False)
 
     def _apart(self, observer: Observer | None, before: Tensor, gradient: Tensor, log2_scale: Tensor | None) -> Tensor:
-        """Round out of place. before: the tensor that the observer compares it with."""
+        """Round a gradient out of place. before: the unrounded tensor, for the observer."""
         result = rounded(gradient, self.spec, None, log2_scale)
         mark(result, self.spec.text, log2_scale)
         self._show(observer, before, result, log2_scale)
@@ -110,9 +111,10 @@ class BackwardRounding:
 
 
 class ScaledBackwardRounding(BackwardRounding):
-    """The same at a scale that is found when the gradient arrives.
+    """Tensor hook that rounds the gradient at a scale, which is found when the gradient arrives.
 
-    scale: returns log2 of the scale, see `Scaling`; it may at once round a gradient that nobody else holds.
+    scale: function that returns log2 of the scale, see `Scaling`. If nobody else holds the gradient, the function may
+        round it at once.
     """
 
     __slots__ = ("scale",)
@@ -124,13 +126,13 @@ class ScaledBackwardRounding(BackwardRounding):
         self.scale = scale
 
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
-        """As of `BackwardRounding`."""
+        """Round as `BackwardRounding` does, but at the scale."""
         if gradient is None or gradient.is_sparse or is_legacy_batched(gradient) or not is_plain(gradient):
             return self._unusual(gradient)
         if torch.is_grad_enabled():
             return self._unusual(gradient)
         spec, listeners = self.spec, self.scope.listeners
-        # The scaling may round a free gradient in place, so that an observer needs a copy from before.
+        # The scaling may round a free gradient in place: an observer needs a copy that is made before.
         is_free = mark_of(gradient) is None and has_no_holes(gradient) and is_held_by_autograd_alone(gradient, object())
         observer = listeners.watching(self.site, self.role) if is_free else None
         before = gradient if observer is None else gradient.detach().clone()
@@ -143,7 +145,7 @@ class ScaledBackwardRounding(BackwardRounding):
         if container_width(spec, gradient.dtype) == 0:
             self._show(observer, gradient, gradient, log2_scale)
             return None
-        # Asked again: the scaling may have kept the gradient.
+        # This is asked again, because the scaling may have kept the gradient.
         if observer is None and has_no_holes(gradient) and is_held_by_autograd_alone(gradient, object()):
             round_memory_(gradient, spec, None, log2_scale)
             mark(gradient, spec.text, log2_scale)
@@ -157,7 +159,7 @@ class ScaledBackwardRounding(BackwardRounding):
 def show_at_scale(
     observer: Observer, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, log2_scale: Tensor | None
 ) -> None:
-    """Show an observer numbers as the format sees them: times the scale."""
+    """Show an observer the numbers as the format stores them: multiplied by the scale."""
     # Exact, because float64 has exponents to spare.
     if log2_scale is not None:
         before, after = to_float64(before, log2_scale), to_float64(after, log2_scale)

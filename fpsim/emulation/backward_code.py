@@ -1,8 +1,8 @@
 """Emulation of a model's own code in the backward pass: the code of autograd Functions and of hooks.
 
-A result that depends on the incoming gradient is an error, any other one an activation. A Function returns the gradient
-of an operand, which is rounded where it arrives, by the role and the scale of that place. No gradient is rounded twice:
-the Function hands it over as it was before it was rounded here.
+A result that depends on the incoming gradient is an error; any other result is an activation. The gradient that a
+Function returns for an operand is rounded where it arrives, by the role and the scale of that place. No gradient is
+rounded twice: the Function hands over the values that the gradient had before it was rounded here.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from fpsim.torch_modes import (
 
 __all__ = ["BackwardCode", "CopyOfArgument", "OwnCode", "RunIn", "is_of_a_model", "run_in_backward", "run_modes_by"]
 
-_BEFORE = "_fpsim_before"  # of an error: the values before it was rounded, and the writes to it until then
+_BEFORE = "_fpsim_before"  # of an error: its values before rounding, and the number of writes to it then
 _NO_MODELS = ("torch", "fpsim", "ada_loss")
 
-# The argument, the writes to it until the Function's forward ended, the copy.
+# The argument, the number of writes to it when the Function's forward ended, and the copy.
 CopyOfArgument = tuple[TensorWeakRef, int, TensorWeakRef]
 RunIn = Callable[[Emulation, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
 _run_in: RunIn
 
 
 def run_modes_by(run_in: RunIn) -> None:
-    """Set the function that enters a mode, calls a function with these arguments, and leaves the mode."""
-    # Set by `entering`, which imports this file: the arrow cannot point the other way, too.
+    """Set the function that enters a mode, calls a given function, and leaves the mode."""
+    # `entering` sets it, because it imports this file: this file cannot import `entering`, too.
     global _run_in
     _run_in = run_in
 
@@ -65,13 +65,14 @@ def run_modes_by(run_in: RunIn) -> None:
 class OwnCode:
     """State of the forward pass at a piece of the model's own code.
 
-    site: its name among the operations of the module; its results are rounded there.
-    takes_wide: of each argument, whether it is float32 on purpose.
-    gives_wide: the same of each result.
-    copies: of each argument of which a Function was given a rounded copy. Weak: a Function that needs it keeps it.
+    site: the code's name among the operations of the module; results are rounded at this site.
+    takes_wide: for each argument, whether it is float32 on purpose.
+    gives_wide: the same for each result.
+    copies: the rounded copies of arguments that a Function was given. The references are weak: a Function that needs a
+        copy keeps it.
     has_weights: whether a weight is among the arguments.
-    is_island: whether it computes in float32, where autocast is switched off.
-    scale: returns the scale at which dy enters the products, if no role rounds it before; else None.
+    is_island: whether the code computes in float32, because autocast is switched off.
+    scale: function that returns the scale at which dy enters the products, if no role rounds dy before; else None.
     """
 
     __slots__ = (
@@ -99,17 +100,17 @@ class OwnCode:
 
     @classmethod
     def met_by(cls, emulation: Emulation, name: str) -> OwnCode:
-        """Return the code of this name at the present position of a forward pass."""
+        """Return the state for code of this name at the present position of a forward pass."""
         return cls(emulation.scope, name, emulation.has_names, emulation.aliases, emulation.names)
 
     @property
     def label(self) -> str:
-        """Its name in the sites of its backward pass."""
+        """Name of the code in the sites of its backward pass."""
         return self.site.removeprefix(f"{self.scope.name}:")
 
 
 def is_of_a_model(code: Any) -> bool:
-    """True if a Function or a hook is a model's own: not of torch, whose Functions are operations, nor of ours."""
+    """True if a Function or a hook is a model's own: neither torch's, whose Functions are operations, nor ours."""
     while isinstance(code, partial):
         code = code.func
     return str(getattr(code, "__module__", "")).partition(".")[0] not in _NO_MODELS
@@ -120,30 +121,32 @@ def run_in_backward(
 ) -> Any:
     """Call `run()` under emulation, in the thread that runs the backward pass.
 
-    gradients: the incoming ones, in a tuple or a list.
-    is_given_back: whether its results are the gradients of arguments, which are rounded where they arrive.
-    adds_depth: whether it opens a block of autocast of its own, which is not the model's choice.
+    gradients: the incoming gradients, in a tuple or a list.
+    is_given_back: whether the results of `run` are the gradients of arguments, which are rounded where they arrive.
+    adds_depth: whether `run` opens a block of autocast of its own, which is not the model's choice.
     """
     kind = BackwardCode if code.stand_ins is None else _TracedBackwardCode
     emulation = kind(code, adds_depth)
     try:
         return _run_in(emulation, emulation.computed, (run, gradients, is_given_back), {})
     finally:
-        # Breaks a cycle that would keep every tensor of the pass alive until the garbage collector runs.
+        # This breaks a cycle that would keep every tensor of the pass alive until the garbage collector runs.
         emulation.activations.errors = emulation.errors.errors = None
 
 
 class BackwardCode(Emulation):
-    """Mode in which such code runs.
+    """Mode in which a model's own code runs in the backward pass.
 
-    activations, errors: the scopes of calls without and with a tensor that depends on the incoming gradient.
-    log2_scale: at which the results of the running call are rounded, if they are errors; None for 1.
+    activations: the scope of calls in which no tensor depends on the incoming gradient.
+    errors: the scope of all other calls.
+    log2_scale: log2 of the scale at which the results of the running call are rounded, if they are errors; None for a
+        scale of 1.
     """
 
     def __init__(self, code: OwnCode, adds_depth: bool) -> None:
         self.activations = in_backward(code.scope, code.label, self, False)
         self.errors = in_backward(code.scope, code.label, self, True)
-        # One counter, so that two calls of an operation get two names, also where one computes an error.
+        # One counter, so that two calls of an operation get two names, also if only one of them computes an error.
         self.errors.counts = self.activations.counts
         Emulation.__init__(self, self.activations, code.aliases, code.has_names)
         self.names |= code.names
@@ -158,7 +161,7 @@ class BackwardCode(Emulation):
             self.know_copy(copy, copy[2]())
 
     def know_copy(self, copy: CopyOfArgument, now: Tensor | None) -> None:
-        """Use `now` as the copy of an argument; only its place in the graph if the argument was written to since."""
+        """Use `now` as the copy of an argument; only the place of `now` in the graph if that was written to since."""
         argument = copy[0]()
         if argument is not None and now is not None:
             self._copies[argument] = (now, writes_to(argument) == copy[1])
@@ -184,7 +187,7 @@ class BackwardCode(Emulation):
 
     def _given_back(self, x: Any, i: int) -> Any:
         """Return the gradient of the i-th argument before it was rounded here."""
-        # The place of an argument in float32 rounds nothing, so that its gradient stays as it was rounded here.
+        # The gradient of a float32 argument is not rounded where it arrives: it stays as it was rounded here.
         if not isinstance(x, Tensor) or self.code.takes_wide[i : i + 1] == [True]:
             return x
         before = _before(x)
@@ -200,12 +203,12 @@ class BackwardCode(Emulation):
         if not self._known.held:
             return None
         found = self._known.get(x)
-        # A view of an error is one, whether a call made it under this mode or not.
+        # A view of an error is an error, whether a call made it under this mode or not.
         base = base_of(x) if found is None else None
         return found if base is None else self._known.get(base)
 
     def among(self, operands: tuple[Any, ...]) -> dict[int, Tensor]:
-        """Return the errors among these, by id."""
+        """Return the errors among these operands, by id."""
         return {id(x): x for x in tensors_in(operands) if self._error(x) is not None}
 
     def scale_of_products(self) -> Tensor | None:
@@ -225,7 +228,7 @@ class BackwardCode(Emulation):
             return super().__torch_function__(func, types, args, kwargs)
         call = call_of(func)
         given: tuple[Any, ...] = (args, tuple((kwargs or {}).values()))
-        # Operations that take only shape or dtype of an error compute no error.
+        # Operations that take only the shape or the dtype of an error compute no error.
         if call.name in SHAPE_OF_OTHERS or call.action is Action.CAST:
             given = args[:1]
         elif call.action is Action.LIKE:
@@ -244,7 +247,7 @@ class BackwardCode(Emulation):
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
         log2_scale: Tensor | None,
     ) -> None:  # fmt: skip
-        """Record that the results of a call are errors, and the unrounded values of views of errors."""
+        """Record that the results of a call are errors, and record the unrounded values of results that are views."""
         for x in tensors_in(out):
             # A result that is known already was rounded at a scale of its own.
             if self._known.get(x) is None:
@@ -259,7 +262,7 @@ class BackwardCode(Emulation):
         is_moved = call.is_view or call.name == "clone"
         if not is_moved or any(True for _ in tensors_in((args[1:], tuple(kwargs.values())))):
             return
-        # The same view of the unrounded values: a Function often reshapes the gradient that it returns.
+        # Take the same view of the unrounded values: a Function often reshapes the gradient that it returns.
         before = _before(first)
         if before is not None:
             _keep_before(out, func(before, *args[1:], **kwargs))
@@ -272,7 +275,7 @@ class BackwardCode(Emulation):
         if found is None:
             return result
         # A Function may ask autograd for gradients of its arguments, or of saved tensors. The copy that its forward got
-        # is a node between them and the loss; another copy would have no part in that graph.
+        # is a node between these and the loss; another copy would have no part in that graph.
         own, has_numbers = found
         known = format_of(result)
         if has_numbers and format_of(own) == known:
@@ -368,7 +371,7 @@ class BackwardCode(Emulation):
 
 
 class _TracedBackwardCode(BackwardCode, TracedEmulation):
-    """The same where torch.compile makes a program of the backward pass."""
+    """`BackwardCode` where torch.compile makes a program of the backward pass."""
 
 
 def _before(x: Tensor) -> Tensor | None:

@@ -1,9 +1,9 @@
 """Caches of keys and values: round keys and values where transformers stores them, in `Cache.update`.
 
 The cache classes are those of transformers, if the process has imported it; this module never imports it. A module that
-stores keys and values, but gets no cache, as in training, is given one of its own for the call, so that they are
-rounded at the same place, after the rotary embedding and before attention. Everything else that a model does with its
-cache is left alone.
+stores keys and values may get no cache, as in training: it is then given a cache of its own for the call. In this way
+keys and values are always rounded at the same place, after the rotary embedding and before attention. Everything else
+that a model does with its cache is left alone.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ LIBRARY = "transformers.cache_utils"
 class CacheUse(NamedTuple):
     """Use of a cache by a module.
 
-    name, position: of the parameter that takes the cache.
-    stores: whether its own code calls `update`; others hand the cache on.
-    of_encoder: whether that code expects an `EncoderDecoderCache`, one cache for its own keys and one for an encoder's.
+    name, position: name and position of the parameter that takes the cache.
+    stores: whether the module's own code calls `update`; other modules hand the cache on.
+    of_encoder: whether that code expects an `EncoderDecoderCache`: a cache for the module's own keys, and another one
+        for an encoder's keys.
     """
 
     name: str
@@ -53,11 +54,11 @@ class CacheUse(NamedTuple):
     of_encoder: bool
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the cache among the arguments of a call; None without one."""
+        """Return the cache among the arguments of a call; None if there is none."""
         return args[self.position] if self.position < len(args) else kwargs.get(self.name)
 
     def with_cache(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the arguments with a cache among them."""
+        """Return the arguments with `cache` among them."""
         if self.position < len(args):
             return (*args[: self.position], cache, *args[self.position + 1 :]), kwargs
         return args, {**kwargs, self.name: cache}
@@ -70,8 +71,8 @@ def cache_use(module: nn.Module, signature: inspect.Signature | None) -> CacheUs
     if name is None:
         return None
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    # Its code is read, since no attribute tells whether it calls `update` or hands the cache on. In some models encoder
-    # and decoder share their code, and only `is_decoder` differs: an encoder stores nothing.
+    # The module's code is read, since no attribute tells whether it calls `update` or hands the cache on. In some
+    # models encoder and decoder share their code, and only `is_decoder` differs: an encoder stores nothing.
     used = () if code is None else code.co_names
     has_layer = any(isinstance(getattr(module, layer, None), int) for layer in LAYERS)
     stores = "update" in used and has_layer and getattr(module, "is_decoder", True) is not False
@@ -79,7 +80,7 @@ def cache_use(module: nn.Module, signature: inspect.Signature | None) -> CacheUs
 
 
 class _Counted(threading.local):
-    updates = 0  # of caches, in which this thread has rounded something
+    updates = 0  # the number of updates in which this thread has rounded something
 
 
 counted = _Counted()
@@ -89,8 +90,8 @@ _stored: weakref.WeakSet[Any] = weakref.WeakSet()  # caches in which something w
 class Stored:
     """The keys and values that one call of a module stores in a cache.
 
-    use: how it takes one; None if it takes none.
-    where: the module, for errors.
+    use: how the module takes a cache; None if it takes none.
+    where: the module's name, for errors.
     """
 
     def __init__(self, use: CacheUse | None, where: str) -> None:
@@ -100,7 +101,7 @@ class Stored:
         _watch()
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the call, with a new cache if the module stores something and has got none.
+        """Return the arguments of the call; add a new cache if the module stores keys and values and was given none.
 
         Raises TypeError for a cache that is not one of transformers.
         """
@@ -157,7 +158,7 @@ class Stored:
             )
 
 
-_watched: Any = None  # the class whose update is ours
+_watched: Any = None  # the class whose `update` is replaced
 _watching = threading.Lock()
 
 
@@ -180,7 +181,7 @@ def _rounding(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         # Dynamo traces this line by line in models that are not quantised, and must not meet the emulation there. A
-        # quantised model is one operator to it.
+        # quantised model is a single operator for Dynamo.
         if not torch.compiler.is_dynamo_compiling():
             emulation = active.emulation
             if emulation is not None and emulation.scope.cache is not None:
@@ -207,7 +208,7 @@ def _rounded(emulation: Any, x: Tensor, operand: Operand, site: str, role: str) 
     spec: Any = operand.spec()
     is_wide = is_wide_tensor(x)
     with without_torch_function():
-        # In float32, also for a cache of a real half dtype: in that dtype, a float32 scale makes other numbers.
+        # Computed in float32, also for a cache of a real half dtype: there, a float32 scale would make other numbers.
         given = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         observer = None if is_traced(x) else emulation.scope.listeners.watching(site, role)
         axis, cut = max(given.dim() - 1, 0), None
@@ -228,8 +229,8 @@ def _rounded(emulation: Any, x: Tensor, operand: Operand, site: str, role: str) 
         if observer is not None:
             observer(site, role, given.detach(), out.detach(), spec, cut)
         out = out.to(x.dtype)
-    # Marked only if the cache has the activations' format. Else the tensor counts as one from outside, and is brought
-    # into that format when attention reads it.
+    # The tensor is marked only if the cache has the activations' format. Else it counts as a tensor from outside, and
+    # attention brings it into that format when it reads it.
     if is_wide:
         emulation.mark_wide(out)
     elif spec.text == emulation.scope.activation:

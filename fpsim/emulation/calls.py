@@ -73,7 +73,7 @@ PASS = frozenset(
     set_default_dtype get_default_dtype set_grad_enabled is_grad_enabled
     """.split()
 )
-# Those in place write zeros and ones, which every format has.
+# Comparisons in place write zeros and ones, which every format has.
 COMPARISONS = frozenset(
     form
     for row in TABLE.values()
@@ -81,7 +81,7 @@ COMPARISONS = frozenset(
     for name in (row.name, *row.spellings)
     for form in (name, f"__{name}__")
 )
-# Functions of lists that take a number next to tensors, as those of tensors do not, and compare with it.
+# Functions of lists that compare tensors with a number. The same functions of single tensors take no number.
 _FOREACH_THRESHOLDS = frozenset("_foreach_maximum _foreach_minimum _foreach_maximum_ _foreach_minimum_".split())
 READ = COMPARISONS | frozenset(
     """
@@ -92,7 +92,7 @@ READ = COMPARISONS | frozenset(
 )
 # Functions that write new numbers over all of a tensor.
 FILL = frozenset("fill_ zero_ normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_".split())
-# Functions that move values, and whose result may lie in the memory of an argument: writes to it are writes there.
+# Functions that move values. The result may lie in the memory of an argument: a write to it is a write there.
 VIEWS = frozenset(
     """
     data detach alias T mT H mH real imag view_as_real view_as_complex values _values view view_as reshape reshape_as
@@ -102,7 +102,8 @@ VIEWS = frozenset(
     __getitem__ ravel positive resolve_conj resolve_neg __iter__ cpu cuda
     """.split()
 )
-# With relu, max and abs, whose results are numbers that went in, zeros, or negatives: rounding changes none of them.
+# Functions that move values, and relu, max and abs. Their results are numbers that went in, negated ones, or zeros:
+# rounding changes none of these.
 MOVE = VIEWS | frozenset(
     """
     complex clone cat concat concatenate stack hstack vstack dstack column_stack row_stack block_diag
@@ -126,7 +127,7 @@ REFUSE = {
     "_native_multi_head_attention": "call nn.MultiheadAttention with a gradient or in training mode",
     **dict.fromkeys(("quantized_lstm", "quantized_gru"), "quantise the float32 module instead"),
 }
-# Arguments that are statistics or masks, not operands: (positions, names). By function, or by name.
+# Arguments that are statistics or masks, not operands: (positions, names), by the function or by its name.
 _STATISTICS = ("running_mean", "running_var")
 _OPERATORS = """
     batch_norm instance_norm native_batch_norm cudnn_batch_norm
@@ -136,7 +137,7 @@ NOT_OPERANDS: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {
     **dict.fromkeys((F.batch_norm, F.instance_norm), ((1, 2), _STATISTICS)),
     **dict.fromkeys(_OPERATORS.split(), ((3, 4), _STATISTICS)),  # torch's operators have the weight and the bias first
 }
-# Arguments that promote nothing, by function: they are only compared, or multiplied into the result of others.
+# Arguments that promote nothing, by function: they are only compared, or multiplied into the result of the others.
 ONLY_COMPARED = {
     **dict.fromkeys(
         (F.binary_cross_entropy_with_logits, torch.binary_cross_entropy_with_logits),
@@ -145,21 +146,22 @@ ONLY_COMPARED = {
     F.cosine_embedding_loss: ((2,), ("target",)),
     F.hinge_embedding_loss: ((1,), ("target",)),
 }
-# Functions that torch writes as two, of which the first may give float32 by itself.
+# Functions that torch writes as two operations. The first one may return float32 by itself.
 _IN_TWO = (torch.ldexp, Tensor.ldexp, Tensor.ldexp_)
 QUOTIENT_OF_NUMBER = Tensor.__rtruediv__  # 3.0 / x, which torch computes as x.reciprocal() * 3.0
 # Functions that always return float64.
 _FLOAT64 = ("float_power",)
-# Functions of several steps whose backward pass looks for their result among the candidates: it has to stay
-# as it is, and a copy is rounded.
+# Functions of several steps whose backward pass looks for the result among the candidates: the result has to stay as it
+# is, and a copy of it is rounded.
 CHOOSE_INSIDE = ("linalg_matrix_norm", "matrix_norm", "linalg_norm", "norm", "linalg_cond", "cond")
 # Rows looked up in a weight are activations, and their gradient, which is summed into the weight, is an error.
 LOOK_UPS = ("embedding",)
 # Functions that move each of several tensors, which keep their dtypes.
 EACH = frozenset("broadcast_tensors meshgrid atleast_1d atleast_2d atleast_3d".split())
-# Functions whose result has the dtype of their first argument: of the others they take the shape, or numbers to copy.
+# Functions whose result has the dtype of their first argument. Of the other arguments they take the shape, or numbers
+# to copy.
 SHAPE_OF_OTHERS = ("view_as", "expand_as", "reshape_as")
-STORED_AS_FIRST = ("huber_loss", "soft_margin_loss")  # computed with all of them, and stored in the dtype of the first
+STORED_AS_FIRST = ("huber_loss", "soft_margin_loss")  # computed with all, and stored in the dtype of the first one
 COPIES_INTO_FIRST = ("diagonal_scatter", "select_scatter", "slice_scatter", "as_strided_scatter")
 # Functions that return their argument itself if they drop nothing, and whether they drop by default.
 DROPS = {
@@ -167,7 +169,7 @@ DROPS = {
     **dict.fromkeys("alpha_dropout feature_alpha_dropout".split(), False),
 }
 # Operations that bring their operands into the format, as autocast does, unless all of them are float32 on purpose. All
-# others follow torch's type promotion: one operand that is float32 on purpose makes the result so.
+# others follow torch's type promotion: if one operand is float32 on purpose, the result is, too.
 NARROWING = frozenset(
     """
     linear matmul mm bmm mv dot addmm addmm_ addbmm addbmm_ baddbmm baddbmm_ addmv addmv_ addr inner vdot
@@ -178,9 +180,9 @@ NARROWING = frozenset(
     """.split()
 )
 
-NO_OPERANDS = ("alpha", "value", "out")  # names of arguments of theirs that are numbers, or are written to
-# Functions without a `Number` in their row that bring integers into the dtype of the others. Of those in neither table
-# integers are indices, labels or counts.
+NO_OPERANDS = ("alpha", "value", "out")  # names of their arguments that are numbers, or are written to
+# Functions that bring integers into the dtype of the other operands, although their row has no `Number`. In any other
+# function without a `Number`, integers are indices, labels or counts.
 PROMOTING = frozenset(
     """
     cat concat concatenate stack hstack vstack dstack column_stack row_stack block_diag max min diff
@@ -189,7 +191,7 @@ PROMOTING = frozenset(
     binary_cross_entropy_with_logits margin_ranking_loss cosine_similarity trapezoid trapz cumulative_trapezoid
     """.split()
 )
-# Functions that first give a tensor without dimensions those of the other, so that it counts in the result's dtype.
+# Functions that first expand a tensor without dimensions to those of the other: it then counts in the result's dtype.
 EXPANDING = frozenset(
     """
     mse_loss l1_loss smooth_l1_loss kron einsum hstack vstack dstack column_stack row_stack
@@ -197,7 +199,7 @@ EXPANDING = frozenset(
     """.split()
 )
 
-# Operands that may be given by name, in the order in which any operation has those that it takes.
+# Names of operands. Each operation has its own among them in this order.
 _OPERANDS = "input input1 query mat mat1 batch1 input2 key weight other mat2 vec vec2 tensor batch2 value".split()
 _RANKS = {name: rank for rank, name in enumerate(_OPERANDS)}
 
@@ -213,7 +215,7 @@ _MAY_MULTIPLY = frozenset("einsum inner addr addr_".split())  # of `NARROWING`
 
 
 def only_multiplies(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a call of one of `NARROWING` sums no products: torch promotes its operands as those of `*` then."""
+    """True if a call of one of `NARROWING` sums no products: torch then promotes its operands as it does for `*`."""
     if name not in _MAY_MULTIPLY:
         return False
     if name == "einsum":
@@ -229,23 +231,24 @@ _CONVERTING = (Action.STEP, Action.FILL, Action.FACTORY, Action.LIKE, Action.CAS
 class Call:
     """Treatment of one torch function.
 
-    name: without torch's underscores.
+    name: the function's name without torch's underscores.
     action: its treatment.
     in_place: whether it writes to its first argument.
     has_threshold: whether a Python number next to a tensor is cast to the tensor's dtype.
-    threshold: where torch's kernels do so: "always", or "on card".
+    threshold: where torch's kernels cast it: "always", or "on card".
     number: torch's treatment of a float32 tensor without dimensions next to one of low precision.
     promotes: whether integers next to numbers of the format are cast to it; else they are indices or counts.
     expands: whether a tensor without dimensions counts in the dtype of the result.
-    copies: whether it writes its argument to the first one, unchanged.
-    has_pole: whether it may make minus infinity of numbers: it saturates in a format without. Of others, it is a mask.
-    is_quotient: whether that depends on its second operand.
+    copies: whether it writes another argument to the first one, unchanged.
+    has_pole: whether it may return minus infinity for numbers. This saturates in a format without infinities; minus
+        infinity from any other function is a mask.
+    is_quotient: whether `has_pole` depends on the second operand.
     is_view: whether its result may lie in the memory of its first argument.
     is_comparison: whether it compares numbers.
-    is_squared_difference: whether it is `mse_loss`, two operations without a reduction.
-    is_special: whether it is not one operation on numbers: one test for several rare treatments.
+    is_squared_difference: whether it is `mse_loss`, which is two operations if it does not reduce.
+    is_special: whether it is not one operation on numbers, and needs one of several rare treatments.
     converts: whether it makes a tensor, or decides a tensor's dtype.
-    may_multiply: whether it sums no products with some of its arguments.
+    may_multiply: whether there are arguments with which it sums no products.
     narrows: whether its operands are brought into the format although they are float32 on purpose.
     chooses_inside: whether its backward pass looks for its result among the candidates.
     takes_dtype: whether a dtype may be given by its place among the arguments.
@@ -255,13 +258,14 @@ class Call:
     is_of_each: whether it moves each of several tensors, which keep their dtypes.
     drops: whether it drops numbers by default; None for a function that never does.
     inplace_at: the position of the argument `inplace`; None without one.
-    may_write: whether it writes to its first argument with some of its arguments.
+    may_write: whether there are arguments with which it writes to its first one.
     may_renormalise: whether it changes a weight first, if it is given a `max_norm`.
     gives_float64: whether it always returns float64.
-    body: its definition in Python, with the functions among its arguments; None without such arguments.
-    only_computes: whether nothing but the rounding of its operands and results is to be done.
-    writes: positions and names of the arguments that it writes to, as its schema says; `out=` aside.
-    skip_positions, skip_names: arguments that are not operands, or that the function writes to: a copy would not do.
+    body: the Python definition of a function that takes functions, such as torch.cond; None for any other function.
+    only_computes: whether nothing has to be done but to round its operands and its results.
+    writes: positions and names of the arguments that it writes to, as its schema says, except `out`.
+    skip_positions, skip_names: positions and names of arguments that are no operands, or that the function writes to,
+        so that it cannot be given a copy.
     """
 
     __slots__ = (
@@ -351,7 +355,7 @@ class Call:
         return found
 
     def drops_nothing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """True if a dropout with these arguments returns the first one itself."""
+        """True if a dropout with these arguments returns its input itself."""
         p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
         named = kwargs.get("training", kwargs.get("train", self.drops))
         return not (args[2] if len(args) > 2 else named) or p == 0
@@ -364,8 +368,8 @@ class Call:
         return function(*args, **kwargs)
 
 
-# The order matters: a name of several tables is treated by the first. COMPUTE is the rest, so that a function that a
-# new torch adds is rounded, and not overlooked.
+# The order matters: a name in several tables is treated as the first of them says. COMPUTE is the rest, so that a
+# function that a new torch adds is rounded, and not overlooked.
 def _action_of(function: Callable[..., Any], name: str) -> Action:
     if name in PASS or name.startswith(("_fused_", "_amp_", "_use_", "_is_", "__dlpack")):
         return Action.PASS
@@ -405,7 +409,7 @@ class _BackwardCall(Call):
     __slots__ = ()
 
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Off meanwhile: a checkpoint may run modules again, which enter a mode of their own.
+        # The emulation is off meanwhile: a checkpoint may run modules again, which enter a mode of their own.
         emulation, active.emulation = active.emulation, None
         try:
             return super().__call__(function, args, kwargs)
@@ -413,15 +417,15 @@ class _BackwardCall(Call):
             active.emulation = emulation
 
 
-# The cache of `call_of`. Backward passes are of a class of their own, whatever their names say.
+# The cache of `call_of`. Backward passes have a class of their own, whatever their names say.
 known_calls: dict[Any, Call] = {
     f: _BackwardCall(f) for f in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 }
 
 
 def call_of(function: Callable[..., Any]) -> Call:
-    """Treatment of this torch function; looked up once and cached."""
-    # `setdefault`: of two threads that make an entry, both get the same one.
+    """Return the treatment of this torch function, which is looked up once and cached."""
+    # `setdefault`: two threads that make an entry both get the same one.
     call = known_calls.get(function)
     return known_calls.setdefault(function, Call(function)) if call is None else call
 

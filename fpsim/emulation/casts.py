@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 CAST_NAMES = frozenset(row.name for row in TABLE.values() if row.kind is Kind.CAST)
-# Functions that make a tensor of nothing but sizes and numbers, and those that make one like another; counts are in the
-# dtype of the counted values.
+# Functions that make a tensor from nothing but sizes and numbers, and functions that make one like another tensor.
+# histc is among the latter: its counts have the dtype of the counted values.
 FACTORIES = frozenset(
     """
     zeros ones full empty eye arange linspace logspace range rand randn normal tensor as_tensor asarray scalar_tensor
@@ -64,7 +64,7 @@ _SHARDING = os.path.join(_HOME, "distributed", "")
 
 
 def dtype_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype among the arguments of a call."""
+    """Return the dtype among the arguments of a call."""
     dtype = kwargs.get("dtype")
     if dtype is None:
         dtype = next((x for x in args if isinstance(x, torch.dtype)), None)
@@ -74,14 +74,15 @@ def dtype_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | Non
 def asks_for_float32(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if the code that called `function` asks for float32 (or float64) by name.
 
-    `x.float()` does, and `softmax(x, dtype=torch.float32)`, also by a variable that was set so; `y.dtype` does not.
+    `x.float()` does, and so does `softmax(x, dtype=torch.float32)`, also through a variable that was set to
+    torch.float32. `y.dtype` does not.
     """
     if name in ("float", "double"):
         return True
     dtype, frame = dtype_in(args, kwargs), _caller_of(inspect.currentframe())
     if name == "type" and dtype is None:
         kind = args[1] if len(args) > 1 else kwargs.get("dtype")
-        # `y.type()` returns such a string too, so that the calling code has to contain it.
+        # `y.type()` returns such a string too: the calling code itself has to contain it.
         if isinstance(kind, str):
             return kind.endswith(_WIDE_TYPES) and frame is not None and kind in frame.f_code.co_consts
         return getattr(kind, "__name__", "") in _WIDE_TYPES
@@ -121,7 +122,7 @@ def _is_of_sharding(file: str) -> bool:
 
 @cache
 def is_of_machinery(file: str) -> bool:
-    """True if a file of torch's runs models, and is not part of one: checkpoints, sharding, tracers, autograd."""
+    """True if a file of torch runs models, and is not part of a model: checkpoints, sharding, tracers, autograd."""
     if not file.startswith(_HOME):
         return False
     folder = Path(file).relative_to(_HOME).parts[0]
@@ -130,11 +131,11 @@ def is_of_machinery(file: str) -> bool:
 
 @cache
 def _is_between(file: str) -> bool:
-    """True if a frame lies between the user's call and the mode: that of a mode of ours, or torch's own wrapping."""
+    """True if a frame lies between the user's call and the mode: it is of one of our modes, or of torch's wrapping."""
     return file.startswith((_HOME, _MODES))
 
 
-# torch tells the depth only as it changes it: up, and down again.
+# torch returns the depth only when it changes it: it is raised, and lowered again.
 _LOOK: Any = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
 
 
@@ -173,8 +174,8 @@ _BOUND = ("self", "cls")  # parameters that no call passes in words
 class _Words(NamedTuple):
     """Parts of a source expression that may name a dtype.
 
-    is_literal: whether it has torch.float32 or its like.
-    is_own: whether it has the dtype of something, `x.dtype`.
+    is_literal: whether it contains torch.float32 or the like.
+    is_own: whether it contains the dtype of an object, as `x.dtype`.
     variables: local names.
     """
 
@@ -206,7 +207,7 @@ def _variable_does(frame: FrameType, name: str) -> bool:
             return False
         if passed != _NOT_PASSED:
             return passed.is_literal or (not passed.is_own and _any_variable_does(caller, passed.variables))
-        # Not passed: the default, which holds float32, or the value that the function puts in for None.
+        # It was not passed: its value is the default, float32, or what the function puts in for None.
         return set_to is None or (set_to.is_literal and not set_to.is_own)
     if set_to is None:
         # A comprehension has a frame of its own before Python 3.12, and its variable is one of the function around it.
@@ -224,7 +225,7 @@ _NOT_PASSED = _Words(False, False, ("",))
 @cache
 def _calls_by_name(code: CodeType, last: int) -> bool:
     """True if the call at offset `last` is `x.float()` or its like."""
-    # Asked of the bytecode, because a compiler's stand-in for x turns the call into `to`.
+    # Read from the bytecode, because a compiler's stand-in for x turns the call into `to`.
     loads = [x for x in _arguments(code, last) if x.opname.startswith("LOAD")]
     return bool(loads) and loads[-1].argval in _CAST_METHODS and not loads[-1].opname.startswith("LOAD_CONST")
 
@@ -234,7 +235,7 @@ def _words_of_call(code: CodeType, last: int, function: str) -> _Words:
     """Read the expressions among the arguments of the call at offset `last`, outside of nested calls."""
     arguments = _arguments(code, last)
     named = [i for i, x in enumerate(arguments) if x.argval == function and x.opname.startswith("LOAD")]
-    # Only behind the function's name: the tensor before it may come from an expression that names a dtype.
+    # Only what follows the function's name: the tensor before it may come from an expression that names a dtype.
     return _words_of(_outside_of_calls(arguments[named[-1] + 1 :] if named else arguments))
 
 

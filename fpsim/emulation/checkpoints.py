@@ -36,7 +36,7 @@ class _Replay:
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], start: Any) -> None:
         self.function, self.start = function, start
-        # The marks of the arguments are kept here: the recomputation gets other tensors of the same numbers.
+        # The marks of the arguments are kept here: the recomputation gets other tensors with the same numbers.
         self.formats = [format_of(x) if isinstance(x, Tensor) else None for x in args]
         stands_in = start.scope.stands_in
         self.weights = [isinstance(x, Tensor) and (is_weight(x) or stands_in(x)) for x in args]
@@ -86,9 +86,9 @@ def _settle(outputs: Any) -> None:
 
 @cache
 def watch_checkpoints(position_of: Callable[[Any], Any]) -> None:
-    """Make checkpoints that run inside of an emulation recompute inside of it; wraps torch's, once in a process.
+    """Patch torch's checkpoints, once in a process: those that run inside of an emulation recompute inside of it, too.
 
-    position_of: returns the position of the forward pass of an emulation.
+    position_of: function that returns the position of the forward pass of an emulation.
     """
 
     def wrap(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
@@ -98,7 +98,7 @@ def watch_checkpoints(position_of: Callable[[Any], Any]) -> None:
 
 
 # Saved tensors: those of an operation's backward pass are packed once the operation's result is rounded. An operation
-# may save its result, which is rounded in place after it: hooks that pack at once would store the unrounded numbers.
+# may save its result, which is rounded in place afterwards: hooks that pack at once would store the unrounded numbers.
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -115,7 +115,7 @@ class _Saved:
 
 @contextmanager
 def packed_afterwards(hooks: Hooks) -> Iterator[None]:
-    """Save tensors as they are inside of the block; `hooks` pack them when it ends."""
+    """Save tensors unpacked inside of the block; when the block ends, `hooks` pack them."""
     pack, unpack = hooks
     waiting: list[_Saved] = []
 

@@ -78,7 +78,7 @@ DTYPE_OF: Any = Tensor.dtype.__get__  # type: ignore[attr-defined]  # a mode's c
 def dtype_of(emulation: Any, frame: Any, x: Tensor) -> torch.dtype:
     """Return `x.dtype`: torch's name of the format for a tensor that is not float32 on purpose.
 
-    frame: of the mode; its caller reads the attribute.
+    frame: the mode's frame, whose caller reads the attribute.
     """
     dtype, name = x.dtype, emulation.scope.dtype
     if name is None or dtype is not torch.float32 or not emulation.has_names:
@@ -107,7 +107,7 @@ def named_dtype(
     if call.name == "view" and name is not None and isinstance(args[0], Tensor):
         _require_no_bits(emulation, args[0], dtype)
     if dtype is not name and dtype not in emulation.names:
-        # In a float64 model float64 is the container, which `x.dtype` says of every tensor.
+        # In a float64 model the container is float64, which `x.dtype` returns for every tensor.
         is_container = dtype is torch.float64 and emulation.scope.is_float64
         is_wide = name is not None and dtype in WIDE_DTYPES and not is_container
         return args, kwargs, Asked.WIDE if is_wide else Asked.NOTHING
@@ -130,7 +130,7 @@ def _require_no_bits(emulation: Any, x: Tensor, dtype: torch.dtype) -> None:
 
 
 def _container_for(x: Any, dtype: torch.dtype) -> Any:
-    """Return float32 if an argument is the format's dtype or tensor type, on the device that it names."""
+    """Return float32 for the format's dtype, float32's type for its tensor type, and any other argument as it is."""
     if x is dtype:
         return torch.float32
     place, name = _type_named(x)
@@ -187,7 +187,7 @@ def mark_gradients(emulation: Any, out: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def is_float64(x: Any) -> bool:
-    """True if `x` is a tensor of float64, or of complex numbers of two."""
+    """True if `x` is a tensor of float64 or complex128."""
     return isinstance(x, Tensor) and x.dtype in _FLOAT64
 
 
@@ -214,7 +214,7 @@ def cast(
             emulation.carry_marks(out, [x], None, None)
             return out
         func, args = Tensor.to, (args[0], torch.float32)
-    # The format is float32: a copy would change the order in which gradients are added up.
+    # If the format is float32, nothing is copied: a copy would change the order in which gradients are added up.
     if is_roundable(args[0]) and leaves_float32(specs, args[0]):
         out = call(func, args, kwargs)
         if is_float64(out):
@@ -228,7 +228,7 @@ def cast(
         is_wide = asked is Asked.NOTHING and like is None and asks_for_float32(func, call.name, args, kwargs)
     alias = emulation.aliases.of(x)
     is_ours = is_made_here(x) or (alias is not None and is_made_here(alias.base))
-    # A cast of a result to its own dtype returns the tensor itself, and later writes to it have to reach it. A real
+    # A cast of a result to its own dtype returns the tensor itself, which later writes have to reach. A real
     # tensor of few bits is widened first. A buffer is read as it is.
     stays = (not is_wide and is_ours) or x.dtype not in WIDE_DTYPES
     if is_roundable(x) and not (is_state(x) or emulation.leaves_raw((x,)) or stays):
@@ -239,7 +239,7 @@ def cast(
         return out
     if not isinstance(out, Tensor) or not is_roundable(out):
         return out
-    # Only to another device.
+    # The call only moves the tensor to another device.
     if like is None and dtype_in(args, kwargs) is None and call.name == "to":
         emulation.carry_marks(out, [x], None, None)
         return out
@@ -353,7 +353,7 @@ def for_each(
                 other: Any = getattr(y, MARK, None)
                 is_mixed = (bool(known) and known[0] == WIDE) is not (bool(other) and other[0] == WIDE)
                 is_mixed = is_mixed and (known is not None or not call.in_place)
-            # As torch does with lists of several dtypes.
+            # torch does the same with lists of several dtypes.
             if is_mixed:
                 return _each_alone(emulation, call, first, args, kwargs)
     if call.in_place and len(first) > 1:

@@ -34,7 +34,7 @@ _decomposed: dict[Any, Callable[..., Any]] = {
 def by_operations(
     emulation: Any, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return the result of a call of several operations, each emulated; NotImplemented for a call to be left to torch.
+    """Return the result of a call of several operations, each emulated; NotImplemented if torch itself has to run it.
 
     Raises NotImplementedError for a function of `REFUSE`.
     """
@@ -66,7 +66,7 @@ def _ldexp(x: Tensor, other: Tensor, **out: Any) -> Tensor:
 
 def _is_elementwise(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if a loss returns a number for each pair."""
-    # Native kernels round the difference first then, also on cards. With a sum they compute in float32 inside.
+    # Native kernels then round the difference first, also on cards. With a sum they compute in float32 inside.
     named = {name: x for name, x in kwargs.items() if x is not None}
     if len(args) != 2 or named != {"reduction": "none"}:
         return False
@@ -86,12 +86,12 @@ def flex_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute flex_attention as `math_attention` of torch/_higher_order_ops/flex_attention.py does, call by call.
 
-    Scores and weights are float32 on purpose, and `score_mod` gets them so. The weights are cast to the query's format
-    for their product with the values, whose result is rounded. Called under the emulation's mode.
+    Scores and weights are float32 on purpose; `score_mod` gets float32 scores. The weights are cast to the query's
+    format for their product with the values, and the product is rounded. Call it under the emulation's mode.
 
     query: (batch, heads, positions, features). key, value: the same, with another length and perhaps fewer heads.
-    Returns the result, with the query's order of strides, log2 of the sums of exponentials, and the largest score over
-    ln 2; the last two are empty if the call does not ask for them.
+    Returns the result, in the query's order of strides; log2 of the sums of exponentials; and the largest score divided
+    by ln 2. The last two are empty if the call does not ask for them.
     """
     scope = active.emulation.scope
     if scope.products is not None and scope.products.attention:
@@ -100,8 +100,8 @@ def flex_attention(
             f"Products(attention=True) cannot quantise inside of it. To do: call F.scaled_dot_product_attention with a "
             f"mask, or write the products with @."
         )
-    # Written here and not taken from torch's file, which reads `query.dtype`: outside of a model's own code that is
-    # float32, so that its casts would do nothing.
+    # Written here and not taken from torch's file, which reads `query.dtype`: outside of a model's own code this
+    # dtype is float32, so that the casts would do nothing.
     if scope.rounds_nothing or query.dtype is torch.float64:
         wide_query, wide_key = query, key
     else:
@@ -119,7 +119,7 @@ def flex_attention(
         sums = torch.logsumexp(scores, -1) / math.log(2)
     if kernel_options.get("OUTPUT_MAX", True):
         largest = torch.amax(scores, -1) / math.log(2)
-    hides_all = scores.detach().isneginf().all(-1, keepdim=True)  # such a row gives zeros
+    hides_all = scores.detach().isneginf().all(-1, keepdim=True)  # the result of such a row is zeros
     weights = torch.softmax(scores.masked_fill(hides_all, 0.0), -1).masked_fill(hides_all, 0.0)
     return _laid_out(weights.type_as(query) @ value.type_as(query), query), sums, largest
 

@@ -43,7 +43,7 @@ _warned: weakref.WeakSet[Listeners] = weakref.WeakSet()
 _lock = threading.Lock()
 _POOLS = {
     ThreadPoolExecutor: ("submit",),
-    ThreadPool: ("apply_async", "_map_async", "imap", "imap_unordered"),  # all others call these
+    ThreadPool: ("apply_async", "_map_async", "imap", "imap_unordered"),  # all other methods call these
 }
 
 
@@ -53,7 +53,7 @@ def watch_threads() -> None:
 
     Modules of a quantised model enter their own emulation in the thread that calls them.
     """
-    # A warning, not emulation: sites are counted in the order of calls, which two threads do not have.
+    # Threads get a warning instead of emulation: sites are counted in the order of calls, which threads do not have.
     start = threading.Thread.start
     # Threads of pools outlive the call that starts them: there each piece of work is watched, and not the thread.
     of_pools = {pool.__module__ for pool in _POOLS}
@@ -168,7 +168,7 @@ def _warn_of_inner(emulation: Emulation, scope: Scope) -> None:
 
 
 def _go_back(emulation: Emulation, scope: Scope, previous: Scope) -> None:
-    # Not if this block ends late, after the one around it.
+    # The scope stays if this block ends late, after the block around it.
     if emulation.scope is scope:
         emulation.scope = previous
 
@@ -181,7 +181,7 @@ def run_entered(
     has_names: bool = True,
 ) -> Any:
     """Run `function(*args, **kwargs)` under `scope`. State is restored after any exception, at any point."""
-    # As `enter`, but without an `Undo`: this runs in each call of each module.
+    # Like `enter`, but without an `Undo`: this runs in each call of each module.
     emulation: Emulation | None = active.emulation
     if emulation is None or emulation.scope.listeners is not scope.listeners:
         scope.listeners.histories.begin_call()
@@ -205,11 +205,11 @@ def _run_in(
         push_mode(emulation)
         return function(*args, **kwargs)
     finally:
-        # Disarmed first: if torch puts the mode back later, after a signal, it rounds nothing.
+        # The mode is disarmed first: if torch puts it back later, after a signal, it rounds nothing.
         active.emulation, emulation.scope, emulation.has_names = None, _NOTHING, False
         try:
             take_off(emulation)
-        # A signal came before it, or within it.
+        # A signal came before `take_off`, or within it.
         except BaseException:
             take_off(emulation)
             raise
@@ -313,7 +313,7 @@ class Position:
 
 @contextmanager
 def computing_a_weight() -> Iterator[None]:
-    """Compute in float32 inside of the block: from master values to a weight, which is rounded where it is used."""
+    """Compute a weight from master values, in float32, inside of the block; the weight is rounded where it is used."""
     emulation: Emulation | None = active.emulation
     if emulation is None:
         yield
@@ -331,12 +331,13 @@ def computing_a_weight() -> Iterator[None]:
 def emulate(fmt: FormatLike, rounding: str | Mapping[str, str] | None = None) -> AbstractContextManager[None]:
     """Compute every torch call of the block as hardware with format `fmt` would, forward and backward.
 
-    The twin of `torch.autocast`: put the forward pass and the loss inside, the backward pass and the optimizer's step
-    outside. Operands that come from outside are rounded, each result is rounded once, and gradients on their way back.
-    Results of a parametrisation count as activations here; `quantize` knows them as weights.
+    This is the twin of `torch.autocast`: put the forward pass and the loss inside, the backward pass and the
+    optimizer's step outside. Operands that come from outside are rounded, each result is rounded once, and each
+    gradient is rounded on its way back. Results of a parametrisation count as activations here; `quantize` knows that
+    they are weights.
 
     Args:
-        fmt: a format for every role, or a Policy without overrides, which would need modules.
+        fmt: a format for every role, or a Policy without overrides, since overrides need modules.
         rounding: as in `quantize`.
 
     >>> x = torch.tensor([1.0, 2.0, 3.0])

@@ -1,6 +1,6 @@
 """The forms of a product: where its sums run, and how its two gradients follow from its operands.
 
-A product is linear in each of x and w, so that its gradients are products of the same kind, whose operands may be
+A product is linear in each of x and w. Its gradients are therefore products of the same kind, whose operands may be
 quantised again: `dx = vjp(f, at=w)(dy)`. `ByVjp` does this for any such function; the other forms are written by hand.
 `contraction` turns an einsum formula into a batched product of two matrices. `in_matrices` writes a form as products of
 matrices, for accumulators that torch does not have.
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class Side(NamedTuple):
-    """Layout of an operand in a product: the axis that the product sums over, and that along which tiles have rows."""
+    """Layout of an operand in a product: the axis that is summed over, and the axis along which tiles have rows."""
 
     axis: int
     across: int
@@ -48,7 +48,7 @@ _ROWS, _COLUMNS = Side(1, 0), Side(0, 1)
 
 
 class Form(Protocol):
-    """One bilinear operation. All operands are arranged, as by `arrange`."""
+    """One bilinear operation. Its operands have the layout that `arrange` returns."""
 
     fprop: Sides  # of x and w
     dgrad: Sides  # of dy and w
@@ -56,7 +56,7 @@ class Form(Protocol):
     groups: int  # how many sums lie one behind the other along the axes of fprop and dgrad
 
     def arrange(self, x: Tensor) -> Tensor:
-        """Return x or dy with the axes that the sides name; w has them as it is."""
+        """Return x or dy with the axes that the sides name. w has these axes already."""
         ...
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -64,7 +64,7 @@ class Form(Protocol):
         ...
 
     def data_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
-        """Return dx, in the shape that x was given in."""
+        """Return dx, in the shape of the given x."""
         ...
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Form(Protocol):
         ...
 
     def bias_gradient(self, dy: Tensor) -> Tensor:
-        """The gradient of the bias: dy summed over all axes but that of features."""
+        """Return the gradient of the bias: dy summed over all axes except that of the features."""
         ...
 
 
@@ -107,7 +107,7 @@ class Linear:
 
 
 class Batched:
-    """y = x w. x: (..., rows, inner), w: (..., inner, columns), whose leading axes are broadcast. Without a bias."""
+    """y = x w. x: (..., rows, inner), w: (..., inner, columns); leading axes are broadcast. There is no bias."""
 
     fprop = Side(-1, -2), Side(-2, -1)
     dgrad = Side(-1, -2), Side(-1, -2)
@@ -145,7 +145,7 @@ class ConvolutionSettings(NamedTuple):
 
 
 class Convolution:
-    """A convolution of any kind. x: (batch, in, ...), w: (out, in / groups, ...); transposed (in, out / groups, ...).
+    """A convolution of any kind. x: (batch, in, ...), w: (out, in / groups, ...), transposed: (in, out / groups, ...).
 
     Blocks run along channels, and along the batch for the weight gradient, as in microxcaling.
     """
@@ -162,7 +162,7 @@ class Convolution:
         return torch.convolution(x, w, bias, *self.settings)
 
     def data_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
-        # The operator reads only the shape of x here: one number, expanded, instead of memory for all.
+        # The operator reads only the shape of x here: one expanded number replaces the memory of x.
         like_x = dy.new_empty(1).expand(self.shapes[0])
         return self._backward(dy, like_x, w, [True, False, False])[0]
 
@@ -178,7 +178,7 @@ class Convolution:
 
 
 class ByVjp:
-    """Any function f(x, w) that is linear in each of them; its gradients are its own vjp at other operands."""
+    """Any function f(x, w) that is linear in each of them; its gradients are the vjp of f at other operands."""
 
     groups = 1
 
@@ -194,7 +194,7 @@ class ByVjp:
 
     def data_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
         with torch.enable_grad():
-            # f is linear in x: its gradient is the same at any x, and zeros do.
+            # f is linear in x: its gradient is the same at any x, such as zeros.
             x = dy.new_zeros(self.shapes[0]).requires_grad_()
             return torch.autograd.grad(self._f(x, w), x, dy)[0]
 
@@ -215,14 +215,14 @@ Multiplies = tuple[Multiply, ...]  # of fprop, dgrad and wgrad
 
 
 def in_matrices(form: Form, multiply: Sequence[Multiply | None]) -> Form:
-    """Return the same product with sums made by `multiply`, of fprop, dgrad and wgrad; None leaves a sum to torch.
+    """Return the same product, whose sums in fprop, dgrad and wgrad `multiply` computes; None leaves a sum to torch.
 
     Raises NotImplementedError for a form that is not known as a product of matrices.
     """
     for kind, made in ((Linear, _Linear), (Batched, _Batched), (Convolution, _Convolution)):
         if isinstance(form, kind):
             matrices = made(form, tuple(own or _torchs for own in multiply))  # type: ignore[arg-type]
-            # On the instance, so that a product without an accumulator keeps the form's own method.
+            # Set on the instance, so that a product without an accumulator keeps the form's own method.
             for name, own in zip(("forward", "data_gradient", "weight_gradient"), multiply, strict=True):
                 if own is None:
                     setattr(matrices, name, getattr(form, name))
@@ -234,7 +234,7 @@ def in_matrices(form: Form, multiply: Sequence[Multiply | None]) -> Form:
 
 
 def in_order(form: Form, accumulators: Sequence[Accumulator]) -> Sequence[Accumulator]:
-    """Return the accumulators of the three products, with operands in the order of the product of `in_matrices`."""
+    """Return the accumulators of the three products, with operands in the order in which `in_matrices` has them."""
     # These forms multiply x by dy for the weight gradient; an accumulator with a format for each operand has dy first.
     is_turned = form.settings.transposed if isinstance(form, Convolution) else isinstance(form, Batched)
     return (*accumulators[:2], accumulators[2].turned) if is_turned else accumulators
@@ -279,7 +279,7 @@ class _Batched(Batched):
 
 
 class _Convolution(Convolution):
-    """Each output is a sum over channels and, for each of them, over the kernel's positions in order."""
+    """Convolution whose outputs are sums over channels, and in each channel over the kernel's positions in order."""
 
     def __init__(self, form: Convolution, multiply: Multiplies) -> None:
         self.shapes, self.settings, self.groups = form.shapes, form.settings, form.groups
@@ -314,7 +314,7 @@ class _Convolution(Convolution):
         return _from_rows(y, x.shape[0], out)
 
     def _transposed(self, multiply: Multiply, x: Tensor, w: Tensor, size: Sequence[int], bias: Tensor | None) -> Tensor:
-        """Convolve x, with zeros between its elements, with the kernel turned around."""
+        """Insert zeros between the elements of x, and convolve it with the kernel turned around."""
         s, n = self.settings, len(w.shape) - 2
         spread = x.new_zeros(*x.shape[:2], *((length - 1) * step + 1 for length, step in zip(x.shape[2:], s.stride)))
         places: tuple[Any, ...] = (..., *(slice(None, None, step) for step in s.stride))
@@ -371,10 +371,10 @@ _LETTERS = string.ascii_letters
 
 
 def simplified(args: tuple[Any, ...]) -> tuple[list[str], list[Tensor], str] | None:
-    """Return terms, operands and result of torch.einsum's arguments; each letter once in a term, no ellipsis.
+    """Return terms, operands and result of torch.einsum's arguments, without ellipses, each letter once in a term.
 
-    Letters of a single operand are summed, repeated ones are read along the diagonal, and axes of length 1 that are
-    broadcast are dropped. None for arguments that torch refuses.
+    Letters of a single operand are summed, repeated letters are read along the diagonal, and axes of length 1 that are
+    broadcast are dropped. Returns None for arguments that torch refuses.
     """
     read = _read(args)
     if read is None:
@@ -400,7 +400,7 @@ def is_contracted(args: tuple[Any, ...]) -> bool:
     if read is None:
         return True
     terms, operands, out = read
-    found: set[str] = set()  # letters of operands before, whose axes are longer than 1
+    found: set[str] = set()  # letters of the operands before, if their axes are longer than 1
     for term, x in zip(terms, operands, strict=True):
         letters = {letter for letter, size in zip(term, x.shape, strict=True) if size != 1}
         if (letters & found) - set(out):
@@ -416,7 +416,7 @@ def _read(args: tuple[Any, ...]) -> tuple[list[str], list[Tensor], str] | None:
         operands = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else list(rest)
         left, arrow, right = args[0].replace(" ", "").partition("->")
         terms, out = left.split(","), right if arrow else None
-    # The other form of arguments: operands, each followed by a list of numbers of axes.
+    # The other form of arguments: operands, each followed by a list of the numbers of its axes.
     else:
         operands, lists = list(args[0 : len(args) // 2 * 2 : 2]), list(args[1::2])
         terms = [_from_numbers(numbers) for numbers in lists]
@@ -432,16 +432,16 @@ def _from_numbers(numbers: Any) -> str:
 
 
 def _without_ellipses(terms: list[str], operands: list[Tensor], out: str | None) -> tuple[list[str], str] | None:
-    """Return the terms and the result with letters for every axis; None if their numbers do not fit."""
+    """Return the terms and the result with letters for every axis; None if the numbers of axes do not fit."""
     unused = [c for c in _LETTERS if c not in "".join([*terms, out or ""])]
     hidden = [x.dim() - len(t.replace("...", "")) if "..." in t else 0 for t, x in zip(terms, operands, strict=True)]
     most = max(hidden, default=0)
     names = "".join(unused[:most])
-    # The last of the names: ellipses of different lengths are aligned at the right, as broadcasting aligns axes.
+    # The last names: ellipses of different lengths are aligned at the right, as broadcasting aligns axes.
     full = [t.replace("...", names[most - n :]) for t, n in zip(terms, hidden, strict=True)]
     if any(n < 0 for n in hidden) or any(len(t) != x.dim() for t, x in zip(full, operands, strict=True)):
         return None
-    # Without an arrow: the ellipsis first, then the letters that appear once, in the order of the alphabet.
+    # Without an arrow, the result has the ellipsis first, then the letters that appear once, in alphabetical order.
     if out is None:
         together = "".join(terms).replace("...", "")
         return full, names + "".join(sorted(c for c in set(together) if together.count(c) == 1))
@@ -468,7 +468,8 @@ class Contraction:
     equation: as torch.einsum takes it.
     batch: letters of both operands and the result.
     inner: letters of both operands, which are summed over.
-    rows, columns: letters of one operand and the result.
+    rows: letters of the first operand and the result.
+    columns: letters of the second operand and the result.
     """
 
     equation: str

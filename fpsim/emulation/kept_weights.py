@@ -21,9 +21,9 @@ _PATTERNS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by the size of a
 class _Kept(NamedTuple):
     """A rounded copy of a weight.
 
-    writes: how often the weight had been written to.
-    make: makes it again, from the weight.
-    is_by_number: whether each number is rounded on its own, so that a part of a weight gives that part of the copy.
+    writes: how often the weight had been written to when the copy was made.
+    make: function that makes the copy again from the weight.
+    is_by_number: whether each number is rounded on its own: a part of the weight then rounds to that part of the copy.
     """
 
     writes: int
@@ -35,20 +35,20 @@ class _Kept(NamedTuple):
 class KeptWeights:
     """Cache of the rounded weights of one model, filled by the first call that uses each.
 
-    name_of: the name of a weight in the error.
+    name_of: function that returns the name of a weight, for an error.
     """
 
     def __init__(self, name_of: Callable[[Tensor], str]) -> None:
         self._name_of = name_of
         self._kept: ByIdentity[dict[Hashable, _Kept]] = ByIdentity()  # of a weight, by its spec
-        self._copies: ByIdentity[bool] = ByIdentity()  # True of each copy: a product quantises it once more
+        self._copies: ByIdentity[bool] = ByIdentity()  # True for each copy: a product quantises it once more
 
     def is_kept(self, x: Tensor) -> bool:
         """True if `x` is a parameter, or the kept copy of one."""
         return type(x) is nn.Parameter or self._copies.get(x) is not None
 
     def find(self, x: Tensor, key: Hashable) -> Tensor | None:
-        """Return the cached copy, or None. Raises RuntimeError if the weight was written to since."""
+        """Return the cached copy, or None. Raises RuntimeError if the weight was written to after it was copied."""
         copies = self._kept.get(x)
         kept = None if copies is None else copies.get(key)
         if kept is None:
@@ -60,7 +60,7 @@ class KeptWeights:
     def copy_of(self, x: Tensor, key: Hashable, make: Callable[[Tensor], Tensor], is_by_number: bool = False) -> Tensor:
         """Return the cached copy of a weight, or make it by `make(x)`. Raises RuntimeError as `find` does.
 
-        is_by_number: as of the cached copy.
+        is_by_number: whether `make` rounds each number on its own.
         """
         found = self.find(x, key)
         if found is not None:
@@ -68,7 +68,7 @@ class KeptWeights:
         copies = self._kept.get(x)
         if copies is None:
             copies = self._kept[x] = {}
-        # Outside of inference mode, whose tensors autograd cannot save: a later call may need a gradient.
+        # Made outside of inference mode, whose tensors autograd cannot save: a later call may need a gradient.
         with plain_tensors():
             kept = copies[key] = _Kept(writes_to(x), make(x), make, is_by_number)
         self._copies[kept.copy] = True
@@ -94,7 +94,7 @@ class KeptWeights:
 def key_of_product(specs: ProductSpecs, side: Hashable) -> Hashable | None:
     """Return the cache key of a forward product's second operand; None if each call has to quantise it.
 
-    side: how it lies in the product.
+    side: the layout of this operand in the product.
     """
     first, operand = specs.fprop
     if operand is None or operand.rounding == "stochastic" or operand.is_delayed or operand.is_own:
@@ -104,7 +104,7 @@ def key_of_product(specs: ProductSpecs, side: Hashable) -> Hashable | None:
     return None if is_changed else (str(operand), side)
 
 
-_AT_ONCE = 1 << 16  # numbers that are made again at once: they fit the processor's cache, and memory is used again
+_AT_ONCE = 1 << 16  # the most numbers that are made again at once: they fit the processor's cache, and memory is reused
 
 
 def _is_still(kept: _Kept, x: Tensor) -> bool:

@@ -83,7 +83,7 @@ def _moved(
     found: Attended, source: Tensor, x: Tensor, function: Callable[..., Any], call: Call, args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Attended:  # fmt: skip
-    """Return the state of a result. A call that moves the weights moves their scores alike; any other keeps none."""
+    """Return the state of a result: with scores, if the call moves the weights and can move these alike; else none."""
     if found.scores is None or call.action not in (Action.MOVE, Action.CAST):
         return Attended(None, None)
 

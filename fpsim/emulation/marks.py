@@ -51,7 +51,7 @@ __all__ = [
     "writes_to",
 ]
 
-# Behind the format in a weight's mark: a module that uses the tensor as an activation has to round it still.
+# This follows the format in a weight's mark: a module that uses the tensor as an activation still has to round it.
 OF_A_WEIGHT = " of a weight"
 # The mark of tensors that are float32 on purpose, and not in the format.
 WIDE = "wide"
@@ -59,9 +59,10 @@ MARK = "_fpsim"  # the attribute of a tensor where its mark is
 
 
 # A mark is a plain tuple, because torch.save writes it with the tensor, and torch.load(weights_only=True) takes no
-# class: the rounding's text, the number of writes to the tensor until then, the scale of a gradient (None for 1), and
-# whether the gradient has a place where it is rounded: a leaf, and a tensor that requires a gradient later, has none.
-# The mark holds while the tensor is not written to. WIDE stands for a dtype, not for values: no write changes it.
+# class. It holds the rounding's text, the number of writes to the tensor until then, the scale of a gradient (None for
+# 1), and whether the gradient has a place where it is rounded: a leaf has none, nor has a tensor that requires a
+# gradient only later. The mark is valid until the tensor is written to. WIDE stands for a dtype, not for values, and
+# stays valid after writes.
 Mark = tuple[str, int | None, Tensor | None, bool]
 
 WIDE_MARK: Mark = (WIDE, 0, None, True)  # one for all tensors that are float32 on purpose, known by identity
@@ -151,13 +152,13 @@ def writes_behind(x: Tensor) -> Any:
 
 
 def is_leaf(x: Tensor) -> bool:
-    """True if `x`, which requires a gradient, is not a result."""
+    """True if `x`, which requires a gradient, is not the result of an operation."""
     # A view is a result; torch raises an error if it is asked whether a view whose base changed is a leaf.
     return base_of(x) is None and x.is_leaf
 
 
 def mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
-    """Mark `x` as rounded in the way of `text`, at this scale."""
+    """Mark `x` as rounded in the way that `text` names, at this scale."""
     # `writes_to` and `is_leaf` written out: this runs for every result.
     is_inference = x.is_inference()
     writes = _inference_version if is_inference else version_of(x)
@@ -172,7 +173,7 @@ def mark(x: Tensor, text: str, log2_scale: Tensor | None = None) -> None:
 
 @cache
 def mark_of_new(text: str) -> Mark:
-    """Return the mark of rounded tensors without a gradient that nobody has written to; compared by identity."""
+    """Return the mark of rounded tensors that have no gradient and no writes. It is compared by identity."""
     return text, 0, None, False
 
 
@@ -204,14 +205,14 @@ def is_wide_tensor(x: Any) -> bool:
 
 
 def was_any_made_wide() -> bool:
-    """True if any tensor of this process was ever marked as float32 on purpose: until then the search is skipped."""
+    """True if any tensor of this process was ever marked as float32 on purpose; until then nobody searches for one."""
     return _has_wide
 
 
 def alone_of(x: Tensor, new: Mark) -> Mark | None:
     """Return `new` or WIDE_MARK, if that is the only mark of a dense float32 tensor; None for any other tensor.
 
-    new: of `mark_of_new`.
+    new: a mark from `mark_of_new`.
     """
     # A tensor with another mark, such as that of a weight, has a second attribute.
     notes = x.__dict__
@@ -220,7 +221,7 @@ def alone_of(x: Tensor, new: Mark) -> Mark | None:
     if x.layout is not torch.strided:
         return None
     mark = notes.get(MARK)
-    # Never of an inference tensor: `mark` gives those a tuple of their own, so that `version_of` may be asked.
+    # An inference tensor never has this mark, as `mark` makes another tuple for it: `version_of` may be asked.
     if mark is new:
         return None if version_of(x) or x.requires_grad else new
     if mark is WIDE_MARK:
@@ -230,7 +231,7 @@ def alone_of(x: Tensor, new: Mark) -> Mark | None:
 
 
 def mark_like(x: Tensor, known: str) -> None:
-    """Copy the mark of a tensor with the same values to `x`; the gradient is rounded there and not here."""
+    """Copy to `x` the mark of a tensor with the same values. The gradient is rounded at that tensor, not at `x`."""
     if known == WIDE:
         mark_wide(x)
     else:
@@ -243,12 +244,12 @@ def unmark(x: Tensor) -> None:
 
 
 def forget(x: Tensor) -> None:
-    """Remove the mark, as of a tensor that no emulated call has seen."""
+    """Remove the mark: `x` is then like a tensor that no emulated call has seen."""
     vars(x).pop(MARK, None)
 
 
 def mark_of(x: Tensor) -> Mark | None:
-    """Return the mark of a tensor that has not changed since, or that is float32 on purpose; else None."""
+    """Return the mark of a tensor if it is float32 on purpose, or has not changed since it was marked; else None."""
     mark = getattr(x, "_fpsim", None)
     if not mark or mark[0] == WIDE:
         return mark or None
@@ -279,14 +280,14 @@ def is_made_here(x: Tensor) -> bool:
 
 
 def is_rounded_at(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> bool:
-    """True if this very tensor was rounded so at this very scale, on the other side of an addition or a view."""
-    # The scale by identity: a comparison of numbers would wait for the GPU.
+    """True if this very tensor was rounded by `spec` at this very scale, on the other side of an addition or a view."""
+    # The scale is compared by identity: a comparison of numbers would wait for the GPU.
     mark = mark_of(gradient)
     return mark is not None and mark[0] == spec.text and mark[2] is log2_scale
 
 
 def mark_rounded(gradient: Tensor, log2_scale: Tensor | None, spec: RoundingSpec) -> None:
-    """Mark this very tensor as rounded so at this very scale."""
+    """Mark this very tensor as rounded by `spec` at this very scale."""
     mark(gradient, spec.text, log2_scale)
 
 
@@ -314,7 +315,7 @@ class ByIdentity(Generic[Value]):
         return found[1] if found is not None and found[0]() is x else None
 
     def setdefault(self, x: Tensor, value: Value) -> Value:
-        """Return the value of a tensor; `value`, which becomes that, if it has none."""
+        """Return the value of a tensor; if it has none, set it to `value` first."""
         key = id(x)
         found = self.held.get(key)
         if found is not None and found[0]() is x:

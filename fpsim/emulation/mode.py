@@ -102,12 +102,12 @@ class Emulation(Roundings, TorchFunctionMode):
         self.names: set[torch.dtype] = set()  # those that `x.dtype` has returned
         self.autocast_depth = autocast_depth()
         self.step: Step | None = None  # of an optimizer that runs inside
-        self.is_in_kernel = False  # of the policy, whose operations are torch's own
+        self.is_in_kernel = False  # whether a kernel of the policy runs: its operations are torch's own
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # First: a read of `x.dtype` needs none of the rest. The frame is in no variable, which would be a cycle.
+        # A read of `x.dtype` comes first: it needs none of the rest. A variable for the frame would make a cycle.
         if func == DTYPE_OF:
             return dtype_of(self, inspect.currentframe() if is_dynamo_compiling() else own_frame(), args[0])
         kwargs = kwargs or {}
@@ -222,7 +222,7 @@ class Emulation(Roundings, TorchFunctionMode):
                 args = self.cast_to_format(args)
             into = kwargs.get("out")
             if isinstance(into, Tensor) and (alias := self.aliases.of(into)) is not None and alias.is_of_copy:
-                # Raises torch's own error.
+                # This raises torch's own error.
                 if into.requires_grad and torch.is_grad_enabled():
                     return call(func, args, kwargs)
                 self.compute(func, call, args, {**kwargs, "out": alias.memory(into)}, asked)
@@ -269,7 +269,7 @@ class Emulation(Roundings, TorchFunctionMode):
     def _read(
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
     ) -> Any:
-        """Run a call that reads values, and returns none of the format."""
+        """Run a call that reads values, and returns no values of the format."""
         is_wide = self.has_wide and self._is_wide_call(func, call, args, kwargs, None, asked)
         rounds = Rounds.ALL_BUT_WIDE if is_wide else Rounds.ALL
         if self.leaves_raw(roundable_in(args, kwargs)):
@@ -421,7 +421,7 @@ class Emulation(Roundings, TorchFunctionMode):
         if call.name not in LOOK_UPS or not isinstance(out, Tensor):
             return out
         activation = self.scope.specs.activation
-        # Rows of an embedding were rounded as a weight. In the activations' format only their gradient is left to hook.
+        # Rows of an embedding were rounded as a weight. If that is the activations' format, only a hook is missing.
         if activation is None or format_of(out) == activation.text:
             if out.requires_grad:
                 self.hook(out, self.scope.site(call.name), call.name, operands)
@@ -448,7 +448,7 @@ class Emulation(Roundings, TorchFunctionMode):
     def _set_item(
         self, func: Callable[..., Any], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], is_wide: bool
     ) -> Any:
-        """Write values in the target's format into a part of it."""
+        """Write values into a part of the target, in the target's format."""
         target = args[0]
         known, known_base = format_of(target), self.format_of_base(target)
         call(func, *scalars_in_format(self.scope.specs.activation, call, args, kwargs, is_wide))
@@ -503,7 +503,7 @@ class Emulation(Roundings, TorchFunctionMode):
                 return True
             if not (call.may_multiply and only_multiplies(call.name, args, kwargs)):
                 return False
-        # A tensor without dimensions promotes no tensor that has some.
+        # A tensor without dimensions promotes no tensor that has dimensions.
         dimensions = 0 if call.expands else max(x.dim() for x in tensors)
         return any(is_marked_wide(x) for x in tensors if x.dim() or not dimensions)
 
@@ -537,9 +537,9 @@ _HISTORY_OF: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # a mode'
 
 
 class TracedEmulation(Emulation):
-    """The same where torch.compile makes a program: parameters are replaced by their stand-ins in every call.
+    """`Emulation` where torch.compile makes a program: stand-ins replace parameters in every call.
 
-    stand_ins: by the ids of the parameters and buffers that they replace.
+    stand_ins: tensors by the ids of the parameters and buffers that they replace.
     """
 
     def __init__(self, stand_ins: Mapping[int, Tensor], scope: Scope, has_names: bool = True) -> None:
@@ -549,7 +549,7 @@ class TracedEmulation(Emulation):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # None, as of a leaf: a module refuses to register a parameter with a history.
+        # None, as for a leaf: a module refuses to register a parameter with a history.
         if func == _HISTORY_OF and isinstance(args[0], nn.Parameter):
             return None
         if any(isinstance(x, torch.Generator) for x in (*args, *(kwargs or {}).values())):

@@ -1,4 +1,4 @@
-"""Choice of the operands of a call that are rounded."""
+"""Which operands of a call are rounded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Rounds", "leaves_float32"]
 
 
 class Rounds(Enum):
-    """Choice of the operands of a call that are rounded."""
+    """Choice of operands of a call: those that are rounded."""
 
     ALL = "all: of products, convolutions and normalisations, as autocast does, and of moved tensors"
     ALL_BUT_WIDE = "all but those that are float32 on purpose, from which torch takes the number as it is"
@@ -22,7 +22,7 @@ class Rounds(Enum):
     NOTHING = "nothing: autocast was switched off here"
 
     def leaves(self, x: Tensor, known: str | None) -> bool:
-        """True if a tensor without a weight's role is not rounded. known: its format."""
+        """True if a tensor that has no weight's role stays unrounded. known: the tensor's format."""
         # A view of a rounded copy would not see later writes to the memory that it is meant to show.
         if self is Rounds.VIEWED:
             return is_made_here(x) or not x.requires_grad
@@ -30,5 +30,5 @@ class Rounds(Enum):
 
 
 def leaves_float32(specs: RoleSpecs, x: Tensor) -> bool:
-    """True if no role rounds `x`, which is float32."""
+    """True if `x` is float32 and no role rounds it."""
     return x.dtype is torch.float32 and all(spec is None or spec.is_float32 for spec in specs)

@@ -1,8 +1,8 @@
 """The table of torch's operations: one row for each, and every spelling of an operation leads to its row.
 
 To add an operation, add its name to a group of `_TABLE`, with "=" between names that torch has for the same function.
-In place (`div_`), operators (`__itruediv__`, `__rtruediv__`), `torch.special`, `torch.linalg` and `torch._foreach_*`
-need no entry: `spelling_of` takes those forms apart. A fact about an operation is a column of `Row`.
+Forms in place (`div_`), operators (`__itruediv__`, `__rtruediv__`), `torch.special`, `torch.linalg` and
+`torch._foreach_*` need no entry: `spelling_of` takes those forms apart. A fact about an operation is a column of `Row`.
 
 >>> canonical("__itruediv__"), canonical("special_gammaln"), canonical("_foreach_div_")
 ('div', 'lgamma', 'div')
@@ -60,7 +60,7 @@ class Kind(Enum):
 
 
 class Number(Enum):
-    """How torch's kernels treat a Python number or 0-dimensional tensor beside a tensor of low precision."""
+    """How torch's kernels treat a Python number or 0-dimensional tensor next to a tensor of low precision."""
 
     EXACT = "as it is"
     CAST = "in the dtype of the result"
@@ -101,12 +101,14 @@ class Row:
     multiplies: whether it multiplies numbers and adds none, so that zero times infinity is NaN, in gradients too.
     scales: whether it multiplies or divides all of a tensor by one number, if it is given one.
     is_measure: whether its results are measures, not counts, even if they are whole numbers.
-    underflows: whether its results become 0 where its arguments are far from 0 or small.
-    keeps_mask: whether constants far below zero stay there, so that a mask stays one.
-    passes: whether it replaces infinities and NaN, so that they end here: False if it does.
-    makes_minus_infinity: whether it may return minus infinity for numbers; of all other operations, it is a mask.
+    underflows: whether its results may become 0 although its arguments are not 0.
+    keeps_mask: whether constants far below zero stay far below zero: a mask then stays a mask.
+    passes: whether infinities and NaN pass through; False for an operation that replaces them.
+    makes_minus_infinity: whether it may return minus infinity for numbers. From any other operation, minus infinity is
+        a mask.
     number: treatment of a number, or of a tensor without dimensions, in a low precision.
-    threshold: whether a number is compared or divided with in the dtype of the tensor: "always", "on card" or never.
+    threshold: where torch casts a number to the tensor's dtype before it compares or divides: "always", "on card", or
+        "" for never.
     """
 
     name: str
@@ -344,7 +346,7 @@ class Spelling:
     is_swapped: bool = False
 
     def place(self, position: int) -> int:
-        """Position of an argument of the row among those of this spelling."""
+        """Return the position that an argument of the row has in this spelling."""
         return 1 - position if self.is_swapped and position < 2 else position
 
     def find(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:

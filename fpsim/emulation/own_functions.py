@@ -1,8 +1,8 @@
 """Emulation of a model's autograd Functions, and of the hooks that it registers on tensors, in both passes.
 
-A Function gets operands in their formats, as any operation does, so that it saves numbers of the format, and the
-gradient of its result is rounded where it arrives. It is applied through a class made like it, whose contexts mark
-saved tensors, and whose `backward` runs in a mode of its own: `backward_code`.
+A Function gets its operands in their formats, as any operation does, so that it saves numbers of the format. The
+gradient of its result is rounded where it arrives. The Function is applied through a subclass, whose contexts mark
+saved tensors, and whose `backward` runs in a mode of its own: see `backward_code`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _SAVED = "_fpsim_saved"  # of a context: the marks of its saved tensors
 def watch_own_code(run_in: RunIn) -> None:
     """Patch torch, once in a process, to emulate the code that an emulated forward pass leaves to the backward pass.
 
-    run_in: enters a mode, calls a function with these arguments, and leaves the mode.
+    run_in: function that enters a mode, calls a given function, and leaves the mode.
     """
     run_modes_by(run_in)
     watch_functions(_apply)
@@ -97,14 +97,14 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
     scope = emulation.scope
     if scope.rounds_nothing or (emulation.step is not None and emulation.step.is_running(scope)):
         return apply(cls, *args, **kwargs)
-    # The mode is off while it computes an operation: this Function is a part of that, and is rounded with its result.
+    # The mode is off while it computes an operation. This Function is a part of one, and is rounded with its result.
     if not any(mode is emulation for mode in modes()):
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
             _warn_of_one_operation(cls, scope)
         return apply(cls, *args, **kwargs)
     code, around = OwnCode.met_by(emulation, cls.__name__), (scope.is_in_step, scope.made, _running.code)
     with without_torch_function():
-        # A Function in float32 gets its arguments as they are; else the copies, and where they came from, are recorded.
+        # A Function in float32 gets its arguments as they are. For any other, the copies and their origin are recorded.
         code.is_island = emulation.leaves_raw(x for x in args if isinstance(x, Tensor) and is_roundable(x))
         given = args if code.is_island else tuple(_given(emulation, x) for x in args)
         versions = [writes_to(y) if y is not x else None for x, y in zip(args, given, strict=True)]
@@ -116,7 +116,7 @@ def _apply(apply: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: 
     try:
         scope.is_in_step, _running.code = scope.is_in_step or torch.is_grad_enabled(), code
         scope.made = made = None if scope.listeners.scaling is None else ByIdentity[Any]()
-        # Around the forward a tracer runs operations of torch's own, such as where a result is saved.
+        # Around the forward a tracer runs operations of torch's own, such as those that save a result.
         with nullcontext() if code.stand_ins is None else without_torch_function():
             out = apply(_like(cls), *given, **kwargs)
     finally:
@@ -156,20 +156,20 @@ def _warn_of_one_operation(cls: type, scope: Scope) -> None:
 
 
 def _given(emulation: Emulation, x: Any) -> Any:
-    """Return an argument of a Function in its format, with the attributes of the parameter that it is a copy of."""
+    """Return an argument of a Function in its format. A copy of a parameter gets the parameter's attributes."""
     if not isinstance(x, Tensor) or not is_roundable(x) or is_state(x):
         return x
     copy = emulation.operand(x, Rounds.ALL_BUT_WIDE)
     alias = emulation.aliases.of(x)
     if copy is x and alias is not None and alias.is_of_copy and (is_plain(x) or is_traced(x)):
-        # Another tensor of the same copy: the forward runs without a graph, where views of `x` itself would be views of
-        # the parameter's own memory.
+        # The Function gets a view of the copy: its forward runs without a graph, where views of `x` itself would be
+        # views of the parameter's own memory.
         copy = x.view_as(x)
         if (known := format_of(x)) is not None:
             mark_like(copy, known)
     if copy is not x and (is_view_of_weight(x) or emulation.scope.stands_in(x)):
         mark_as_view_of_weight(copy)
-        # Not those with an underscore, which are torch's and ours, such as the one that makes a stand-in a parameter.
+        # Names with an underscore are left out: they are torch's or ours. One of them makes a stand-in a parameter.
         for name, value in vars(x).items():
             if not name.startswith("_"):
                 vars(copy).setdefault(name, value)
@@ -179,10 +179,10 @@ def _given(emulation: Emulation, x: Any) -> Any:
 def _result(
     emulation: Emulation, code: OwnCode, x: Any, given: tuple[Any, ...], i: int, made_of: Callable[[Tensor], Any] | None
 ) -> Any:
-    """Return a result of a Function, rounded if it was not yet, and with its gradient rounded where it arrives.
+    """Return a result of a Function, rounded if it was not yet; its gradient is rounded where it arrives.
 
-    made_of: returns the operation in the forward that made a result, and its operands: a scaling predicts from these
-        the gradient that a product sends on.
+    made_of: function that returns the operation in the forward that made a result, and its operands. A scaling predicts
+        from these the gradient that a product sends on.
     """
     if isinstance(x, Tensor) and is_traced(x):
         _know_as_argument(x, given, emulation.scope)
@@ -190,7 +190,7 @@ def _result(
     code.gives_wide.append(is_wide)
     if not isinstance(x, Tensor) or is_wide or not is_roundable(x):
         return x
-    # A Function applied in a backward pass: errors are rounded as such already.
+    # A Function may be applied in a backward pass: its errors are rounded as errors already.
     if isinstance(emulation, BackwardCode) and emulation.among((x,)):
         return x
     known, site = _format_of_numbers(x), f"{code.site}.{i}" if i else code.site
@@ -214,7 +214,7 @@ def _argument_of(x: Tensor, given: tuple[Any, ...]) -> Tensor | None:
 
 
 def _know_memory(emulation: Emulation, x: Tensor, args: tuple[Any, ...], given: tuple[Any, ...]) -> None:
-    """Record which part of an argument's memory `x`, a view of its copy, stands for, for later writes to `x`."""
+    """Record to which part of an argument's memory later writes go, if `x` is a view of the argument's copy."""
     if not is_plain(x):
         return
     for argument, copy in zip(args, given, strict=True):
@@ -231,7 +231,7 @@ def _know_memory(emulation: Emulation, x: Tensor, args: tuple[Any, ...], given: 
 
 
 def _know_as_argument(x: Tensor, given: tuple[Any, ...], scope: Scope) -> None:
-    """Copy the marks of the argument that a result is: a tracer makes another tensor of a returned argument."""
+    """Copy to a result the marks of the argument that it is: a tracer makes a new tensor for a returned argument."""
     of = _argument_of(x, given)
     if of is None or x is of:
         return
@@ -248,7 +248,7 @@ def _know_as_argument(x: Tensor, given: tuple[Any, ...], scope: Scope) -> None:
 
 def _format_of_numbers(x: Tensor) -> str | None:
     """Return the format of the numbers of a result, or None."""
-    # Not by `format_of`: the forward ran without a graph, so that its marks say nothing of the gradient yet.
+    # `format_of` is no help: the forward ran without a graph, so that its marks say nothing of the gradient yet.
     known = getattr(x, "_fpsim", None)
     return known[0] if known and known[2] is None and known[1] == writes_to(x) else None
 
@@ -275,7 +275,7 @@ _BORDER: Any = _Border()
 
 def _like(cls: Any) -> Any:
     """Return the class that is applied instead of a Function."""
-    # The class made like it has itself there, so that `_apply` does not begin again.
+    # That class has itself under this name, so that `_apply` does not begin again.
     made = vars(cls).get(_LIKE)
     if made is None:
         made = function_like(cls, _begin, _backward, _Context)
@@ -297,21 +297,21 @@ def _backward(backward: Callable[..., Any], ctx: Any, gradients: tuple[Any, ...]
             _wide(g) if isinstance(g, Tensor) and is_wide else g
             for g, is_wide in zip(gradients, code.gives_wide, strict=False)
         )
-    # torch.amp.custom_bwd opens a block of autocast around the backward, which switches it as it was in the forward.
+    # torch.amp.custom_bwd opens a block of autocast around the backward, which restores the setting of the forward.
     adds_depth = hasattr(ctx, "_fwd_used_autocast")
     return run_in_backward(code, partial(backward, ctx, *gradients), gradients, True, adds_depth)
 
 
 def _wide(gradient: Tensor) -> Tensor:
-    """Return the gradient of a tensor that is float32 on purpose, marked so as well."""
-    # A view, because others may hold the gradient itself, for which the mark is wrong.
+    """Return the gradient of a tensor that is float32 on purpose, and mark it as such."""
+    # A view is marked, because others may hold the gradient itself, for which the mark is wrong.
     gradient = gradient.view_as(gradient)
     mark_wide(gradient)
     return gradient
 
 
 class _Context:
-    """Base of the contexts of Functions that marks saved tensors again: autograd returns others than were saved."""
+    """Base of the contexts of Functions. It marks saved tensors again, as autograd returns new tensors for them."""
 
     def save_for_backward(self, *tensors: Any) -> None:
         with without_torch_function():
@@ -332,7 +332,7 @@ class _Context:
                 copy = None if code is None or i is None else code.copies[i]
                 if copy is not None and copy[2]() is x:
                     _require_unwritten(copy)
-                # Hooks of saved tensors returned another one.
+                # Hooks of saved tensors returned another tensor.
                 elif copy is not None and isinstance(active.emulation, BackwardCode):
                     active.emulation.know_copy(copy, x)
                 if x is None or known is None:
@@ -349,7 +349,7 @@ class _Context:
 
 
 def _require_unwritten(copy: CopyOfArgument) -> None:
-    """Raise torch's error for a saved tensor that was written to since: here the Function saved a copy of it."""
+    """Raise torch's error if a saved tensor was written to; torch sees no write, as the Function saved a copy."""
     x = copy[0]()
     if x is not None and is_plain(x) and not x.is_inference() and writes_to(x) != copy[1]:
         raise RuntimeError(
@@ -360,7 +360,7 @@ def _require_unwritten(copy: CopyOfArgument) -> None:
 
 
 def _known_of_saved(x: Tensor | None, scope: Scope | None) -> str | None:
-    """Return the mark to restore on a saved tensor: float32 on purpose, a weight, a view or copy of one; or None."""
+    """Return the mark to restore on a saved tensor: float32 on purpose, or of a weight, its view or copy; else None."""
     # A weight without a format is saved itself, and so is a view of it, for which autograd returns another tensor.
     if not isinstance(x, Tensor):
         return None
@@ -389,7 +389,7 @@ def _aside() -> Iterator[None]:
 
 
 class _HookCall(Call):
-    """`x.register_hook(hook)` in a forward pass: the hook computes in the format, unless it is a parameter's."""
+    """`x.register_hook(hook)` in a forward pass: the hook computes in the format, unless `x` is a parameter."""
 
     __slots__ = ()
 
@@ -407,7 +407,7 @@ class _HookCall(Call):
 
 
 class _Hook:
-    """A hook of a tensor, whose result is rounded here: unlike that of a Function, it arrives nowhere else."""
+    """A hook of a tensor. Its result is rounded here: unlike a Function's, it arrives at no other place."""
 
     def __init__(self, code: OwnCode, hook: Callable[[Tensor | None], Any]) -> None:
         self.code, self.hook = code, hook

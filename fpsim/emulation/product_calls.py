@@ -1,7 +1,7 @@
 """The torch functions that are products, each written with a few forms that can be quantised.
 
-To add one, write a function that takes a `ProductCall` and then torch's own parameters, and enter it in `CALLS`. With
-NotImplemented it leaves a call to torch.
+To add one, write a function that takes a `ProductCall` and then torch's own parameters, and enter it in `CALLS`. If it
+returns NotImplemented, the call is left to torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["CALLS", "OF_ATTENTION", "compute_products", "has_products"]
 
 
 def has_products(scope: Scope, name: str) -> bool:
-    """True if an operation may have products to quantise here, or is a step of an attention with points."""
+    """True if an operation may have products to quantise here, or is a step of an attention with rounding points."""
     products = scope.products
     return products is not None and (name in CALLS or (name in OF_ATTENTION and products.points is not None))
 
@@ -51,9 +51,9 @@ def compute_products(
 ) -> Any:
     """Compute a torch function with the operands of its products quantised.
 
-    function: runs it.
+    function: runs the torch function itself.
     target: the tensor that the call writes to, if any.
-    Raises NotImplementedError for arguments that torch takes and that are not known here.
+    Raises NotImplementedError for arguments that torch takes, but that are not known here.
     """
     named = {name: x for name, x in kwargs.items() if name != "out"}
     if (
@@ -61,7 +61,7 @@ def compute_products(
         and torch.is_grad_enabled()
         and any(x.requires_grad for x in roundable_in(args, kwargs))
     ):
-        # Raises torch's own error: a call with out= has no gradient.
+        # This raises torch's own error: a call with out= has no gradient.
         return function(args, kwargs)
     out = _computed(call, function, args, named)
     if out is NotImplemented:
@@ -73,8 +73,8 @@ def compute_products(
 
 def _computed(call: ProductCall, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     compute = CALLS.get(call.operation) or OF_ATTENTION[call.operation]
-    # The signature is compared only after an error, not in each call. A TypeError of arguments that fit is another one,
-    # and is raised as it is.
+    # The signature is compared only after an error, not in each call. If the arguments fit, the TypeError has another
+    # cause, and is raised as it is.
     try:
         return compute(call, *args, **kwargs)
     except TypeError:
@@ -93,7 +93,7 @@ def _computed(call: ProductCall, function: Callable[..., Any], args: tuple[Any, 
 
 
 def _product(call: ProductCall, a: Tensor, b: Tensor, **rest: Any) -> Tensor:
-    """Return a @ b. If one of them is a weight it is the product's w, on whichever side; else b is."""
+    """Return a @ b. The product's w is the operand that is a weight, on whichever side; without a weight, w is b."""
     assert call.scope.products is not None
     # Only products of two activations belong to an attention; one with a weight is a layer written by hand.
     if call.scope.products.points is not None and not (call.errors or call.is_weight(a) or call.is_weight(b)):
@@ -102,7 +102,7 @@ def _product(call: ProductCall, a: Tensor, b: Tensor, **rest: Any) -> Tensor:
 
 
 def _product_of_attention(call: ProductCall, a: Tensor, b: Tensor, **rest: Any) -> Tensor:
-    """Return q k^T, or p v where one of the two was computed from q k^T."""
+    """Return q k^T; or p v, if one of the operands was computed from q k^T."""
     left, right = call.attended.get(id(a)), call.attended.get(id(b))
     if left is None and right is None:
         assert call.scope.products is not None
@@ -211,7 +211,7 @@ def _tensordot(call: ProductCall, a: Tensor, b: Tensor, dims: Any = 2) -> Any:
 
 
 def _of(call: ProductCall, *pairs: tuple[Tensor, Tensor]) -> ProductCall:
-    """Return the call, with reshaped weights and errors known as such."""
+    """Return the call, in which reshaped weights still count as weights, and reshaped errors as errors."""
     # The dictionaries hold the reshaped tensors too: an id alone could be that of a later tensor.
     call.weights.update({id(made): made for original, made in pairs if call.is_weight(original)})
     for original, made in pairs:
@@ -226,7 +226,7 @@ def _of(call: ProductCall, *pairs: tuple[Tensor, Tensor]) -> ProductCall:
 
 
 def _added(added: Tensor, beta: float, y: Tensor, alpha: float) -> Tensor:
-    # torch does not read the addend then, which may be inf or NaN.
+    # torch then does not read the addend, which may be inf or NaN.
     if beta == 0:
         return y * alpha
     return torch.add(added if beta == 1 else added * beta, y, alpha=alpha)
@@ -236,7 +236,7 @@ def _addmm(call: ProductCall, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta
     if not call.takes(mat1, mat2):
         return NotImplemented
     is_bias = input.dim() == 1 and mat2.dim() == 2 and input.shape[0] == mat2.shape[1]
-    # As a bias the addend is part of the product, and rounded with it once; y^T = w x has no place for one.
+    # As a bias the addend is part of the product, and rounded with it once; y^T = w x has no place for a bias.
     if beta == alpha == 1 and is_bias and not (call.is_weight(mat1) and not call.is_weight(mat2)):
         return _product(call, mat1, mat2, bias=input)
     return _added(input, beta, _product(call, mat1, mat2), alpha)
@@ -273,7 +273,7 @@ def _grouped_mm(call: ProductCall, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor
             f"(tokens, in) and (groups, in, out) with offs; or products one by one, with @."
         )
     # Each group is a product of its own, so that blocks along the tokens do not cross from one expert to the next.
-    # Rows behind the last group have no matrix, and give zeros.
+    # Rows behind the last group have no matrix: their results are zeros.
     ends = [0, *offs.tolist(), len(mat_a)]
     parts = [(mat_a[a:b], mat_b[g] if g < len(mat_b) else None) for g, (a, b) in enumerate(pairwise(ends))]
     sums = [
@@ -296,7 +296,7 @@ def _linear(call: ProductCall, input: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 def _bilinear(call: ProductCall, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """Compute a linear layer of the products of all pairs of features, flattened."""
+    """Compute a linear layer whose input is the products of all pairs of features, flattened."""
     if not (call.takes(input1, weight, has_weight=True) and call.takes(input2, weight, has_weight=True)):
         return NotImplemented
     x, w = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2), weight.flatten(1)
@@ -337,7 +337,7 @@ def _convolution(
 
 
 def _padded(x: Tensor, kernel: Sequence[int], padding: str, dilation: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """Return the input and the padding still to add on both sides; "same" pads one more behind if the sum is odd."""
+    """Return the input and the padding of both sides. An odd total of "same" adds one at the input's end."""
     if padding == "valid":
         return x, [0] * len(kernel)
     totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
@@ -463,7 +463,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Its two products, and between them, in float32, what torch documents of scaled_dot_product_attention."""
+    """Compute the two products, and between them, in float32, what torch documents of scaled_dot_product_attention."""
     assert call.scope.products is not None
     points = call.scope.products.points
     if not call.scope.products.attention or not (call.takes(query, key) and call.takes(key, value)):

@@ -40,15 +40,15 @@ ScaleOf = Callable[[Tensor, bool], Tensor | None]
 class ProductCall:
     """A call of a torch function that computes one or several products, and its site.
 
-    scope: of the running module; it has products.
+    scope: the scope of the running module, which has products.
     operation: the name of the torch function.
     operands: the function's arguments, in the order of torch's own parameters.
-    weights: those tensors among them, by id, that are parameters or views of one.
+    weights: those operands, by id, that are parameters or views of parameters.
     asks: whether a scaling was asked for the scale of the gradient that comes to one of the products.
-    output: how the result is rounded if no role does it; None if no operand was quantised.
-    errors: those tensors among the operands, by id, that depend on the incoming gradient, if the call is in the
+    output: how the result is rounded if no role rounds it; None if no operand was quantised.
+    errors: those operands, by id, that depend on the incoming gradient, if the call is in the
         backward pass of the model's own code; else None.
-    attended: the state of those operands, by id, that come from q k^T of an attention with points.
+    attended: the state of those operands, by id, that come from q k^T of an attention with rounding points.
     gives_scores: whether the call is such a q k^T.
     """
 
@@ -115,10 +115,10 @@ class ProductCall:
     ) -> Tensor:  # fmt: skip
         """Return y of one product.
 
-        form: of the product.
-        x, w, bias: as the form has them.
-        operands, operation, part: of this product, and its name, if the call has several.
-        specs, make: of a product of an attention: its operands, and the class that computes it instead of `Product`.
+        form: the form of the product.
+        x, w, bias: its operands, as the form takes them.
+        operands, operation, part: the operands, the operation and the name of this product, if the call has several.
+        specs, make: for a product of an attention, the specs of its operands, and the class that replaces `Product`.
         """
         scope = self.scope
         assert scope.products is not None
@@ -152,7 +152,7 @@ class ProductCall:
         return out
 
     def _in_backward(self, form: Form, x: Tensor, w: Tensor, bias: Tensor | None, part: str) -> Tensor:
-        """Return y of a product in the backward pass of the model's own code, if a tensor depends on the gradient."""
+        """Return y of a product in the backward pass of the model's own code, if an operand depends on the gradient."""
         scope, is_error = self.scope, [_is_among(self.errors, t) for t in (x, w)]
         assert scope.products is not None
         if scope.products.points is not None and not any(_is_among(self.weights, t) for t in (x, w)):
@@ -173,14 +173,14 @@ class ProductCall:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias)):
             y = _Once.apply(product.site, y, x, w, bias)
         assert self.errors is not None
-        # For an einsum, which has several products, one after the other.
+        # This is for an einsum, which has several products, one after the other.
         self.errors[id(y)] = y
         return y
 
     def gradients(
         self, form: Form, dy: Tensor, x: Tensor | None, w: Tensor | None, needs_bias: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of one product for the model's own code: of x if w is given, of w if x is."""
+        """Return the gradients of one product for the model's own code: that of x if w is given, that of w if x is."""
         scope = self.scope
         assert scope.products is not None
         product = Product(form, self.site, scope.products.specs, scope.listeners, dy)
@@ -197,7 +197,7 @@ def _is_among(tensors: dict[int, Tensor] | None, x: Tensor) -> bool:
 
 
 def _is_of_fprop(operand: Operand | None) -> bool:
-    """True if an operand of the backward pass reuses that of the forward product."""
+    """True if the backward pass reuses an operand of the forward product."""
     return operand is not None and operand.source == "fprop"
 
 
@@ -210,9 +210,9 @@ def _plain_spec(operand: Operand | None) -> RoundingSpec | None:
 class Product:
     """Computation of one product: forward, and backward at other operands.
 
-    scales: functions that return the scale at which dy is rounded, by product; empty for a scale of 1.
-    is_step: whether gradients are kept, and so the amaxes of operands for the scales of later steps.
-    passing: where the x and the w of the forward product let their gradients pass; None for everywhere.
+    scales: for each product, the function that returns the scale at which dy is rounded; empty for a scale of 1.
+    is_step: whether gradients are kept. The amaxes of operands are then kept too, for the scales of later steps.
+    passing: where x and w of the forward product let their gradients pass; None for everywhere.
     clips: whether `passing` is recorded.
     """
 
@@ -245,7 +245,7 @@ class Product:
         return self.forward_with(x, w, bias)[0]
 
     def forward_with(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return y, and the operands that it is the product of: x arranged, w as it lies."""
+        """Return y and the operands of its product: x as `arrange` returns it, w as it was given."""
         with self.own_dtype():
             kept = self._kept(w)
             x, w = x.detach(), w.detach()
@@ -275,7 +275,7 @@ class Product:
 
     @property
     def takes_used(self) -> tuple[bool, bool]:
-        """True if dw is made of the x that the forward product used, and dx of the w."""
+        """Whether dw is computed from the x that the forward product used, and whether dx is from the w it used."""
         return _is_of_fprop(self.specs.wgrad[1]), _is_of_fprop(self.specs.dgrad[1])
 
     def backward(
@@ -283,7 +283,8 @@ class Product:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return dx if w is given, dw if x is, and the gradient of the bias.
 
-        has_used: whether those that `takes_used` are the operands of the forward product; else they are made again.
+        has_used: whether the operands for which `takes_used` is True are those of the forward product; else they are
+            computed again.
         """
         form, data, weight = self.form, None, None
         with torch.no_grad(), self.own_dtype():
@@ -311,7 +312,7 @@ class Product:
 
     @property
     def changes_gradients(self) -> bool:
-        """True if a gradient is clipped, or that of a transformed operand."""
+        """True if a gradient is clipped, or if its operand was transformed."""
         is_transformed = any(self.takes_used) and any(
             o is not None and o.hadamard is not None for o in self.specs.fprop
         )
@@ -343,7 +344,7 @@ class Product:
             return gradient
         shape = gradient.shape
         arranged = self.form.arrange(gradient) if i == 0 else gradient
-        # Clipped in the basis in which the operand saturated, which is that of its transform; then transformed back.
+        # A gradient is clipped in the basis in which the operand saturated, after its transform; then transformed back.
         if passes is not None:
             if transform is not None and not is_transformed:
                 arranged = self._turned(arranged, transform, i, False)
@@ -353,7 +354,7 @@ class Product:
         return arranged.reshape(shape)
 
     def _turned(self, x: Tensor, transform: Hadamard, i: int, is_inverse: bool) -> Tensor:
-        """Apply the transform of an operand of the forward product, which draws no signs, or its inverse."""
+        """Apply the transform of an operand of the forward product, or its inverse; it draws no signs."""
         axis = self.form.fprop[i].axis % x.dim()
         apply = apply_hadamard_operator if is_traced(x) else transformed
         return apply(x, transform, axis, None, is_inverse)
@@ -365,7 +366,7 @@ class Product:
         return nullcontext()
 
     def log2_scales(self, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the scales of dy for the two gradients: asked once if the products share one, and dgrad's first."""
+        """Return log2 of dy's scales for both gradients. A shared scale is asked for once; else dgrad's comes first."""
         dgrad, wgrad = self.scales.get("dgrad"), self.scales.get("wgrad")
         if dgrad is None or wgrad is None:
             return None, None
@@ -373,7 +374,7 @@ class Product:
         return first, first if wgrad is dgrad else wgrad(dy, False)
 
     def _share_dy(self) -> bool:
-        """True if one copy of dy serves both gradients: it depends on no axis, and on no noise."""
+        """True if one copy of dy serves both gradients, because it depends on no axis and on no noise."""
         a, b = self.specs.dgrad[0], self.specs.wgrad[0]
         if a is None or a != b or a.rounding == "stochastic" or a.hadamard is not None or a.is_delayed or a.is_own:
             return False
@@ -385,8 +386,8 @@ class Product:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Quantise the two operands of a product.
 
-        log2_scale: of the first, if it is dy.
-        shared, kept: the first and the second one, if they are known already.
+        log2_scale: log2 of the scale of the first operand, if that is dy.
+        shared, kept: the quantised first and second operand, if they are known already.
         """
         pair: tuple[Operand | None, Operand | None] = getattr(self.specs, product)
         sides: tuple[Side, Side] = getattr(self.form, product)
@@ -422,7 +423,7 @@ class Product:
         return results[0], results[1]
 
     def _as_in_fprop(self, x: Tensor, i: int, side: Side) -> Tensor:
-        """Compute the forward product's operand x (0) or w (1) again, without recording its amax or an observer."""
+        """Compute the forward product's operand x (0) or w (1) again; record no amax, and show it to no observer."""
         operand = self.specs.fprop[i]
         if operand is not None and operand.hadamard is not None:
             x = self._turned(x, operand.hadamard, i, False)
@@ -479,11 +480,11 @@ class Product:
 
 
 class _InBackward(Product):
-    """A product that the model's own code computes in the backward pass, as one of the three.
+    """A product that the model's own code computes in the backward pass, quantised as one of the three products.
 
     kind: "fprop", "dgrad" or "wgrad".
-    error_is_second: whether its second operand is the one that depends on the gradient.
-    log2_scale: at which that one is rounded, if it has no scale of its own.
+    error_is_second: whether the second operand is the one that depends on the gradient.
+    log2_scale: log2 of the scale at which that operand is rounded, if it has no scale of its own.
     """
 
     __slots__ = ("error_is_second", "kind", "log2_scale")
@@ -539,9 +540,9 @@ class _Node(PlainFunction):
         product.clips = True
         y, *used = product.forward_with(x, w, bias)
         ctx.dtypes = x.dtype, w.dtype
-        # Operands are saved as they were before: the backward products quantise them along other axes.
+        # Operands are saved as they were before quantisation: the backward products quantise them along other axes.
         x, w = (b if takes else a for a, b, takes in zip((x, w), used, product.takes_used, strict=True))
-        # Saved through autograd, and not on the product, so that a checkpoint drops and recomputes it.
+        # This is saved through autograd, and not on the product, so that a checkpoint drops and recomputes it.
         passing, product.passing = product.passing, [None, None]
         ctx.save_for_backward(x if needs_w else None, w if needs_x else None, *passing)
         return y

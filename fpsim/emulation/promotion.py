@@ -56,9 +56,10 @@ def scalars_in_format(
 def scalars_of_call(
     emulation: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], is_wide: bool, keeps_first: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with numbers, and tensors without dimensions, in the format where torch casts them to it."""
-    # A float32 tensor without dimensions gives no result its dtype, and torch casts it before it computes. On the CPU
-    # it multiplies and divides by one in float32, and so does a card with all sums and products of one on the CPU.
+    """Return the arguments, with numbers and tensors without dimensions in the format where torch casts them to it."""
+    # A float32 tensor without dimensions does not decide the result's dtype: torch casts it before it computes. There
+    # are exceptions. On the CPU torch multiplies and divides by such a tensor in float32. A card computes sums and
+    # products in float32 if such a tensor lies on the CPU.
     if call.has_threshold:
         args, kwargs = scalars_in_format(emulation.scope.specs.activation, call, args, kwargs, is_wide)
     if is_wide or not emulation.has_wide or call.number is Number.EXACT:
@@ -92,7 +93,7 @@ def integers_in_format(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments, with integer tensors next to numbers of the format cast to the format, as torch does.
 
-    floats: the operands in their formats, to which these are added.
+    floats: the operands in their formats; the cast integers are appended.
     """
     spec = emulation.scope.specs.activation
     target = args[0] if keeps_first and args else None
@@ -118,7 +119,7 @@ def _integer_in_format(
         return type(x)([_integer_in_format(emulation, call, is_on_card, floats, place, item) for item in x])
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
         return x
-    # 0 and 1 are exact in every format; where they are moved the result needs a format, and so do they.
+    # 0 and 1 are exact in every format. Only where they are moved does the result need a format: they are cast, too.
     if x.dtype is torch.bool and call.action not in (Action.MOVE, Action.SET_ITEM):
         return x
     if x.numel() == 1 and _is_taken_as_it_is(call, place, x, is_on_card):
@@ -131,7 +132,7 @@ def _integer_in_format(
 def numbers_in_format(x: Any, fmt: Element, kinds: tuple[type, ...] = (float,)) -> Any:
     """Round a number, or each number of a list, to the format; return anything else as it is.
 
-    kinds: of numbers; an int may be a size or a position.
+    kinds: types of the numbers that are rounded; an int may be a size or a position.
     """
     if type(x) in (list, tuple) and all(type(item) is not bool and isinstance(item, kinds) for item in x):
         return type(x)(number_in_format(item, fmt) for item in x)
@@ -141,7 +142,7 @@ def numbers_in_format(x: Any, fmt: Element, kinds: tuple[type, ...] = (float,)) 
 @lru_cache(1 << 12, typed=True)
 def number_in_format(number: float, fmt: Element) -> float:
     """Round a number of Python to the value that a tensor of the format holds for it."""
-    # Left to torch, whose error says that it is too large.
+    # The number is left to torch, whose error says that it is too large.
     if isinstance(number, int) and abs(number) >= _BEYOND_INT64:
         return number
     # float32's largest number and beyond is a mask, which passes every format unchanged.
@@ -161,12 +162,12 @@ def step_in_format(
 
 
 def _step(func: Callable[..., Any], fmt: Element, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the number of the format next to x: directed rounding of float32's next number finds it."""
+    """Return the number of the format next to x, found by directed rounding of float32's next number."""
     operands = [*args, *in_order({name: x for name, x in kwargs.items() if name != "out"})]
     wide = [is_marked_wide(x) for x in operands]
     if all(wide) or any(known and x.dim() for known, x in zip(wide, operands, strict=True)):
         return func(*args, **kwargs)  # type: ignore[no-any-return]
-    # Copies, because the call may write to one of them.
+    # Copies are used, because the call may write to one of them.
     x, toward = (y.detach().clone() for y in operands)
     out: Tensor = func(*args, **kwargs)
     above, below = (out.detach().clone() for _ in range(2))

@@ -22,7 +22,7 @@ Steps = Callable[[int], Iterable[int]]
 
 
 class _Weights(NamedTuple):
-    """Of one layer and direction."""
+    """Weights of one layer in one direction."""
 
     input: Tensor
     hidden: Tensor
@@ -31,7 +31,7 @@ class _Weights(NamedTuple):
     projection: Tensor | None = None
 
 
-Step = Callable[[Tensor, State, _Weights], State]  # from the input's part of the gates
+Step = Callable[[Tensor, State, _Weights], State]  # the tensor is the input's part of the gates
 
 
 def _plain_step(activation: Callable[[Tensor], Tensor], gates: Tensor, state: State, weights: _Weights) -> State:
@@ -49,7 +49,7 @@ def _lstm_step(gates: Tensor, state: State, weights: _Weights) -> State:
 
 def _gru_step(gates: Tensor, state: State, weights: _Weights) -> State:
     (hidden,) = state
-    # In the end (hidden - new) * update + new, as torch computes it: the textbook formula rounds at other places.
+    # The end is (hidden - new) * update + new, as torch computes it: the textbook formula rounds at other places.
     reset, update, new = gates.chunk(3, -1)
     of_reset, of_update, of_new = F.linear(hidden, weights.hidden, weights.hidden_bias).chunk(3, -1)
     reset, update = torch.sigmoid(of_reset + reset), torch.sigmoid(of_update + update)
@@ -62,7 +62,7 @@ def _direction(
 ) -> tuple[Tensor, State]:
     """Return the outputs in the order of the sequence, and the last state of each of its samples.
 
-    gates: the rows of all time steps, sizes[t] samples in step t, never more than in the step before.
+    gates: the rows of all time steps. Step t has sizes[t] of them, one for each sample, and never more than step t - 1.
     """
     starts = [0, *accumulate(sizes)]
     state = tuple(s[: sizes[-1]] for s in first) if backwards else first

@@ -49,14 +49,14 @@ from fpsim.torch_modes import (
 __all__ = ["Copy", "Roundings", "values_of"]
 
 INFERENCE = "inference"  # of a copy made in inference mode, which autograd cannot save
-Copy = tuple[Any, Tensor, bool | str | None]  # None: only its values belong to the original, not its graph
+Copy = tuple[Any, Tensor, bool | str | None]  # None: only the copy's values belong to the original, not its graph
 
 
 class Roundings:
     """Roundings of one forward pass, with the copies of tensors that were rounded already.
 
     scope: the present position of the pass.
-    aliases: of parameters and buffers.
+    aliases: the aliases of parameters and buffers.
     has_names: whether torch's name of the format stands for it.
     has_wide: whether any tensor may be float32 on purpose; until then the search for them is skipped.
     """
@@ -78,14 +78,14 @@ class Roundings:
 
     def take_over(self, operands: dict[Any, dict[Any, Copy]]) -> None:
         """Use the copies that another pass has made."""
-        # A tensor that comes in may be float32 on purpose.
+        # A tensor that comes in may be float32 on purpose: from here on such tensors are searched for.
         self.has_wide = True
         for reference, copies in operands.items():
             if (x := reference()) is not None:
                 self._operands[x] = dict(copies)
 
     def know_values(self, x: Tensor, copies: dict[Any, Copy]) -> None:
-        """Use for `x` the rounded values in `copies`, those of another tensor with the same numbers."""
+        """Use for `x` the rounded values in `copies`, which belong to another tensor with the same numbers."""
         if self._operands.get(x) is None:
             self._operands[x] = {key: (writes_behind(x), *copy[1:]) for key, copy in values_of(copies).items()}
 
@@ -113,8 +113,8 @@ class Roundings:
         return x
 
     def prepare_target(self, x: Tensor) -> None:
-        """Round the target of a call in place, which is an operand too, in its own memory."""
-        # Not a leaf that requires a gradient: torch refuses the call.
+        """Round the target of a call in place in its own memory, since the target is an operand too."""
+        # A leaf that requires a gradient is left as it is: torch refuses the call.
         if not self._is_in_format(format_of(x), self.scope.specs.activation) and not (x.requires_grad and is_leaf(x)):
             self.round_result(x, WRITTEN_TO, (x,), [], x)
 
@@ -129,15 +129,15 @@ class Roundings:
         return self.brought(x, format_of(x), rounds)
 
     def brought(self, x: Tensor, known: str | None, rounds: Rounds) -> Tensor:
-        """Return `operand` for callers that know the format of `x`."""
+        """Return what `operand` returns, for callers that know the format of `x`."""
         scope = self.scope
         # The cheap questions first: most operands are activations in their format, and leave at the next line.
         has_weights_role = type(x) is nn.Parameter or is_weight(x) or (id(x) in scope.weights and scope.stands_in(x))
         if not has_weights_role and known is not None and known == scope.activation and x.dtype is torch.float32:
             return x
         specs = scope.specs
-        # A real tensor of the format's dtype, from autocast or of a parameter: next to float32 containers it would be a
-        # second dtype.
+        # This is a real tensor of the format's dtype, from autocast or of a parameter: next to float32 containers there
+        # would be a second dtype.
         if x.dtype is scope.dtype and self.has_names and rounds is Rounds.ALL:
             x, known = x.float(), None
         spec, backward = (specs.weight, specs.weight_grad) if has_weights_role else (specs.activation, specs.error)
@@ -155,7 +155,7 @@ class Roundings:
         needs_grad: bool | str = torch.is_grad_enabled() and (is_shown or x.requires_grad)
         if not needs_grad and torch.is_inference_mode_enabled():
             needs_grad = INFERENCE
-        # `writes_to`, in fewer calls.
+        # This is `writes_to` in fewer calls.
         state = writes_behind(x) if is_shown or x.is_inference() else version_of(x)
         values: Tensor | None = None
         if not aliases.is_blank:
@@ -205,7 +205,7 @@ class Roundings:
         return tuple([self.new_operand(x) if is_wide_tensor(x) else x for x in args])
 
     def _rounds_no(self, x: Tensor, backward: RoundingSpec | None) -> bool:
-        """True if the gradient stays float32, unobserved: no copy is made, as it would change the order of its sums."""
+        """True if the gradient stays float32, unobserved: a copy of `x` would change the order of its sums."""
         listeners = self.scope.listeners
         is_seen = listeners.observer is not None or listeners.scaling is not None
         return (backward is None or backward.is_float32) and not is_seen and x.dtype is torch.float32
@@ -227,7 +227,7 @@ class Roundings:
                 copy = with_values(x, values, backward, spec)
             else:
                 copy = self._straight_through(x, spec, backward, keep_masks=keep_masks)
-            # Its views carry the mark on: they are not activations.
+            # Views of the copy inherit this mark: they are not activations.
             if role == "weight" and spec is not None:
                 mark(copy, self.scope.weight)
             return copy
@@ -256,7 +256,7 @@ class Roundings:
         return copy
 
     def _may_keep(self, x: Tensor, spec: RoundingSpec) -> bool:
-        """True if a frozen weight's rounded copy may be that of an earlier call: nothing tells it from a new one."""
+        """True if a frozen weight's rounded copy may be that of an earlier call: a new copy would be no different."""
         has_gradient, is_seen = x.requires_grad and torch.is_grad_enabled(), self.scope.listeners.observer is not None
         return not (has_gradient or is_seen or spec.rounding == "stochastic") and is_plain(x)
 
@@ -298,7 +298,7 @@ class Roundings:
         rounded = straight_through(x, spec, backward, of_tangent if spec is None else spec)
         if spec is None or not keep_masks:
             return rounded
-        # As `launch.masks_of`: a saturating format would turn a mask into a number.
+        # Like `launch.masks_of`: a saturating format would turn a mask into a number.
         is_mask = x.abs() == torch.finfo(x.dtype).max
         return torch.where(is_mask | (x == -torch.inf) if keep_infinity and spec.saturates else is_mask, x, rounded)
 
@@ -337,7 +337,7 @@ class Roundings:
         product: ProductCall | None = None,
         is_now: bool = False,
     ) -> Tensor:
-        """Round a result. is_now: True if the caller knows that `out` is plain; False if it is to be looked up."""
+        """Round a result. is_now: True if the caller knows that `out` is plain; False if that has to be looked up."""
         specs = self.scope.specs
         if out.dtype not in FLOATING or out.layout is not torch.strided:  # `is_roundable`, without the call
             self._require_no_numbers(out, call)
@@ -365,28 +365,28 @@ class Roundings:
             of_tangent = spec
             if has_transform() and (spec is None or round_behind(out, spec, keep_infinity)):
                 spec = None
-                # Its gradient is rounded where it is used: another write to it would be a node of the graph.
+                # A target's gradient is rounded where the target is used: another write would add a node to the graph.
                 if is_target:
                     return out
             rounded = self._straight_through(out, spec, error, keep_infinity=keep_infinity, of_tangent=of_tangent)
             if is_target:
                 return out.copy_(rounded)
-            # Results of an emulated call, also the tensors behind them: views of these do not come from outside.
+            # These are results of an emulated call, also the tensors behind them: their views are not from outside.
             for x in (rounded, *layers_behind(rounded)) if has_transform() else ():
                 unmark(x)
             return rounded
         if product is not None and product.asks and error is not None and out.requires_grad:
-            # Its gradient is rounded here, and again as an operand: two places in the graph, and two sites.
+            # The gradient is rounded here, and again as an operand: it needs two places in the graph, and two sites.
             out, operands, site, operation = out.view_as(out), (out,), f"{site}.output", "output"
         if spec is not None:
             observer = None if listeners.observer is None else listeners.watching(site, role)
             before = None if observer is None else out.detach().clone()
-            # Below autograd: the operation's saved tensors hold the rounded value, as on hardware.
+            # Rounded below autograd: the operation's saved tensors hold the rounded value, as on hardware.
             (round_memory_ if is_now else round_here_)(out, spec, keep_masks=True, keep_infinity=keep_infinity)
             if observer is not None and before is not None:
                 observer(site, role, before, out.detach(), spec)
             mark(out, spec.text)
-        # Unrounded, but its gradient has its place, and must not get a second one where it is used.
+        # The result stays unrounded. Its gradient is rounded here, and must not be rounded again where it is used.
         elif error is not None:
             mark(out, "float32")
         if self.scope.made is not None:
@@ -413,7 +413,7 @@ class Roundings:
 
     def returned(self, out: Tensor) -> Tensor:
         """Return an output that the model moved last, with its gradient rounded where it arrives."""
-        # Here, before numbers of it are added up. Inside of the model, the reader of a moved tensor rounds it.
+        # Round it here, before numbers of it are added up. Inside of the model, a moved tensor's reader rounds it.
         error = self.scope.specs.error
         if error is None:
             return out
@@ -429,7 +429,7 @@ class Roundings:
     ) -> None:
         scaling, traced = self.scope.listeners.scaling, type(out) is not Tensor and is_traced(out)
         if not (self._is_calibrated or traced or has_transform()):
-            # Now, as it runs a small backward pass: not within another one, nor in a transform.
+            # Calibrate now: it runs a small backward pass, which works neither within another one nor in a transform.
             calibrate_holders(object())
             self._is_calibrated = True
         if scaling is None:
@@ -464,5 +464,5 @@ def _rounded_weight(spec: RoundingSpec, text: str, x: Tensor) -> Tensor:
 
 def _is_sharded(x: Tensor) -> bool:
     """True if `x` is a DTensor."""
-    # By name: the import takes a second.
+    # Recognised by name: the import takes a second.
     return type(x) is not Tensor and any(c.__name__ == "DTensor" for c in type(x).__mro__)

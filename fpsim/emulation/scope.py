@@ -36,7 +36,7 @@ __all__ = [
 
 NO_SPECS = RoleSpecs()
 BACKWARD = "backward"  # the operation of an error that the model's own code computes
-# References by id. Weak: a hook keeps its scope alive, and a weight that was computed keeps the hook.
+# References by id. They are weak: a hook keeps its scope alive, and a weight that was computed keeps the hook.
 Weights = Mapping[int, weakref.ref[Tensor]]
 _NO_WEIGHTS: Weights = {}
 
@@ -44,24 +44,24 @@ _NO_WEIGHTS: Weights = {}
 class Scaling(Protocol):
     """Decides at which scale a gradient is rounded. `ada_loss` implements it.
 
-    Called in the forward pass, once for each tensor whose gradient will be rounded. Returns a function that the
-    backward pass calls with the gradient before it is rounded, and with whether nobody else holds it. That function
+    It is called in the forward pass, once for each tensor whose gradient will be rounded. It returns a function, which
+    the backward pass calls with the unrounded gradient, and with True if nobody else holds this gradient. The function
     returns log2 of the scale, an int64 tensor of one element on the gradient's device and within
     `scaling.log2_scale_limits`, or None for a scale of 1. A gradient always travels in its true size: to round at a
-    scale is to round `gradient * scale` and divide again. If nobody else holds the gradient, the function may round it
-    in place at once, and then calls `mark_rounded`.
+    scale is to round `gradient * scale` and to divide by the scale again. If nobody else holds the gradient, the
+    function may round it in place at once, and then calls `mark_rounded`.
 
     site: the site's name, "layer1.conv1:conv2d".
-    role: "error" or "weight_grad"; "error" too for dy as an operand of a product, which is rounded as it enters, and
-        "wgrad.dy" for a second copy of it where the weight gradient's product wants another format.
+    role: "error" or "weight_grad". As an operand of a product, dy is rounded when it enters the product: its role is
+        "error" too, and "wgrad.dy" for a second copy of dy, if the weight gradient's product wants another format.
     spec: the rounding.
     operation: the name of the torch function that made the tensor; "weight" or "activation" for the rounded copy of an
         operand; "output" for the output of a module that computes in float32 inside; "function" for the result of an
         autograd Function, unless it is that of one operation in it; BACKWARD for an error that the model's own code
         computes in the running backward pass: then the returned function is called at once.
     operands: the arguments of the operation in the order of torch's own parameters, however they were passed; tensors
-        are rounded. Of a rounded copy, the original. Of BACKWARD, log2 of the scale of the gradient that the error was
-        computed from, or None.
+        are rounded. For a rounded copy, its original. For BACKWARD, log2 of the scale of the gradient from which the
+        error was computed, or None.
     out: the tensor whose gradient is meant.
     """
 
@@ -87,7 +87,7 @@ class Attended(NamedTuple):
 
     scores: the input of softmax, for weights that only dropout has changed since; else None.
     keep: the factors by which dropout multiplied the weights; None without dropout.
-    writes: the number of writes to the scores until then.
+    writes: the number of writes to the scores when the tensor was tracked.
     is_turned: whether keys lie along the last axis but one.
     own: the number of writes to the tensor itself when it was tracked.
     """
@@ -99,11 +99,11 @@ class Attended(NamedTuple):
     own: int = 0
 
     def of(self, x: Tensor) -> Attended:
-        """Return the same state for a tensor, valid while nobody writes to it."""
+        """Return the same state for another tensor, valid while nobody writes to that."""
         return self._replace(own=0 if x.is_inference() else writes_to(x))
 
     def is_still(self, x: Tensor) -> bool:
-        """True if nobody has written to the tensor since then, directly or through a view."""
+        """True if nobody has written to the tensor since it was tracked, directly or through a view."""
         return x.is_inference() or self.own == writes_to(x)
 
     def moved(self, move: Callable[[Tensor], Tensor], is_turned: bool | None = None) -> Attended:
@@ -111,7 +111,7 @@ class Attended(NamedTuple):
         if self.scores is None:
             return self
         scores, keep = move(self.scores), None if self.keep is None else move(self.keep)
-        # Moved scores may be a copy with a counter of its own: the difference of both keeps earlier writes in sight.
+        # Moved scores may be a copy with a counter of its own: the difference of the two counts keeps earlier writes.
         writes = self.writes + writes_to(scores) - writes_to(self.scores)
         return Attended(scores, keep, writes, self.is_turned if is_turned is None else is_turned)
 
@@ -121,8 +121,8 @@ class Listeners:
 
     The histories are copied and pickled with it; observer, scaling, kept weights and attended tensors are not.
 
-    has_names: whether torch's name of a format may stand for it. Not if modules compute in several formats: the least
-        number of one, a mask, would be an ordinary number in another.
+    has_names: whether torch's name of a format may stand for it. It may not if modules compute in several formats: the
+        least number of one format is used as a mask, and would be an ordinary number in another.
     needs_cache: whether a call of the model that stores no keys and values is an error.
     rounds_few_bits_stochastically: whether the scaling fits each gradient to its format, and wants those of few bits
         rounded stochastically if no rounding was named.
@@ -151,9 +151,10 @@ class Listeners:
 class Plans(dict[Any, Any]):
     """Cache of the treatment of each function. A copy begins empty, and fills again.
 
-    backward: for the model's own code in the backward pass, of activations (False) and of errors (True): their specs,
-        their mark, and the plans. Each backward pass makes new scopes, which share these.
-    kernels: the policy's functions that replace operations, by their names. Here, because each call makes a scope.
+    backward: for the model's own code in the backward pass, the specs, the mark and the plans: of activations (False)
+        and of errors (True). Each backward pass makes new scopes, which share these.
+    kernels: the policy's functions that replace operations, by the operations' names. They are here, because each call
+        makes a scope.
     border: the scope in which a fused module rounds its output; None for any other module.
     """
 
@@ -177,8 +178,8 @@ class Scope:
     name: as in model.named_modules().
     specs: the roundings by role.
     float32: operations whose results are not rounded.
-    listeners: those of the model.
-    weights: the tensors that stand in for parameters, of the model and of those around it.
+    listeners: the listeners of the model.
+    weights: the tensors that stand in for parameters, of this model and of models around it.
     wide: collects the operations whose results were float32 on purpose, in the order of their calls.
     products: how operands of products are quantised; None if they are not.
     cache: how keys and values are rounded when a cache stores them; None if they are not.
@@ -186,14 +187,16 @@ class Scope:
     activation: the mark of a tensor in the activations' format; None if they have none.
     weight: the mark of a weight's rounded copy; empty if weights are not rounded.
     plans: treatment of each function that was called, shared by all calls of the module.
-    rounds_nothing: whether every role is that of float32, and no operand is quantised.
-    is_float32: whether every role is that of float32, in a model that is not of float64: its float64 is left alone.
+    rounds_nothing: whether every role has float32, and no operand is quantised.
+    is_float32: whether every role has float32, in a model that is not of float64: float64 tensors are left alone.
     is_float64: whether the model's own parameters are float64: their dtype then does not tell float32 on purpose.
-    write: takes a parameter and a function that writes to it, and runs that; None if parameters take any number.
-    errors: in the backward pass of a model's own code, knows which tensors depend on the incoming gradient; else None.
+    write: function that is given a parameter and a function that writes to it, and runs the latter; None if parameters
+        take any number.
+    errors: the mode that knows which tensors depend on the incoming gradient, in the backward pass of a model's own
+        code; else None.
     is_in_step: whether gradients are kept although they are off, as within the forward of an autograd Function.
-    made: there, records the operation of each result and its operands, if a scaling asks for them; else None.
-    has_kernels: whether `plans` has kernels of the policy. Apart, as torch.compile cannot guard a look into `plans`.
+    made: within such a forward, the operation and the operands of each result, if a scaling asks for them; else None.
+    has_kernels: whether `plans` has kernels of the policy. A flag, as torch.compile cannot guard a look into `plans`.
     """
 
     __slots__ = (
@@ -236,7 +239,7 @@ class Scope:
         if emulation.is_in_kernel or call.name not in self.plans.kernels:
             return NotImplemented
         emulation.is_in_kernel = True
-        # Inside of a fused module nothing rounds: the function does so in the scope of the module's border.
+        # Inside of a fused module nothing is rounded: the function rounds in the scope of the module's border.
         emulation.scope = self.plans.border or self
         try:
             with emulation:
@@ -246,7 +249,7 @@ class Scope:
 
     def again(self, weights: Weights, wide: dict[str, None], is_float64: bool, kind: type[Scope] | None = None) -> Any:
         """Return the scope of another call of the module, with no operation counted yet. kind: its class, or None."""
-        # Without `__init__`: each call of each module makes one, and all that follows from the policy is known.
+        # Made without `__init__`: each call of each module makes a scope, and all that the policy implies is known.
         scope = object.__new__(kind or Scope)
         scope.name, scope.specs, scope.float32, scope.listeners = self.name, self.specs, self.float32, self.listeners
         scope.products, scope.dtype, scope.plans, scope.cache = self.products, self.dtype, self.plans, self.cache
@@ -286,8 +289,8 @@ class Scope:
 class BackwardScope(Scope):
     """Scope of the model's own code in a backward pass: the names of sites contain the code's name, too.
 
-    Results are activations, whose gradients are rounded as in the forward pass, or errors: then `specs` has their
-    rounding as that of activations.
+    Results are activations, whose gradients are rounded as in the forward pass, or errors. For errors, `specs` has
+    their rounding in the place of the activations' rounding.
     """
 
     __slots__ = ("label",)

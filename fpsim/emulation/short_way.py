@@ -1,6 +1,6 @@
 """The short way is the fast path of a call: its tensors are plain, their formats are known, and nothing observes it.
 
-Most calls of a model are of this kind. A small model spent its time on checks whose outcome is the same in all of them.
+Most calls of a model are of this kind. A small model spent its time on checks with the same outcome in all of them.
 These checks are made once for each function under a policy, and cached as the plan of the function. A plan that does
 not fit the arguments of a call returns NotImplemented before it has done anything: the call then takes the long way
 through `mode`, which knows every case and computes the same.
@@ -36,15 +36,15 @@ _SEQUENCES = (list, tuple, torch.Size)
 class Plan:
     """Treatment of one function in the modules of one policy.
 
-    run: runs it, given the plan, the mode, the function and its arguments; returns NotImplemented for arguments that do
-        not fit. None if every call takes the long way.
+    run: runs a call, given the plan, the mode, the function and its arguments; returns NotImplemented for arguments
+        that do not fit. None if every call takes the long way.
     rounds: which operands are brought into their formats.
     scales: whether a mask may be lost when a tensor is multiplied by a number.
     is_product: whether its operands may be those of products.
-    casts_integers: whether integer tensors next to numbers of the format, if not of one element, are cast to it.
-    asks: whether modes, hooks of saved tensors and a running step of an optimizer matter to it.
-    shortest: the way of calls without a graph, if they fit; or None.
-    may_write: whether it has an argument that makes it write to its first one.
+    casts_integers: whether integer tensors of several elements are cast to the format of the numbers next to them.
+    asks: whether modes, hooks of saved tensors and a running step of an optimizer matter to a call.
+    shortest: the way of calls without a graph; None if they have no way of their own.
+    may_write: whether it has an argument `inplace`, which makes it write to its first argument.
     """
 
     __slots__ = ("asks", "call", "casts_integers", "is_product", "may_write", "rounds", "run", "scales", "shortest")
@@ -81,13 +81,13 @@ def by_short_way(emulation: Any, function: Callable[..., Any], args: tuple[Any, 
         return NotImplemented
     try:
         return run(plan, emulation, function, args, kwargs)
-    # As in `mode`: a TypeError in an operator would become "unsupported operand".
+    # The same as in `mode`: a TypeError in an operator would become "unsupported operand".
     except ContainerError as error:
         raise RuntimeError(str(error)) from None
 
 
 def _way_of(scope: Scope, call: Call) -> Callable[..., Any] | None:
-    """Return the way below that a function's calls take; None for the long way."""
+    """Return the one of the ways below that a function's calls take; None for the long way."""
     action, is_product = call.action, has_products(scope, call.name)
     # The long way tracks which tensors come from q k^T.
     if scope.products is not None and scope.products.points is not None and action is not Action.PASS:
@@ -162,7 +162,7 @@ def _computed(
             elif x.is_floating_point() or x.is_complex():
                 return NotImplemented
             elif call.promotes and x.dtype is not torch.bool:
-                # Given by name, an integer tensor may be an index or a count, which the long way can tell.
+                # An integer tensor that is given by name may be an index or a count: the long way can tell.
                 if not plan.casts_integers or x.numel() == 1 or i >= len(args):
                     return NotImplemented
                 integers.append(i)
@@ -217,7 +217,7 @@ def _rounded(
 
 
 def _are_words(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if no argument that was given by name is a tensor, and none is written to."""
+    """True if no argument that was given by name is a tensor or is written to."""
     for x in kwargs.values():
         if type(x) not in WORDS:
             return False
@@ -231,9 +231,9 @@ def _has_role(scope: Scope, x: Tensor) -> bool:
 
 
 def _one_format_of(scope: Scope, args: Sequence[Any], promotes: bool) -> str | None:
-    """Return the activations' format or WIDE, if all floating tensors are in it and no weights; else None.
+    """Return the format of all floating tensors, if it is WIDE or the activations' one and none is a weight; else None.
 
-    Returns "" without such tensors. promotes: whether integers next to them are cast to it, by the long way.
+    Returns "" if there are none. promotes: whether the long way casts integers next to them to their format.
     """
     found = ""
     for x in args:

@@ -21,8 +21,8 @@ __all__ = ["Step", "note_emulated", "watch_steps"]
 class Step:
     """Running step of an optimizer.
 
-    frame: of the code that runs it.
-    scope: of the emulation when the step began.
+    frame: the frame of the code that runs the step.
+    scope: the scope of the emulation when the step began.
     """
 
     def __init__(self, frame: Any, scope: Scope) -> None:
@@ -30,7 +30,7 @@ class Step:
 
     def is_running(self, scope: Scope) -> bool:
         """True if a call in this scope belongs to the step, and not to a model that its closure runs."""
-        # The frame is asked, since no hook runs where a step raises an error.
+        # The frame is asked, since no hook runs if a step raises an error.
         return scope is self._scope and not self._is_paused and _is_executing(self._frame)
 
     def paused(self, closure: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,7 +50,7 @@ _emulated: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def note_emulated(optimizer: Optimizer) -> None:
-    """Leave the steps of an optimizer alone that emulates each of their operations itself."""
+    """Leave alone the steps of an optimizer that emulates each of its operations itself."""
     _emulated.add(optimizer)
 
 
@@ -98,8 +98,8 @@ def _running_step() -> Any:
 
 
 def _is_executing(frame: Any) -> bool:
-    """True if a frame has not returned or raised yet; the variables of one that has are dropped."""
-    # `clear` raises for a frame that is still executing: the only public way to ask.
+    """True if a frame has not returned or raised yet. If it has, its variables are dropped."""
+    # `clear` raises for a frame that is still executing: there is no other public way to ask.
     try:
         frame.clear()
     except RuntimeError:

@@ -58,17 +58,17 @@ TO_INTEGERS = frozenset("long int short char byte".split()) | CAST_NAMES  # if t
 class Operation:
     """A torch call whose result is a floating-point tensor; or a parameter (no call).
 
-    site: "blocks.0.widen:linear", the module's name and the operation, the second one of a module call ":linear_1"; the
-        name of a parameter. A module that is called again has the sites of its first call.
-    module: its name; "" for the model itself and for code outside of it, such as a step that calls its parts.
+    site: the module's name and the operation, "blocks.0.widen:linear"; for the second one in a call of the module,
+        "blocks.0.widen:linear_1"; for a parameter, its name. Each call of a module has the same sites.
+    module: the module's name; "" for the model itself and for code outside of it, such as a step that calls its parts.
     name: the operation's name; "parameter" for a parameter.
     call: how many calls of this site came before.
-    index: the n-th call of a torch function in the trace, the same in each run of the same step; -1 for a parameter.
+    index: the number of the call of a torch function in the trace, the same in each run of a step; -1 for a parameter.
     caller: the module that called `module`.
     computes: whether it computes its values; views, copies and selections return values that went in.
     sources: the operation that made each operand, in the order of its arguments; None for an operand from outside.
-    parents: the same without None, each once.
-    children: those that read its result.
+    parents: the sources without None, each once.
+    children: the operations that read its result.
     """
 
     __slots__ = tuple("call caller children computes index module name notes parents site sources".split())
@@ -89,18 +89,18 @@ class Operation:
 
     @property
     def origin(self) -> Operation:
-        """Operation that computed these values: itself, or the one behind a chain of views."""
+        """The operation that computed these values: this one, or the one behind a chain of views."""
         at = self
         while not at.computes and len(at.parents) == 1 and at.parents[0].name != "parameter":
             at = at.parents[0]
         return at
 
     def all_behind(self) -> dict[int, Operation]:
-        """Return this operation and all that it follows from, by their ids."""
+        """Return this operation and all operations that it follows from, by their ids."""
         return _reached(self, "parents")
 
     def all_ahead(self) -> dict[int, Operation]:
-        """Return this operation and all that read its result, near or far, by their ids."""
+        """Return this operation and all operations that read its result, near or far, by their ids."""
         return _reached(self, "children")
 
 
@@ -135,15 +135,15 @@ class Trace:
     visitor: receives each operation.
     emulated: whether the model is quantised.
     verb: the public function that traces, for messages.
-    is_due: returns at each call of the model whether to trace it. None traces all that come from one thread.
+    is_due: returns, at each call of the model, whether to trace it. None traces all calls of one thread.
     is_part_due: the same for a part that a step calls by itself.
     edit: runs each torch function instead of the trace, to try the effect of another argument or dtype.
     on_call: receives the arguments of each traced call of the model, and its result.
     needs_numbers: whether a result that is meta or fake is an error.
     keeps: returns whether the visitor needs the values of an operand that a call is about to write to.
     on_backward: runs `Tensor.backward` and `torch.autograd.backward`, instead of the trace.
-    on_integers: receives the operation whose result a call casts to integers, and these.
-    arguments: of the call that the visitor receives, as the call read them.
+    on_integers: receives the operation whose result a call casts to integers, and the integers.
+    arguments: the arguments of the call that the visitor receives, as the call read them.
     running: the name of the running function.
     """
 
@@ -181,7 +181,7 @@ class Trace:
         self._has_warned = False
         self.on_backward: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None
         self.on_integers: Callable[[Operation, Tensor], None] | None = None
-        self.is_alone = False  # whether it runs a step, which no other thread may trace meanwhile
+        self.is_alone = False  # whether it runs a step; no other thread may trace one meanwhile
 
     def install(self) -> None:
         """Trace the calls of the model until `remove`."""
@@ -216,10 +216,10 @@ class Trace:
         return undone(outside)
 
     def install_alone(self) -> None:
-        """Install for a step of this thread. Raises RuntimeError if another thread runs one of this model."""
+        """Install for a step of this thread. Raises RuntimeError if another thread runs a step of this model."""
         self.claim()
         self.is_alone = True
-        # Installed first, then compared: of two threads that begin at once, the later one finds the other.
+        # Install first, then compare: if two threads begin at once, the later one finds the other.
         self.install()
         for other in who_is_around(self.model):
             trace = getattr(other, "__self__", None)
@@ -234,7 +234,7 @@ class Trace:
                 )
 
     def _take_names(self) -> None:
-        # Kept alive: those that `functional_call` lends the model die after it, and a later tensor may get their ids.
+        # Kept alive: tensors that `functional_call` lends the model die after it, and a later tensor may get their ids.
         self._named = dict(self.model.named_parameters())
         self._names = {id(p): name for name, p in self._named.items()}
 
@@ -258,7 +258,7 @@ class Trace:
         return self._owner["thread"]
 
     def claim(self, and_warn: bool = True) -> bool:
-        """True if this thread is the one whose calls are traced: the first one that asks, as long as it lives."""
+        """True if this thread's calls are traced. The first thread that asks is traced as long as it lives."""
         thread = threading.current_thread()
         if self._owner.setdefault("thread", thread) is thread:
             return True
@@ -438,7 +438,7 @@ class Trace:
                 self.hook(result, partial(self._came, operation))
 
     def hook(self, x: Tensor, hook: Callable[[Tensor], Any]) -> None:
-        """Put a hook on a gradient. Those of leaves, which live on, are taken off when the trace is cleared."""
+        """Put a hook on a gradient. Leaves live on: their hooks are removed when the trace is cleared."""
         if x.is_leaf:
             hooked(x, hook, self._hooks)
         else:
@@ -450,7 +450,7 @@ class Trace:
         thread = threading.get_ident()
         if operation.name != "parameter":
             self._backward_threads.add(thread)
-        # A gradient of another thread's backward pass through the same parameter.
+        # The gradient is of another thread's backward pass through the same parameter.
         elif gradient.device.type == "cpu" and thread not in (self.owner.ident, *self._backward_threads):
             return
         self.visitor.backward(operation, gradient.detach())
@@ -459,7 +459,7 @@ class Trace:
 class _Inside(TorchFunctionMode):
     """Mode that sees the calls inside of the model, above the emulation: operands unrounded, results rounded.
 
-    has_ended: whether its call is over. If it is on torch's stack still, `take_off_leftovers` removes it.
+    has_ended: whether the call is over. If the mode is then still on torch's stack, `take_off_leftovers` removes it.
     """
 
     _fpsim_sees_bodies = True  # torch_modes.SEES_BODIES
@@ -470,7 +470,7 @@ class _Inside(TorchFunctionMode):
         self.trace, self.has_ended = trace, False
 
     def end(self) -> None:
-        """Take it off torch's stack."""
+        """Take the mode off torch's stack."""
         self.has_ended = True
         take_off(self)
 
@@ -594,6 +594,6 @@ def not_around_calls(module: nn.Module, around: Around) -> None:
 
 
 def who_is_around(module: nn.Module) -> list[Around]:
-    """Return the wrappers of the calls of `module`, in the order in which they came."""
+    """Return the wrappers of the calls of `module`, in the order in which they were added."""
     surrounded = vars(module).get(CALL_SLOT)
     return [*surrounded.arounds] if isinstance(surrounded, _Surrounded) else []

@@ -1,8 +1,8 @@
-"""The shortest way of a call: under `torch.no_grad`, of tensors that such calls have made, and of weights.
+"""The shortest way of a call: under `torch.no_grad`, with weights and tensors that such calls have made as operands.
 
 No gradient has a place then, so that three questions of the short way are left: is the format of each operand known, is
 nobody observing, and does the result lie in memory of its own? A token of a small model takes some three hundred calls,
-many of which are shorter than the other questions. Each way here does what `short_way`, `conversions` and
+many of which take less time than the other questions. Each way here does what `short_way`, `conversions` and
 `product_calls` do for such a call, in their order. A call that does not fit is left to them, before anything is done.
 """
 
@@ -41,9 +41,9 @@ _Run = Callable[["Way", Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]
 class _Product(NamedTuple):
     """Quantisation of the operands of linear layers.
 
-    key: of the quantised weight in the cache.
-    flat: quantises x with its leading axes flattened.
-    whole: quantises x as it is; None if blocks extend over several tokens.
+    key: the cache key of the quantised weight.
+    flat: function that quantises x with its leading axes flattened.
+    whole: function that quantises x as it is; None if blocks extend over several tokens.
     """
 
     key: Hashable
@@ -78,9 +78,9 @@ def _as_it_is(x: Tensor) -> Tensor:
 class Way:
     """Way in which the modules of one policy run a function.
 
-    run: returns NotImplemented for a call that does not fit.
-    mark: of a new tensor in the activations' format.
-    round_: rounds a new tensor to it, with -inf a number or a mask.
+    run: runs a call; returns NotImplemented if it does not fit.
+    mark: the mark of a new tensor in the activations' format.
+    round_: two functions that round a new tensor to that format; -inf is a number for the first, a mask for the second.
     """
 
     __slots__ = ("call", "mark", "name", "product", "round_", "rounds", "run", "scales")
@@ -97,8 +97,8 @@ class Way:
 def way_of(scope: Scope, call: Call, is_computed: bool, rounds: Rounds, scales: bool) -> Way | None:
     """Return the way of a function's calls; None if they need the short way or the long one.
 
-    is_computed: whether the short way computes and rounds it, or moves it.
-    rounds, scales: as of the short way's plan.
+    is_computed: whether the function's short way is `_computed` or `_moved`.
+    rounds, scales: as in the short way's plan.
     """
     specs = scope.specs
     if specs is NO_SPECS or specs.activation is None or specs.activation.rounding == "stochastic":
@@ -226,7 +226,7 @@ def _computed(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[An
 
 
 def _left_wide(way: Way, emulation: Any, out: Any) -> Any:
-    """Mark a result as float32 on purpose: `let_results_be_wide`, if nobody observes it."""
+    """Mark a result as float32 on purpose, as `let_results_be_wide` does, if nobody observes it."""
     if type(out) is not Tensor or out.dtype is not torch.float32:
         emulation.let_results_be_wide(out, way.call)
         return out
@@ -240,7 +240,7 @@ def _left_wide(way: Way, emulation: Any, out: Any) -> Any:
 def _finished(
     way: Way, emulation: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[Tensor]
 ) -> Any:
-    """Round a result: `round_result`, for a result in new memory without a gradient."""
+    """Round a result, as `round_result` does, if it is in new memory and has no gradient."""
     call = way.call
     is_new = type(out) is Tensor and out.dtype is torch.float32 and out.is_cpu and not out.requires_grad
     if not is_new or out.layout is not torch.strided:
@@ -255,7 +255,7 @@ def _finished(
     if not is_new:
         return emulation.round_results(out, call, (*args, *in_order(kwargs)), floats, None)
     counts, name = emulation.scope.counts, way.name
-    # As `Scope.site` counts, so that the next call that an observer sees has its number.
+    # Count as `Scope.site` does, so that the next call that an observer sees has the right number.
     counts[name] = counts.get(name, 0) + 1
     if call.has_pole:
         way.round_[call.is_quotient and not isinstance(args[1], Tensor)](out, address)
@@ -297,7 +297,7 @@ def _linear(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any,
 
 
 def _cast(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `x.to(torch.float32)`, or `x.to` the format's own dtype: `conversions.cast` for results of this emulation."""
+    """Cast a result of this emulation to float32 or to the format's own dtype, as `conversions.cast` does."""
     scope, narrow = emulation.scope, way.mark
     asked = torch.float32 if way.name == "float" else args[1] if len(args) == 2 else None
     is_wide, x = asked is torch.float32, args[0]
@@ -309,7 +309,7 @@ def _cast(way: Way, emulation: Any, func: Callable[..., Any], args: tuple[Any, .
     if known is (WIDE_MARK if is_wide else narrow):
         return x
     if is_wide:
-        # A copy, as `x.to` would return x itself, and the mark must not spread to it.
+        # A copy is made, since `x.to` would return x itself, to which the mark must not spread.
         out = x.clone()
         emulation.mark_wide(out)
         return out
