@@ -160,7 +160,7 @@ def _make_block(code: Code) -> Callable[..., Any]:
 
 
 def _make_grouped_block(code: Code) -> Callable[..., Any]:
-    """Add a block group by group, each aligned to its largest exponent: see Accumulator. Returns the number of groups."""
+    """Add a block group by group, each aligned to its largest exponent: see Accumulator. Returns how many groups."""
     round_value, is_stochastic = make_round_value(code.rule, code.shape), draws_noise(code.rule)
     meets_later = code.grouped == 2
 

@@ -121,7 +121,7 @@ def special_vector(before, after, back, p):
 
 @njit(forceinline=True)
 def normalised(magnitude):
-    """Return the exponent and mantissa fields of a number above zero; a subnormal gets the fields of a normal number."""
+    """Return exponent and mantissa fields of a number above zero; a subnormal gets the fields of a normal number."""
     is_subnormal = np.uint32(magnitude) < IMPLICIT
     distance = np.int32(np.int32(leading_zeros(np.uint32(magnitude))) - np.int32(8))  # from leading bit to its place
     distance = distance if is_subnormal else np.int32(0)

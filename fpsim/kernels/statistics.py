@@ -65,8 +65,8 @@ TALLY_SIGNAL, TALLY_NOISE, TALLY_AMAX, TALLY_SPREAD, TALLY_DEAD_ZONE, TALLY_ALON
 EXPONENT_FIELDS = 2048  # number of exponent fields of a float64
 EXPONENT_BIAS = 1023
 
-# Statistics of the blocks of one tensor, int64: the counts of blocks as in TALLY_COUNTS, two counts of elements, and the
-# float64 patterns of two scales, the smallest and the largest above 0 among the blocks that are not all zero.
+# Statistics of the blocks of one tensor, int64: the counts of blocks as in TALLY_COUNTS, two counts of elements, and
+# the float64 patterns of two scales, the smallest and the largest above 0 among the blocks that are not all zero.
 BLOCKS, ZERO_BLOCKS, SCALE_UNDERFLOW, SCALE_OVERFLOW = range(4)
 BLOCK_SUBNORMAL, BLOCK_SATURATED, SMALLEST_SCALE, LARGEST_SCALE = range(4, 8)
 BLOCK_FIELDS = 8
