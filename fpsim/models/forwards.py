@@ -107,7 +107,7 @@ class EmulatedForward:
         self.prepare()
 
     def true_forward(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the forward that this one replaces: a method, a static method, or a function put there by a library."""
+        """Return the forward that this one replaces: a (static) method, or a function that a library put there."""
         if self.inner is not None:
             return self.inner  # type: ignore[no-any-return]
         of_class: Any = None

@@ -441,7 +441,7 @@ class OptimizerStore:
         return [(store, state.get(p, {})) for p, store in self._stores.items()]
 
     def keeping(self) -> Callable[[], None]:
-        """Save the copies of weights, the place of random bits and the observers; return a function that restores them."""
+        """Save copies of weights, the position of random bits and the observers; return a function to restore them."""
         steps, observers = self.steps, self.observers
         stores = [store.keeping() for store in self._stores.values()]
 
