@@ -183,8 +183,8 @@ def is_captured(x: Tensor) -> bool:
 def new_key_for(x: Tensor) -> Tensor:
     """Return a key for a rounding of `x`: `new_key`, or an int64 on its card while a CUDA graph is captured.
 
-    A graph repeats captured operations: a number from the host would be the same in every replay. An operation with torch's
-    generator on the card draws again in every replay, so that the noise follows `torch.manual_seed` there.
+    A graph repeats captured operations: a number from the host would be the same in every replay. An operation with
+    torch's generator on the card draws again in every replay, so that the noise follows `torch.manual_seed` there.
     """
     if is_captured(x):
         return torch.empty((), dtype=torch.int64, device=x.device).random_()
