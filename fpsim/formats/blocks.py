@@ -164,10 +164,10 @@ class BlockFormat:
             arXiv 2502.20586, so that nothing saturates under the rule "floor".
         least_amax: under "absmax", the value that replaces a smaller amax: 1e-12 in torchao. With 0, a block of zeros
             has a scale of 0, and stays zero even in formats without a zero.
-        nonfinite: the effect of an infinity or NaN on its block (with a tensor_scale, on the whole tensor). "nan": the
-            scale is NaN, and so is every element. "saturate": an infinity saturates at `scale_of_infinity`, which hides
-            the overflow, and only NaN stays NaN, as in TransformerEngine. Delayed() scales are older: an infinity
-            becomes NaN by itself if the elements have one, and saturates otherwise.
+        nonfinite: the effect of an infinity or NaN on its block. "nan": the scale is NaN, and so is every element
+            (with a tensor_scale, of the whole tensor). "saturate": an infinity saturates at `scale_of_infinity`, which
+            hides the overflow, and only NaN stays NaN, as in TransformerEngine. Delayed() scales are older: only the
+            infinity itself becomes NaN if the element's format has a NaN, and it saturates otherwise.
     Plus and minus float32's largest number are masks: they stay as they are, and no scale follows from them. In a block
     whose scale is NaN they become NaN too.
 

@@ -46,7 +46,7 @@ class FloatFormat:
     Args:
         exponent_bits: 1 to 8.
         mantissa_bits: 0 to 23, without the leading bit.
-        bias: the bias of the exponent field. Defaults to the standard one, `2**(exponent_bits - 1) - 1`, and one more
+        bias: the bias of the exponent field. The default is the standard bias, `2**(exponent_bits - 1) - 1`, plus 1
             for "fnuz" and "p3109".
         specials: which codes are inf, NaN or -0: "ieee", "fn", "fnuz", "none", "p3109", "dlfloat" or "scale".
         subnormals: False leaves a gap between zero and the smallest normal value.
