@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 ELEMENTS = 4
 SECTOR = 8  # float32 numbers in 32 bytes, which is the least that a card reads
 BUSY = 1 << 17  # number of threads that fill a card
-MANY = 1 << 31  # number of elements whose places need more than 32 bits
+MANY = 1 << 31  # number of elements from which on places need more than 32 bits
 NO_SCALE = (1 << 63) - 1  # in place of the smallest scale
 
 

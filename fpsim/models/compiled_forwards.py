@@ -51,7 +51,7 @@ def register(forward: Any) -> str:
 
 def require_own_thread(forward: Any) -> None:
     """Raise NotImplementedError for a call of a model that another thread is recording."""
-    # While it is recorded, its parameters are replaced by stand-ins, with which this thread would compute.
+    # While a model is recorded, its parameters are replaced by stand-ins, with which this thread would compute.
     if _recorded and active.stand_ins is None and (others := _recorded.get(id(forward.listeners))) is not None:
         others.append(forward.name or type(forward.module).__name__)
         raise _of_another_thread(others[0])

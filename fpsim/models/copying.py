@@ -22,7 +22,7 @@ from fpsim.torch_internals import hooks_of_gradient
 
 __all__ = ["carry_over"]
 
-Memo = dict[int, Any]  # of copy.deepcopy: the copies, by the ids of the originals
+Memo = dict[int, Any]  # copy.deepcopy's memo: the copies, by the ids of the originals
 
 
 def carry_over(model: nn.Module, memo: Memo) -> list[str]:

@@ -58,7 +58,7 @@ from fpsim.torch_nodes import sends_sums_by_moving
 
 __all__ = ["KEY", "EmulatedForward", "HookedCall", "UnboundForward", "leave"]
 
-KEY = "_fpsim_forward"  # in the module's __dict__
+KEY = "_fpsim_forward"  # key in the module's __dict__
 
 
 class EmulatedForward:

@@ -40,7 +40,7 @@ class UpdateObserver(Protocol):
         """Take the step of one parameter: its value before, and the update in the optimizer's own arithmetic."""
 
 
-# By the optimizer, whose hooks hold its store: both live equally long.
+# The stores by optimizer. An optimizer's hooks hold its store, so that both live equally long.
 _installed: weakref.WeakKeyDictionary[Optimizer, OptimizerStore] = weakref.WeakKeyDictionary()
 
 

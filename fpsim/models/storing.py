@@ -64,8 +64,9 @@ def states_in(state: Mapping[Any, Any]) -> Iterator[State]:
 def noise_key(seed: int, step: int, index: int, name: str) -> Tensor:
     """Return the key of the random bits of one tensor in one step: the same on each rank and each device.
 
-    seed: the seed of the run. index: of the parameter in its optimizer. name: of the stored tensor, "weight" or a
-    state.
+    seed: the seed of the run.
+    index: the index of the parameter in its optimizer.
+    name: the name of the stored tensor, "weight" or a state.
     """
     return _key_from(f"{seed} {step} {index} {name}")
 

@@ -278,8 +278,8 @@ def matmul(
     of `bias`, and the sums over axes that were broadcast, are torch's. Stochastic noise follows `manual_seed`, and is
     the same on every device and with any number of threads.
 
-    Every value of the result is a value of the accumulator's format: of the outer one, or of the splits' format, if
-    given.
+    Every value of the result is a value of the accumulator's format. With chunks this is the outer accumulator's
+    format, and with splits the splits' format.
 
     Args:
         a, b: float32 of the same device, in the shapes of torch.matmul: vectors, matrices, batches that broadcast; of

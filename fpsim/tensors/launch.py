@@ -309,7 +309,7 @@ def round_memory_(
     key: the key of the noise; None draws one.
     log2_scale: an int64 on the device of `x`, within `log2_scale_limits`: the result is round(x * 2**log2_scale) /
         2**log2_scale.
-    keep_masks, keep_infinity: whether masks stay as they are: see masks_of.
+    keep_masks: whether masks stay as they are. keep_infinity: whether -inf is such a mask: see masks_of.
     """
     # Kernels are looked up by the text of the spec, because a string keeps its hash.
     known = _known.get((spec.text, x.dtype, keep_masks, keep_infinity))

@@ -129,7 +129,7 @@ def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tenso
 
 
 def binades(x: Tensor, power_begins: bool = False) -> tuple[Tensor, int]:
-    """Count the elements of `x` in each binade; return the counts, int64 on its device, and the binade of the first.
+    """Count the elements of `x` in each binade; return the counts, int64 on its device, and the binade of entry 0.
 
     Entry i counts 2**(first+i) < |x| <= 2**(first+i+1): a power of two ends its binade. Zeros, inf and NaN are left
     out. The first entry contains all subnormals of the container, and its smallest normal number.

@@ -48,7 +48,7 @@ class RoundingSpec:
     rounding: str = "nearest_even"
     overflow: str = "inf"
     random_bits: int | None = None
-    variant: str = "A"  # of core.VARIANTS
+    variant: str = "A"  # one of core.VARIANTS
     text: str = field(init=False, compare=False, repr=False)
     format_text: str = field(init=False, compare=False, repr=False)
     is_float32: bool = field(init=False, compare=False, repr=False)  # whether nothing is rounded
@@ -96,7 +96,7 @@ class BlockSpec:
 
     @cached_property
     def candidates(self) -> tuple[BlockSpec, ...]:
-        """Specs of the candidates among which each block takes the nearest result; this one alone unless the rule is
+        """Specs of the candidates among which each block takes the nearest result; only this spec unless the rule is
         Choose().
         """
         return tuple(replace(self, fmt=f) for f in self.fmt.candidates)

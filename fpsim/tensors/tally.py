@@ -212,7 +212,7 @@ class Accumulator:
         self.counts = torch.zeros(len(TALLY_COUNTS), dtype=torch.int64, device=device)
         self.sums = torch.zeros(len(TALLY_SUMS), dtype=torch.float64, device=device)
         self.exponents = torch.zeros(EXPONENT_FIELDS, dtype=torch.int64, device=device)
-        self.shape = torch.zeros(3, dtype=torch.float64, device=device)  # of gradients: row_bias, kurtosis, how many
+        self.shape = torch.zeros(3, dtype=torch.float64, device=device)  # row_bias, kurtosis and count of gradients
         self.limits = _limits(spec.fmt)
 
     def add(self, before: Tensor, after: Tensor, cut: Cut | None = None, row: int | None = None) -> None:

@@ -48,7 +48,7 @@ class Row(NamedTuple):
 def patterns() -> Tensor:
     """Return float32 numbers: 2**16 random patterns, and patterns around values and ties.
 
-    The latter are those of each significand and binade.
+    The values and ties are those of each significand and binade.
     """
     generator = torch.Generator().manual_seed(0)
     random = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), generator=generator).int()
