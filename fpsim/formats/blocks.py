@@ -168,6 +168,7 @@ class BlockFormat:
             (with a tensor_scale, of the whole tensor). "saturate": an infinity saturates at `scale_of_infinity`, which
             hides the overflow, and only NaN stays NaN, as in TransformerEngine. Delayed() scales are older: only the
             infinity itself becomes NaN if the element's format has a NaN, and it saturates otherwise.
+
     Plus and minus float32's largest number are masks: they stay as they are, and no scale follows from them. In a block
     whose scale is NaN they become NaN too.
 
