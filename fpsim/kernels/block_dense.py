@@ -128,8 +128,7 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
             amax = counted_amax_of_vector(x0, x1, x2, x3, u32(p[COUNTED]))
         if team > 1:
             shared[thread] = amax
-        # Noise goes through shared memory: a counter's words belong to elements that are 16 apart, while a thread's
-        # elements are neighbours.
+        # Noise goes through shared memory: a counter's words are for elements 16 apart, a thread's are neighbours.
         if is_stochastic:
             key0, key1 = key_words(key[0] if has_key else word)
             leave_noise(words, thread, u64(vector), key0, key1)

@@ -213,8 +213,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
             if at_once > 0:
                 count = min(count, at_once - column % at_once)
                 whole = tensor_scale(common[second_place(common[0], unit, column_blocks)], p)
-            # All patterns are compared first, which vectorises. Only a mask, an infinity or a NaN among them needs a
-            # second pass.
+            # All patterns are compared first, which vectorises. Only masks, infinities and NaN need a second pass.
             for b in range(count):
                 begin, length, amax = line + (column + b) * c, min(c, columns - (column + b) * c), u32(0)
                 for j in range(0 if is_known else height):
@@ -238,8 +237,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
                 for j in range(height):
                     start = begin + j * step
                     xs, ys = x[start : start + length], y[start : start + length]
-                    # This goes element by element: a scale so far away is rare, and rounding in 64 bits gains nothing
-                    # from vectors.
+                    # Elements take turns: a scale so far away is rare, and 64 bits gain nothing from vectors.
                     if far:
                         for k in range(length):
                             bits = element_noise(start + k, keys[0], keys[1]) if is_stochastic else u32(0)
