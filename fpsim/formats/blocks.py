@@ -32,8 +32,8 @@ __all__ = [
 Element = FloatFormat | FixedPoint | Codebook
 
 MX_BLOCK = 32  # elements of a block of OCP MX v1.0
-MOST_STEPS = 2**20  # of a history, which is kept for each operand
-MOST_CANDIDATES = 8  # each is a rounding of the whole tensor
+MOST_STEPS = 2**20  # steps of a history, which is kept for each operand
+MOST_CANDIDATES = 8  # each candidate is a rounding of the whole tensor
 POWER_RULES = ("floor", "ceil", "even", "nearest", "floor_plus1", "ceil_amax", "mid_max")
 SCALE_RULES = {
     "floor": "2**(floor(log2(amax)) - emax): the largest element may saturate (OCP MX v1.0, 6.3)",
@@ -69,7 +69,7 @@ class Delayed:
 
     Args:
         history: how many steps are remembered.
-        margin: binades left free below the largest value.
+        margin: the number of binades left free below the largest value.
         amax: "max" of the history, or the "most_recent".
     """
 
@@ -93,18 +93,18 @@ class Delayed:
 class Choose:
     """A scale rule that rounds each block by several rules, and keeps the result that is nearest to its numbers.
 
-    Where elements are rounded stochastically, the choice is made as for rounding to nearest: choosing by the noisy
-    results would bias them.
+    Even where elements are rounded stochastically, the choice compares results of rounding to nearest: choosing by the
+    noisy results would bias them.
 
     Args:
-        candidates: two to eight scale rules of a format: ("amax/6", "amax/4") in NVFP4 is 4 over 6 (arXiv 2512.02010),
-            ("floor", "ceil") in MXFP4 the nearer of two exponents.
-        error: of a block, its elements after and before: "mse" for the sum of squares, "mae" for the sum of
-            magnitudes, "max" for the largest magnitude.
-        ties: which of equally near candidates is kept: the "first" or the "last".
+        candidates: two to eight scale rules of a format: ("amax/6", "amax/4") in NVFP4 is 4 over 6 (arXiv 2512.02010);
+            ("floor", "ceil") in MXFP4 takes the nearer of two exponents.
+        error: the error of a block, from its elements after and before: "mse" for the sum of squares, "mae" for the sum
+            of magnitudes, "max" for the largest magnitude.
+        ties: which of two equally near candidates is kept: the "first" or the "last".
         top: beneath a tensor's own scale, the block scale of the tensor's amax under the candidate that lands highest.
-            None: the largest power of two at which the scale of every candidate fits, 256 for 4 over 6 in e4m3fn;
-            448 lets the other one saturate.
+            None: the largest power of two at which the scale of every candidate fits (256 for 4 over 6 in e4m3fn). With
+            448, the other candidate saturates.
 
     >>> print(BlockFormat("e2m1fn", 32, scale_rule=Choose(("floor", "ceil"))))
     e2m1fn per 32 mse(floor,ceil)
@@ -134,7 +134,7 @@ class Choose:
             raise ValueError(f"top={shown(self.top)} is no scale. Expected: a number above 0, or None.")
 
     def __str__(self) -> str:
-        """Return its word in a format's name, or its `repr` where that word does not say all."""
+        """Return its word in a format's name, or its `repr` if that word does not say everything."""
         word = f"{self.error}({','.join(self.candidates)})"
         return word if self == Choose(self.candidates, self.error) else repr(self)
 
@@ -148,29 +148,29 @@ class BlockFormat:
     Args:
         element: the format of the elements, or its name. An integer is symmetric: "int8" is -127 to 127.
         block: how many elements along one axis share a scale; (rows, columns) for a tile; "row" for all along the axis;
-            "tensor" for all there are. A ragged last block is a shorter block.
-        scale: the format of the scales: "e8m0fnu" for powers of two, "fp32", or any format without subnormal surprises,
-            such as "e4m3fn".
-        scale_rule: how a scale follows from amax, the largest magnitude of its block, see SCALE_RULES. Powers of two:
+            "tensor" for all elements. If the axis is not a multiple of it, the last block is shorter.
+        scale: the format of the scales: "e8m0fnu" for powers of two, "fp32", or any other format whose subnormals do no
+            harm, such as "e4m3fn".
+        scale_rule: how a scale follows from amax, the largest magnitude of its block: see SCALE_RULES. Powers of two:
             "floor", "ceil", "even", "nearest", "floor_plus1", "ceil_amax", "mid_max", "uos(0.375)". Any other scale:
-            "amax", "amax/4" for another number than the largest, or Delayed() for a tensor. Float32 alone: "absmax",
-            the default of code books, under which elements are divided by the scale. Under "amax" they are multiplied
-            by largest / amax, which differs in the last bit. Choose(("floor", "ceil")) takes the best for each block.
+            "amax", "amax/4" for another number than the largest, or Delayed() for a tensor. Only float32: "absmax", the
+            default of code books, which divides elements by the scale. "amax" multiplies them by largest / amax, which
+            differs in the last bit. Choose(("floor", "ceil")) takes the best rule for each block.
         tensor_scale: whether a float32 for the whole tensor multiplies the scales, which brings the largest block's
-            scale to the top of the scale's format (NVFP4). "row": one for all along the axis, as for each token; a
-            number, a multiple of `block`: one for so many elements (128 in arXiv 2510.27527). Both of blocks along one
-            axis.
+            scale to the top of the scale's format (NVFP4). "row": a float32 for each row along the axis, as for each
+            token. A number, which is a multiple of `block`: a float32 for so many elements (128 in arXiv 2510.27527).
+            The last two are for blocks along one axis.
         gain: elements are rounded at this multiple of their size, and divided by it afterwards: 3/4 in MXFP4 as in
             arXiv 2502.20586, so that nothing saturates under the rule "floor".
         least_amax: under "absmax", the value that replaces a smaller amax: 1e-12 in torchao. With 0, a block of zeros
-            has a scale of 0, and stays zero in formats without a zero too.
-        nonfinite: the effect of an infinity or NaN on its block. "nan": the scale is NaN, and so is every
-            element; with a tensor_scale, of the whole tensor. "saturate": an infinity saturates at `scale_of_infinity`,
-            which hides the overflow, and NaN stays NaN alone, as in TransformerEngine. Under Delayed() scales are those
-            of before: an infinity alone becomes NaN in elements that have one, and saturates in others.
+            has a scale of 0, and stays zero even in formats without a zero.
+        nonfinite: the effect of an infinity or NaN on its block. "nan": the scale is NaN, and so is every element
+            (with a tensor_scale, of the whole tensor). "saturate": an infinity saturates at `scale_of_infinity`, which
+            hides the overflow, and only NaN stays NaN, as in TransformerEngine. Delayed() scales are older: only the
+            infinity itself becomes NaN if the element's format has a NaN, and it saturates otherwise.
 
     Plus and minus float32's largest number are masks: they stay as they are, and no scale follows from them. In a block
-    whose scale is NaN they are NaN too.
+    whose scale is NaN they become NaN too.
 
     Raises:
         ValueError: for combinations that make no format.
@@ -206,7 +206,7 @@ class BlockFormat:
         return _BLOCK_NAMES.get(self) or _systematic_name(self) or repr(self)
 
     def __repr__(self) -> str:
-        """Return the `repr` of a dataclass without a default `nonfinite`: ids of stored cells hold such words."""
+        """Return the `repr` of a dataclass without a default `nonfinite`: ids of stored cells contain such words."""
         given = [f.name for f in fields(self) if f.name != "nonfinite" or self.nonfinite != "nan"]
         return f"BlockFormat({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
 
@@ -214,8 +214,8 @@ class BlockFormat:
     def scale_of_infinity(self) -> float:
         """Scale of a block in which a number is infinite.
 
-        Where it saturates: 1, as TransformerEngine's compute_scale_from_amax has it, but the largest number of the
-        scales' format in blocks of MXFP8 (the code 0xFE) and NVFP4.
+        If infinities saturate, it is 1, as in TransformerEngine's compute_scale_from_amax. In blocks of MXFP8 and NVFP4
+        it is the largest number of the scales' format instead (in MXFP8 the code 0xFE).
 
         >>> [as_format(name).scale_of_infinity for name in ("mxfp4", "e4m3fn per row fp32 saturate")]
         [nan, 1.0]
@@ -244,7 +244,7 @@ class BlockFormat:
 
     @property
     def candidates(self) -> tuple[BlockFormat, ...]:
-        """Formats among which each block takes the nearest result; this one alone unless the rule is Choose()."""
+        """Formats among which each block takes the nearest result; only this format unless the rule is Choose()."""
         rule = self.scale_rule
         return tuple(replace(self, scale_rule=c) for c in rule.candidates) if isinstance(rule, Choose) else (self,)
 
@@ -264,7 +264,7 @@ class BlockFormat:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Rows and columns of a block; 0 stands for all there are."""
+        """Rows and columns of a block; 0 stands for all rows or columns."""
         if isinstance(self.block, tuple):
             return self.block
         return {"row": (1, 0), "tensor": (0, 0)}[self.block] if isinstance(self.block, str) else (1, self.block)
@@ -288,24 +288,24 @@ class BlockFormat:
 
     @property
     def rounds_up_from(self) -> int:
-        """Float32 mantissa field from which an amax counts as one more power of two; 2**23 for never.
+        """Float32 mantissa field from which an amax counts as one more power of two; 2**23 if none does.
 
         >>> f"{1 + as_format('e2m1fn per 32 mid_max').rounds_up_from / 2**23:.6f}"  # 6 / 4 is 1.5
         '1.750000'
         """
         top, rule = 1 << 23, str(self.scale_rule)
-        largest = int(math.frexp(self.element.largest)[0] * 2 * top) - top  # its own mantissa field
+        largest = int(math.frexp(self.element.largest)[0] * 2 * top) - top  # the mantissa field of the largest element
         shifted = 0.5 if rule == "even" else float(match[1]) if (match := _SHIFTED.fullmatch(rule)) else 0.0
         if shifted:
             return top - round(math.ldexp(shifted, 23 - min(self.element.mantissa_bits, 22)))
-        # The field of the first float32 above sqrt(2), which no float32 is.
+        # This is the field of the first float32 above sqrt(2), which no float32 equals.
         near = 3474676
         fields = {"ceil": largest + 1, "nearest": near, "floor_plus1": 0, "ceil_amax": 1}
         return {**fields, "mid_max": (largest + top) // 2 + 1}.get(rule, top)
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of an element plus its share of the block's scale; scales of rows and tensors are not counted.
+        """Bits of an element plus its share of the block's scale. Scales of rows and tensors are not counted.
 
         >>> as_format("mxfp4").bits_per_value, as_format("nvfp4").bits_per_value
         (4.25, 4.5)
@@ -336,7 +336,7 @@ def _require_block(block: object) -> None:
 
 def has_room_for_scales(element: Element) -> bool:
     """Return whether float32 holds every value of an element, other than a code book, times a scale."""
-    # Where 32 bits can round, see kernels.core.needs_wider_container.
+    # Every format that 32 bits can round has room: see kernels.core.needs_wider_container.
     return element.min_ulp_exponent >= -94 and element.mantissa_bits <= 22
 
 
@@ -479,7 +479,7 @@ def _from_words(name: str) -> BlockFormat | None:
         elif word in SCALE_RULES or not word.isidentifier():
             rule = word
         elif word == "fp32" and scale is not None:
-            has_two = True  # the second of two formats is that of the tensor's scale
+            has_two = True  # the second of two formats is the format of the tensor's scale
         else:
             scale = word
     scale = scale or ("fp32" if str(rule).startswith(("amax", "absmax")) else "e8m0fnu")
@@ -506,12 +506,12 @@ def as_format(fmt: Any) -> Format:
     """Return the format for a name, a `repr` or a format.
 
     Args:
-        fmt: a name of the catalogues ("fp16", "e4m3fn", "mxfp4", "nvfp4"), an alias ("half"), eXmY, eXmYfn or eXmYfnuz
-            for any other with the standard bias, "int8" and the like, a code book's ("nf4", "dynamic8", "hif8"),
-            "<element> per <block> [scale [fp32 [per <block>]]] [rule] [saturate] [at gain]" for elements that share a
-            scale ("e4m3fn per tensor fp32", "int4 per 32", "e4m3fn per 128x128 ceil", "e2m1fn per 16x16 e4m3fn fp32",
-            "e2m1fn per 16 e4m3fn fp32 per row", "e2m1fn per 32 at 0.75", "dynamic8 per 256 fp32"), the `repr` of a
-            format, or a format; a floating dtype of torch, NumPy or ml_dtypes (torch.float8_e4m3fn), gfloat's
+        fmt: a name of the catalogues ("fp16", "e4m3fn", "mxfp4", "nvfp4"); an alias ("half"); eXmY, eXmYfn or eXmYfnuz
+            for any other format with the standard bias; "int8" and the like; a code book's name ("nf4", "dynamic8",
+            "hif8"); "<element> per <block> [scale [fp32 [per <block>]]] [rule] [saturate] [at gain]" for elements that
+            share a scale ("e4m3fn per tensor fp32", "int4 per 32", "e4m3fn per 128x128 ceil", "e2m1fn per 16x16 e4m3fn
+            fp32", "e2m1fn per 16 e4m3fn fp32 per row", "e2m1fn per 32 at 0.75", "dynamic8 per 256 fp32"); the `repr` of
+            a format; a format; a floating dtype of torch, NumPy or ml_dtypes (torch.float8_e4m3fn); or gfloat's
             FormatInfo.
 
     Raises:
@@ -563,7 +563,7 @@ def _evaluate(node: ast.expr) -> Any:
     """Evaluate a literal, or a call of the formats' classes with such arguments; nothing else is run."""
     if isinstance(node, ast.Tuple):
         return tuple(map(_evaluate, node.elts))
-    # As the `repr` of a code book has them.
+    # The `repr` of a code book contains these names.
     if isinstance(node, ast.Name) and node.id in ("inf", "nan"):
         return float(node.id)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Name):

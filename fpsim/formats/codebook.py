@@ -1,4 +1,4 @@
-"""Code books: formats that are a list of numbers, and the named ones, each built as its source describes it."""
+"""Code books: formats that are a list of numbers, and the named books, each built as its source describes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CODEBOOKS", "TIES", "Codebook"]
 
 TIES = ("even", "up", "down", "away", "zero")
 MOST_VALUES = 2**16
-NAMES: dict[Codebook, str] = {}  # of the books that have one: filled from CODEBOOKS
+NAMES: dict[Codebook, str] = {}  # of the books that have a name: filled from CODEBOOKS
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,14 +31,15 @@ class Codebook:
 
     Args:
         values: 2 to 2**16 different numbers in the order of their codes, which need not be ascending. Each is kept as
-            the nearest float32. Among them may be inf, -inf, one NaN, and -0 besides 0.
-        ties: where a number exactly between two neighbours goes: "even" to the one with the even code; "up" to the
-            larger one; "down" to the smaller one; "away" from zero; "zero" towards zero. "away" and "zero" go up
-            between a value and its negative.
-        borders: the numbers that separate neighbours, ascending, one less than the different values in order, inf
-            among them and NaN not; None for the midpoints. Each is a number from one neighbour to the other, and
-            `ties` says where it goes itself. The midpoint of the largest finite value and inf is where the next value
-            would begin if the last spacing went on, as in IEEE 754. Stochastic rounding goes by the distances alone.
+            the nearest float32. They may include inf, -inf, one NaN, and -0 in addition to 0.
+        ties: where a number exactly between two neighbours goes: "even" to the neighbour with the even code; "up" to
+            the larger neighbour; "down" to the smaller neighbour; "away" from zero; "zero" towards zero. "away" and
+            "zero" go up between a value and its negative.
+        borders: the numbers that separate neighbours, ascending, one for each pair of neighbours among the different
+            values, inf included and NaN not; None for the midpoints. Each border lies between its two neighbours, or at
+            one of them, and `ties` says where the border itself goes. The midpoint of the largest finite value and inf
+            is where the next value would begin if the last spacing went on, as in IEEE 754. Stochastic rounding depends
+            on the distances only.
 
     Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
 
@@ -70,13 +71,13 @@ class Codebook:
 
     @cached_property
     def _key(self) -> tuple[tuple[str, ...], str, tuple[float, ...] | None]:
-        # Text tells 0 from -0, and NaN equals NaN.
+        # Text distinguishes 0 from -0, and makes NaN equal NaN.
         return tuple(map(str, self.values)), self.ties, self.borders
 
     def __eq__(self, other: object) -> bool:
         return self._key == other._key if isinstance(other, Codebook) else NotImplemented
 
-    # Cached: a book has up to 2**16 values, and formats are keys of caches that every rounding looks up.
+    # The hash is cached: a book has up to 2**16 values, and formats are keys of caches that every rounding looks up.
     @cached_property
     def _hash(self) -> int:
         return hash(self._key)
@@ -90,7 +91,7 @@ class Codebook:
 
     @cached_property
     def digest(self) -> str:
-        """Twelve hexadecimal digits that tell this book from others."""
+        """Twelve hexadecimal digits that distinguish this book from others."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:12]
 
     def __str__(self) -> str:
@@ -98,7 +99,7 @@ class Codebook:
 
     @cached_property
     def ascending(self) -> tuple[tuple[float, int], ...]:
-        """Values in ascending order, each with its code; without NaN, and without -0."""
+        """Values in ascending order, each with its code, without NaN and without -0."""
         numbers = ((v, code) for code, v in enumerate(self.values) if not math.isnan(v))
         return tuple((v, code) for v, code in sorted(numbers) if v or math.copysign(1, v) > 0)
 
@@ -128,7 +129,7 @@ class Codebook:
     def goes_up(self, i: int) -> bool:
         """Return whether the border between the values `i` and `i + 1` of `ascending` goes to the upper one."""
         (low, low_code), (high, high_code) = self.ascending[i : i + 2]
-        # A border at a value of the book: the value stays.
+        # If the border is a value of the book, the value stays.
         if self.exact_borders[i] in (low, high):
             return self.exact_borders[i] == high
         if self.ties == "even":
@@ -153,14 +154,14 @@ class Codebook:
         """Return the code of a value of the book. Raises ValueError for other numbers: round them first."""
         value = number_of("value", value)
         code = self._codes.get(str(value))
-        # A book without -0 encodes it as 0: the key "-0.0" is not among its codes.
+        # A book without -0 encodes -0 as 0: the key "-0.0" is not among its codes.
         if code is None and value == 0:
             code = self._codes.get("0.0")
         if code is None:
             raise ValueError(f"value={value!r} is not a value of {self}. Round it first: fpsim.round_to.")
         return code
 
-    # Interface that a rounding uses of every format
+    # The interface that a rounding needs of every format
 
     specials = "book"
     subnormals = True
@@ -218,7 +219,7 @@ class Codebook:
 
     @cached_property
     def _digits(self) -> tuple[int, int]:
-        """Return the largest number of significant bits of a value, and the exponent of the lowest bit of all."""
+        """Return the largest number of significant bits of a value, and the exponent of the lowest bit of any value."""
         most, lowest = 1, 1000
         for v in self.finite:
             numerator, denominator = abs(v).as_integer_ratio()
@@ -249,12 +250,12 @@ class Codebook:
     @property
     def saturated_from(self) -> float:
         """Magnitude from which saturation is counted: the largest value plus half of the last spacing."""
-        # At the end farther from zero, mirrored if it is the negative one.
+        # This is at the end that is farther from zero; if it is the negative end, the values are mirrored.
         end = [*self.finite] if self.finite[-1] >= -self.finite[0] else [-v for v in reversed(self.finite)]
         return end[-1] + (end[-1] - end[-2]) / 2
 
     def resolve_overflow(self, overflow: str | None = None) -> str:
-        """Return "inf" for a book that holds an infinity, else "saturate"; "saturate" can be asked for in both.
+        """Return "inf" for a book that holds an infinity, else "saturate". Either kind of book accepts "saturate".
 
         Raises ValueError for anything else.
         """
@@ -278,7 +279,7 @@ def nearest_float32(value: float) -> float:
 def _numbers(name: str, given: Any) -> tuple[float, ...]:
     try:
         return tuple(float(v) for v in ([given] if isinstance(given, str) else given))
-    # RuntimeError: of a complex tensor.
+    # A complex tensor raises RuntimeError.
     except (TypeError, ValueError, OverflowError, RuntimeError):
         expected = "Expected: (-1.0, 0.0, 1.0), for instance."
         raise ValueError(f"{name}={shown(given)} is not a sequence of numbers. {expected}") from None
@@ -340,15 +341,16 @@ def _linspace(count: int) -> list[float]:
     f = nearest_float32
     start, end = f(0.1), 1.0
     step = f(f(end - start) / f(count - 1)) if count > 1 else 0.0
-    # start + i * step is one multiply-add there; with 24 bits times 10 the product is exact in float64.
+    # start + i * step is one multiply-add there; with factors of 24 and 10 bits the product is exact in float64.
     return [f(start + step * i) if i < count // 2 else f(end - step * (count - i - 1)) for i in range(count)]
 
 
 def dynamic_map(signed: bool, most_exponents: int, bits: int) -> tuple[float, ...]:
     """Return the values of bitsandbytes' `create_dynamic_map(signed, most_exponents, bits)`, ascending.
 
-    Decades, from the top one downwards with half as many fractions each, which are the means of a linear scale from
-    0.1 to 1; with 0 and 1 (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861, section 2).
+    The values form decades, from the top decade downwards, each with half as many fractions as the one above. The
+    fractions are the means of a linear scale from 0.1 to 1. 0 and 1 are added (Dettmers et al., 8-bit Optimizers via
+    Block-wise Quantization, arXiv 2110.02861, section 2).
     """
     f, values = nearest_float32, [0.0, 1.0]
     for i in range(most_exponents):
@@ -362,27 +364,25 @@ def dynamic_map(signed: bool, most_exponents: int, bits: int) -> tuple[float, ..
 
 
 def _hif8() -> Codebook:
-    """Build HiFloat8 (Luo et al. 2024, arXiv 2409.16626, tables 1 to 4), where a prefix gives the width of the
-    exponent.
-    """
+    """Build HiFloat8 (Luo et al. 2024, arXiv 2409.16626, tables 1 to 4): a prefix gives the width of the exponent."""
     magnitudes = []
     for code in range(128):
-        # The prefixes 11, 10 and 01 stand for exponents of 4, 3 and 2 bits; 001 for one bit; 0001 for none. Behind 0000
-        # there are powers of two alone.
+        # The prefixes 11, 10 and 01 stand for exponents of 4, 3 and 2 bits, 001 for one bit, and 0001 for none. Codes
+        # that begin with 0000 are powers of two only.
         if code >> 5:
             exponent_bits, rest = (code >> 5) + 1, 5
         elif code >> 4:
             exponent_bits, rest = 1, 4
         else:
             exponent_bits, rest = 0, 3
-        # Powers of two from 2**-22 on; code 0 is zero.
+        # These are powers of two from 2**-22 on; code 0 is zero.
         if code < 8:
             magnitudes.append(math.ldexp(1.0, code - 23) if code else 0.0)
             continue
         mantissa_bits = rest - exponent_bits
         field, mantissa = divmod(code & (2**rest - 1), 2**mantissa_bits)
         exponent = 0
-        # An exponent is a sign, and a magnitude without its leading one.
+        # An exponent is a sign, and a magnitude whose leading one is not stored.
         if exponent_bits:
             size = 2 ** (exponent_bits - 1)
             exponent = (size + field % size) * (-1 if field & size else 1)
@@ -390,8 +390,8 @@ def _hif8() -> Codebook:
     beyond = magnitudes[0x6F]  # 1.5 * 2**15, whose code is that of inf
     magnitudes[0x6F] = math.inf
     book = Codebook((*magnitudes, math.nan, *(-v for v in magnitudes[1:])), ties="away")
-    # Not the default border before inf: the spacing doubles at the largest value, 2**15, so the last spacing is too
-    # small.
+    # This is not the default border before inf: the spacing doubles at the largest value, 2**15, so that the last
+    # spacing is too small.
     end = (book.largest + beyond) / 2
     return replace(book, borders=(-end, *book.midpoints[1:-1], end))
 
@@ -415,8 +415,10 @@ def posit_value(code: int, bits: int) -> float:
 
 
 def _posit(bits: int) -> Codebook:
-    """Build a posit format. Its borders are the posits of one more bit, with ties to the even code (section 4.1); only
-    zero becomes zero, and no number becomes NaR.
+    """Build a posit format.
+
+    Its borders are the posits of one more bit, with ties to the even code (section 4.1). Only zero becomes zero, and no
+    number becomes NaR.
     """
     half = 1 << (bits - 1)
     ascending = [*range(half + 1, 2 * half), *range(half)]
@@ -429,8 +431,8 @@ def _posit(bits: int) -> Codebook:
 
 CODEBOOKS: dict[str, Codebook] = {
     "nf4": Codebook(NF4, ties="up"),
-    "dynamic8": Codebook(dynamic_map(True, 7, 8), ties="up"),  # of first moments in 8-bit optimizers
-    "udynamic8": Codebook(dynamic_map(False, 7, 8), ties="up"),  # of second moments
+    "dynamic8": Codebook(dynamic_map(True, 7, 8), ties="up"),  # for first moments in 8-bit optimizers
+    "udynamic8": Codebook(dynamic_map(False, 7, 8), ties="up"),  # for second moments
     "dynamic4": Codebook(dynamic_map(True, 3, 4), ties="up"),
     "ulinear4": Codebook(tuple(i / 16 for i in range(1, 17)), ties="up"),  # torchao's OptimState4bit: no zero
     "hif8": _hif8(),

@@ -21,14 +21,14 @@ class FixedPoint:
     Formats are values: equal fields make equal, hashable formats, and `as_format(repr(f)) == f`.
 
     Args:
-        word_length: 2 to 25 bits if signed, the sign among them; 1 to 24 if not.
-        fraction_length: how many of the bits lie behind the point; may be negative, or more than there are.
+        word_length: 2 to 25 bits if signed, including the sign; 1 to 24 if not.
+        fraction_length: how many of the bits lie behind the point; may be negative, or larger than the number of bits.
         signed: two's complement, `-2**(word_length - 1) <= k < 2**(word_length - 1)`; False starts at 0.
-        symmetric: leave out the lowest number of two's complement, so that `-x` is in the format wherever `x` is.
+        symmetric: leave out the lowest number of two's complement, so that `-x` is in the format whenever `x` is.
             Elements of block formats are symmetric (OCP MX v1.0, 5.3.3).
 
     Raises:
-        ValueError: for fields that make no format, or one that float32 cannot hold.
+        ValueError: for fields that make no format, or a format that float32 cannot hold.
 
     >>> int8 = FixedPoint(8, 0)
     >>> int8.lowest, int8.largest, FixedPoint(4, 2).values()[-2:]
@@ -50,7 +50,7 @@ class FixedPoint:
                 f"word_length={shown(self.word_length)} makes no format that a float32 holds. "
                 f"Expected: the integers {least} to {most}."
             )
-        # Bounded first, so that the checks below cannot compute powers of two with billions of digits.
+        # These are bounded first, so that the checks below cannot compute powers of two with billions of digits.
         if not is_whole(self.fraction_length) or abs(self.fraction_length) > 10**9:
             given = shown(self.fraction_length)
             raise ValueError(f"fraction_length={given} makes no format. Expected: an integer, from -127 to 149.")
@@ -91,7 +91,7 @@ class FixedPoint:
         step = math.ldexp(1.0, -self.fraction_length)
         return tuple(k * step for k in range(int(self.lowest / step), 2**self.digits))
 
-    # Interface that a rounding uses of every format. In terms of floats, every value is subnormal or in the first
+    # The interface that a rounding needs of every format. In terms of floats, every value is subnormal or in the first
     # normal binade.
 
     specials = "fixed"
@@ -128,7 +128,7 @@ class FixedPoint:
         """The smallest positive value."""
         return math.ldexp(1.0, -self.fraction_length)
 
-    # As FloatFormat has it: the smallest value is subnormal.
+    # As in FloatFormat, the smallest value is subnormal.
     smallest_subnormal = smallest
 
     def resolve_overflow(self, overflow: str | None = None) -> str:
@@ -144,6 +144,6 @@ _NAME = re.compile(r"(u?)int(\d{1,2})")
 
 
 def named_fixed_point(name: str) -> FixedPoint | None:
-    """Return the format of a name such as "int8" or "uint4"; None for another name."""
+    """Return the format of a name such as "int8" or "uint4"; None for any other name."""
     match = _NAME.fullmatch(name)
     return None if match is None else FixedPoint(int(match[2]), 0, signed=not match[1])

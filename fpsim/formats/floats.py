@@ -46,13 +46,13 @@ class FloatFormat:
     Args:
         exponent_bits: 1 to 8.
         mantissa_bits: 0 to 23, without the leading bit.
-        bias: of the exponent field. Defaults to the standard's: `2**(exponent_bits - 1) - 1`, one more for "fnuz" and
-            "p3109".
+        bias: the bias of the exponent field. The default is the standard bias, `2**(exponent_bits - 1) - 1`, plus 1
+            for "fnuz" and "p3109".
         specials: which codes are inf, NaN or -0: "ieee", "fn", "fnuz", "none", "p3109", "dlfloat" or "scale".
         subnormals: False leaves a gap between zero and the smallest normal value.
 
     Raises:
-        ValueError: for fields that make no format, or one that float32 cannot hold.
+        ValueError: for fields that make no format, or a format that float32 cannot hold.
 
     >>> FloatFormat(5, 10) == as_float_format("fp16")
     True
@@ -71,10 +71,11 @@ class FloatFormat:
         _require_fields(self)
         if self.bias is None:
             object.__setattr__(self, "bias", _standard_bias(self))
-        # Integers of NumPy are accepted, and would overflow in the powers of two below.
+        # NumPy's integers are accepted, but would overflow in the powers of two below.
         for name in ("exponent_bits", "mantissa_bits", "bias"):
             object.__setattr__(self, name, int(getattr(self, name)))
-        # Neither kind has a field for them: DLFloat's lowest exponent is a normal binade, and scales have no mantissa.
+        # Neither kind has a field for subnormals: DLFloat's lowest exponent is a normal binade, and scales have no
+        # mantissa.
         if self.specials in ("dlfloat", "scale") and self.subnormals:
             object.__setattr__(self, "subnormals", False)
         _require_float32_container(self)
@@ -82,7 +83,7 @@ class FloatFormat:
     def __str__(self) -> str:
         return _NAMES.get(self) or _systematic_name(self) or repr(self)
 
-    # Cached: formats are keys of caches that every rounding looks up.
+    # The hash is cached: formats are keys of caches that every rounding looks up.
     @cached_property
     def _hash(self) -> int:
         return hash((self.exponent_bits, self.mantissa_bits, self.bias, self.specials, self.subnormals))
@@ -139,7 +140,7 @@ class FloatFormat:
 
     @property
     def min_ulp_exponent(self) -> int:
-        """Exponent of the spacing around zero: the smallest value's, or the smallest normal's without subnormals."""
+        """Exponent of the spacing around zero: the smallest value's, or without subnormals the smallest normal's."""
         return self.min_exponent - (self.mantissa_bits if self.subnormals else 0)
 
     @property
@@ -176,7 +177,7 @@ class FloatFormat:
 
     @property
     def epsilon(self) -> float:
-        """The distance from 1 to the next larger value of unbounded exponent range: 2**-mantissa_bits."""
+        """The distance from 1 to the next larger value if the exponent range were unbounded: 2**-mantissa_bits."""
         return math.ldexp(1.0, -self.mantissa_bits)
 
     @cached_property
@@ -204,7 +205,7 @@ class FloatFormat:
                 f"values() of {self} would list {self.finite_count:,} numbers. It lists formats of up to 16 bits, "
                 f"this one has {self.bits}. Decode the codes you need with decode()."
             )
-        # A set, because without subnormals several codes stand for zero.
+        # It is a set, because without subnormals several codes stand for zero.
         magnitudes = sorted({self._magnitude(code) for code in range(self._largest_magnitude_code + 1)})
         if not self.is_signed:
             return tuple(magnitudes)
@@ -248,9 +249,9 @@ class FloatFormat:
             return sign_bit if negative and self.has_negative_zero else 0
         fraction, exponent = math.frexp(abs(value))  # abs(value) == fraction * 2**exponent, fraction in [0.5, 1)
         ulp_exponent = max(exponent - 1, self.min_exponent) - self.mantissa_bits
-        significand = math.ldexp(fraction, exponent - ulp_exponent)  # in ulps, so a code wherever it is an integer
+        significand = math.ldexp(fraction, exponent - ulp_exponent)  # in ulps, and therefore a code if it is an integer
         code = int(significand) + (ulp_exponent + self.mantissa_bits - self.min_exponent) * 2**self.mantissa_bits
-        # Their exponent field 0 is a normal binade: fields are one less than in other formats.
+        # In these formats exponent field 0 is a normal binade: fields are one less than in other formats.
         if self.specials in ("dlfloat", "scale"):
             code -= 2**self.mantissa_bits if value else 0
         known = significand == int(significand) and 0 <= code <= self._largest_magnitude_code
@@ -283,8 +284,7 @@ class FloatFormat:
         return math.ldexp(2**self.mantissa_bits + mantissa, field - self.bias - self.mantissa_bits)
 
     def resolve_overflow(self, overflow: str | None = None) -> str:
-        """Return the overflow rule: `overflow`, or the default for None: "inf" where the format has it, else
-        "saturate".
+        """Return the overflow rule: `overflow` or, for None, "inf" if the format has an inf, else "saturate".
 
         Raises ValueError for an unknown word, and for an inf or a NaN that the format lacks.
 
@@ -313,7 +313,7 @@ def _require_fields(f: FloatFormat) -> None:
             raise ValueError(f"{name}={shown(value)} makes no format. Expected: the integers {low} to {high}.")
     if f.bias is not None and not is_whole(f.bias):
         raise ValueError(f"bias={shown(f.bias)} makes no format. Expected: an integer, or None for the standard's.")
-    # Bounded first: the checks that follow compute with the bias, and put it into their messages.
+    # These are bounded first: the checks that follow compute with the bias, and put it into their messages.
     if f.bias is not None and abs(f.bias) > 10**9:
         raise ValueError(f"bias={shown(f.bias)} makes no format that a float32 holds. Expected: -200 to 200, or None.")
     if not isinstance(f.specials, str) or f.specials not in SPECIALS:
@@ -348,10 +348,10 @@ def _standard_bias(f: FloatFormat) -> int:
 
 
 def _systematic_name(f: FloatFormat) -> str | None:
-    """Return eXmY, eXmYfn or eXmYfnuz if that describes the format wholly, else None."""
+    """Return eXmY, eXmYfn or eXmYfnuz if that describes the format fully, else None."""
     suffix = {"ieee": "", "fn": "fn", "fnuz": "fnuz"}.get(f.specials)
     name = f"e{f.exponent_bits}m{f.mantissa_bits}{suffix}"
-    # Some names of the catalogue stand for another format than their words: "e2m1fn" has no NaN.
+    # Some names of the catalogue stand for another format than their letters say: "e2m1fn" has no NaN.
     if suffix is None or name in CATALOGUE or not f.subnormals or f.bias != _standard_bias(f):
         return None
     return name
@@ -397,7 +397,7 @@ ALIASES: dict[str, str] = {
     "ue5m3": "e5m3fn",
 }
 
-# Names from other libraries and papers that name no format here, with the formats that the error suggests.
+# Names in other libraries and papers that name no format here, with the formats that the error suggests.
 NAMES_OF_OTHERS: dict[str, tuple[str, ...]] = {
     "fp4": ("e2m1fn", "mxfp4", "nvfp4"),
     "fp4_e2m1": ("e2m1fn", "mxfp4"),  # microxcaling, as fp6_e3m2 and fp6_e2m3
@@ -452,8 +452,8 @@ def as_float_format(fmt: str | FloatFormat, hint: str | None = None) -> FloatFor
     """Return the float format for a name, a `repr` or a format; blocks.as_format knows the other kinds too.
 
     fmt: a name of the catalogue ("fp16", "e4m3fn"), an alias ("half", "float8_e4m3fn"), eXmY, eXmYfn or eXmYfnuz for
-        any other with the standard bias, the `repr` of a format, or a format.
-    hint: text that the error adds for an unknown name; None looks for near matches among the float formats.
+        any other format with the standard bias, the `repr` of a format, or a format.
+    hint: the text that the error for an unknown name adds; None looks for near matches among the float formats.
     Raises ValueError for an unknown name, TypeError for an object that is neither a name nor a format.
 
     >>> as_float_format("half") is as_float_format("fp16")
@@ -481,7 +481,7 @@ def _parse(text: str, hint: str | None = None) -> FloatFormat:
         return FloatFormat(int(match[1]), int(match[2]), specials=match[3] or "ieee")
     if match := _REPR.fullmatch(text.strip()):
         return _from_repr(text, match[1])
-    # `blocks` hands its own hint in, with the names of all kinds of formats.
+    # `blocks` passes its own hint, with the names of all kinds of formats.
     hint = did_you_mean(name, [*CATALOGUE, *ALIASES], 3, NAMES_OF_OTHERS) if hint is None else hint
     raise ValueError(
         f"Unknown format {shown(text)}.{hint} Known: {', '.join(CATALOGUE)}, or eXmY such as 'e5m10', "

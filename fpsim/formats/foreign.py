@@ -26,7 +26,7 @@ def from_other_library(fmt: Any) -> FloatFormat:
     ('e4m3fnuz', 'fp16')
     """
     kind = type(fmt)
-    # Compared by name: `isinstance` would need torch and gfloat, which this folder does not import.
+    # They are compared by name: `isinstance` would need torch and gfloat, which this folder does not import.
     if kind.__name__ == "FormatInfo" and kind.__module__.partition(".")[0] == "gfloat":
         return _from_gfloat(fmt)
     if kind.__name__ == "dtype" and kind.__module__ == "torch":
@@ -47,7 +47,7 @@ def from_other_library(fmt: Any) -> FloatFormat:
 
 def _from_gfloat(info: Any) -> FloatFormat:
     mantissa_bits = info.precision - 1
-    # By (signed, has infinities, has -0, NaNs among the highest codes of a sign).
+    # The key is (signed, has infinities, has -0, NaNs among the highest codes of a sign).
     kinds = {
         (True, True, True, 2**mantissa_bits - 1): "ieee",
         (True, True, False, 0): "p3109",

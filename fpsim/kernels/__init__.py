@@ -1,3 +1,1 @@
-"""Bit-exact kernels: integer functions of one bit pattern, and loops over memory, on the CPU with a CUDA kernel beside
-each.
-"""
+"""Bit-exact kernels: integer functions of one bit pattern, and loops over memory, for the CPU and as CUDA kernels."""

@@ -33,16 +33,17 @@ from fpsim.kernels.threefry import key_words
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
-# A tile of the result: its sums, the terms that are added to them and the values these are multiplied by lie in the
-# first-level cache together, as float64.
+# A tile of the result: its sums, the terms that are added to them, and the values by which these terms are multiplied
+# fit into the first-level cache together, as float64.
 ROWS, COLUMNS, DEPTH = 32, 64, 32
 
 
 class Code(NamedTuple):
-    """Constants of an accumulator that are compiled in: a rule and a shape for sums, products and the outer sum; groups
-    or not.
+    """Constants of an accumulator that are compiled in: rules and shapes of its sums, and whether it has groups.
 
-    grouped: 1 for groups that are aligned with the accumulator, 2 for those that are aligned before they meet it.
+    There is a rule and a shape for the sums, for the products and for the outer sum.
+
+    grouped: 1 for groups that are aligned with the accumulator, 2 for groups that are aligned before they meet it.
     """
 
     rule: int
@@ -77,11 +78,11 @@ class Sizes(NamedTuple):
     out_row: int
     out_column: int
     has_bias: int
-    chunk: int  # terms; 0 for a single accumulator
-    group: int  # products; 0 for none
+    chunk: int  # number of terms; 0 for a single accumulator
+    group: int  # number of products; 0 for no groups
     group_bits: int
     sum_bits: int
-    least_a: int  # exponents that operands, sums and zeros count with in a group, as fields of a float64; 0 for none
+    least_a: int  # least exponents of operands, sums and zeros in a group, as fields of a float64; 0 for none
     least_b: int
     least_sum: int
     zero: int
@@ -98,7 +99,7 @@ SIZES = len(Sizes._fields)
 
 @njit(inline="always")
 def _depth(group):
-    """Return how many terms are loaded at once: whole groups."""
+    """Return how many terms are loaded at once: a number of whole groups."""
     return DEPTH if group == 0 else max(DEPTH // group, 1) * group
 
 
@@ -109,7 +110,7 @@ def memory_of(sizes: Sizes) -> int:
 
 @njit
 def _fill(noise, width, element, step, kind, number, key):
-    """Fill in the noise of roundings 4 (number // 4) and the next three, for `width` elements."""
+    """Fill in the noise of the roundings 4 (number // 4) and the next three, for `width` elements."""
     quad = number // 4
     for j in range(width):
         w0, w1, w2, w3 = sum_noise(element + j * step, kind, quad, key[0], key[1])
@@ -118,7 +119,7 @@ def _fill(noise, width, element, step, kind, number, key):
 
 @njit
 def _load(target, source, first, rows, columns, row_step, column_step, width):
-    """Load a block of patterns as float64; columns beyond the existing ones, up to `width`, are zeros."""
+    """Load a block of patterns as float64. Columns beyond the existing ones, up to `width`, become zeros."""
     for i in range(rows):
         for j in range(columns):
             target[i, j] = widen(source[first + i * row_step + j * column_step])
@@ -126,13 +127,14 @@ def _load(target, source, first, rows, columns, row_step, column_step, width):
             target[i, j] = 0.0
 
 
-# Blocks of terms and of groups are called alike by `cpu_loop`: the first ignore `g` and `work`, the second `q`.
+# `cpu_loop` calls both kinds of blocks in the same way: a block of terms ignores `g` and `work`, a block of groups `q`.
 
 
 def _make_block(code: Code) -> Callable[..., Any]:
     """Add a block of terms to a tile, one by one: sums[r, j] += values[r, t] * terms[t, j] for t ascending.
 
-    number: of the first rounding of the block, for the noise. element, row_step, step: of the tile in the result.
+    number: the number of the block's first rounding, for the noise.
+    element, row_step, step: the place of the tile in the result.
     """
     add, round_product = make_add(code.rule, code.shape), make_round_value(code.product_rule, code.product_shape)
     is_stochastic, is_product_stochastic = draws_noise(code.rule), draws_noise(code.product_rule)
@@ -141,7 +143,7 @@ def _make_block(code: Code) -> Callable[..., Any]:
     def add_terms(sums, values, terms, rows, count, width, number, element, row_step, step, g, p, q, noise, key, work):
         for r in range(rows):
             for t in range(count):
-                # A counter gives four words of noise, so that it is drawn at every fourth term, and at the first of a
+                # A counter yields four words of noise: it is drawn at every fourth term, and at the first term of a
                 # block.
                 lane, value = (number + t) % 4, values[r, t]
                 if is_stochastic and (lane == 0 or t == 0):
@@ -158,9 +160,7 @@ def _make_block(code: Code) -> Callable[..., Any]:
 
 
 def _make_grouped_block(code: Code) -> Callable[..., Any]:
-    """Add a block group by group, each aligned to the largest exponent in it, see Accumulator. Returns the number of
-    groups.
-    """
+    """Add a block group by group, each aligned to its largest exponent: see Accumulator. Returns how many groups."""
     round_value, is_stochastic = make_round_value(code.rule, code.shape), draws_noise(code.rule)
     meets_later = code.grouped == 2
 
@@ -175,7 +175,7 @@ def _make_grouped_block(code: Code) -> Callable[..., Any]:
                 if is_stochastic and (lane == 0 or i == 0):
                     _fill(noise[:4], width, element + r * row_step, step, SUM_NOISE, number + i, key)
                 for j in range(width):
-                    # Two passes over a group: all exponents have to be known before the first bit is cut off.
+                    # There are two passes over a group: all exponents have to be known before the first bit is cut off.
                     tops[0, j] = 0 if meets_later else sum_field(sums[r, j], least_sum, zero)
                 for t in range(start, end):
                     for j in range(width):
@@ -202,7 +202,7 @@ def _make_grouped_block(code: Code) -> Callable[..., Any]:
 
 @cache
 def _make_fold(rule: int, shape: int) -> Callable[..., Any]:
-    """Add one tile to another with one rounding, number `number` of this kind of noise."""
+    """Add one tile to another with one rounding. number: its place among the roundings with noise of this kind."""
     add, is_stochastic = make_add(rule, shape), draws_noise(rule)
 
     @njit
@@ -219,11 +219,13 @@ def _make_fold(rule: int, shape: int) -> Callable[..., Any]:
 
 @cache
 def cpu_loop(code: Code) -> Loop:
-    """Compute tiles `first` to `last` of a product, each from +0: patterns of float32 at addresses a, b and bias, to
-    out.
+    """Compute the tiles `first` to `last` of a product, each from +0.
 
-    Addresses: numbers (Sizes, and the Numbers of sums, products and the outer sum, as int64); key (two
-    uint32); memory (`memory_of` bytes, a thread's own). Runs without the GIL.
+    a_source, b_source, bias_source, out_target: addresses of patterns of float32.
+    numbers: the address of Sizes and of the Numbers of sums, products and the outer sum, as int64.
+    key_source: the address of two uint32.
+    memory: the address of `memory_of` bytes, which only this thread uses.
+    The loop runs without the GIL.
     """
     add_block = _make_grouped_block(code) if code.grouped else _make_block(code)
     fold = _make_fold(code.outer_rule, code.outer_shape)
@@ -251,7 +253,7 @@ def cpu_loop(code: Code) -> Loop:
         for tile in range(first, last):
             batch, row, column = tile // (down * across), tile % down * ROWS, tile // down % across * COLUMNS
             rows, columns = min(ROWS, m - row), min(COLUMNS, n - column)
-            # Whole vectors, without a remainder loop: elements beyond the columns are computed and dropped.
+            # Whole vectors are computed, without a remainder loop: elements beyond the columns are dropped.
             width = (columns + 7) // 8 * 8
             element = batch * out_batch + row * row_step + column * step
             inner[:], outer[:] = 0.0, 0.0
@@ -272,7 +274,7 @@ def cpu_loop(code: Code) -> Loop:
                     folds += 1
                     inner[:] = 0.0
             sums, spare = (outer, inner) if chunk > 0 else (inner, outer)
-            # The bias comes last, as an epilogue adds it, in the tile that is no longer needed.
+            # The bias is added last, as an epilogue does, in the tile that is no longer needed.
             if has_bias:
                 c_first = batch * c_batch + row * c_row + column * c_column
                 _load(spare, bias, c_first, rows, columns, c_row, c_column, width)
@@ -325,7 +327,8 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
                             value, term = widen(a[x + t * a_term]), widen(b[y + t * b_term])
                             top = max(top, product_field(value, term, least_a, least_b, zero))
                         total = 0.0 if meets_later else cut_off(inner, top, bits)
-                        # Read and multiplied again: a group may have more products than a thread has registers.
+                        # The products are read and multiplied again: a group may have more products than a thread has
+                        # registers.
                         for t in range(start, stop):
                             term = widen(a[x + t * a_term]) * widen(b[y + t * b_term])
                             if meets_later:
@@ -364,12 +367,12 @@ def cuda_kernel(code: Code) -> Callable[..., None]:
 
 @cache
 def cuda_loop(code: Code) -> CudaKernel:
-    """Return the kernel with its launch, a thread for each element of the result."""
+    """Return the kernel with its launch, with a thread for each element of the result."""
     from numba import types
 
     from fpsim.compiling.card import INTEGER, INTEGERS, WORDS32, CudaKernel, for_card
 
     numbers, sizes = types.UniTuple(types.int64, NUMBERS), types.UniTuple(types.int64, SIZES)
     signature = *[WORDS32] * 4, sizes, numbers, numbers, numbers, INTEGERS, INTEGER, INTEGER
-    # Inlined by Numba: any function that is not would be compiled for each card.
+    # Numba inlines this: any function that is not inlined would be compiled for each card.
     return CudaKernel(lambda: for_card(cuda_kernel(code)), signature, "accumulate", *code)

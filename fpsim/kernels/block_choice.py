@@ -14,15 +14,15 @@ from fpsim.compiling.native import Loop, compiled_loop
 from fpsim.kernels.block_loops import LANES, LANES_OF_LONG, LONG_BLOCK
 
 ERRORS = ("mse", "mae", "max")  # their indices are compiled into a kernel
-GIVEN = -1  # instead of a rule for ties: the choice is made already, and only carried out
+GIVEN = -1  # in place of a rule for ties: the choice is made already, and is only carried out
 
 
 @cache
 def make_error(error: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return two functions: the error that an element adds to its block, and the sum of the errors of two parts."""
 
-    # Differences are float32, sums float64: squares are exact, and the order of 32 of them hardly matters, which
-    # differs between a processor, a card and a team of threads.
+    # Differences are float32 and sums are float64, so that squares are exact. The order of the sums differs between a
+    # processor, a card and a team of threads, but hardly matters for 32 squares.
     @njit(forceinline=True)
     def of_element(before, after):
         difference = np.float64(np.float32(after - before))
@@ -39,15 +39,18 @@ def make_error(error: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def cpu_along(error: int) -> Loop:
     """Replace blocks, whose elements lie side by side, by those of `other` where these are nearer to `src`.
 
-    Addresses: src, kept, other (float32); dims (of BlockAxes); errors (float64) and chosen (bytes), one for each block:
-    of the kept result, known from the second candidate on. candidate: the number of `other`, from 1. ties: 1 to keep
-    the later of two equals, else 0; GIVEN if `chosen` says which blocks to take from `other`. Units of work from
-    `first` to `last` are those of `block_loops.cpu_along`.
+    The first arguments are addresses: src, kept and other (float32), dims (of BlockAxes), errors and chosen.
+
+    errors: a float64 for each block, the error of the kept result, which is known from the second candidate on.
+    chosen: a byte for each block, the candidate that it takes.
+    candidate: the number of `other`, from 1.
+    ties: 1 to keep the later of two equal candidates, else 0; GIVEN if `chosen` says which blocks to take from `other`.
+    first, last: the units of work, which are those of `block_loops.cpu_along`.
     """
     of_element, joined = make_error(error)
     i64, f32 = np.int64, np.float32
 
-    # Only the order of sums is left to LLVM: without it a sum in float64 does not vectorise.
+    # LLVM may change only the order of sums: otherwise a sum in float64 does not vectorise.
     @compiled_loop(error, fastmath={"reassoc"})
     def loop(src, kept, other, dims, errors, chosen, candidate, ties, first, last):
         d = carray(pointer(dims), (7,), i64)
@@ -58,7 +61,7 @@ def cpu_along(error: int) -> Loop:
         x, y, z = carray(pointer(src), (n,), f32), carray(pointer(kept), (n,), f32), carray(pointer(other), (n,), f32)
         e, k = carray(pointer(errors), (blocks,), np.float64), carray(pointer(chosen), (blocks,), np.uint8)
         unit = first
-        # Neighbours along C at once: a division for each block would take longer than the block.
+        # Neighbours along C are computed at once: a division for each block would take longer than the block.
         while unit < last:
             row, column = unit // column_blocks, unit % column_blocks
             rest, i = row // middle, row // middle % row_blocks
@@ -81,7 +84,7 @@ def cpu_along(error: int) -> Loop:
                 else:
                     e[unit + b] = after if is_taken else before
                     k[unit + b] = candidate if is_taken else (0 if candidate == 1 else k[unit + b])
-                # Without a branch, which no processor could predict.
+                # This has no branch, because no processor could predict it.
                 for j in range(height):
                     start = base + j * step
                     ys, zs = y[start : start + length], z[start : start + length]
@@ -94,7 +97,7 @@ def cpu_along(error: int) -> Loop:
 
 @cache
 def cpu_across(error: int) -> Loop:
-    """Do the same where neighbours in memory belong to other blocks; units of work as in `block_loops.cpu_across`."""
+    """Do the same where neighbours in memory belong to other blocks. Units of work: as in `block_loops.cpu_across`."""
     of_element, joined = make_error(error)
     i64, f32, new_errors = np.int64, np.float32, stack_array(LANES, np.float64)
 

@@ -1,7 +1,7 @@
 """Blocks on a card: the kernel for blocks that follow each other in memory, which is how most tensors are cut.
 
 The number of threads that share a block is compiled in. A thread takes 16 bytes, and indices are divided by constants
-alone. With one scale for the whole tensor the same kernel takes any number of elements. A second kernel finds the amax
+only. With one scale for the whole tensor, the same kernel takes any number of elements. A second kernel finds the amax
 of a tensor, and the numbers that all its blocks share.
 """
 
@@ -43,29 +43,30 @@ if TYPE_CHECKING:
 
 VECTOR = 4  # float32 that a thread takes
 WARP = NOISE_BLOCK // VECTOR  # threads that share a block of noise, and so divide those of a launch
-ONE_SCALE = 0  # instead of a size
-# Of the blocks. A team has at most a warp's threads, so that a launch of whole warps holds whole teams.
+ONE_SCALE = 0  # in place of the size of a block: one scale for the whole tensor
+# Sizes of blocks. A team has at most a warp's threads, so that a launch of whole warps holds whole teams.
 SIZES = tuple(VECTOR << i for i in range(6))
 
-# Flags of `amax_kernel`: the first of two numbers is the amax or a multiplier; the second is the amax; inf saturates.
+# Flags of `amax_kernel`. AMAX or MULTIPLIER: the first of the two shared numbers is the amax or the multiplier.
+# OF_TENSOR: the second one is the amax. SATURATES: infinity saturates.
 AMAX, MULTIPLIER, OF_TENSOR, SATURATES = 1, 2, 4, 8
 PLACES = 4  # the two numbers that blocks share, the amax, and how many blocks of threads are done; all begin as -1
 _FIRST, _SECOND, FOUND, _DONE = range(PLACES)
 
 
 def dense_size(axes: Sequence[int]) -> int | None:
-    """Return the size of the blocks if this kernel is for them, else None. axes: of BlockAxes."""
+    """Return the size of the blocks if this kernel can round them, else None. axes: those of BlockAxes."""
     _, _, _, columns, inner, r, c = axes
     return c if inner == 1 and r == 1 and c in SIZES and columns % c == 0 else None
 
 
 def grid_of(count: int, threads: int) -> int:
-    """Return how many blocks of `threads` round `count` elements."""
+    """Return how many blocks of `threads` threads round `count` elements."""
     return -(-count // (VECTOR * threads))
 
 
 def amax_of_team(most, shared, thread, team):
-    """Return the largest value of a team, after each thread has left its own in shared memory and passed a barrier."""
+    """Return the largest value of a team, once each thread has left its own in shared memory and passed a barrier."""
     leader = np.uint64(thread // np.uint32(team)) * np.uint64(team)
     for j in range(team):
         most = max(most, shared[leader + np.uint64(j)])
@@ -91,8 +92,10 @@ def leave_noise(words, thread, vector, key0, key1):
 def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) -> Callable[..., None]:
     """Return the body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
-    x, y: `n` uint32 in blocks of `size`, or any number with ONE_SCALE, whose amax or multiplier is given. is_aligned:
-    both begin at multiples of 16 bytes. The others are those of `block_teams.rounding_kernel`.
+    x, y: `n` uint32 each, in blocks of `size`. With ONE_SCALE `n` may be any number, and the amax or the multiplier is
+        given.
+    is_aligned: whether x and y both begin at multiples of 16 bytes.
+    The other arguments are those of `block_teams.rounding_kernel`.
     """
     from numba import uint32
 
@@ -125,7 +128,7 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
             amax = counted_amax_of_vector(x0, x1, x2, x3, u32(p[COUNTED]))
         if team > 1:
             shared[thread] = amax
-        # Noise goes through shared memory: a counter's words belong to elements 16 apart, a thread's are neighbours.
+        # Noise goes through shared memory: a counter's words are for elements 16 apart, a thread's are neighbours.
         if is_stochastic:
             key0, key1 = key_words(key[0] if has_key else word)
             leave_noise(words, thread, u64(vector), key0, key1)
@@ -152,7 +155,7 @@ def dense_kernel(rule: int, shape: int, scale_shape: int, kind: int, size: int) 
                 store(y, vector, (y0, y1, y2, y3))
             else:
                 y[first], y[first + 1], y[first + 2], y[first + 3] = y0, y1, y2, y3
-        # The slow path: a scale too far for 32 bits, and the ragged end of a tensor with one scale.
+        # The slow path is for a scale that 32 bits cannot hold, and for the last elements of a tensor with one scale.
         elif can_be_far or team == 0:
             for i in range(first, min(first + VECTOR, n)):
                 bits = words[mine + u64(i - first)] if is_stochastic else u32(0)
@@ -180,10 +183,9 @@ def cuda_rounding(rule: int, shape: int, scale_shape: int, kind: int, size: int)
 
 @njit(inline="always")
 def multiplier(amax, largest):
-    """Return largest / amax as float32, both patterns; 1 where amax is 0 (NVIDIA TransformerEngine,
-    Float8CurrentScaling).
+    """Return largest / amax as float32; 1 where amax is 0 (NVIDIA TransformerEngine, Float8CurrentScaling).
 
-    The result for an infinite amax has no meaning.
+    The arguments and the result are bit patterns. The result for an infinite amax has no meaning.
     """
     nonzero = amax if amax != np.uint32(0) else largest
     return float32_bits(min(np.float32(float32_of(largest) / float32_of(nonzero)), FLOAT32_LARGEST))
@@ -191,10 +193,12 @@ def multiplier(amax, largest):
 
 @uses_cuda
 def amax_kernel() -> Callable[..., None]:
-    """Return the body of a CUDA kernel that finds the pattern of the amax of `n` uint32, by `counted_magnitude`.
+    """Return the body of a CUDA kernel that finds the pattern of the amax of `n` uint32, with `counted_magnitude`.
 
-    is_aligned: x begins at a multiple of 16 bytes. largest: of the elements' format, a pattern. asked: flags; the block
-    of threads that finishes last writes the numbers that they ask for. out: PLACES int64.
+    is_aligned: whether x begins at a multiple of 16 bytes.
+    largest: the pattern of the largest value of the elements' format.
+    asked: flags. The block of threads that finishes last writes the numbers that they ask for.
+    out: PLACES int64.
     """
     from numba import int64, uint32
 
@@ -210,8 +214,8 @@ def amax_kernel() -> Callable[..., None]:
         vectors = n // 4 if is_aligned else 0
         for i in range(thread, vectors, step):
             x0, x1, x2, x3 = load(x, i)
-            # Most vectors hold no mask, infinity or NaN: one comparison of the amax of all patterns finds those that
-            # do.
+            # Most vectors hold no mask, infinity or NaN: one comparison of the largest of all patterns finds the few
+            # vectors that do.
             most = amax_of_vector(x0, x1, x2, x3)
             if most >= MASK:
                 most = counted_amax_of_vector(x0, x1, x2, x3, counted)

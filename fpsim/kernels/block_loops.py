@@ -1,8 +1,8 @@
 """Blocks on the CPU: the loops over memory.
 
-A tensor is seen as (outer, R, middle, C, inner), contiguous, in blocks of `r` by `c` along R and C. Where `inner` is 1
-a block's elements lie side by side ("along" the memory); otherwise neighbours in memory belong to neighbouring blocks
-("across").
+A tensor is seen as (outer, R, middle, C, inner), contiguous, in blocks of `r` by `c` along R and C. If `inner` is 1,
+the elements of a block lie side by side ("along" the memory). Otherwise neighbours in memory belong to neighbouring
+blocks ("across").
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from fpsim.kernels.blocks import (
 from fpsim.kernels.core import draws_noise, make_numbers_from, with_ends
 from fpsim.kernels.threefry import NOISE_BLOCK, element_noise, fill_noise
 
-# Neighbours in memory that are rounded side by side; fewer where a block is long, to stay in the cache.
+# The number of neighbours in memory that are rounded side by side; fewer if a block is long, to stay in the cache.
 LANES = 256
 LONG_BLOCK, LANES_OF_LONG = 128, 64
-# Blocks whose numbers `cpu_along` computes side by side: a quarter less time with blocks of 16.
+# The number of blocks whose numbers `cpu_along` computes side by side: this takes a quarter less time with blocks of
+# 16.
 BATCH = 64
 
 
 def lanes_of(r: int, c: int) -> int:
-    """Return how many blocks side by side are a unit of work of `cpu_across`."""
+    """Return how many blocks side by side make up a unit of work of `cpu_across`."""
     return LANES if r * c <= LONG_BLOCK else LANES_OF_LONG
 
 
 @njit(forceinline=True)
 def place_of(unit, outer, rows, middle, columns, inner, r, c):
-    """Return where a block begins, its height, its length and the distance of its rows; height 0 beyond the last block.
+    """Return where a block begins, its height, its length and the distance of its rows.
 
-    unit: its number, counted by outer, R, middle, C and inner.
+    Beyond the last block the height is 0. unit: the number of the block, counted by outer, R, middle, C and inner.
     """
     row_blocks, column_blocks, step = (rows + r - 1) // r, (columns + c - 1) // c, middle * columns * inner
     rest, lane = unit // inner, unit % inner
@@ -64,7 +65,7 @@ def place_of(unit, outer, rows, middle, columns, inner, r, c):
 
 @njit(inline="always")
 def amax_of(xs, count, amax):
-    """Return the largest of all patterns, special ones too: below MASK it is the amax of numbers."""
+    """Return the largest of all patterns, including special ones: if it is below MASK, it is the amax of numbers."""
     for i in range(count):
         amax = max(amax, magnitude_of(xs[i]))
     return amax
@@ -80,7 +81,7 @@ def counted_amax(xs, count, counted, amax):
 
 @njit(inline="always")
 def treat_specials(xs, ys, count, back, p):
-    """Correct elements that were rounded at one scale, with masks or infinities among them."""
+    """Correct the elements among which there are masks or infinities, after all were rounded at one scale."""
     for i in range(count):
         ys[i] = special_element(xs[i], ys[i], back, p)
 
@@ -92,7 +93,7 @@ HAS_SPECIALS = 1 << 32  # added to an amax
 def cpu_amax() -> Loop:
     """Find the largest magnitude of `n` float32 at address `src`, as `counted_magnitude` counts it, as a pattern.
 
-    HAS_SPECIALS is added where there is a mask, an infinity or NaN.
+    HAS_SPECIALS is added if there is a mask, an infinity or a NaN.
     """
 
     @compiled_loop()
@@ -128,8 +129,9 @@ def _numbers_of(scale_shape: int, kind: int) -> Callable[..., Any]:
 
 @cache
 def _memory_of(count: int) -> tuple[Callable[[], Any], ...]:
-    """Return functions that allocate a loop's memory: a block of noise, and unsigned, signed and real numbers of
-    blocks.
+    """Return functions that allocate a loop's memory.
+
+    They allocate a block of noise, and unsigned, signed and real numbers of blocks.
     """
     kinds = np.uint32, np.int32, np.float32
     return stack_array(NOISE_BLOCK, np.uint32), *(stack_array(count, kind) for kind in kinds)
@@ -166,16 +168,20 @@ def _run_along(rule: int, shape: int, kind: int) -> Callable[..., Any]:
     return run  # type: ignore[no-any-return]
 
 
-# The length of a block is an argument, and not compiled in: LLVM unrolls a loop over 32 elements before it can
-# vectorise it, which took twice the time.
+# The length of a block is an argument, and is not compiled in: LLVM unrolls a loop over 32 elements before it can
+# vectorise the loop, which took twice the time.
 @cache
 def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
     """Round blocks whose elements lie side by side: `inner` is 1.
 
-    Addresses: src, dst; parameters (of a BlockPlan); key (two uint32); shared (int64: a pattern to use instead of every
-    block's own amax, or below 0; the pattern of the tensor's amax; if the first is given, whether there may be masks or
-    infinities: 0, 1, or -1 if unknown; then as `second_place` reads it); scales (float32, one for a block; 0 for
-    nowhere). Blocks `first` to `last` are rounded, counted by outer, R, middle and C.
+    All but the last two arguments are addresses: src, dst; dims (of BlockAxes); parameters (of a BlockPlan); key (two
+    uint32).
+
+    shared: int64 numbers. The first is a pattern to use in place of every block's own amax, or below 0. The second is
+        the pattern of the tensor's amax. The third says, if the first is given, whether there may be masks or
+        infinities: 0, 1, or -1 if unknown. `second_place` reads the numbers after these.
+    scales: float32, one for each block; 0 to write no scales.
+    first, last: the blocks to round, counted by outer, R, middle and C.
     """
     fill, run = _numbers_of(scale_shape, kind), _run_along(rule, shape, kind)
     tensor_scale, apply_far = make_tensor_scale(kind), make_apply_far(rule, shape, kind)
@@ -197,7 +203,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
         amaxes, largests, overflows, smallests = new_words(), new_words(), new_words(), new_words()
         origins, exponents, by, back = new_integers(), new_integers(), new_floats(), new_floats()
         elements, is_known = numbers_from(p), common[0] >= 0 and common[2] >= 0
-        at_once = i64(-1) - common[0]  # blocks that share a second scale; 0 or less where it is the tensor's
+        at_once = i64(-1) - common[0]  # blocks that share a second scale; 0 or less if it is the tensor's
         unit = first
         while unit < last:  # neighbours along C, whose numbers are computed side by side
             row, column = unit // column_blocks, unit % column_blocks
@@ -207,7 +213,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
             if at_once > 0:
                 count = min(count, at_once - column % at_once)
                 whole = tensor_scale(common[second_place(common[0], unit, column_blocks)], p)
-            # All patterns first, which vectorises; a second pass only if a mask, an infinity or NaN was among them.
+            # All patterns are compared first, which vectorises. Only masks, infinities and NaN need a second pass.
             for b in range(count):
                 begin, length, amax = line + (column + b) * c, min(c, columns - (column + b) * c), u32(0)
                 for j in range(0 if is_known else height):
@@ -231,7 +237,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
                 for j in range(height):
                     start = begin + j * step
                     xs, ys = x[start : start + length], y[start : start + length]
-                    # Element by element: a scale so far away is rare, and rounding in 64 bits does not pay for vectors.
+                    # Elements take turns: a scale so far away is rare, and 64 bits gain nothing from vectors.
                     if far:
                         for k in range(length):
                             bits = element_noise(start + k, keys[0], keys[1]) if is_stochastic else u32(0)
@@ -250,7 +256,7 @@ def cpu_along(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
 
 @cache
 def _run_across(rule: int, shape: int, kind: int) -> Callable[..., Any]:
-    """Round neighbours in memory that have a scale each. Returns the number of the noise block that is loaded."""
+    """Round neighbours in memory, each with its own scale. Returns the number of the noise block that is loaded."""
     apply, is_stochastic, numbers_from = make_apply(rule, shape, kind), draws_noise(rule), make_numbers_from(32)
 
     @njit(inline="always")
@@ -283,7 +289,8 @@ def _run_across(rule: int, shape: int, kind: int) -> Callable[..., Any]:
 def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
     """Round blocks whose neighbours in memory belong to other blocks: `inner` is above 1.
 
-    As cpu_along, but a unit of work is `lanes_of` blocks side by side; units are counted by outer, R, middle, C, lanes.
+    The arguments are those of cpu_along, but a unit of work is `lanes_of` blocks side by side. Units are counted by
+    outer, R, middle, C and lanes.
     """
     fill, run = _numbers_of(scale_shape, kind), _run_across(rule, shape, kind)
     tensor_scale, apply_far = make_tensor_scale(kind), make_apply_far(rule, shape, kind)
@@ -334,8 +341,8 @@ def cpu_across(rule: int, shape: int, scale_shape: int, kind: int) -> Loop:
                 start = base + t // length * step + t % length * inner
                 xs, ys = x[start : start + width], y[start : start + width]
                 have = run(xs, ys, start, noise, have, k, p, origins, largests, overflows, smallests, by, back, whole)
-                # Rounded again in 64 bits, lane by lane: blocks are seldom far, and the vectorised pass has no branch
-                # for them.
+                # These are rounded again in 64 bits, lane by lane: blocks are seldom far, and the vectorised pass has
+                # no branch for them.
                 for i in range(width if far else 0):
                     if not is_near(exponents[i], p):
                         bits = element_noise(start + i, k[0], k[1]) if is_stochastic else u32(0)

@@ -62,22 +62,22 @@ _INFINITY = np.uint64(0x7FF << 52)
 def make_facts(scale_shape: int, kind: int) -> Callable[..., Any]:
     """Return a compiled function that returns a tally's facts about one block that `has_scale`.
 
-    They are: whether its scale was raised to the smallest of its format or became zero; whether it was lowered to the
-    largest; the float64 pattern of the scale; and of the magnitudes below which an element is subnormal, and from which
-    one saturates.
+    The facts are: whether the scale was raised to the smallest of its format or became zero; whether it was lowered to
+    the largest; the float64 pattern of the scale; and the patterns of two magnitudes: below the first an element is
+    subnormal, and from the second on it saturates.
     """
     block_scale = make_block_scale(scale_shape, kind)
     u32, u64, i64, f64 = np.uint32, np.uint64, np.int64, np.float64
 
     @njit(inline="always")
     def facts(amax, shared, whole, p, smallest_normal, saturated_from, scale_saturated_from):
-        """Return the facts. The limits are those of an element, and of the scale's format."""
+        """Return the facts. The limits are those of an element and of the scale's format."""
         block = block_scale(amax, shared, whole, p)
         a = u32(shared) if shared >= i64(0) else u32(amax)
         scale = u64(widened(float32_bits(block.back)))
         unit = float64_of_bits(scale)  # the value of an element 1
         is_under, is_over = False, False
-        # By the scale that the rule wanted: the one in use is clamped, and does not show that it had to be.
+        # This goes by the scale that the rule wanted: the scale in use is clamped, and does not show that it had to be.
         if kind == POWER or kind == GAINED:
             wanted = i64(wanted_exponent(a, p))
             is_under, is_over = wanted < p[LEAST_EXPONENT], wanted > p[MOST_EXPONENT]
@@ -114,9 +114,11 @@ def end_of_range(before, after, normal, saturated):
 def cpu_loop(scale_shape: int, kind: int) -> Loop:
     """Tally the blocks `first` to `last`, counted by outer, R, middle, C and inner, into the BLOCK_FIELDS at `row`.
 
-    Addresses: src, dst (float32, before and after); dims (of BlockAxes); parameters (of a BlockPlan); shared (int64:
-    as in block_loops, but the third is the pattern of the tensor's amax where all blocks share one scale, which is then
-    that of block 0); limits (three float64, see make_facts).
+    All arguments but `first`, `last` and `row` are addresses: src and dst (float32, before and after); dims (of
+    BlockAxes); parameters (of a BlockPlan); limits (three float64: see make_facts).
+
+    shared: int64, as in block_loops, but the third number is the pattern of the tensor's amax if all blocks share one
+        scale, which is then the scale of block 0.
     """
     facts, tensor_scale = make_facts(scale_shape, kind), make_tensor_scale(kind)
     u32, i64 = np.uint32, np.int64

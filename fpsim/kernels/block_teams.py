@@ -1,7 +1,7 @@
 """Blocks on a card: kernels in which a team of threads shares each block of the format.
 
 Neighbouring threads access neighbouring addresses: within one block if the block is contiguous in memory, otherwise
-across blocks. So accesses coalesce into whole sectors, and a long row is shared by many threads.
+across blocks. In this way accesses coalesce into whole sectors, and many threads share a long row.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from fpsim.kernels.threefry import element_noise, key_words
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
-# Elements of a block for each thread of its team: with fewer, the time would go to the scale.
+# The number of elements of a block for each thread of its team: with fewer, the scale would take most of the time.
 ELEMENTS = 4
-SECTOR = 8  # float32 in the 32 bytes that a card reads at least
-BUSY = 1 << 17  # threads that fill a card
-MANY = 1 << 31  # elements, whose places need more than 32 bits
-NO_SCALE = (1 << 63) - 1  # instead of the smallest one
+SECTOR = 8  # float32 numbers in 32 bytes, which is the least that a card reads
+BUSY = 1 << 17  # number of threads that fill a card
+MANY = 1 << 31  # number of elements from which on places need more than 32 bits
+NO_SCALE = (1 << 63) - 1  # in place of the smallest scale
 
 
 def grid_of(axes: Sequence[int], threads: int) -> tuple[int, int]:
@@ -68,7 +68,7 @@ def grid_of(axes: Sequence[int], threads: int) -> tuple[int, int]:
     blocks, size = outer * -(-rows // r) * middle * -(-columns // c) * inner, min(r, rows) * min(c, columns)
     if inner == 1:
         wanted, most = max(size // ELEMENTS, min(SECTOR, size // 2)), threads
-    # Neighbours belong to other blocks: a team only makes more threads.
+    # Neighbours belong to other blocks here: a team only adds threads.
     else:
         wanted, most = min(size // ELEMENTS, -(-BUSY // blocks)), threads // SECTOR
     team = 1
@@ -107,7 +107,7 @@ def place_in_team(inner, team):
 
 @njit(inline="always")
 def divided(n, d):
-    """Return the quotient and the remainder of two uint32; by a shift if the divisor is a power of two, as most are."""
+    """Return quotient and remainder of two uint32: by a shift for a power of two, as most divisors are."""
     u32 = np.uint32
     is_power = u32(d & u32(d - u32(1))) == u32(0)
     q = u32(n >> log2(d)) if is_power else u32(n // d)
@@ -116,7 +116,7 @@ def divided(n, d):
 
 @njit(inline="always")
 def place_in_32_bits(unit, outer, rows, middle, columns, inner, r, c):
-    """Do as `block_loops.place_of`, for tensors that are small."""
+    """Do the same as `block_loops.place_of`, for small tensors."""
     # A card divides 64-bit integers slowly.
     u32 = np.uint32
     height, width, along = u32(r), u32(c), u32(columns)
@@ -135,7 +135,7 @@ def place_in_32_bits(unit, outer, rows, middle, columns, inner, r, c):
 
 @cache
 def _make_walk(small: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return how a thread walks through its elements of a block: a function that begins, and one that steps on."""
+    """Return two functions by which a thread walks through its elements of a block: one begins, and one steps on."""
     place, integer = (place_in_32_bits, np.uint32) if small else (place_of, np.int64)
 
     @njit(inline="always")
@@ -143,7 +143,8 @@ def _make_walk(small: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Return row, column and place in memory of the first element, and the ends and distances for `further`."""
         base, height, length, step = place(unit, outer, rows, middle, columns, inner, r, c)
         j, k, down, along, apart = integer(0), integer(member), integer(0), integer(team), integer(inner)
-        # Divided once at the beginning: with the quotients known, every further step is additions and a comparison.
+        # The only divisions are at the beginning: with the quotients known, each further step is additions and a
+        # comparison.
         if along >= length:
             j, k, down, along = (
                 integer(k // length),
@@ -170,9 +171,9 @@ def _make_walk(small: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def _make_amax(further: Callable[..., Any]) -> Callable[..., Any]:
     def amax_of_team(x, start, walk, shared, member, leader, apart, team, counted):
-        """Return the pattern of the largest magnitude of a block, and whether this thread has masks, infinities or NaN.
+        """Return the pattern of a block's largest magnitude, and whether this thread has masks, infinities or NaN.
 
-        All threads come here, also those without a block.
+        All threads come here, including those without a block.
         """
         amax, at = np.uint32(0), start
         while at[0] < walk[0]:
@@ -201,9 +202,13 @@ def _make_amax(further: Callable[..., Any]) -> Callable[..., Any]:
 def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int, small: bool) -> Callable[..., None]:
     """Return the body of a CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
-    `x` and `y` are flat memory of uint32; the dimensions are those of BlockAxes; `p` is a tuple of a BlockPlan's
-    integers; `given` int64, as `shared` of the CPU's loops; `scales` a float32 for each block, if `has_scales`. The key
-    is an int64 in memory if `has_key`, else `word`. team: of `grid_of`. small: of `is_small`.
+    x, y: flat memory of uint32.
+    outer to c: the dimensions of BlockAxes.
+    p: a tuple of a BlockPlan's integers.
+    given: int64, as `shared` of the CPU's loops.
+    scales: a float32 for each block, if `has_scales`.
+    key: an int64 in memory if `has_key`; otherwise the key is `word`.
+    team: as `grid_of` returns it. small: as `is_small` returns it.
     """
     from numba import uint32
 
@@ -223,7 +228,7 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int, small: b
         whole = tensor_scale(
             given[second_place(given[0], unit, (columns + c - 1) // c)] if walk[0] > 0 else given[1], p
         )
-        # Every thread of a team computes the scale: broadcasting it would cost one more barrier.
+        # Every thread of a team computes the scale, because broadcasting the scale would cost one more barrier.
         scale = block_scale(amax, given[0], whole, p)
         if has_scales and member == 0 and walk[0] > 0:
             scales[unit] = scale.back
@@ -247,10 +252,10 @@ def rounding_kernel(rule: int, shape: int, scale_shape: int, kind: int, small: b
 
 @uses_cuda
 def tally_kernel(scale_shape: int, kind: int, small: bool) -> Callable[..., None]:
-    """Return the body of a kernel that tallies a rounding from `x` to `y`: one row of BLOCK_FIELDS for all, int64 at
-    `out`.
+    """Return the body of a kernel that tallies a rounding from `x` to `y`: one row of BLOCK_FIELDS, int64 at `out`.
 
-    Arguments as those of `block_tally.cpu_loop`: `given` is its `shared`. A block of threads counts in shared memory.
+    The arguments are those of `block_tally.cpu_loop`, whose `shared` is `given` here. A block of threads counts in
+    shared memory.
     """
     from numba import int64, uint32
 
@@ -259,7 +264,7 @@ def tally_kernel(scale_shape: int, kind: int, small: bool) -> Callable[..., None
     amax_of_team = _make_amax(further)
 
     def kernel(x, y, outer, rows, middle, columns, inner, r, c, p, given, out, normal, saturated, of_scale, team):
-        shared = cuda.shared.array(CUDA_THREADS, uint32)  # a line for each: the simulator tells them apart by it
+        shared = cuda.shared.array(CUDA_THREADS, uint32)  # one array a line: the simulator tells them apart by it
         counts = cuda.shared.array(BLOCK_FIELDS, int64)
         thread = cuda.threadIdx.x
         for field in range(thread, BLOCK_FIELDS, cuda.blockDim.x):
@@ -269,7 +274,7 @@ def tally_kernel(scale_shape: int, kind: int, small: bool) -> Callable[..., None
         amax = u32(max(given[2], i64(0)))
         if given[0] < 0:
             amax, _ = amax_of_team(x, at, walk, shared, member, leader, apart, team, u32(p[COUNTED]))
-        # `amax_of_team` has barriers, which make the zeroed counts visible; without it one is needed here.
+        # `amax_of_team` has barriers, which make the zeroed counts visible; without it, a barrier is needed here.
         else:
             cuda.syncthreads()
         if walk[0] > 0:
@@ -337,7 +342,7 @@ def choice_kernel(error: int, small: bool) -> Callable[..., None]:
                     of_kept = joined(of_kept, of_element(x[i], kept[i]))
                 of_other = joined(of_other, of_element(x[i], other[i]))
                 at = further(at, walk)
-            # Both errors are reduced in one pass over shared memory, in halves CUDA_THREADS apart.
+            # Both errors are reduced in one pass over shared memory, in two halves that are CUDA_THREADS apart.
             mine, half = leader + np.uint64(member) * apart, np.uint32(np.uint32(team) >> np.uint32(1))
             second = np.uint64(CUDA_THREADS)
             shared[mine], shared[mine + second] = of_kept, of_other
@@ -353,7 +358,7 @@ def choice_kernel(error: int, small: bool) -> Callable[..., None]:
             if candidate != 1 and walk[0] > 0:
                 before = errors[unit]
             is_taken = after < before or (ties == 1 and after == before)
-            # Nobody writes the block's error before all have read it.
+            # No thread writes the block's error before all threads have read it.
             cuda.syncthreads()
             if member == 0 and walk[0] > 0:
                 errors[unit] = after if is_taken else before

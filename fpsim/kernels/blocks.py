@@ -1,7 +1,7 @@
 """Blocks: the scale of one block, and the rounding of one element at that scale.
 
-Blocks whose scales are powers of two are rounded by integers alone, see core.at_scale. Others multiply and divide
-in float32, each operation rounded by itself.
+Blocks whose scales are powers of two are rounded with integers only: see core.at_scale. All other blocks multiply and
+divide in float32, and each operation is rounded by itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fpsim.kernels.core import BOOK, NUMBERS, SEARCHED_BOOK, make_at_scale, make
 POWER = 0  # a power of two, see SCALE_RULES in fpsim.formats.blocks
 GAINED = 1  # a power of two, and elements are rounded at a multiple of their size
 DIVIDED = 2  # largest / amax in float32, by which elements are multiplied
-NARROW = 3  # amax / largest in a format of its own, beneath a float32 for the tensor
+NARROW = 3  # amax / largest in a format of its own, beneath a float32 scale of the tensor
 QUOTIENT = 4  # amax / largest in float32, by which elements are divided
 
 
@@ -37,26 +37,26 @@ class BlockPlan(NamedTuple):
 
 
 # Places in the parameters of a BlockPlan. The Numbers of the elements in 32 bits come first.
-WIDE_NUMBERS = NUMBERS  # of the elements in 64 bits, for scales at which float32's own subnormals would be in the way
-SCALE_NUMBERS = 2 * NUMBERS  # of the scale's format
+WIDE_NUMBERS = NUMBERS  # for elements in 64 bits: at some scales float32's own subnormals would be in the way
+SCALE_NUMBERS = 2 * NUMBERS  # Numbers of the scale's format
 (
     EMAX,  # the exponent of the largest element
     UP_FROM,  # the mantissa field of an amax from which its exponent counts as one more: the rule of a power of two
-    LEAST_EXPONENT,  # of a scale
+    LEAST_EXPONENT,  # the least exponent of a scale
     MOST_EXPONENT,
-    LEAST_SHIFT,  # of log2 of what elements are multiplied by, in 32 bits
+    LEAST_SHIFT,  # the least log2 of the factor of elements, in 32 bits
     MOST_SHIFT,
     LANDS_ON,  # the element that an amax becomes: a float32 pattern, like all that follow
     GAIN,
-    LANDS_HIGHEST_ON,  # of the candidates of a choice; 0 beneath an amax that lands on the largest element
-    EXPANSION,  # how much lower than that it lands
+    LANDS_HIGHEST_ON,  # among the candidates of a choice; 0 beneath an amax that lands on the largest element
+    EXPANSION,  # how much lower than that the amax lands
     TENSOR_LANDS_ON,  # the value that the tensor's amax becomes under a scale of its own
     LEAST_AMAX,
     COUNTED,  # the largest magnitude that an amax counts: infinity, or every NaN
-    INFINITE_SCALE,  # of a block whose amax is not finite
-    INFINITE_EXPONENT,  # its log2
+    INFINITE_SCALE,  # the scale of a block whose amax is not finite
+    INFINITE_EXPONENT,  # log2 of that scale
     INFINITE_ELEMENT,  # replaces an infinity that the scale does not see; 0 to round it
-    PARAMETERS,  # how many there are
+    PARAMETERS,  # the number of parameters
 ) = range(3 * NUMBERS, 3 * NUMBERS + 17)
 
 MAGNITUDE = np.uint32(0x7FFFFFFF)
@@ -65,11 +65,11 @@ SIGN = np.uint32(1 << 31)
 MANTISSA = np.uint32(0x007FFFFF)
 IMPLICIT = np.uint32(0x00800000)
 FLOAT32_LARGEST = np.float32(np.finfo(np.float32).max)
-# float32's largest number: plus and minus it are masks. No finite number is above it, so that one comparison of a
-# magnitude finds masks, infinities and NaN alike.
+# float32's largest number: plus and minus this number are masks. No finite number is above it, so that one comparison
+# of a magnitude finds masks, infinities and NaN alike.
 MASK = np.uint32(0x7F7FFFFF)
 NAN = np.uint32(0x7FC00000)
-NAN_EXPONENT = 1 << 12  # instead of log2 of a scale that is NaN: far beyond every other
+NAN_EXPONENT = 1 << 12  # in place of log2 of a scale that is NaN: far beyond every other exponent
 
 
 @njit(forceinline=True)
@@ -86,7 +86,7 @@ def counted_magnitude(word, counted):
 
 @njit(forceinline=True)
 def amax_of_vector(x0, x1, x2, x3):
-    """Return the largest of all patterns, special ones too: below MASK it is the amax of numbers."""
+    """Return the largest of all patterns, including special ones: if it is below MASK, it is the amax of numbers."""
     return max(max(magnitude_of(x0), magnitude_of(x1)), max(magnitude_of(x2), magnitude_of(x3)))
 
 
@@ -121,11 +121,9 @@ def special_vector(before, after, back, p):
 
 @njit(forceinline=True)
 def normalised(magnitude):
-    """Return the exponent field and the mantissa field of a number above zero; a subnormal gets the fields of a normal
-    one.
-    """
+    """Return exponent and mantissa fields of a number above zero; a subnormal gets the fields of a normal number."""
     is_subnormal = np.uint32(magnitude) < IMPLICIT
-    distance = np.int32(np.int32(leading_zeros(np.uint32(magnitude))) - np.int32(8))  # of the leading bit to its place
+    distance = np.int32(np.int32(leading_zeros(np.uint32(magnitude))) - np.int32(8))  # from leading bit to its place
     distance = distance if is_subnormal else np.int32(0)
     field = np.int32(np.uint32(magnitude) >> np.uint32(23))
     field = np.int32(np.int32(1) - distance) if is_subnormal else field
@@ -142,7 +140,7 @@ def wanted_exponent(amax, p):
 
 @njit(inline="always")
 def exponent_of_scale(amax, p):
-    """Return that exponent, clamped to the range of the scale's format and of float32; the least for zeros."""
+    """Return `wanted_exponent`, clamped to the range of the scale's format and of float32; the least one for zeros."""
     least, most = np.int32(p[LEAST_EXPONENT]), np.int32(p[MOST_EXPONENT])
     found = max(least, min(most, wanted_exponent(amax, p)))
     found = found if amax != np.uint32(0) else least
@@ -151,9 +149,9 @@ def exponent_of_scale(amax, p):
 
 @njit(inline="always")
 def wanted_scale(amax, whole, p):
-    """Return the number that is rounded to a block's scale beneath a scale of the tensor."""
-    # The order of operations is TransformerEngine's; fouroversix's where the amax lands elsewhere than on the largest
-    # element.
+    """Return the number that, when rounded, is a block's scale beneath a scale of the tensor."""
+    # The order of operations is TransformerEngine's; if the amax lands elsewhere than on the largest element, it is
+    # fouroversix's.
     if p[LANDS_HIGHEST_ON] != np.int64(0):
         highest = np.float32(np.float32(float32_of(amax) / float32_of(p[LANDS_HIGHEST_ON])) * whole)
         return np.float32(highest * float32_of(p[EXPANSION]))
@@ -164,14 +162,14 @@ def wanted_scale(amax, whole, p):
 def power_of_two(exponent):
     """Return 2**exponent as a float32 pattern, for exponents from -149 to 127."""
     normal = np.uint32(np.uint32(exponent + np.int32(127)) << np.uint32(23))
-    # Computed for normal exponents too, and masked: a shift by the width of a word or more is undefined.
+    # This is computed for normal exponents too, and masked: a shift by the width of a word or more is undefined.
     subnormal = np.uint32(np.uint32(1) << np.uint32(np.uint32(exponent + np.int32(149)) & np.uint32(31)))
     return normal if exponent >= np.int32(-126) else subnormal
 
 
 @njit(forceinline=True)
 def divided_by_power(bits, exponent):
-    """Return the float64 pattern of a number over 2**exponent, neither of them far from float32's range."""
+    """Return the float64 pattern of a number divided by 2**exponent, neither of which is far from float32's range."""
     field = np.uint64((bits >> np.uint64(52)) & np.uint64(0x7FF))
     is_moved = np.uint64(0) < field < np.uint64(0x7FF)
     return np.uint64(bits - np.uint64(np.int64(exponent) << np.int64(52))) if is_moved else np.uint64(bits)
@@ -179,15 +177,16 @@ def divided_by_power(bits, exponent):
 
 @cache
 def make_tensor_scale(kind: int) -> Callable[..., Any]:
-    """Return a compiled function for the tensor's scale: it brings its largest block's scale to the top of their
-    format.
+    """Return a compiled function for the tensor's scale.
+
+    This scale brings the scale of the tensor's largest block to the top of the format of block scales.
     """
 
     @njit(inline="always")
     def tensor_scale(tensor_amax, p):
         if kind != NARROW or tensor_amax <= np.int64(0):
             return np.float32(1)
-        # 1 in TransformerEngine, compute_global_encode_scaling_factor_FP4.
+        # It is 1 in TransformerEngine, compute_global_encode_scaling_factor_FP4.
         if tensor_amax >= np.int64(INFINITY):
             return float32_of(NAN) if p[INFINITE_SCALE] > np.int64(INFINITY) else np.float32(1)
         return min(np.float32(float32_of(p[TENSOR_LANDS_ON]) / float32_of(tensor_amax)), FLOAT32_LARGEST)
@@ -197,11 +196,11 @@ def make_tensor_scale(kind: int) -> Callable[..., Any]:
 
 @njit(inline="always")
 def second_place(first, unit, columns):
-    """Return the place in a loop's `shared` of the amax from which the second scale of a block follows.
+    """Return the place, in a loop's `shared`, of the amax from which the second scale of a block follows.
 
-    first: the first number there: -1 if the second scale is the tensor's, from the amax that comes next; -1 - n if n
-        blocks share one, from the amaxes from the fourth on, row by row.
-    unit: the block, counted by rows of `columns`.
+    first: the first number in `shared`. It is -1 if the second scale is the tensor's, whose amax comes next. It is -1 -
+        n if n blocks share a second scale, whose amaxes begin at the fourth number, row by row.
+    unit: the number of the block, counted by rows of `columns`.
     """
     n = np.int64(-1) - first
     if n <= np.int64(0):
@@ -211,15 +210,15 @@ def second_place(first, unit, columns):
 
 
 class BlockScale(NamedTuple):
-    """Numbers computed once for a block: four of the elements' Numbers at its scale, and the scale."""
+    """Numbers computed once for a block: the four Numbers of its elements that depend on the scale, and the scale."""
 
     origin: np.int32
     largest: np.uint32
     overflow: np.uint32
     smallest: np.uint32
     by: np.float32  # multiplies elements before they are rounded
-    back: np.float32  # multiplies them afterwards; the scale itself if that is a power of two
-    exponent: np.int32  # log2 of such a scale
+    back: np.float32  # multiplies elements afterwards; the scale itself if that is a power of two
+    exponent: np.int32  # log2 of the scale if that is a power of two
 
 
 @cache
@@ -231,14 +230,15 @@ def make_block_scale(scale_shape: int, kind: int) -> Callable[..., Any]:
 
     @njit(inline="always")
     def block_scale(amax, shared, whole, p):
-        """amax: of `counted_magnitude`. shared: used instead if it is not negative."""
+        """amax: as `counted_magnitude` counts it. shared: used in its place if it is not negative."""
         numbers = elements(p)
         by, back, exponent = f32(1), f32(1), i32(0)
         a = u32(shared) if shared >= i64(0) else u32(amax)
         is_finite, infinite = a < INFINITY, float32_of(p[INFINITE_SCALE])
         if kind == POWER or kind == GAINED:
             exponent = exponent_of_scale(a, p)
-            # Clamped to the exponents at which 32 bits can round; elements at a scale beyond go to `apply_far`.
+            # This is clamped to the exponents at which 32 bits can round; elements at a scale beyond these go to
+            # `apply_far`.
             shift = max(p[LEAST_SHIFT], min(p[MOST_SHIFT], -i64(exponent)))
             numbers = at_scale(numbers, shift)
             by, back = float32_of(p[GAIN]), float32_of(power_of_two(exponent)) if is_finite else infinite
@@ -258,7 +258,8 @@ def make_block_scale(scale_shape: int, kind: int) -> Callable[..., Any]:
         else:
             back = float32_of(round_scale(float32_bits(wanted_scale(a, whole, p)), u32(0), scales(p)))
             back = back if is_finite else infinite
-            # Two reciprocals, in the order of TransformerEngine: whole / back in one step may differ in the last bit.
+            # There are two reciprocals, in the order of TransformerEngine: whole / back in one step may differ in the
+            # last bit.
             divisor = f32(back * f32(f32(1) / whole))
             by = min(f32(f32(1) / divisor), FLOAT32_LARGEST) if divisor != f32(0) else FLOAT32_LARGEST
         return BlockScale(
@@ -270,14 +271,14 @@ def make_block_scale(scale_shape: int, kind: int) -> Callable[..., Any]:
 
 @cache
 def make_apply(rule: int, shape: int, kind: int) -> Callable[..., Any]:
-    """Return a compiled function that rounds one element of a block in 32 bits. numbers: at the block's scale."""
+    """Return a compiled function that rounds one element of a block in 32 bits. numbers: those at the block's scale."""
     round_bits = make_rounding(rule, shape, 32)
 
     @njit(forceinline=True)
     def apply(word, noise, numbers, by, back, whole):
         if kind == POWER:
             return round_bits(word, noise, numbers)
-        # A quotient, as bitsandbytes and torchao have it: a product with the reciprocal may differ in the last bit.
+        # This is a quotient, as in bitsandbytes and torchao: a product with the reciprocal may differ in the last bit.
         scaled = float32_bits(np.float32(float32_of(word) / by if kind == QUOTIENT else float32_of(word) * by))
         r = round_bits(scaled, noise, numbers)
         if kind == GAINED:
@@ -306,12 +307,12 @@ def make_apply_far(rule: int, shape: int, kind: int) -> Callable[..., Any]:
             return np.uint32(word & narrow_numbers(p).zero_sign)
         by = float32_of(p[GAIN])
         scaled = float32_bits(np.float32(float32_of(word) * by)) if kind == GAINED else np.uint32(word)
-        # A code book's table cannot be moved to a scale, so that its numbers are.
+        # A code book's table cannot be moved to a scale: its numbers are scaled instead.
         numbers, wide = at_scale(wide_numbers(p), i64(0) if is_book else -i64(exponent)), widened(scaled)
         wide = divided_by_power(wide, exponent) if is_book else wide
         rounded = round_wide(wide, u64(u64(noise) << u64(32)), numbers)
         rounded = divided_by_power(rounded, -exponent) if is_book else rounded
-        # At the largest of all scales, an element may lie beyond float32.
+        # At the largest of all scales, an element may lie beyond float32's range.
         is_beyond = beyond <= u64(rounded & magnitude64) < infinity64
         rounded = u32(u32(word & SIGN) | INFINITY) if is_beyond else narrowed(rounded)
         return float32_bits(np.float32(float32_of(rounded) / by)) if kind == GAINED else rounded

@@ -1,18 +1,19 @@
 """Code books: rounding of one bit pattern by table lookup, construction of the tables, and the Plan of any format.
 
-The Numbers of a code book have other meanings than those of other formats, see BookNumbers:
+The Numbers of a code book have other meanings than those of other formats: see BookNumbers.
 
-    shift, base: the bucket of a magnitude `a` is `(a >> shift) - base`, within 0 to buckets - 1
-    low, high: the halves of the table's address, of 32 bits each
-    buckets: in a searched book, the size of its list, a power of two
-    used: as elsewhere
+    shift, base: the bucket of a magnitude `a` is `(a >> shift) - base`, limited to 0 to buckets - 1
+    low, high: the two halves of the table's address, of 32 bits each
+    buckets: the number of buckets; in a searched book, the size of its list, a power of two
+    used: as in other formats
     values: the number of possible results
 
-A table has two halves, for numbers without and with a sign bit; the second is mirrored, so that only
-magnitudes are compared. A half has, in words of the container:
+A table has two halves, one for numbers without a sign bit and one for numbers with a sign bit. The second half is
+mirrored, so that only magnitudes are compared. In words of the container, a half consists of:
 
-    limits (buckets): the magnitude at which the result changes within a bucket, at most one; without one, a NaN's
-        pattern. In a searched book, the magnitudes at which results begin, ascending, padded with a NaN's pattern.
+    limits (buckets): the magnitude at which the result changes within a bucket. A bucket has at most one limit; if
+        it has none, this is the pattern of a NaN. In a searched book: the magnitudes at which results begin,
+        ascending, padded with a NaN's pattern.
     starts (buckets, not in a searched book): the index of the result below the limit
     results (values): the values' patterns with their signs
     spacings (4 * values, in stochastic rounding): see `make_goes_up`
@@ -52,7 +53,7 @@ from fpsim.kernels.core import (
 )
 
 SPACING_WORDS = 4
-# Of a half. Beyond, a search through the limits costs less than memory out of the cache.
+# The most buckets of a half. Beyond, a search through the limits costs less than memory that is not in the cache.
 MOST_BUCKETS = 1 << 14
 
 
@@ -79,10 +80,10 @@ def make_rounding(rule: int, shape: int, width: int) -> Callable[..., Any]:
 def make_goes_up(rule: int, width: int) -> Callable[..., Any]:
     """Return a compiled function that says whether a magnitude goes up to the next value, in stochastic rounding.
 
-    The four words at `at` say where the spacing begins, and how long it is, in units of 2**q: `length` of 32 bits, 0
-    where no value is next; the two halves of `begin`, 64 bits modulo 2**64, which count 2**-32 of a unit; and 32 - q,
-    modulo 2**width. The distance to the beginning is counted in the same units, and bits beyond 64 cancel out. It goes
-    up if distance / (2**32 * length) >= 1 - R / 2**32, multiplied out.
+    The four words at `at` describe the spacing in units of 2**q. The first is its length in 32 bits, 0 if there is no
+    next value. The next two are the halves of its beginning, which has 64 bits (modulo 2**64) and counts 2**-32 of a
+    unit. The fourth is 32 - q, modulo 2**width. The distance to the beginning is counted in the same units, and bits
+    beyond 64 cancel out. The magnitude goes up if distance / (2**32 * length) >= 1 - R / 2**32, multiplied out.
     """
     container = BINARY32 if width == 32 else BINARY64
     uint, sint = (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
@@ -126,8 +127,8 @@ def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
 
     @njit(forceinline=True)
     def searched(a, address, first, size):
-        """Count the limits of a list, without its first one, that are at most `a`."""
-        # Binary search with a fixed number of steps: threads of a warp stay together, and lanes of a vector too.
+        """Return how many limits of a list, apart from the first one, are at most `a`."""
+        # This binary search has a fixed number of steps: threads of a warp stay together, and so do lanes of a vector.
         at, step = i64(0), i64(size >> i64(1))
         while step > i64(0):
             at = i64(at + step) if load(address, i64(first + i64(at + step))) <= a else at
@@ -136,17 +137,17 @@ def make_round_in_book(rule: int, shape: int, width: int) -> Callable[..., Any]:
 
     @njit(forceinline=True)
     def round_in_book(u, noise, numbers):
-        shift, base, low, high, buckets, _, used, values, _ = numbers  # as BookNumbers has them
+        shift, base, low, high, buckets, _, used, values, _ = numbers  # in the order of BookNumbers
         a = uint(u & uint(top - uint(1)))
         address = u64(u64(u32(low)) | u64(u64(u32(high)) << u64(32)))
         size, results = i64(buckets), i64(values)
-        # A searched book has limits alone; buckets have limits and starts.
+        # A searched book has only limits; buckets have limits and starts.
         lists = size if is_searched else i64(size * i64(2))
         half = i64(lists + i64(results * i64(1 + SPACING_WORDS) if is_stochastic else results))
         first = half if u >= top else i64(0)
         if is_searched:
             found = searched(a, address, first, size)
-        # A bucket holds one limit at most, so that two loads find the result without a search.
+        # A bucket holds at most one limit, so that two loads find the result without a search.
         else:
             bucket = i64(i64(a >> uint(shift)) - i64(base))
             bucket = i64(first + max(i64(0), min(i64(size - i64(1)), bucket)))
@@ -173,7 +174,7 @@ def any_plan(
 ) -> Plan:
     """Resolve names to the integers of a kernel for a container of `width` bits, for a format of single numbers.
 
-    search: search through a code book even if buckets would do.
+    search: whether to search through a code book even if buckets would do.
     """
     if not isinstance(fmt, Codebook):
         return make_plan(fmt, rounding, overflow, random_bits, width, variant)
@@ -187,7 +188,7 @@ def any_plan(
 
 
 class Table(NamedTuple):
-    """A table as the first lines of this file describe it."""
+    """A table, as described in the first lines of this file."""
 
     shape: int
     shift: int
@@ -202,7 +203,7 @@ _kept: dict[int, np.ndarray[Any, Any]] = {}
 
 
 def halves_of(address: int) -> tuple[int, int]:
-    """Split an address as a Plan stores it."""
+    """Split an address into halves, in which a Plan stores it."""
     return address & 0xFFFFFFFF, address >> 32
 
 
@@ -272,9 +273,9 @@ def _bucket(magnitude: int, shift: int, base: int, size: int) -> int:
 
 
 def _buckets(halves: list[list[_Result]], container: Container) -> tuple[int, int, int] | None:
-    """Return shift, base and number of the fewest buckets that hold at most one limit each; None for too many."""
+    """Return shift, base and number of the fewest buckets with at most one limit each; None if these are too many."""
     limits = [sorted(r.limit for r in half[1:]) for half in halves]
-    # From the coarsest shift on: the first that separates all limits gives the smallest table.
+    # The search begins at the coarsest shift: the first shift that separates all limits yields the smallest table.
     for shift in range(container.mantissa_bits, 0, -1):
         present = sorted(limit >> shift for half in limits for limit in half)
         if not present:
@@ -290,11 +291,11 @@ def _buckets(halves: list[list[_Result]], container: Container) -> tuple[int, in
     return None
 
 
-Bound = Fraction | float  # a float where it is infinite
+Bound = Fraction | float  # a float if it is infinite
 
 
 def _least_pattern(bound: Bound, inclusive: bool, container: Container) -> int:
-    """Return the least pattern of a container whose magnitude is above a bound, or at least at it if `inclusive`."""
+    """Return the least pattern whose magnitude is above a bound, or equal to it if `inclusive`."""
     if isinstance(bound, float):
         return container.bits(math.inf) if bound > 0 else 0
     if bound < 0 or (bound == 0 and inclusive):
@@ -312,7 +313,7 @@ def _floor_log2(x: Fraction) -> int:
 
 
 def _numbers(book: Codebook, overflow: str) -> tuple[list[float], int]:
-    """Return the values that a result can be, ascending, and how many of `ascending` come before them."""
+    """Return the values that a result can have, ascending, and how many of `ascending` come before them."""
     found = [v for v, _ in book.ascending]
     if overflow != "saturate":
         return found, 0
@@ -320,25 +321,25 @@ def _numbers(book: Codebook, overflow: str) -> tuple[list[float], int]:
 
 
 def _half(book: Codebook, rounding: str, overflow: str, container: Container, reflected: bool) -> list[_Result]:
-    """Return the results of numbers without a sign bit; `reflected`: of those with one, with all signs reversed."""
+    """Return the results of numbers without a sign bit; if `reflected`, of those with one, with all signs reversed."""
     numbers, skipped = _numbers(book, overflow)
     steps = [_step(book, i + skipped, rounding) for i in range(len(numbers) - 1)]
     if reflected:
         numbers, steps = numbers[::-1], [(-bound, not inclusive) for bound, inclusive in reversed(steps)]
     limits = [0, *(_least_pattern(bound, inclusive, container) for bound, inclusive in steps)]
     patterns = [_pattern(book, v, reflected, container) for v in numbers]
-    # Of the results that begin at zero or below, the last is this half's first one; the others are the other half's.
+    # Among the results that begin at zero or below, the last one is this half's first. The others are the other half's.
     first = bisect_right(limits, 0) - 1
     return [_Result(0, patterns[first]), *map(_Result, limits[first + 1 :], patterns[first + 1 :])]
 
 
 def _step(book: Codebook, i: int, rounding: str) -> tuple[Bound, bool]:
-    """Return the bound from which a number becomes value `i + 1` and not `i`, and whether it is included."""
+    """Return the bound from which a number becomes value `i + 1` and not `i`, and whether the bound is included."""
     (low, _), (high, _) = book.ascending[i : i + 2]
     border = book.exact_borders[i]
     if rounding == "nearest_away" and border not in (low, high):
         return border, abs(high) >= abs(low)
-    # In a book without zero, a number between the two signs has no neighbour toward zero: it becomes the nearer one.
+    # In a book without zero, a number between the two signs has no neighbour toward zero: it becomes the nearer value.
     if rounding.startswith("nearest") or (rounding == "toward_zero" and low < 0 < high):
         return border, book.goes_up(i)
     if rounding == "up" or (rounding == "toward_zero" and high <= 0):
@@ -353,7 +354,7 @@ def _bound(value: float) -> Bound:
 def _stochastic_half(
     book: Codebook, rounding: str, overflow: str, container: Container, reflected: bool
 ) -> list[_Result]:
-    """Return the same for stochastic rounding: each result with the spacing up to the next one."""
+    """Return the results of `_half` for stochastic rounding, each with the spacing up to the next one."""
     numbers, skipped = _numbers(book, overflow)
     begins: list[Fraction] = []
     for i, v in enumerate(numbers):
@@ -378,7 +379,7 @@ def _spacing(begin: Fraction, end: Fraction) -> tuple[int, int, int, int]:
     """Return the words of `make_goes_up`: a length of more than 32 bits is rounded to 32."""
     q = _floor_log2(end - begin) - 31
     length = round((end - begin) / Fraction(2) ** q)
-    # Rounded up to the next power of two, it has 33 bits.
+    # A length that is rounded up to the next power of two has 33 bits.
     if length == 1 << 32:
         q, length = q + 1, 1 << 31
     place = math.floor(begin * Fraction(2) ** (32 - q)) % (1 << 64)

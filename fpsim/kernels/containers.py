@@ -1,8 +1,8 @@
 """Bit patterns: the integers that hold them, shifts as instructions, and conversion between float32 and float64.
 
-Conversions are of integers: a processor that flushes subnormals to zero flushes none of these.
-Under `torch.set_flush_denormal(True)` a thread's own conversions between float32 and float64 turn a float32 subnormal
-into zero. Multiplying two normal numbers to a normal one, and converting an integer, are not affected.
+Conversions use integers: a processor that flushes subnormals to zero flushes none of them. Under
+`torch.set_flush_denormal(True)`, a thread's own conversions between float32 and float64 turn a float32 subnormal into
+zero. Two operations are not affected: multiplying two normal numbers to a normal number, and converting an integer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def integers(width: int) -> tuple[Any, Any]:
     return (np.uint32, np.int32) if width == 32 else (np.uint64, np.int64)
 
 
-# Intrinsics, because Numba's own operators widen a shift to 64 bits: 2.7 ms against 0.9 ms for 4M floats.
+# These are intrinsics, because Numba's own operators widen a shift to 64 bits: 2.7 ms against 0.9 ms for 4M floats.
 def _shift(direction: str) -> Callable[..., Any]:
     def shift(typingctx: Any, value: Any, amount: Any) -> Any:
-        """Shift an unsigned integer; 0 for amounts beyond the width (a negative one, read as unsigned, too)."""
+        """Shift an unsigned integer; 0 for amounts beyond the width, or below 0, which are read as unsigned."""
         from llvmlite import ir
         from numba import types
 
@@ -48,7 +48,7 @@ shift_left, shift_right = _shift("shl"), _shift("lshr")
 
 @intrinsic
 def leading_zeros(typingctx: Any, value: Any) -> Any:
-    """Count the zero bits that a uint32 begins with."""
+    """Count the leading zero bits of a uint32."""
     from llvmlite import ir
     from numba import types
 
@@ -82,7 +82,7 @@ def rotate_left(typingctx: Any, value: Any, amount: Any) -> Any:
 _SIGN32, _SIGN64 = np.uint32(1 << 31), np.uint64(1 << 63)
 _INFINITY32, _INFINITY64 = np.uint32(0xFF << 23), np.uint64(0x7FF << 52)
 _NORMAL32 = np.uint32(1 << 23)  # the smallest normal number
-_NORMAL32_IN_64 = np.uint64((1023 - 126) << 52)  # the same in float64
+_NORMAL32_IN_64 = np.uint64((1023 - 126) << 52)  # the same number in float64
 _REBIAS, _REBIAS_SPECIAL = 1023 - 127, 2047 - 255  # between exponent fields: of normal numbers, of inf and NaN
 UNIT = 2.0**-149  # float32's smallest subnormal
 _IMPLICIT = np.uint64(1 << 52)
@@ -94,7 +94,7 @@ def widened(u):
     a = np.uint32(u & np.uint32(_SIGN32 - np.uint32(1)))
     special = np.uint64(_REBIAS_SPECIAL << 52) if a >= _INFINITY32 else np.uint64(_REBIAS << 52)
     normal = np.uint64(np.uint64(np.uint64(a) << np.uint64(29)) + special)
-    # An integer times a power of two, all of them normal in float64, so that nothing is flushed.
+    # A subnormal is an integer times a power of two, all of which are normal in float64, so that nothing is flushed.
     subnormal = np.uint64(float64_bits(np.float64(np.int32(a)) * UNIT))
     magnitude = subnormal if a < _NORMAL32 else normal
     return np.uint64(magnitude | np.uint64(np.uint64(u & _SIGN32) << np.uint64(32)))
@@ -110,7 +110,7 @@ def narrowed(u):
     special = np.uint64(_REBIAS_SPECIAL << 23) if a >= _INFINITY64 else np.uint64(_REBIAS << 23)
     normal = np.uint64(np.uint64(a >> np.uint64(29)) - special)
     significand = np.uint64(np.uint64(a & np.uint64(_IMPLICIT - np.uint64(1))) | _IMPLICIT)
-    # In units of the smallest subnormal; an amount of 64 and more gives 0.
+    # The number is counted in units of the smallest subnormal; a shift by 64 or more returns 0.
     subnormal = shift_right(significand, np.uint64(np.uint64(1023 - 149 + 52) - np.uint64(a >> np.uint64(52))))
     magnitude = np.uint32(subnormal if a < _NORMAL32_IN_64 else normal)
     return np.uint32(magnitude | np.uint32(np.uint64(u & _SIGN64) >> np.uint64(32)))
@@ -118,7 +118,7 @@ def narrowed(u):
 
 @cache
 def make_value(width: int) -> Callable[..., Any]:
-    """Return a compiled function from a pattern of `width` bits to its number, as float64."""
+    """Return a compiled function that returns the number of a pattern of `width` bits, as float64."""
 
     @njit(forceinline=True)
     def value(u):
@@ -129,7 +129,7 @@ def make_value(width: int) -> Callable[..., Any]:
 
 @cache
 def make_limit(width: int) -> Callable[..., Any]:
-    """Return a compiled function from x >= 0 to the pattern of `width` bits of the largest finite number up to x."""
+    """Return a compiled function of x >= 0: the pattern, of `width` bits, of the largest finite number up to x."""
 
     @njit(forceinline=True)
     def limit(x):
@@ -150,7 +150,7 @@ def times_power(u, log2_scale):
     scale = np.int64(log2_scale)
     if a == np.uint64(0) or a >= _INFINITY64:
         return np.uint64(u)
-    # A subnormal is as many units of 2**-1074: converted as an integer, which no processor flushes.
+    # A subnormal is a number of units of 2**-1074: it is converted as an integer, which no processor flushes.
     if a < _IMPLICIT:
         a = np.uint64(float64_bits(np.float64(np.int64(a))))
         scale = np.int64(scale - 1074)
@@ -160,7 +160,7 @@ def times_power(u, log2_scale):
     if field > 0:
         rest = np.uint64(a & np.uint64(_IMPLICIT - np.uint64(1)))
         return np.uint64(sign | np.uint64(rest | np.uint64(np.uint64(field) << np.uint64(52))))
-    # Too small to round up, and the shifts below must stay under the width of a word.
+    # A smaller number does not round up, and the shifts below must stay under the width of a word.
     if field < -53:
         return sign
     cut = np.uint64(1 - field)  # bits below the smallest subnormal: 1 to 54

@@ -1,7 +1,8 @@
 """Rounding: integer functions of one bit pattern.
 
-One definition serves the CPU and CUDA. No compiled function here touches a floating-point number, so two targets
-cannot differ. `uint32 + uint32` is `uint64` in Numba: every step is cast back, or the loops vectorise at half width.
+One definition serves the CPU and CUDA. No compiled function here touches a floating-point number, so that two targets
+cannot differ. `uint32 + uint32` is `uint64` in Numba: the result of every step is cast back, because the loops would
+vectorise at half the width otherwise.
 """
 
 from __future__ import annotations
@@ -23,25 +24,26 @@ from fpsim.kernels.containers import integers, shift_left, shift_right
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd", "stochastic")
 NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO, UP, DOWN, TO_ODD, STOCHASTIC = range(7)
 
-# Variants of stochastic rounding with few random bits, by name. Variant A is STOCHASTIC, the others follow in this
+# Variants of stochastic rounding with few random bits, by name. Variant A is STOCHASTIC; the others follow in this
 # order.
 #
-# With r random bits, a number R from 0 to 2**r - 1, a magnitude goes up if d 2**r + R >= 2**r, where d is its distance
-# to the lower neighbour in units of the spacing. Variants differ in how d 2**r becomes an integer before:
+# With r random bits, the random number R lies between 0 and 2**r - 1. A magnitude is rounded up if d 2**r + R >= 2**r,
+# where d is its distance to the lower neighbour in units of the spacing. The variants differ in how d 2**r becomes an
+# integer before this test:
 #
-# - "A" cuts it off. Results are too close to zero, by (2**-r - 2**-D) / 2 of the spacing on average where D bits are
+# - "A" truncates it. Results are too close to zero, by (2**-r - 2**-D) / 2 of the spacing on average where D bits are
 #   discarded: by 2**-(r + 1), if D is large.
 # - "B" rounds it to nearest, ties away from zero. Results are too far from zero by 2**-(D + 1).
-# - "C" rounds it to nearest, ties to even. Without bias.
-# - "C_ties_to_odd" rounds it to nearest, ties to odd. Without bias.
-# - "C_to_odd" rounds it to odd: all but integers become the odd one next to them. Without bias, and a number
-#   that is not a value of the format can always go both ways.
+# - "C" rounds it to nearest, ties to even. There is no bias.
+# - "C_ties_to_odd" rounds it to nearest, ties to odd. There is no bias.
+# - "C_to_odd" rounds it to odd: every number but an integer becomes the odd integer next to it. There is no bias, and a
+#   number that is not a value of the format can always go both ways.
 #
 # A, B and C are StochasticA, StochasticB and StochasticC of IEEE P3109 (interim report, 4.7.4), and StochasticFastest,
 # StochasticFast and Stochastic of gfloat, whose StochasticOdd is C_ties_to_odd.
 VARIANTS = ("A", "B", "C", "C_ties_to_odd", "C_to_odd")
 STOCHASTIC_B, STOCHASTIC_C, STOCHASTIC_C_TIES_TO_ODD, STOCHASTIC_C_TO_ODD = range(STOCHASTIC + 1, STOCHASTIC + 5)
-MOST_BITS = 30  # of 32: below R, a kernel needs one bit for ties, and one for "more was cut off"
+MOST_BITS = 30  # of 32: below R, a kernel needs one bit for ties, and one bit for "more was cut off"
 
 CARRYING = (NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO)  # rules that add at most half a spacing
 
@@ -50,10 +52,10 @@ FLAT = 0  # the container's own exponents, fewer mantissa bits: one spacing in u
 GRID = 1  # a narrower exponent range with subnormals: below it the spacing stays the same
 GAP = 2  # a narrower exponent range without subnormals: nothing between zero and the smallest value
 SCALE = 3  # powers of two without sign or zero
-UNSIGNED_ZERO_GRID = 4  # GRID without -0: a shape of its own, because a test for it costs GRID an eighth of its speed
+UNSIGNED_ZERO_GRID = 4  # GRID without -0: a shape of its own, because a test for -0 costs GRID an eighth of its speed
 FIXED = 5  # UNSIGNED_ZERO_GRID whose lowest value is not minus its largest
 BOOK, SEARCHED_BOOK = 6, 7  # a table of values, see kernels/codebooks.py
-BESIDE_GAP = 8  # GAP, for numbers outside the gap: zero, and from the smallest value on. No Plan has it
+BESIDE_GAP = 8  # GAP, for numbers outside the gap: zero, and from the smallest value on. No Plan has this shape
 
 
 class Container(NamedTuple):
@@ -66,7 +68,8 @@ class Container(NamedTuple):
     def bits(self, value: float) -> int:
         """Return the bit pattern of `value`, rounded to nearest even; for 64 bits, of any value but a subnormal.
 
-        Computed in float64, where float32's subnormals are normal: a processor that flushes subnormals keeps them.
+        The pattern is computed in float64, where float32's subnormals are normal: a processor that flushes subnormals
+        keeps them.
         """
         sign = int(math.copysign(1.0, value) < 0) << (self.width - 1)
         infinity = (2 * self.bias + 1) << self.mantissa_bits
@@ -86,17 +89,18 @@ BINARY64 = Container(64, 52, 1023)
 class Numbers(NamedTuple):
     """A format, an overflow rule and a number of random bits, as the functions of this file take them.
 
-    Numbers of the format are patterns of the container. Code books use the fields otherwise, see kernels/codebooks.py.
+    Numbers of the format are patterns of the container. Code books use the fields differently: see
+    kernels/codebooks.py.
     """
 
     ulp_shift: int  # from a pattern's highest bit down to the last place of a normal number of the format
-    origin: int  # subtracted from a magnitude, it leaves its last place in the exponent field, as ulp_shift: round_grid
+    origin: int  # a magnitude minus this number has its own ulp_shift in the exponent field: see round_grid
     largest: int  # the largest finite magnitude, and the result for magnitudes beyond it
     overflow: int
     smallest: int  # the smallest magnitude above zero
     zero_sign: int  # the sign bit if the format has -0, else 0
-    used: int  # mask of the random bits in use, of a word's 32
-    odd: int  # 1 if every significand is odd, for lack of mantissa bits
+    used: int  # a mask of the random bits in use, among the 32 of a word
+    odd: int  # 1 if every significand is odd, because there are no mantissa bits
     lowest: int  # the magnitude of the lowest number, in FIXED
 
 
@@ -113,19 +117,20 @@ class Plan(NamedTuple):
 
 
 def needs_wider_container(fmt: FloatFormat | FixedPoint | Codebook) -> bool:
-    """Return whether float32 input must go through float64: the spacing reaches float32's own subnormals."""
+    """Return whether float32 input must go through float64, as the spacing reaches float32's own subnormals."""
     if isinstance(fmt, Codebook):
         return False
     if fmt.specials == "scale":
-        # Of float32's subnormals, round_scale knows the largest power alone.
+        # Among float32's subnormals, round_scale handles only the largest power of two.
         return fmt.min_exponent < -BINARY32.bias
     if fmt.mantissa_bits == BINARY32.mantissa_bits:
-        # No bit to discard: the functions below want at least one.
+        # There is no bit to discard, but the functions below need at least one.
         return True
     if _is_flat(fmt, BINARY32):
         return False
-    # A subnormal of float32 has no leading bit, and round_grid adds one. That does no harm if no word of noise can lift
-    # a subnormal, which holds if it is below 2**-32 of a spacing: all are, from a spacing of 2**-94 on.
+    # A subnormal of float32 has no leading bit, but round_grid adds one. This does no harm if no word of noise can lift
+    # a subnormal to the next value. That holds if the subnormal is below 2**-32 of a spacing, and all subnormals are if
+    # the spacing is at least 2**-94.
     return fmt.min_ulp_exponent < -94
 
 
@@ -135,7 +140,7 @@ def _is_flat(fmt: FloatFormat | FixedPoint, container: Container) -> bool:
 
 
 def require_variant(variant: str, is_stochastic: bool, random_bits: int | None, most: int = MOST_BITS) -> None:
-    """Raise ValueError for a variant that does not exist, or does not fit the rounding and its random bits.
+    """Raise ValueError for a variant that does not exist, or that does not fit the rounding and its random bits.
 
     most: the most random bits that a variant other than "A" can have.
     """
@@ -193,25 +198,26 @@ def make_plan(
         overflow=container.bits(values[fmt.resolve_overflow(overflow)]),
         smallest=container.bits(fmt.smallest),
         zero_sign=(1 << (width - 1)) if fmt.has_negative_zero else 0,
-        # The leading bits of a word, as these are added to the leading bits among the discarded ones.
+        # These are the leading bits of a word, because they are added to the leading bits among the discarded ones.
         used=0xFFFFFFFF & ~((1 << (32 - random_bits)) - 1) if random_bits else 0xFFFFFFFF,
         odd=int(fmt.mantissa_bits == 0),
         lowest=container.bits(abs(fmt.lowest)) if isinstance(fmt, FixedPoint) else 0,
     )
-    # Wrapped to the signed range: plans travel as int64, also those of 64-bit containers.
+    # The numbers are wrapped to the signed range: plans travel as int64, even those of 64-bit containers.
     return Plan(rule, shape, width, Numbers._make(n - (1 << 64) if n >= 1 << 63 else n for n in numbers))
 
 
 def has_lone_lowest(fmt: FloatFormat | FixedPoint) -> bool:
-    """Return whether the lowest value is not minus the largest: two's complement, and integers without sign."""
+    """Return whether the lowest value is not minus the largest: two's complement, and integers without a sign."""
     return isinstance(fmt, FixedPoint) and fmt.lowest != -fmt.largest
 
 
 def scale_limits(fmt: FloatFormat | FixedPoint | Codebook, width: int) -> tuple[int, int]:
-    """Return the least and the largest log2 of a scale at which `width` bits can round to `fmt`, see at_scale.
+    """Return the least and the largest log2 of a scale at which `width` bits can round to `fmt`: see at_scale.
 
-    (0, 0) if a scale would change nothing, because the format has the container's own exponents, and if at_scale cannot
-    move all of a format: code books, and fixed point whose lowest value has no opposite.
+    The result is (0, 0) if a scale would change nothing, because the format has the container's own exponents. It is
+    (0, 0) too if at_scale cannot move all numbers of a format: code books, and fixed point whose lowest value has no
+    opposite.
     """
     if isinstance(fmt, Codebook):
         return 0, 0
@@ -222,7 +228,7 @@ def scale_limits(fmt: FloatFormat | FixedPoint | Codebook, width: int) -> tuple[
         or (width == 32 and (needs_wider_container(fmt) or _is_flat(fmt, container)))
     ):
         return 0, 0
-    # The spacing from which on subnormals of the container do no harm, as in needs_wider_container.
+    # The smallest spacing with which subnormals of the container do no harm, as in needs_wider_container.
     lowest = -94 if width == 32 else -950
     highest = math.frexp(fmt.largest)[1] - 1
     return min(0, highest - container.bias), max(0, fmt.min_ulp_exponent - lowest)
@@ -235,7 +241,7 @@ def make_numbers_from(width: int, first: int = 0) -> Callable[..., Any]:
 
     @njit(inline="always", keeps_types=True)
     def numbers_from(p):
-        # Values, not a view of the memory, which would be read again after every number that is written.
+        # This returns values and no view of the memory, which would be read again after every number that is written.
         return Numbers(
             sint(p[i]), sint(p[i + 1]), uint(p[i + 2]), uint(p[i + 3]), uint(p[i + 4]), uint(p[i + 5]),
             uint(uint(p[i + 6]) << uint(to_top)), uint(p[i + 7]), uint(p[i + 8]),
@@ -246,7 +252,7 @@ def make_numbers_from(width: int, first: int = 0) -> Callable[..., Any]:
 
 @njit(forceinline=True, keeps_types=True)
 def with_ends(numbers, origin, largest, overflow, smallest):
-    """Return Numbers in which the four numbers that a scale moves are replaced."""
+    """Return Numbers in which the four numbers that depend on a scale are replaced."""
     return Numbers(
         numbers.ulp_shift, origin, largest, overflow, smallest,
         numbers.zero_sign, numbers.used, numbers.odd, numbers.lowest,
@@ -257,9 +263,9 @@ def with_ends(numbers, origin, largest, overflow, smallest):
 def make_at_scale(width: int) -> Callable[..., Any]:
     """Return a compiled function that moves the numbers of a format to those of its scaled twin.
 
-    To round at scale 2**k is to multiply by it, round, and divide again: the same as rounding to the format whose
-    every value is 2**k times smaller, for which only exponents change. Nothing is multiplied, and nothing is lost on
-    the way as long as `k` stays within scale_limits.
+    Rounding at scale 2**k means to multiply by 2**k, round, and divide again. This is the same as rounding to a format
+    whose values are all 2**k times smaller, for which only exponents change. Nothing is multiplied, and nothing is lost
+    on the way as long as `k` stays within scale_limits.
     """
     container = BINARY32 if width == 32 else BINARY64
     uint, sint = integers(width)
@@ -285,11 +291,12 @@ def make_drawn(rule: int, width: int) -> Callable[..., Any]:
     def drawn(noise, used):
         """Return a word with the random bits R, and 1 if a distance exactly at the border stays, else 0.
 
-        The bits below R are set so that the word and a distance that goes up add to a sum that carries out of it.
+        The bits below R are set so that a carry leaves the sum of the word and a distance exactly if the distance goes
+        up.
 
-        In units of 2**-r, a distance goes up if it rounds to T = 2**r - R or beyond. These begin at T in A, at T - 1/2
-        in B and C; in C, T - 1/2 itself is one of them where T, and so R, is even. To odd they begin above T - 1 where
-        T is odd, else at T.
+        In units of 2**-r, a distance goes up if it rounds to T = 2**r - R or beyond. The smallest distance that does so
+        is T in A, and T - 1/2 in B. In C the border is T - 1/2 too, but this distance itself goes up only where T, and
+        therefore R, is even. When rounding to odd, all distances above T - 1 go up where T is odd, else all from T on.
         """
         bits = uint(noise & used)
         if not is_b_or_c:
@@ -310,13 +317,13 @@ def make_drawn(rule: int, width: int) -> Callable[..., Any]:
 def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     """Return a compiled function of (bits, noise, Numbers) that rounds one bit pattern.
 
-    `rule`, `shape` and `width` are compiled in; the format's numbers stay arguments, so that one compilation
-    serves every format of a shape. `noise` holds 32 uniform bits at the top of the word, for stochastic rules alone.
+    `rule`, `shape` and `width` are compiled in. The format's numbers stay arguments, so that one compilation serves
+    every format of a shape. `noise` holds 32 uniform bits at the top of the word, which only stochastic rules use.
 
-    Its steps: the sign is taken off; `drawn` prepares the random bits; `round_flat`, `round_grid` or, in GAP below the
-    smallest number, `round_gap` returns a multiple of the spacing, by adding `addend` before the rest is cut off; a
-    magnitude beyond the largest number becomes `overflow`; a NaN is put back; the sign returns, unless zero has none.
-    SCALE has a function of its own, `round_scale`.
+    The steps are: the sign is taken off. `drawn` prepares the random bits. `round_flat`, `round_grid` or, in GAP below
+    the smallest number, `round_gap` returns a multiple of the spacing: each adds `addend` before the lower bits are cut
+    off. A magnitude beyond the largest number becomes `overflow`. A NaN is put back. The sign returns, unless a zero
+    has none. SCALE has a function of its own, `round_scale`.
     """
     container = BINARY32 if width == 32 else BINARY64
     uint, sint = integers(width)
@@ -330,7 +337,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     below_leading = uint(width - container.mantissa_bits)
     gap_shift = sint(32 + 23 - container.mantissa_bits)
     to_24_bits = uint(container.mantissa_bits - 23)
-    # As constants: `in` over a tuple is a loop at run time in CUDA.
+    # These are constants, because `in` over a tuple is a loop at run time in CUDA.
     is_carrying, is_grid = rule in CARRYING, shape in (GRID, UNSIGNED_ZERO_GRID, FIXED)
     is_stochastic, is_b_or_c = draws_noise(rule), rule > STOCHASTIC
     is_nearest_or_stochastic = rule in (NEAREST_EVEN, NEAREST_AWAY) or is_stochastic
@@ -340,7 +347,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
 
     @njit(forceinline=True)
     def addend(ulp, odd, negative, noise):
-        """Return the number to add to a magnitude before it is cut off below `ulp`. `odd`: is the bit at `ulp` set?"""
+        """Return the number to add to a magnitude before it is cut off below `ulp`. odd: whether bit `ulp` is set."""
         half, mask = uint(ulp >> one), uint(ulp - one)
         if rule == NEAREST_EVEN:
             # IEEE 754-2019, 4.3.1: a tie carries only from an odd neighbour.
@@ -365,21 +372,22 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     @njit(forceinline=True)
     def round_grid(a, negative, noise, numbers):
         significand = uint(uint(a & uint(implicit - one)) | implicit)
-        # s = width - 1 - (number of discarded bits): constant for normals, one less for each binade below.
+        # s = width - 1 - (number of discarded bits): constant for normals, and one less for each binade below them.
         s = min(numbers.ulp_shift, sint(sint(sint(a) - numbers.origin) >> field_shift))
         ulp = shift_right(top, uint(s))  # 0 stands for 2**width and more
         odd = uint(significand & ulp) != zero
         if is_carrying:
-            # Below half of the smallest value everything is cut off, and between that and it 2 * implicit is left.
+            # A magnitude below half of the smallest value loses all bits. From that half to the smallest value, 2 *
+            # implicit is left.
             kept = uint(uint(significand + addend(ulp, odd, negative, noise)) & uint(zero - ulp))
             return uint(a + uint(kept - significand)) if kept != zero else zero
         mask = uint(ulp - one)
         low = uint(significand & mask)
         if is_stochastic:
-            left = sint(s + sint(1))  # of the distance to the lower neighbour, in units of the spacing, `width` bits
+            left = sint(s + sint(1))  # a shift to the top, for the distance to the lower neighbour in spacings
             right = uint(sint(0) - left)
             fraction = uint(shift_left(significand, uint(left)) | shift_right(significand, right))
-            # A spacing of more than `width` bits: those cut off from the fraction decide ties.
+            # The spacing has more than `width` bits here: the bits cut off from the fraction decide ties.
             if is_b_or_c and left < sint(0) and a != zero:
                 cut = shift_left(fraction, right) != significand
                 fraction = uint(fraction | (one if cut else zero))
@@ -396,7 +404,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
     def round_gap(a, negative, noise, stays, smallest):
         """Round a magnitude below `smallest` to zero or `smallest`."""
         if rule == NEAREST_EVEN:
-            up = a > uint(smallest - implicit)  # half of it: a tie goes to zero
+            up = a > uint(smallest - implicit)  # half of `smallest`: a tie goes to zero
         elif rule == NEAREST_AWAY:
             up = a >= uint(smallest - implicit)
         elif rule == UP:
@@ -406,7 +414,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         elif rule == TO_ODD:
             up = a != zero
         elif is_stochastic:
-            # a / smallest >= 1 - noise / 2**32, multiplied out: 24 bits times 32 fit into 64.
+            # The test is a / smallest >= 1 - noise / 2**32, multiplied out: 24 bits times 32 bits fit into 64.
             bound = np.uint64(uint(uint(smallest & uint(implicit - one)) | implicit) >> to_24_bits)
             rest = np.uint64(np.uint64(1 << 32) - np.uint64(noise >> uint(width - 32)))
             bound = np.uint64(bound * np.uint64(rest - np.uint64(stays)))
@@ -435,7 +443,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         else:
             ulp = uint(top >> uint(numbers.ulp_shift))
             if is_stochastic:
-                # Aligned with the bits that are cut off: a carry out of these goes up.
+                # The noise is aligned with the bits that are cut off: a carry out of these bits rounds up.
                 r = round_flat(a, negative, shift_right(noise, uint(numbers.ulp_shift + sint(1))), ulp, numbers)
             else:
                 r = round_flat(a, negative, noise, ulp, numbers)
@@ -467,7 +475,7 @@ def make_round(rule: int, shape: int, width: int) -> Callable[..., Any]:
         ulp = numbers.smallest if subnormal else implicit
         low = uint(a - base) if a >= base else zero
         noise = drawn(noise, numbers.used)[0] >> (below_leading + one if subnormal else below_leading)
-        # Every significand is odd, for lack of mantissa bits: a tie goes up.
+        # Every significand is odd, because there are no mantissa bits: a tie goes up.
         up = addend(ulp, True, False, uint(noise)) > uint(uint(ulp - one) & uint(~low))
         r = uint(base + (ulp if up else zero))
         r = max(r, numbers.smallest)

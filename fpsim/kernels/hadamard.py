@@ -16,14 +16,15 @@ from fpsim.kernels.threefry import NOISE_ROUNDS, key_words, threefry
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
-# Groups side by side on the CPU: a cache line of float32, and vectors also for small groups.
+# The number of groups side by side on the CPU: a cache line of float32, so that small groups have vectors too.
 LANES = 16
 # The high word of the signs' counters, which no tensor's rounding noise reaches: one key serves both.
 SIGNS = 0x5347
 
-# A tensor's memory is seen as (groups, size, inner), transformed along the second axis. A line is one group at one
-# inner index: `size` elements, `inner` apart. Stage by stage, h = 1, 2, 4, ..., each pair h apart becomes its sum and
-# its difference: the order of the additions is part of the definition, so that every target gives the same bits.
+# A tensor's memory is seen as (groups, size, inner), and is transformed along the second axis. A line is one group at
+# one inner index: `size` elements that are `inner` apart. In each stage, h = 1, 2, 4, ..., each pair that is h apart
+# becomes its sum and its difference. The order of the additions is part of the definition, so that every target
+# computes the same bits.
 
 
 @njit(forceinline=True)
@@ -40,7 +41,7 @@ def upper(a, b):
 
 @njit(forceinline=True)
 def is_negated(element, pattern, is_random, key0, key1):
-    """Return 1 if the sign of a group's element is minus: by 16 bits that repeat, or by noise, 128 bits a counter."""
+    """Return 1 if the sign of a group's element is minus, as 16 repeated bits or noise (128 bits a counter) tell."""
     if not is_random:
         return (np.uint32(pattern) >> np.uint32(element % 16)) & np.uint32(1)
     counter = np.uint32(element // 128)
@@ -58,7 +59,7 @@ def _stages(size: int) -> Callable[..., Any]:
         pass
 
     def followed_by(before: Callable[..., Any], h: int) -> Callable[..., Any]:
-        # Compiled in: knowing the distance, LLVM sees that the rows of a pair share no memory.
+        # The distance is compiled in: LLVM then sees that the two rows of a pair share no memory.
         distance = h * LANES
 
         @njit(forceinline=True)
@@ -89,8 +90,9 @@ def floating_of(width: int) -> Any:
 def cpu_loop(size: int, width: int) -> Loop:
     """Transform the lines `first` to `last` of the memory at address `src` into that at `dst`, which may be `src`.
 
-    pattern, is_random: the source of the signs, see `is_negated`; `key` is the address of two uint32 words.
-    is_inverse: the signs come after the matrix, which undoes a transform.
+    pattern, is_random: the source of the signs: see `is_negated`.
+    key: the address of two uint32 words.
+    is_inverse: whether the signs come after the matrix, which undoes a transform.
     """
     floating, stages = floating_of(width), _stages(size)
     factor, one = floating(size**-0.5), floating(1)
@@ -100,12 +102,12 @@ def cpu_loop(size: int, width: int) -> Loop:
     @compiled_loop(size, width)
     def loop(src, dst, first, last, inner, pattern, is_random, is_inverse, key):
         k = carray(pointer(key), (2,), np.uint32)
-        lines = last + inner  # an upper bound, for the arrays' declared length alone
+        lines = last + inner  # an upper bound, which only serves as the arrays' declared length
         x, y = carray(pointer(src), (lines * size,), floating), carray(pointer(dst), (lines * size,), floating)
         rows, bases, before, after = new_rows(), new_bases(), new_signs(), new_signs()
         for i in range(size * LANES):
             rows[i] = 0  # lanes without a line are transformed too
-        # Not a constant for LLVM, which would unroll every stage, and compile for 4 s.
+        # This is no constant for LLVM, which would otherwise unroll every stage, and compile for 4 s.
         count = size if inner > 0 else 0
         for e in range(count):
             sign = -one if is_negated(e, pattern, is_random, k[0], k[1]) else one
@@ -129,7 +131,7 @@ def cpu_loop(size: int, width: int) -> Loop:
                     base = bases[lane]
                     for e in range(count):
                         rows[e * LANES + lane] = x[base + e * inner] * before[e]
-            # In one place for both: LLVM would compile it twice.
+            # The code is in one place for both cases: otherwise LLVM would compile it twice.
             stages(rows, count)
             if are_neighbours:
                 for e in range(count):
@@ -149,8 +151,8 @@ def cpu_loop(size: int, width: int) -> Loop:
 def cuda_kernel(size: int, width: int) -> Callable[..., None]:
     """Return the body of the CUDA kernel as a Python function, for jit, PTX and the simulator alike.
 
-    `x` and `y` are flat memory of floats; the key is an int64 in memory if `has_key`, else `word`. A thread holds one
-    element, a block `size` threads for each of its lines.
+    `x` and `y` are flat memory of floats. The key is an int64 in memory if `has_key`, else it is `word`. A thread holds
+    one element, and a block of threads has `size` threads for each of its lines.
     """
     from numba import float32, float64
 
@@ -168,7 +170,7 @@ def cuda_kernel(size: int, width: int) -> Callable[..., None]:
         line = cuda.blockIdx.x * lines_of_block + (t // size if inner == 1 else t % lines_of_block)
         place = (line // inner * size + element) * inner + line % inner
         key0, key1 = key_words(key[0] if has_key else word)
-        # Negated, not multiplied by a sign: such a product could be fused with the first sum.
+        # The number is negated, not multiplied by a sign: such a product could be fused with the first sum.
         negated = is_negated(element, pattern, is_random, key0, key1) != 0
         value = floating(0.0)
         if line < lines:
@@ -188,7 +190,7 @@ def cuda_kernel(size: int, width: int) -> Callable[..., None]:
 
 
 def threads_of(size: int) -> int:
-    """Return the threads of a block for groups of this size."""
+    """Return the number of threads of a block for groups of this size."""
     return max(CUDA_THREADS, size)
 
 

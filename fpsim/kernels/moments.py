@@ -38,7 +38,8 @@ FIELDS = len(Moments._fields)
 def moments_loop(size: int, only_amax: bool, logs: bool) -> Loop:
     """Gather the Moments of `n` numbers of `size` bytes from address `src` into the float64 fields at `row`.
 
-    amax is inf if a number is not finite; amin is 0 if all are zero. only_amax: the other fields stay as they are.
+    amax is inf if a number is not finite; amin is 0 if all numbers are zero. only_amax: the other fields stay as they
+    are.
     """
     uint, sint, floating = (np.uint32, np.int32, np.float32) if size == 4 else (np.uint64, np.int64, np.float64)
     number = make_value(8 * size)
@@ -48,7 +49,7 @@ def moments_loop(size: int, only_amax: bool, logs: bool) -> Loop:
     infinity, nothing = uint(container.bits(float("inf"))), uint((1 << (8 * size)) - 1)
     smallest_normal = uint(1 << container.mantissa_bits)
 
-    # Only the order of the sums is left to the compiler: without it they do not vectorise.
+    # The compiler may change only the order of the sums: otherwise they do not vectorise.
     @compiled_loop(size, only_amax, logs, fastmath={"reassoc"})
     def loop(src, n, row):
         bits = carray(pointer(src), (n,), uint)
@@ -62,7 +63,7 @@ def moments_loop(size: int, only_amax: bool, logs: bool) -> Loop:
             nonzero, amin, lowest, highest = 0, nothing, sint(magnitude_mask), sint(~sint(magnitude_mask))
             total, squares, logs_total, log_squares = 0.0, 0.0, 0.0, 0.0
             for i in range(n):
-                # Extremes go by bit patterns, which vectorise.
+                # Extremes are found from bit patterns, which vectorises.
                 magnitude = uint(bits[i] & magnitude_mask)
                 amax = max(amax, magnitude)
                 amin = min(amin, uint(magnitude - one))  # zero wraps around to the largest
@@ -72,7 +73,7 @@ def moments_loop(size: int, only_amax: bool, logs: bool) -> Loop:
                 ordered = sint(word ^ sint(sint(word >> sign_shift) & sint(magnitude_mask)))
                 lowest, highest = min(lowest, ordered), max(highest, ordered)
                 value = np.float64(values[i])
-                # The processor may have flushed a subnormal: it is counted in units of the smallest one.
+                # The processor may have flushed a subnormal: it is counted in units of the smallest subnormal.
                 if size == 4 and magnitude < smallest_normal:
                     value = np.float64(np.int32(magnitude)) * UNIT
                     value = -value if sint(bits[i]) < 0 else value
@@ -99,8 +100,9 @@ def moments_loop(size: int, only_amax: bool, logs: bool) -> Loop:
 def exponents_loop(size: int, power_begins: bool = False) -> Loop:
     """Count `n` numbers from address `src` by binade into int64 at `bins`: bin f holds 2**(f-b) < |x| <= 2**(f-b+1).
 
-    f is the exponent field of the next smaller magnitude, b the bias, so that a power of two ends its bin: at a
-    threshold of that kind a tie falls. power_begins: f is the number's own field, and a power of two begins its bin.
+    Here f is the exponent field of the next smaller magnitude, and b is the bias. A power of two therefore ends its
+    bin, as at a threshold that is a power of two, where a tie falls.
+    power_begins: f is the number's own exponent field instead, and a power of two begins its bin.
     Zero, inf and NaN are not counted.
     """
     uint = np.uint32 if size == 4 else np.uint64
@@ -121,27 +123,27 @@ def exponents_loop(size: int, power_begins: bool = False) -> Loop:
     return loop
 
 
-# At most: eight for each multiprocessor of an H100, which are resident at once.
+# The most blocks: eight for each multiprocessor of an H100, which are resident at once.
 MOMENTS_BLOCKS = 1024
 
-# Partial results that blocks leave for the last one to join. The number of blocks depends on n alone, and all join in a
-# fixed order, so that the sums have the same last bit every time.
+# Partial results that blocks leave for the last block to join. The number of blocks depends only on n, and all results
+# are joined in a fixed order, so that the sums have the same last bit every time.
 _NONZERO, _LOWEST, _HIGHEST, _AMAX, _AMIN = range(5)
 _INTEGERS, _SUMS = 5, 4
-_NOTHING = (1 << 63) - 1  # instead of the smallest magnitude
+_NOTHING = (1 << 63) - 1  # in place of the smallest magnitude
 
 
 def partial_words(n: int, size: int) -> tuple[int, int, int]:
-    """Return how many blocks gather `n` numbers, and the int64 and float64 that they need; the first int64 is 0."""
+    """Return how many blocks gather `n` numbers, and how many int64 and float64 they need; the first int64 is 0."""
     blocks = max(1, min(MOMENTS_BLOCKS, -(-n * size // (CUDA_THREADS * 16))))
     return blocks, 1 + _INTEGERS * blocks, _SUMS * blocks
 
 
 @cache
 def _make_number(size: int) -> Callable[..., Any]:
-    """Return a compiled function from a pattern to its number as float64."""
+    """Return a compiled function that returns the number of a pattern, as float64."""
 
-    # Not make_value, which converts by integers: a card flushes no subnormals here.
+    # This is not make_value, which converts by integers: a card flushes no subnormals here.
     @njit(inline="always")
     def number(word):
         return np.float64(float32_of(np.uint32(word))) if size == 4 else float64_of_bits(np.uint64(word))
@@ -150,7 +152,7 @@ def _make_number(size: int) -> Callable[..., Any]:
 
 
 def _make_take(size: int, only_amax: bool, logs: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return a thread's initial state, and a function that takes a pattern into it."""
+    """Return a thread's initial state, and a function that takes a pattern into the state."""
     uint, sint = integers(8 * size)
     magnitude_mask, sign_shift = uint((1 << (8 * size - 1)) - 1), sint(8 * size - 1)
     zero, one, number = uint(0), uint(1), _make_number(size)
@@ -170,7 +172,8 @@ def _make_take(size: int, only_amax: bool, logs: bool) -> tuple[Callable[..., An
             nonzero = np.uint32(nonzero + np.uint32(magnitude != zero))
             ordered = sint(sint(word) ^ sint(sint(sint(word) >> sign_shift) & sint(magnitude_mask)))
             lowest, highest = min(lowest, ordered), max(highest, ordered)
-            # float64: a float32's square reaches from 2**-298 to 2**256, and a sum of 2**30 of them keeps 23 bits.
+            # Sums are float64: a float32's square lies between 2**-298 and 2**256, and a sum of 2**30 squares keeps 23
+            # bits.
             value = number(word)
             total += value
             squares += value * value
@@ -186,7 +189,7 @@ def _make_take(size: int, only_amax: bool, logs: bool) -> tuple[Callable[..., An
 def _for_each(function: Callable[..., Any], lanes: int) -> Callable[..., Any]:
     """Return a function that applies `function` to each element of a tuple in turn."""
 
-    # Written out, because indexing a tuple with a variable is a branch.
+    # The calls are written out, because indexing a tuple with a variable is a branch.
     def both(words, state):
         return function(words[1], function(words[0], state))
 
@@ -222,8 +225,8 @@ def _make_join(only_amax: bool) -> Callable[..., None]:
 def cuda_moments_kernel(size: int, only_amax: bool, logs: bool) -> Callable[..., None]:
     """Return the body of the CUDA kernel that gathers the Moments of `n` patterns at `x` into the float64 at `out`.
 
-    is_aligned: x begins at a multiple of 16 bytes. rows, sums: of `partial_words`. The last block to finish joins all
-    parts.
+    is_aligned: whether x begins at a multiple of 16 bytes.
+    rows, sums: the memory of `partial_words`. The last block to finish joins all partial results.
     """
     from numba import float64, int64
 
@@ -322,8 +325,11 @@ def _make_write(size: int, only_amax: bool) -> Callable[..., Any]:
 def cuda_exponents_kernel(size: int, power_begins: bool = False) -> Callable[..., None]:
     """Return the body of the CUDA kernel that counts by binade as `exponents_loop` does, into the int64 array `bins`.
 
-    x: `n` patterns. is_aligned: they begin at a multiple of 16 bytes. A block counts in shared memory and adds its
-    counts to `bins` at its end: one atomic addition in memory for each binade, not for each element.
+    x: `n` patterns.
+    is_aligned: whether they begin at a multiple of 16 bytes.
+
+    A block counts in shared memory, and adds its counts to `bins` at its end: this is one atomic addition in memory for
+    each binade, and not for each element.
     """
     from numba import int64, uint32
 

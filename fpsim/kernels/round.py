@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class Masks(NamedTuple):
-    """Patterns that stay unchanged because they stand for no number: see launch.masks_of.
+    """Patterns that stay unchanged because they do not stand for numbers: see launch.masks_of.
 
-    magnitude: those of this magnitude; 0 for none.
-    keeps_infinity: minus infinity too.
+    magnitude: patterns of this magnitude stay; 0 stands for none.
+    keeps_infinity: whether minus infinity stays too.
     """
 
     magnitude: int = 0
@@ -66,7 +66,7 @@ def _make_is_mask(width: int, masks: Masks) -> Callable[..., Any]:
 def make_lie_beside(width: int) -> Callable[..., Any]:
     """Return a compiled function that says whether no number of an array lies in the gap of a GAP format.
 
-    There a stochastic rounding multiplies integers of 64 bits.
+    Inside the gap, a stochastic rounding multiplies integers of 64 bits.
     """
     uint, _ = integers(width)
     magnitude_mask, one = uint((1 << (width - 1)) - 1), uint(1)
@@ -75,7 +75,7 @@ def make_lie_beside(width: int) -> Callable[..., Any]:
     def lie_beside(xs, smallest):
         inside = uint(0)
         for i in range(len(xs)):
-            # Zero lies beside the gap: less one, it is the largest integer.
+            # Zero lies outside the gap: minus one, it wraps around to the largest integer.
             less = uint(uint(xs[i] & magnitude_mask) - one)
             inside = uint(inside | uint(less < uint(smallest - one)))
         return inside == uint(0)
@@ -108,8 +108,8 @@ def _cpu_body(
                 block += 1
                 ys = y[start : start + NOISE_BLOCK]
                 xs = ys if in_place else x[start : start + NOISE_BLOCK]
-                # Tested for a whole block of noise: numbers in the gap are rare, and without any the loop needs no
-                # 64-bit products.
+                # This is tested for a whole block of noise: numbers in the gap are rare, and without any the loop needs
+                # no 64-bit products.
                 beside = can_skip and lie_beside(xs, numbers.smallest)
                 for i in range(len(ys)):
                     bits, word = uint(uint(noise[i]) << to_top), xs[i]
@@ -139,10 +139,10 @@ def _cpu_body(
 def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Loop:
     """Round `n` patterns from address `src` to address `dst` (which may be `src`).
 
-    `parameters` is the address of a Plan's numbers, `key` that of two uint32 words; the noise starts at block
-    `block`, so that a tensor cut at multiples of NOISE_BLOCK gets the same bits. `log2_scale` is the address of an
-    int64, see core.at_scale. masks: the patterns that stay as they are. Runs without the GIL, and allocates only one
-    block of noise.
+    `parameters` is the address of a Plan's numbers, and `key` the address of two uint32 words. The noise starts at
+    block `block`, so that a tensor cut at multiples of NOISE_BLOCK gets the same bits. `log2_scale` is the address of
+    an int64: see core.at_scale. masks: the patterns that stay as they are. The loop runs without the GIL, and allocates
+    only one block of noise.
     """
     uint, _ = integers(width)
     out_of_place, in_place = (_cpu_body(rule, shape, width, same, False, masks) for same in (False, True))
@@ -153,7 +153,7 @@ def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Loop
         scale = carray(pointer(log2_scale), (1,), np.int64)[0]
         k = carray(pointer(key), (2,), np.uint32)
         y = carray(pointer(dst), (n,), uint)
-        # Two bodies: LLVM vectorises one array, and two that it finds disjoint at run time.
+        # There are two bodies, because LLVM vectorises one array, and two arrays that it finds disjoint at run time.
         if src == dst:
             in_place(y, y, n, p, k, block, scale, uint(0))
         else:
@@ -164,9 +164,9 @@ def cpu_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Loop
 
 @cache
 def cpu_fitting_loop(rule: int, shape: int, width: int) -> Loop:
-    """Round in place those of `n` patterns at address `src` whose magnitude is at most `ceiling`, in one pass.
+    """Round in place the patterns whose magnitude is at most `ceiling`, among `n` at address `src`, in one pass.
 
-    Returns the largest magnitude of all, inf if one is not finite. The rest is as in `cpu_loop`.
+    Returns the largest magnitude of all patterns, or inf if one is not finite. Everything else is as in `cpu_loop`.
     """
     body = _cpu_body(rule, shape, width, True, True)
     uint, _ = integers(width)
@@ -193,12 +193,15 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
     """Return the body of a CUDA kernel as a Python function, for the card, PTX and the simulator alike.
 
     x, y: where `n` patterns are read, and where they are written: one memory, or two that share nothing.
-    log2_scale, key: an int64 each, read where `flags` has HAS_SCALE, HAS_KEY. Else the scale is 0, the key is `word`.
-    ALIGNED in `flags`: x and y begin at multiples of 16 bytes.
-    parameters: a Plan's numbers, as a tuple of int64. masks: the patterns that stay as they are.
+    log2_scale, key: an int64 each, which are read if `flags` has HAS_SCALE or HAS_KEY. Otherwise the scale is 0, and
+        the key is `word`.
+    flags: also has ALIGNED if x and y both begin at multiples of 16 bytes.
+    parameters: a Plan's numbers, as a tuple of int64.
+    masks: the patterns that stay as they are.
 
-    A thread rounds 16 bytes of neighbours, which it loads and stores at once if they are aligned and all exist. A
-    stochastic one rounds the eight patterns whose noise comes from one counter, 16 apart: a warp reads whole sectors.
+    A thread rounds 16 bytes of neighbours, which it loads and stores at once if they are aligned and all exist. In
+    stochastic rounding, a thread rounds the eight patterns whose noise comes from one counter. They are 16 apart, so
+    that a warp reads whole sectors.
     """
     from fpsim.compiling.card import vector_access
 
@@ -225,7 +228,7 @@ def cuda_kernel(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> C
             key0, key1 = key_words(key[0] if flags & HAS_KEY else word)
             w0, w1, w2, w3 = noise_words(thread, key0, key1)
             i = (thread >> 4) * NOISE_BLOCK + (thread & 15)
-            # All loads first: the compiler cannot know that no store changes the values that come next.
+            # All loads come first: the compiler cannot know that no store changes the values that are loaded next.
             if i + 112 < n:
                 x0, x1, x2, x3 = x[i], x[i + 16], x[i + 32], x[i + 48]
                 x4, x5, x6, x7 = x[i + 64], x[i + 80], x[i + 96], x[i + 112]
@@ -264,5 +267,5 @@ def cuda_loop(rule: int, shape: int, width: int, masks: Masks = NO_MASKS) -> Cud
 
 
 def elements_of_block(rule: int, width: int) -> int:
-    """Return how many patterns a block of CUDA_THREADS rounds."""
+    """Return how many patterns a block of CUDA_THREADS threads rounds."""
     return CUDA_THREADS * (NOISE_BLOCK // NOISE_LANES if draws_noise(rule) else 128 // width)

@@ -1,21 +1,22 @@
-"""One step of a sum: an exact product, an exact sum, and one rounding of it. For the CPU and CUDA alike.
+"""One step of a sum: an exact product, an exact sum, and one rounding of the sum, for the CPU and for CUDA.
 
-Numbers are float64, roundings are `core.make_round` on their patterns. Why that is exact:
+Numbers are float64, and roundings are `core.make_round` on their patterns. This is exact for these reasons:
 
-- Operands are float32, of 24 significant bits: their product has at most 48 and lies between 2**-298 and 2**256, so
-  that a float64 (53 bits, normal from 2**-1022) holds it exactly. A compiler that contracts the product and the
-  addition behind it to a fused multiply-add therefore changes nothing.
+- Operands are float32, with 24 significant bits. Their product has at most 48 significant bits and lies between
+  2**-298 and 2**256, so that a float64 (53 bits, normal from 2**-1022) holds it exactly. A compiler that contracts the
+  product and the addition behind it to a fused multiply-add therefore changes nothing.
 - The sum s = fl(x + y) of two float64 and its error, x + y = s + error, are exact by Knuth's TwoSum (TAOCP vol. 2,
-  4.2.2, theorem B): additions that neither overflow nor, as all are multiples of 2**-298, underflow.
-- From both comes x + y rounded to odd: cut off to 53 bits toward zero, and the last bit set where something was cut
-  off. If `error` points toward zero, the pattern below s is the one that is cut off; else s itself is.
-- A number that is rounded to odd with 53 bits and then to a format of p <= 51 bits is rounded as if once
-  (Boldo and Melquiond, IEEE Trans. Computers 57(4), 2008, theorem 3): the last bit says on which side of every value
-  and every middle between two the exact sum lies. A subnormal spacing of the format, being coarser, leaves more bits.
-- Stochastic rounding compares random bits with the leading 52 - p of the bits that are cut off, without the last one:
+  4.2.2, theorem B). Its additions do not overflow, and do not underflow because all are multiples of 2**-298.
+- From s and the error follows x + y rounded to odd: x + y cut off to 53 bits toward zero, with the last bit set if
+  something was cut off. If `error` points toward zero, the cut-off pattern is the one below s; else it is s itself.
+- A number that is rounded to odd with 53 bits, and then to a format of p <= 51 bits, is the same as after one rounding
+  (Boldo and Melquiond, IEEE Trans. Computers 57(4), 2008, theorem 3): the last bit says on which side of every value,
+  and of every middle between two values, the exact sum lies. A subnormal spacing of the format is coarser, and
+  therefore leaves more bits.
+- Stochastic rounding compares random bits with the leading 52 - p of the bits that are cut off, without the last bit:
   Accumulator.random_bits_of asks for no more.
 
-An exact sum of zero is +0, save that of two -0; under "down" too, where IEEE 754-2019, 6.3 has -0.
+An exact sum of zero is +0, except for the sum of two -0. This holds under "down" too, where IEEE 754-2019, 6.3 has -0.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from fpsim.kernels.containers import narrowed, shift_left, widened
 from fpsim.kernels.core import draws_noise, make_round
 from fpsim.kernels.threefry import NOISE_ROUNDS, threefry
 
-EXACT = -1  # instead of a rule: no rounding
+EXACT = -1  # in place of a rule: no rounding
 
-# Kinds of noise. The second word of a counter holds the kind above the number of the rounding, four to a counter.
+# Kinds of noise. The second word of a counter holds the kind above the number of the rounding, four roundings a
+# counter.
 SUM_NOISE, PRODUCT_NOISE, OUTER_NOISE, BIAS_NOISE = range(4)
 
 _u64 = np.uint64
@@ -53,7 +55,7 @@ def widen(word):
 
 @njit(forceinline=True)
 def narrow(x):
-    """Return the pattern of a float32 that holds this float64 exactly; a NaN stays one."""
+    """Return the pattern of a float32 that holds this float64 exactly; a NaN stays a NaN."""
     return narrowed(bits_of(x))
 
 
@@ -64,8 +66,9 @@ def _inlined(rule: int) -> dict[str, Any]:
 
 @cache
 def make_round_value(rule: int, shape: int) -> Callable[..., Any]:
-    """Return a compiled function that rounds one float64: (x, noise, Numbers). noise: 32 bits, for stochastic rules
-    alone.
+    """Return a compiled function that rounds one float64: (x, noise, Numbers).
+
+    noise: 32 bits, which only stochastic rules use.
     """
     if rule == EXACT:
 
@@ -90,7 +93,7 @@ def odd_sum(x, y):
     t = s - x
     error = (x - (s - t)) + (y - t)
     word = bits_of(s)
-    is_cut = _u64((error < 0.0) | (error > 0.0))  # not != 0.0: of a NaN that is true
+    is_cut = _u64((error < 0.0) | (error > 0.0))  # not `!= 0.0`, which is true for a NaN
     toward_zero = _u64(_u64(word ^ bits_of(error)) >> _u64(63))
     return float64_of_bits(_u64(_u64(word - _u64(is_cut & toward_zero)) | is_cut))
 
@@ -109,7 +112,7 @@ def make_add(rule: int, shape: int) -> Callable[..., Any]:
 
 @njit(forceinline=True)
 def exponent_field(x):
-    """Return the biased exponent, as int64: 0 of zero, 2047 if not finite. No number here is subnormal."""
+    """Return the biased exponent as int64: 0 for zero, 2047 if not finite. No number here is subnormal."""
     return np.int64(_u64(_u64(bits_of(x) >> _u64(52)) & _u64(2047)))
 
 
@@ -124,8 +127,8 @@ def sum_field(x, least, zero):
 def product_field(a, b, least_a, least_b, zero):
     """Return the biased exponent of a product before a multiplier normalises it: the sum of its factors' exponents.
 
-    A factor counts with at least `least_a` or `least_b`: a subnormal has its format's least exponent in its exponent
-    field, however many leading zeros follow. A product that is zero counts with `zero`.
+    A factor counts with at least `least_a` or `least_b`: the exponent field of a subnormal contains its format's least
+    exponent, however many leading zeros follow. A product that is zero counts with `zero`.
     """
     field_a, field_b = exponent_field(a), exponent_field(b)
     field = np.int64(max(field_a, least_a) + max(field_b, least_b) - np.int64(1023))
@@ -153,7 +156,7 @@ def floor_off(x, top, bits):
 
 @njit(forceinline=True)
 def met_sum(products, top, x, bits, sum_bits, least):
-    """Add products, aligned at `top`, to an accumulator x, cutting both and the result toward minus infinity."""
+    """Add products, aligned at `top`, to an accumulator x; both and their sum are cut off toward minus infinity."""
     own = max(exponent_field(x), least)
     both = max(top, own)
     total = floor_off(products, both, np.int64(sum_bits + np.int64(1))) + floor_off(x, both, bits)
@@ -164,7 +167,8 @@ def met_sum(products, top, x, bits, sum_bits, least):
 def with_overflow(rounded, total, limit, overflow):
     """Return `rounded`, or `overflow` if the magnitude of `total` is at least `limit`; the last three are patterns.
 
-    Toward zero, IEEE 754 has the largest number there: an accumulator that cuts off bits of its significand overflows.
+    With rounding toward zero, IEEE 754 returns the largest number there; an accumulator that cuts off bits of its
+    significand overflows.
     """
     sign = _u64(_u64(1) << _u64(63))
     word, infinity = bits_of(total), _u64(0x7FF0000000000000)
@@ -177,7 +181,7 @@ def with_overflow(rounded, total, limit, overflow):
 def sum_noise(element, kind, quad, key0, key1):
     """Return the noise of four roundings, number 4 quad to 4 quad + 3, of one element of a product.
 
-    The first word of the counter is its index; the bits of the index above 2**32 change the key.
+    The first word of the counter is the element's index; the bits of the index above 2**32 change the key.
     """
     index = _u64(element)
     low, high = np.uint32(index & _u64(0xFFFFFFFF)), np.uint32(index >> _u64(32))

@@ -40,14 +40,14 @@ from fpsim.kernels.statistics import (
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
-# A processor may flush products up to it to zero, so that all targets do.
+# A processor may flush products up to this number to zero, so that all targets do.
 LEAST_PRODUCT = math.ldexp(1.0, -1022)
 
-CARD_SUMS = 4  # signal, noise, dead_zone and along: those of TALLY_SUMS that threads add up
+CARD_SUMS = 4  # signal, noise, dead_zone and along: the TALLY_SUMS that threads add up
 
 _MAGNITUDE = np.uint64((1 << 63) - 1)
 _INFINITY = np.uint64(BINARY64.bits(math.inf))
-# Masks: their squares would hide those of all other numbers.
+# Masks are left out: their squares would hide the squares of all other numbers.
 _MASK = np.uint64(BINARY64.bits(float(np.finfo(np.float32).max)))
 
 
@@ -59,7 +59,7 @@ def product(x, y):
 
 @cache
 def _make_wide(size: int) -> Callable[..., Any]:
-    """Return a compiled function from a number of `size` bytes to its float64 pattern."""
+    """Return a compiled function that returns the float64 pattern of a number of `size` bytes."""
 
     @njit(forceinline=True)
     def wide(word):
@@ -72,8 +72,8 @@ def _make_wide(size: int) -> Callable[..., Any]:
 def tally_loop(size: int) -> Loop:
     """Compare `n` numbers of `size` bytes before (address `src`) and after rounding (`dst`), in one pass.
 
-    Adds to int64 counts, float64 sums and an int64 histogram, whose fields `statistics` names: TALLY_COUNTS,
-    TALLY_SUMS, EXPONENT_FIELDS.
+    Adds to int64 counts, float64 sums and an int64 histogram. Their fields are TALLY_COUNTS, TALLY_SUMS and
+    EXPONENT_FIELDS of `statistics`.
     """
     (uint, _), wide, zero = integers(8 * size), _make_wide(size), np.uint64(0)
 
@@ -87,7 +87,7 @@ def tally_loop(size: int) -> Loop:
         normal, top = np.uint64(float64_bits(smallest_normal)), np.uint64(float64_bits(largest))
         saturated = np.uint64(float64_bits(saturated_from))
         amax = np.uint64(float64_bits(s[TALLY_AMAX]))
-        # In registers: an addition in memory would wait for the store before it.
+        # The sums stay in registers: an addition in memory would wait for the store before it.
         nonfinite, nonzero, underflow, subnormal, overflow, exact = 0, 0, 0, 0, 0, 0
         signal, noise, dead_zone, along = s[TALLY_SIGNAL], s[TALLY_NOISE], s[TALLY_DEAD_ZONE], s[TALLY_ALONG]
         for i in range(n):
@@ -129,9 +129,10 @@ def tally_loop(size: int) -> Loop:
 def tally_kernel(size: int) -> Callable[..., None]:
     """Return the body of the CUDA kernel that does the same, as a Python function, for PTX and the simulator alike.
 
-    smallest_normal, saturated_from, largest: float64's patterns. counts, exponents: int64 arrays that are added to.
-    amax: the pattern of a float64 in an int64 array. sums: signal, noise, dead_zone and along of each block of threads,
-    float64, which the caller adds up.
+    smallest_normal, saturated_from, largest: float64's patterns.
+    counts, exponents: int64 arrays that are added to.
+    amax: the pattern of a float64 in an int64 array.
+    sums: float64, the signal, noise, dead_zone and along of each block of threads, which the caller adds up.
     """
     from numba import float64, int64, uint32
 
@@ -140,7 +141,7 @@ def tally_kernel(size: int) -> Callable[..., None]:
     def kernel(x, r, n, smallest_normal, saturated_from, largest, counts, exponents, amax, sums):
         parts = cuda.shared.array((CARD_SUMS, CUDA_THREADS), float64)
         found = cuda.shared.array(ELEMENT_COUNTS, int64)
-        # Counted in shared memory: one atomic addition to memory for each bin of a block, not for each element.
+        # This counts in shared memory: one atomic addition to memory for each bin of a block, not for each element.
         bins = cuda.shared.array(EXPONENT_FIELDS, uint32)
         t, block, threads = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockDim.x
         for field in range(t, EXPONENT_FIELDS, threads):
@@ -195,7 +196,7 @@ def tally_kernel(size: int) -> Callable[..., None]:
                 cuda.atomic.add(exponents, field, int64(bins[field]))
         for field in range(t, ELEMENT_COUNTS, threads):
             cuda.atomic.add(counts, field, found[field])
-        # Not added atomically, in whatever order blocks finish: the sums have the same last bit every time.
+        # The sums are not added atomically, in whatever order blocks finish: they have the same last bit every time.
         for field in range(t, CARD_SUMS, threads):
             sums[CARD_SUMS * block + field] = parts[field, 0]
 
@@ -221,7 +222,7 @@ def _make_lost(size: int) -> Callable[..., Any]:
     magnitude_mask = uint((1 << (8 * size - 1)) - 1)
     zero, infinity = uint(0), uint((BINARY32 if size == 4 else BINARY64).bits(float("inf")))
 
-    # By bit patterns, which vectorises.
+    # Bit patterns are compared, which vectorises.
     @njit(forceinline=True)
     def lost(x, r, highest):
         before, after = uint(x & magnitude_mask), uint(r & magnitude_mask)
@@ -235,8 +236,8 @@ def _make_lost(size: int) -> Callable[..., Any]:
 def lost_loop(size: int) -> Loop:
     """Count the losses of `n` numbers of `size` bytes at `src` when they became those at `dst`.
 
-    Adds to the int64 LOST_COUNTS at `counts`: zeros before; other numbers that became zero; finite ones that did not
-    stay finite, or whose magnitude is above `limit`.
+    Adds to the int64 LOST_COUNTS at `counts`: numbers that were zero before; other numbers that became zero; and finite
+    numbers that did not stay finite, or whose magnitude is above `limit`.
     """
     (uint, _), limit_of, lost = integers(8 * size), make_limit(8 * size), _make_lost(size)
 
@@ -263,8 +264,9 @@ def lost_loop(size: int) -> Loop:
 def lost_kernel(size: int) -> Callable[..., None]:
     """Return the body of the CUDA kernel that does the same, as a Python function.
 
-    largest: a float64's pattern. log2_scale: an int64 in memory; the limit is `largest * 2**-log2_scale`. counts: an
-    int64 array that is added to.
+    largest: a float64's pattern.
+    log2_scale: an int64 in memory; the limit is `largest * 2**-log2_scale`.
+    counts: an int64 array that is added to.
     """
     from numba import int64
 

@@ -8,7 +8,8 @@ from fpsim.compiling.deferred import njit
 from fpsim.kernels.containers import rotate_left
 
 # Threefry-4x32: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-# Additions, rotations and exclusive ors of 32 bits: what every vector unit has. Its 12 rounds pass BigCrush (ibid.).
+# It uses additions, rotations and exclusive ors of 32 bits, which every vector unit has. 12 rounds pass BigCrush
+# (ibid.).
 NOISE_ROUNDS = 12
 _PARITY = np.uint32(0x1BD11BDA)
 
@@ -36,7 +37,7 @@ def _four_rounds(x0, x1, x2, x3, r00, r01, r10, r11, r20, r21, r30, r31):
 def threefry(c0, c1, k0, k1, rounds):
     """Return four random words of Threefry-4x32 for the counter (c0, c1, 0, 0) and the key (k0, k1, 0, 0).
 
-    Everything is uint32; `rounds` is 12, or 20 as in the paper's recommendation.
+    All numbers are uint32. `rounds` is 12, or 20 as in the paper's recommendation.
     """
     u32 = np.uint32
     k4 = u32(u32(_PARITY ^ k0) ^ k1)
@@ -55,9 +56,9 @@ def threefry(c0, c1, k0, k1, rounds):
     return x0, x1, x2, x3
 
 
-# Noise comes in blocks of 128 words from 16 counters, so that 16 lanes work side by side. Counter 16 b + l gives
-# four words; word w is the noise of element 128 b + 32 w + l and, with its halves exchanged, of element
-# 128 b + 32 w + 16 + l. Each element sees 32 uniform bits; the two share none of their leading 16.
+# Noise comes in blocks of 128 words from 16 counters, so that 16 lanes work side by side. Counter 16 b + l yields four
+# words. Word w is the noise of element 128 b + 32 w + l. With its halves exchanged, it is also the noise of element 128
+# b + 32 w + 16 + l. Each element sees 32 uniform bits; the two elements share none of their leading 16 bits.
 NOISE_BLOCK = 128
 NOISE_LANES = 16
 
@@ -86,7 +87,7 @@ def noise_words(counter, key0, key1):
 @njit(forceinline=True)
 def fill_noise(noise, block, key0, key1):
     """Write the NOISE_BLOCK words of one block to `noise`."""
-    # The high word is computed once: 16 counters never cross a multiple of 2**32.
+    # The high word is computed only once: 16 counters never cross a multiple of 2**32.
     first = np.uint64(block) * np.uint64(NOISE_LANES)
     low, high = np.uint32(first & np.uint64(0xFFFFFFFF)), np.uint32(first >> np.uint64(32))
     for lane in range(NOISE_LANES):

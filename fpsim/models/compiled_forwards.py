@@ -1,7 +1,7 @@
-"""Emulated modules under torch.compile: each is one call of the program, run as it is when the program is made.
+"""Emulated modules under torch.compile: each is one call of the program, recorded when the program is made.
 
-The mode reads the calling code and marks tensors, which Dynamo cannot follow. So the emulation runs on stand-ins, and
-its operations are recorded, forward and backward.
+The mode reads the calling code and marks tensors, which Dynamo cannot follow. For this reason the emulation runs on
+stand-ins, and its operations are recorded, forward and backward.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ __all__ = ["call_under_dynamo", "call_with_hooks_apart", "note_copy", "open_obje
 
 _forwards: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by their tokens
 _tokens = itertools.count()
-_copies: weakref.WeakSet[Any] = weakref.WeakSet()  # copied or loaded, and not prepared yet
-# Of models that are being recorded, by the ids of their listeners: the modules that other threads have called.
+_copies: weakref.WeakSet[Any] = weakref.WeakSet()  # were copied or loaded, and are not prepared yet
+# For models that are being recorded, by the ids of their listeners: the modules that other threads have called.
 _recorded: dict[int, list[str]] = {}
 
 
@@ -51,7 +51,7 @@ def register(forward: Any) -> str:
 
 def require_own_thread(forward: Any) -> None:
     """Raise NotImplementedError for a call of a model that another thread is recording."""
-    # Its parameters are replaced by stand-ins meanwhile, with which this thread would compute.
+    # While a model is recorded, its parameters are replaced by stand-ins, with which this thread would compute.
     if _recorded and active.stand_ins is None and (others := _recorded.get(id(forward.listeners))) is not None:
         others.append(forward.name or type(forward.module).__name__)
         raise _of_another_thread(others[0])
@@ -77,7 +77,7 @@ def call_under_dynamo(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if is_inside or listeners.scaling is not None or listeners.observer is not None or forward.is_delayed():
         return _run_apart(forward, args, kwargs)
     tensors = {**dict(forward.module.named_parameters()), **dict(forward.module.named_buffers())}
-    # Each flag becomes a condition of the program, which is made again for another one.
+    # Each flag becomes a condition of the program, which is compiled again if a flag changes.
     flags = [module.training for module in forward.module.modules()]
     given = [isinstance(x, nn.Parameter) for x in _tensors_among((args, kwargs))]
     return _recorded_forward(forward.token, tensors, flags, given, args, kwargs)
@@ -85,7 +85,7 @@ def call_under_dynamo(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _tensors_among(x: Any) -> list[Tensor]:
     """Return the tensors in tuples, lists and dictionaries."""
-    # Plain code, and no tree functions of torch: Dynamo reads it line by line.
+    # This is plain code, without the tree functions of torch: Dynamo reads it line by line.
     if isinstance(x, Tensor):
         return [x]
     if isinstance(x, dict):
@@ -100,12 +100,12 @@ def _parameters_of(arguments: Any, given: list[bool]) -> list[Tensor]:
 def _recorded_forward(
     token: str, tensors: dict[str, Tensor], flags: list[bool], given: list[bool], args: Any, kwargs: Any
 ) -> Any:
-    """Run the forward of `token` with these tensors instead of parameters and buffers; flags are conditions.
+    """Run the forward of `token` with these tensors in place of parameters and buffers. flags: conditions.
 
-    given: of each tensor among the arguments, whether it is a parameter: one of a module around this one.
+    given: for each tensor among the arguments, whether it is a parameter of a module around this one.
     """
     forward = _forwards[token]
-    # True if Dynamo reads this very function, line by line: it has given up recording the call as one operation.
+    # True if Dynamo reads this very function, line by line: it has then given up recording the call as one operation.
     is_given_up = torch.compiler.is_dynamo_compiling()
     if is_given_up or not any(map(is_recorded, (*tensors.values(), *tensors_of((args, kwargs))))):
         return _run_apart(forward, args, kwargs)
@@ -156,7 +156,7 @@ def _recorded_forward(
                 f"Expected tensors and numbers in lists, tuples, dicts, pytrees and objects of plain Python, such as "
                 f"transformers' DynamicCache. Return only those."
             )
-    # A warning too, because Dynamo's own error says only that a type is unsupported.
+    # There is a warning too, because Dynamo's own error says only that a type is unsupported.
     except Exception as error:
         warnings.warn(
             f"{type(forward.module).__name__} cannot be compiled as one program: {type(error).__name__}: {error} "
@@ -171,7 +171,7 @@ def _recorded_forward(
 
 
 def _require_nothing_around(module: nn.Module) -> None:
-    """Raise NotImplementedError for a call inside of hooks or a transform, which a program cannot hold."""
+    """Raise NotImplementedError for a call inside hooks or a transform, which a program cannot hold."""
     if any(map(is_of_a_model, forward_hooks_of(module))):
         raise NotImplementedError(
             f"{type(module).__name__} has forward hooks, which a compiled program runs in float32 around its forward. "
@@ -185,7 +185,7 @@ def _require_nothing_around(module: nn.Module) -> None:
 
 
 class _Attributes:
-    """The modules' attributes before a recorded call, except parameters, buffers and modules."""
+    """The attributes of modules before a recorded call, except for parameters, buffers and modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
@@ -194,7 +194,7 @@ class _Attributes:
         ]
 
     def traced(self) -> str | None:
-        """Return the name of one that holds a tensor of the recording, which would still be there after the call."""
+        """Return the name of an attribute that holds a tensor of the recording, and would keep it after the call."""
         for name, attributes, _ in self._kept:
             for key, value in _plain(attributes).items():
                 if any(map(is_recorded, tensors_of(value))):
@@ -202,7 +202,7 @@ class _Attributes:
         return None
 
     def restore(self) -> None:
-        """Put all back: the same objects, and lists and dictionaries with their former contents."""
+        """Put all attributes back: the same objects, and lists and dictionaries with their former contents."""
         for _, attributes, before in self._kept:
             for key in _plain(attributes).keys() - before.keys():
                 del attributes[key]
@@ -219,7 +219,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes that a forward may have set: neither torch's nor ours."""
+    """Return the attributes that a forward may have set, which are neither torch's nor ours."""
     return {key: x for key, x in attributes.items() if key not in _OF_MODULES and not key.startswith("_fpsim")}
 
 
@@ -228,19 +228,19 @@ def _copied(value: Any) -> Any:
 
 
 def _give_attributes(stand_in: Tensor, attributes: dict[str, Any]) -> None:
-    """Copy the parameter's attributes to a stand-in, for forwards that read them, as muP's; not our marks."""
+    """Copy a parameter's attributes to a stand-in, for forwards that read them, such as muP's; not our marks."""
     own = vars(stand_in)
     own.update({k: v for k, v in attributes.items() if k not in own and k != MARK and not k.startswith("_dynamo")})
 
 
-_run_apart: Any = None  # once torch.compile has come to an emulated module
+_run_apart: Any = None  # set once torch.compile has come to an emulated module
 
 
 @constant_under_compile
 def _prepare_for_dynamo() -> bool:
-    """Ready the functions that torch.compile calls as they are. Returns whether the emulation is active already."""
+    """Prepare the functions that torch.compile calls as they are. Returns whether the emulation is active already."""
     global _run_apart
-    # Now, because Dynamo cannot follow how a forward prepares itself.
+    # This happens now, because Dynamo cannot follow how a forward prepares itself.
     for forward in list(_copies):
         forward.prepare()
     if _run_apart is None:
@@ -259,7 +259,7 @@ _hooked_apart: Any = None
 
 
 def call_with_hooks_apart(slot: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Replace a call of a module with forward hooks of its own where torch.compile traces it."""
+    """Replace a call of a module with forward hooks of its own, where torch.compile traces it."""
     _prepare_for_hooks()
     return _hooked_apart(slot, args, kwargs)
 
@@ -275,15 +275,15 @@ def _prepare_for_hooks() -> None:
         )
 
 
-# Objects that a compiled program returns: flattened to types that a program can return, and rebuilt by it
+# Objects that a compiled program returns: they are flattened to types that a program can return, and rebuilt by it
 
 
 _COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-_CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device)  # of a program
+_CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device)  # constants of a program
 # The types that objects have or keep. A program returns a type as a string, which is its key here.
 _types: dict[str, type] = {}
 
-# Where a type has its own of these, attributes do not tell all of an object.
+# If a type has its own version of one of these, the attributes do not describe the whole object.
 _MAKING = ("__new__", "__setattr__")
 
 
@@ -291,7 +291,7 @@ _MAKING = ("__new__", "__setattr__")
 class _Object:
     """An object in a form that a program can return; unflattening makes the object again.
 
-    of: its type, by its place in `_types`.
+    of: the type of the object, by its place in `_types`.
     names, values: its attributes, with their values flattened.
     """
 

@@ -1,6 +1,7 @@
 """Weights that are computed before they are used: by a parametrization, or by a hook as torch's older norms do.
 
-Their computation runs in float32 on master values. The result has the role of a weight wherever it is used.
+The computation of such a weight runs in float32 on master values. Its result has the role of a weight wherever it is
+used.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def adopt(module: nn.Module) -> None:
     for computation in computing_hooks(module):
         if computation.method not in vars(computation.hook):
             setattr(computation.hook, computation.method, _ComputingMethod(computation.hook, computation.method))
-            # The weight that the hook has computed before it was intercepted.
+            # The hook had computed this weight before the hook was intercepted.
             weight = vars(module).get(computation.weight)
             if isinstance(weight, Tensor):
                 mark_as_weight(weight)
@@ -73,10 +74,10 @@ def release(module: nn.Module) -> None:
 
 
 def modules_that_compute(model: nn.Module) -> set[nn.Module]:
-    """Return the modules inside of `model` that compute weights: parametrizations and their submodules."""
+    """Return the modules inside `model` that compute weights: parametrizations and their submodules."""
     return {inner for m in model.modules() if isinstance(m, ParametrizationList) for inner in m.modules()}
 
 
 def sources(module: nn.Module) -> set[str]:
-    """Return the names of the module's own parameters that are used to compute others, and nowhere else."""
+    """Return the names of the module's own parameters that are used only to compute other parameters."""
     return {name for computation in computing_hooks(module) for name in computation.sources}

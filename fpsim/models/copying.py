@@ -1,8 +1,8 @@
 """Carry over the attributes and hooks of parameters, which `copy.deepcopy` of a model loses.
 
-torch's `Parameter.__deepcopy__` copies numbers and `requires_grad` alone. `_no_weight_decay` of Mamba and `infshape` of
-muP, by which optimizers and initialisations know a parameter, are attributes; a mask that a sparse training keeps is a
-hook.
+torch's `Parameter.__deepcopy__` copies only numbers and `requires_grad`. Other libraries need more: `_no_weight_decay`
+of Mamba and `infshape` of muP, by which optimizers and initialisations know a parameter, are attributes, and the mask
+that a sparse training keeps is a hook.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from fpsim.torch_internals import hooks_of_gradient
 
 __all__ = ["carry_over"]
 
-Memo = dict[int, Any]  # of copy.deepcopy: the copies, by the ids of the originals
+Memo = dict[int, Any]  # copy.deepcopy's memo: the copies, by the ids of the originals
 
 
 def carry_over(model: nn.Module, memo: Memo) -> list[str]:
     """Give the copies of a model's parameters and buffers the attributes and hooks of the originals.
 
-    Hooks are copied as `copy.deepcopy` copies those of modules: functions stay, and methods of a module become those of
-    its copy. So is a function that closes over a module or a parameter of the model, or has it as a default.
+    Hooks are copied as `copy.deepcopy` copies the hooks of modules: functions stay, and methods of a module become
+    those of its copy. A function that closes over a module or a parameter of the model, or has it as a default, is
+    copied too.
 
-    Returns the names of those that have a hook which would still see the original: through an optimizer, a global name,
-    or a list in a closure.
+    Returns the names of the parameters and buffers with a hook that would still see the original: through an optimizer,
+    a global name, or a list in a closure.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     own = {id(x) for _, x in tensors} | {id(module) for module in model.modules()}
     left_behind = []
     for name, x in tensors:
         duplicate = memo.get(id(x))
-        # A module that copies itself in another way.
+        # A module that copies itself in another way has no copy here.
         if duplicate is None or duplicate is x:
             continue
         for attribute, value in vars(x).items():
@@ -61,7 +62,7 @@ def carry_over(model: nn.Module, memo: Memo) -> list[str]:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Return whether a hook is this package's own, such as one of `fpsim.watch`, which watches the original alone."""
+    """Return whether a hook is this package's own, such as one of `fpsim.watch`, which watches only the original."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     home = getattr(hook, "__module__", None) or type(hook).__module__
@@ -71,7 +72,7 @@ def _is_ours(hook: Any) -> bool:
 def _copied_value(value: Any, memo: Memo) -> Any:
     try:
         return copy.deepcopy(value, memo)
-    # A group of processes, for instance, cannot be copied: the copy shares it.
+    # Some values, such as a group of processes, cannot be copied: the copy shares them.
     except Exception:
         return value
 
@@ -95,7 +96,7 @@ def _copied(hook: Any, own: set[int], memo: Memo) -> Any:
 
 
 def _cell(cell: CellType, moved: Callable[[Any], Any]) -> CellType:
-    """Return the same cell, which others may write to, unless it holds a part of the model."""
+    """Return the same cell, to which others may write, unless it holds a part of the model."""
     content = moved(cell.cell_contents)
     return cell if content is cell.cell_contents else CellType(content)
 
@@ -112,10 +113,10 @@ def _held(function: FunctionType) -> Iterator[Any]:
 
 def _sees_the_original(hook: Any, own: set[int]) -> bool:
     """Return whether a copy of this hook would still refer to the original model, or to its optimizer."""
-    # Objects that the hook reaches, each with whether a copy of the hook would share it.
+    # Objects that the hook reaches, each with a flag: whether a copy of the hook would share it.
     waiting: list[tuple[Any, bool]] = [(hook, False)]
     if isinstance(hook, FunctionType):
-        given = {id(x) for x in _given(hook, own)}  # which `_copied` replaces
+        given = {id(x) for x in _given(hook, own)}  # `_copied` replaces these
         waiting = [(x, True) for x in _inside(hook) if id(x) not in given]
     seen = set()
     while waiting:

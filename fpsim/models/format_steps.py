@@ -1,15 +1,15 @@
 """Optimizer steps in a small format: SGD and Adam written out, and any other optimizer emulated.
 
 The steps of SGD and Adam round each operation and each coefficient. The operations are those of torch's own
-single-tensor loops, in their order. torch's bfloat16 kernels on the CPU round the coefficient of a sum to bfloat16, and
-keep those of products, quotients, `lerp`, `addcmul` and `addcdiv` in float32; CUDA kernels keep all of them in float32.
-`arithmetic="torch"` does the same, `arithmetic="format"` rounds all of them. One effect of torch's vectorised loops on
-the CPU is not reproduced: `a.add(b, alpha=c)` rounds once, but in the last `numel % 32` elements it rounds the product
-as well.
+single-tensor loops, in the same order. torch's bfloat16 kernels on the CPU round the coefficient of a sum to bfloat16,
+but keep the coefficients of products, quotients, `lerp`, `addcmul` and `addcdiv` in float32. CUDA kernels keep all
+coefficients in float32. `arithmetic="torch"` does the same as these kernels; `arithmetic="format"` rounds all
+coefficients. One effect of torch's vectorised loops on the CPU is not reproduced: `a.add(b, alpha=c)` rounds once, but
+in the last `numel % 32` elements it rounds the product as well.
 
-For other optimizers the optimizer's own code runs, emulated as a model would be. `arithmetic="format"` rounds each
-Python number to the format first; "torch" rounds only addends and exponents, as torch's CPU kernels do, and on a card
-only exponents.
+Other optimizers run their own code, which is emulated as a model would be. `arithmetic="format"` rounds each Python
+number to the format first. `arithmetic="torch"` rounds only addends and exponents, as torch's CPU kernels do, and on a
+card only exponents.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from fpsim.undoing import Undo
 __all__ = ["EmulatedStep", "emulated_step_of", "has_format_step", "require_format_step", "run_format_step"]
 
 
-Wanted = Callable[[], Tensor]  # the update of a step, as a tensor of its own
+Wanted = Callable[[], Tensor]  # returns the update of a step, as a tensor of its own
 
 
 class Arithmetic:
     """Arithmetic in one format: each operation computes in float32 and is rounded once.
 
-    as_torch: round coefficients as torch's CPU kernels do, or as its CUDA kernels do if `is_on_card`.
+    as_torch: whether to round coefficients as torch's CPU kernels do, or as its CUDA kernels do if `is_on_card`.
     """
 
     def __init__(self, spec: RoundingSpec, as_torch: bool, is_on_card: bool) -> None:
         self.spec = spec
         in_format: Callable[[float], float] = cache(self._rounded)
         self.summed = float if as_torch and is_on_card else in_format  # the coefficient of a sum
-        self.factor = float if as_torch else in_format  # of anything else
+        self.factor = float if as_torch else in_format  # any other coefficient
 
     def _rounded(self, x: float) -> float:
         """Return a coefficient in the format."""
@@ -91,7 +91,7 @@ def run_format_step(
 ) -> Tensor | None:
     """Step one parameter that has a gradient.
 
-    group: the parameter group that it is in.
+    group: the parameter group of this parameter.
     wants_update: whether to return the update that the optimizer computed, before it was added to the weight.
     """
     p = store.parameter
@@ -179,13 +179,13 @@ def _apply(a: Arithmetic, store: ParameterStore, p: Tensor, add: Callable[[Tenso
     update: returns the update as a tensor of its own.
     """
     keep = a.keep
-    # Kahan's sum, as in torch-optimi, and in AnyPrecisionAdamW of torchdistx.
+    # This is Kahan's sum, as in torch-optimi, and in AnyPrecisionAdamW of torchdistx.
     if COMPENSATION in store.kept:
         k, old = local_part(store.kept[COMPENSATION]), p.clone()
         keep(add(k))
         keep(p.add_(k))
         keep(k.add_(keep(old.sub_(p))))
-    # Collage, "Grow": Fast2Sum, and again to bring the pair in order.
+    # This is Collage's "Grow": Fast2Sum, which is repeated to bring the pair in order.
     elif SECOND in store.kept:
         rest, old, u = local_part(store.kept[SECOND]), p.clone(), update()
         whole = keep(p + u)
@@ -203,18 +203,19 @@ _STEPS: dict[type, Callable[..., Wanted]] = {torch.optim.SGD: _sgd, torch.optim.
 class EmulatedStep:
     """The emulation around each step of one optimizer.
 
-    spec: of weights, states, gradients and every result.
-    as_torch: whether only those numbers of Python are rounded that torch's kernels round.
+    spec: the rounding of weights, states, gradients and every result.
+    as_torch: whether to round only those Python numbers that torch's kernels round.
     """
 
     def __init__(self, spec: RoundingSpec, as_torch: bool) -> None:
         self._spec, self._as_torch, self._undo = spec, as_torch, Undo()
-        self._wanted: dict[Tensor, Tensor] = {}  # by observed parameter, without the last rounding
-        # By parameter: the user's gradient, the tensor that replaces it during the step, and that one's write count.
+        self._wanted: dict[Tensor, Tensor] = {}  # by observed parameter: its update without the last rounding
+        # By parameter: the user's gradient, the tensor that replaces it during the step, and the write count of that
+        # tensor.
         self._gradients: dict[Tensor, tuple[Tensor, Tensor, int]] = {}
 
     def begin(self, optimizer: Optimizer, observed: Mapping[Tensor, Any]) -> None:
-        """Enter the emulation until `end`; in between the gradients are rounded ones."""
+        """Enter the emulation until `end` is called; in between, the gradients are rounded ones."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         for p in parameters:
             if p.grad.is_sparse:
@@ -227,7 +228,7 @@ class EmulatedStep:
         scope.write = self._write
         note_emulated(optimizer)
         enter(scope, self._undo)
-        # Tensors among the options, a learning rate for instance, stay float32.
+        # Tensors among the options, such as a learning rate, stay float32.
         for group in optimizer.param_groups:
             for x in (x for name, x in group.items() if name != "params" and isinstance(x, Tensor)):
                 if x.is_floating_point() and not is_made_here(x):
@@ -246,9 +247,9 @@ class EmulatedStep:
         push_mode(numbers)
 
     def end(self, has_raised: bool = False) -> dict[Tensor, Tensor]:
-        """Leave; may be called again. Returns the updates that the observed parameters' steps would have added."""
+        """Leave; may be called again. Returns the updates that steps of the observed parameters would have added."""
         self._undo()
-        # Gradients are put back, except those that the step itself has written to, replaced or dropped.
+        # Gradients are put back, except for those that the step itself has written to, replaced or dropped.
         for p, (gradient, given, writes) in self._gradients.items():
             if has_raised or (p.grad is given and version_of(given) == writes):
                 p.grad = gradient
@@ -257,8 +258,8 @@ class EmulatedStep:
 
     def _know_state(self, name: str, x: Tensor) -> None:
         """Mark a state as float32 or as rounded to the format, unless an earlier step has marked it."""
-        # The dtype of a state of a checkpoint is not known: a number without axes, such as "step", is float32 as in
-        # torch's optimizers.
+        # A checkpoint does not say whether a state was float32: a number without axes, such as "step", is taken as
+        # float32, as it is in torch's optimizers.
         if not is_made_here(x) and (name == "step" or not x.dim()):
             active.emulation.mark_wide(x)
         elif not is_marked_wide(x) and format_of(x) != self._spec.text:
@@ -266,7 +267,7 @@ class EmulatedStep:
             mark(x, self._spec.text)
 
     def _write(self, p: Tensor, run: Callable[[], Any]) -> Any:
-        """Run a write to a parameter, and round it as any result."""
+        """Run a write to a parameter, and round the parameter as any other result."""
         before = p.detach().clone() if p in self._wanted else None
         out = run()
         if before is not None:
@@ -275,7 +276,7 @@ class EmulatedStep:
         return out
 
 
-# Functions whose kernels cast a Python number to the dtype of the tensor, on the CPU and on a card.
+# Functions whose kernels cast a Python number to the dtype of the tensor: on the CPU, and on a card.
 _ROUNDED_BY_TORCH = frozenset(
     "add sub subtract rsub radd iadd isub pow ipow foreach_add foreach_sub foreach_pow".split()
 )
@@ -283,9 +284,9 @@ _ROUNDED_ON_CARD = frozenset("pow ipow".split())
 
 
 class _NumbersInFormat(TorchFunctionMode):
-    """Round Python numbers beside tensors of the format to the format.
+    """Round the Python numbers among the arguments of a function to the format, if it takes tensors of the format.
 
-    as_torch: only where torch's bfloat16 kernels on the tensors' device do so.
+    as_torch: whether to do so only where torch's bfloat16 kernels on the tensors' device do.
     """
 
     def __init__(self, fmt: Element, as_torch: bool) -> None:

@@ -1,7 +1,7 @@
-"""Stand-in for a module's `forward`: runs the true one under the module's scope, and is found behind other wrappers.
+"""Stand-in for a module's `forward`: it runs the true forward under the module's scope, and is found behind wrappers.
 
-Other libraries wrap `forward` too. Some keep the function that they found as an attribute of the module, some in a
-closure; some bind its `__func__` again, and follow `__wrapped__` back to the original.
+Other libraries wrap `forward` too. Some keep the function that they found as an attribute of the module, and some in a
+closure. Some bind its `__func__` again, and follow `__wrapped__` back to the original.
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ from fpsim.torch_nodes import sends_sums_by_moving
 
 __all__ = ["KEY", "EmulatedForward", "HookedCall", "UnboundForward", "leave"]
 
-KEY = "_fpsim_forward"  # in the module's __dict__
+KEY = "_fpsim_forward"  # key in the module's __dict__
 
 
 class EmulatedForward:
-    """Stands in for a module's `forward` and runs the true one under the module's scope.
+    """Stands in for a module's `forward`, and runs the true forward under the module's scope.
 
     It looks like a bound method, but has no `__wrapped__`: code that unwraps functions ends here.
 
-    policy: None once the model is dequantised. Wrappers of other libraries may still call it, and it rounds nothing.
+    policy: None once the model is dequantised. Wrappers of other libraries may still call the stand-in, which then
+        rounds nothing.
     inner: the `forward` that another library had put there, if any.
     wide: the operations whose results were float32 on purpose in the last call.
     """
@@ -90,23 +91,23 @@ class EmulatedForward:
             self._signature = None
         self.cache_use = cache_use(self.module, self._signature)
         plain = vars(type(self.module)).get("forward") if self.inner is None else None
-        # The method of the class, which is bound at each call without a search through the classes.
+        # This is the method of the class, which is bound at each call without a search through the classes.
         self._method = plain if type(plain) is FunctionType else None
         self._scopes = {False: make_scope(self.name, self.policy or Policy(), self.listeners)}
         self.wide: dict[str, None] = {}
         watch_module_hooks()
         _note_classes(self.module)
         surround(self.module)
-        # Registered again for each policy: a program that torch.compile made is of one forward and its policy.
+        # It is registered again for each policy: a program of torch.compile belongs to one forward and its policy.
         self.token = register(self)
 
     def renew(self, name: str, policy: Policy | None, listeners: Listeners) -> None:
-        """Change name, policy and listeners in place. With None for a policy it rounds nothing any more."""
+        """Change name, policy and listeners in place. If the policy is None, nothing is rounded any more."""
         self.name, self.policy, self.listeners = name, policy, listeners
         self.prepare()
 
     def true_forward(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the forward that this one replaces: a method, a static one, or a function that a library put there."""
+        """Return the forward that this one replaces: a (static) method, or a function that a library put there."""
         if self.inner is not None:
             return self.inner  # type: ignore[no-any-return]
         of_class: Any = None
@@ -139,13 +140,13 @@ class EmulatedForward:
     def __getattr__(self, name: str) -> Any:
         if "module" not in self.__dict__ or "_scopes" in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        # Not before: while a copy or a load is under way, the module may lack its attributes.
+        # This must not happen before: while a copy or a load is under way, the module may lack its attributes.
         self.prepare()
         return getattr(self, name)
 
     @property
     def scope(self) -> Scope:
-        """Scope with the formats at present: an attached scaling may round gradients of few bits stochastically."""
+        """The present scope and its formats: an attached scaling may round gradients of few bits stochastically."""
         is_stochastic = self.listeners.rounds_few_bits_stochastically
         if is_stochastic not in self._scopes:
             policy = (self.policy or Policy()).with_stochastic_gradients(FEW_BITS)
@@ -162,11 +163,11 @@ class EmulatedForward:
 
     @property
     def stored(self) -> Mapping[str, Operand] | None:
-        """Operands of the keys and values that this module itself stores; None if it stores none, or rounds none."""
+        """Operands of the keys and values that this module stores itself; None if it stores none, or rounds none."""
         return self.scope.cache if self.cache_use is not None and self.cache_use.stores else None
 
     def is_delayed(self) -> bool:
-        """Return whether any operand inside of the module takes its scale from earlier steps."""
+        """Return whether any operand inside the module takes its scale from earlier steps."""
         forwards = (vars(module).get(KEY) for module in self.module.modules())
         return any(x is not None and x.products is not None and x.products.is_delayed for x in forwards)
 
@@ -181,7 +182,7 @@ class EmulatedForward:
     @property
     def __signature__(self) -> inspect.Signature | None:
         """Signature of the forward, for inspect.signature."""
-        # A property and no attribute of the instance, which functools.wraps would copy to a wrapper.
+        # This is a property and no attribute of the instance, which functools.wraps would copy to a wrapper.
         return self._signature  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +194,7 @@ class EmulatedForward:
             return self.run(first, args[1:], kwargs)  # bound once more
         if not torch.compiler.is_compiling():
             called = called_module()
-            # A shallow copy of the module, as DataParallel makes it, with parameters of its own.
+            # This is a shallow copy of the module, as DataParallel makes it, with parameters of its own.
             if called is not None and called is not module and vars(called).get(KEY) is self:
                 module = called
         return self.run(module, args, kwargs, active.emulation is not None and is_called_functionally())
@@ -208,20 +209,20 @@ class EmulatedForward:
     ) -> Any:
         """Run the true forward of `module` under its scope.
 
-        is_functional: whether tensors were put in it for this call.
-        call: replaces the forward: it runs the forward with the hooks around it.
+        is_functional: whether tensors were put in the module for this call.
+        call: if given, it is called in place of the forward, and runs the forward with the hooks around it.
         """
         method = self._method
         if call is not None:
             forward = call
-        # Asked at each call: somebody may have replaced the method of the class.
+        # This is asked at each call: somebody may have replaced the method of the class.
         elif type(module).__dict__.get("forward") is method and method is not None:
             forward = MethodType(method, module)
         else:
             forward = self.true_forward(module)
         if self.policy is None:
             return forward(*args, **kwargs)
-        self.wide = {}  # of this call, the last one
+        self.wide = {}  # those of this call, which is the last one
         known = self._scopes.get(self.listeners.rounds_few_bits_stochastically) or self.scope
         emulation = active.emulation
         around = None if emulation is None else emulation.scope
@@ -259,7 +260,7 @@ class EmulatedForward:
         return out if driver is None else driver(out, scope, has_names)
 
 
-# Frames that are looked at: between a module and the method there are those of torch, of decorators and of helpers.
+# The number of frames that are looked at: between a module and the method, torch, decorators and helpers have frames.
 _METHODS = 32
 _is_of_module: dict[tuple[str, str], bool] = {}  # by module and name: classes of emulated modules, and their mixins
 _warned_of_methods: weakref.WeakSet[Any] = weakref.WeakSet()  # classes and Listeners
@@ -273,10 +274,10 @@ def _note_classes(module: nn.Module) -> None:
 
 def _warn_of_method(forward: EmulatedForward, module: nn.Module) -> None:
     """Warn, once for a class, if a method of a model calls one of its modules outside of any forward."""
-    # Methods do not run under the model's scope, as its forward does. They also train, draw weights, average them and
-    # count hits, which a format would spoil. Nor could they be intercepted: shallow copies of the model (DataParallel
-    # makes such) share its attributes, and have parameters of their own. So a module that is called alone looks at its
-    # callers.
+    # Methods do not run under the model's scope, as its forward does. They also train, draw weights, average weights
+    # and count hits, which a format would spoil. They could not be intercepted either: shallow copies of the model,
+    # such as DataParallel's, share its attributes, and have parameters of their own. Therefore a module that is called
+    # alone looks at its callers.
     listeners = forward.listeners
     if listeners in _warned_of_methods or torch.compiler.is_compiling():
         return
@@ -286,11 +287,11 @@ def _warn_of_method(forward: EmulatedForward, module: nn.Module) -> None:
             return
         code = frame.f_code
         is_of_module = _is_of_module.get((frame.f_globals.get("__name__", ""), code.co_qualname.rpartition(".")[0]))
-        # A mixin that is not a module, such as transformers' GenerationMixin: its code runs around a model's forward,
-        # and is not the model's.
+        # This is a mixin that is not a module, such as transformers' GenerationMixin: its code runs around a model's
+        # forward, and does not belong to the model.
         if is_of_module is False:
             return
-        # Other frames are not asked for theirs: before Python 3.13, `f_locals` keeps a frame's tensors alive to its
+        # Other frames are not asked for `f_locals`: before Python 3.13, this keeps a frame's tensors alive until its
         # end.
         caller = frame.f_locals.get("self") if is_of_module else None
         around = None
@@ -316,7 +317,7 @@ def _warn_of_method(forward: EmulatedForward, module: nn.Module) -> None:
 def _run_whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a whole model; inputs and gradients that only moved through it are brought into the format."""
     out = forward(*args, **kwargs)
-    # Reading the attributes of a tensor would be calls of the mode.
+    # Reading the attributes of a tensor would make calls of the mode.
     with without_torch_function():
         if type(out) is Tensor and is_made_here(out) and not sends_sums_by_moving(out):
             return out
@@ -344,7 +345,7 @@ def _run_fused(border: Scope, forward: Callable[..., Any], *args: Any, **kwargs:
 
 
 def _in_format(emulation: Any, out: Any, given: tuple[Any, ...]) -> Any:
-    """Return results of a whole model in the format; containers stay the same objects if nothing in them changes."""
+    """Return results of a whole model in the format. Containers stay the same objects if nothing in them changes."""
     if isinstance(out, Tensor):
         if not is_roundable(out):
             return out
@@ -357,14 +358,15 @@ def _in_format(emulation: Any, out: Any, given: tuple[Any, ...]) -> Any:
     if type(out) is dict:
         values = {key: _in_format(emulation, x, given) for key, x in out.items()}
         return values if any(out[key] is not x for key, x in values.items()) else out
-    # Any other container may be known by its identity, as a cache of keys is: it is rebuilt only if a tensor changes.
+    # Any other container may be known by its identity, as a cache of keys is: it is rebuilt only if a tensor in it
+    # changes.
     made = (x for x in tensors_of(out) if is_made_here(x) and sends_sums_by_moving(x))
     shown = {id(x): y for x in made if (y := emulation.returned(x)) is not x}
     return map_leaves(lambda x: shown.get(id(x), x), out) if shown else out
 
 
 def _driven(generator: Generator[Any, Any, Any], scope: Scope, has_names: bool) -> Generator[Any, Any, Any]:
-    """Run a forward that is a generator: each of its steps under the scope, and the code of its caller outside."""
+    """Run a forward that is a generator: each step runs under the scope, and the code of its caller runs outside."""
     send, value = generator.send, None
     while True:
         try:
@@ -380,7 +382,7 @@ def _driven(generator: Generator[Any, Any, Any], scope: Scope, has_names: bool) 
             value, send = error, generator.throw
 
 
-# A coroutine is driven step by step as a generator is. Code that runs while it waits is not under the scope.
+# A coroutine is driven step by step, as a generator is. Code that runs while it waits is not under the scope.
 _steps = types.coroutine(_driven)
 
 
@@ -429,7 +431,7 @@ class UnboundForward:
         return self._bound_signature.replace(parameters=[first, *self._bound_signature.parameters.values()])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnboundForward:
-        return self  # as a function
+        return self  # as deepcopy keeps a function
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         emulated = vars(module).get(KEY)
@@ -454,7 +456,7 @@ def leave(module: nn.Module) -> None:
 class HookedCall:
     """Stand-in for the call of a module: hooks and forward run under its scope, unless a scope is entered already.
 
-    It stays until the first call that finds no hook.
+    The stand-in stays until the first call that finds no hook.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -468,11 +470,11 @@ class HookedCall:
         return self.run(module_called() or self.module(), args, kwargs)
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `module`: the one that this stands in for, or a shallow copy of it."""
+        """Call `module`: the module that this stands in for, or a shallow copy of it."""
         call, forward, hooks = call_inside(module), vars(module).get(KEY), forward_hooks_of(module)
         if not hooks and vars(module).get(CALL_SLOT) is self:
             del vars(module)[CALL_SLOT]
-        # Left alone with hooks of torch's sharding, which put the parameters in their places first.
+        # Hooks of torch's sharding are left alone, because they put the parameters in their places first.
         is_left = not any(map(is_of_a_model, hooks)) or any(map(_is_of_sharding, hooks))
         if active.emulation is not None or forward is None or forward.policy is None or is_left:
             return call(*args, **kwargs)
@@ -515,12 +517,13 @@ class _ModuleHook:
 
 
 def _prepared_inside(module: nn.Module, around: Weights) -> tuple[Weights, torch.dtype | None]:
-    """Prepare a module and all modules inside of it, before the outermost call of a model.
+    """Prepare a module and all modules inside it, before the outermost call of a model.
 
-    Returns the weights, and the dtype of the first floating-point parameter, as transformers' models say it.
+    Returns the weights, and the dtype of the first floating-point parameter, as transformers' models report it.
     """
-    # All at once, because a scope knows the weights of the one around it: so a weight has its role wherever it is used,
-    # by a module above its own, by one that gets it as an argument, or by one that keeps it in a list.
+    # All modules are prepared at once, because a scope knows the weights of the scope around it. In this way a weight
+    # has its role wherever it is used: by a module above its own, by a module that receives it as an argument, or by a
+    # module that keeps it in a list.
     weights, dtype, waiting, seen = around, None, [module], set[int]()
     while waiting:
         m = waiting.pop()
@@ -538,17 +541,17 @@ def _prepared_inside(module: nn.Module, around: Weights) -> tuple[Weights, torch
 
 
 def _prepared(module: nn.Module, around: Weights) -> Weights:
-    """Adopt the weights that are computed for this one module, and know its buffers; before each of its calls.
+    """Adopt the weights that are computed for this one module, and know its buffers, before each of its calls.
 
-    Returns the tensors that stand in for parameters: torch.func.functional_call puts them there. Those `around` are
-    among them.
+    Returns the tensors that stand in for parameters, which torch.func.functional_call puts there, including the tensors
+    in `around`.
     """
     parameters, buffers, children, hooks = held_by(module)
     if hooks or "parametrizations" in children:
         adopt(module)
     if buffers:
         for b in buffers.values():
-            # functional_call replaces buffers too: a tensor that is a weight around stays one.
+            # functional_call replaces buffers too: a tensor that is a weight in `around` stays a weight.
             if b is not None and not is_state(b) and not isinstance(b, nn.Parameter) and id(b) not in around:
                 mark_as_state(b)
     weights = around

@@ -21,8 +21,8 @@ __all__ = ["bound_elsewhere", "emulated_forward", "emulated_forwards", "install"
 def install(module: nn.Module, name: str, policy: Policy, listeners: Listeners) -> None:
     """Let `module` run under its policy."""
     emulated = vars(module).get(KEY)
-    # A wrapper of another library may still call the forward of a model that was dequantised. It is reused, because a
-    # second one around it would round twice.
+    # A wrapper of another library may still call the forward of a model that was dequantised. This forward is reused,
+    # because a second forward around it would round twice.
     if emulated is not None and is_reached(module, emulated):
         emulated.renew(name, policy, listeners)
     else:
@@ -62,7 +62,7 @@ def emulated_forward(module: nn.Module) -> EmulatedForward | None:
 
 
 def emulated_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, EmulatedForward]]:
-    """Yield the quantised modules inside of `model`, and their emulations. Raises TypeError unless it is a module."""
+    """Yield the quantised modules inside `model`, and their emulations. Raises TypeError unless it is a module."""
     require_module(model)
     for module in model.modules():
         emulated = emulated_forward(module)
@@ -71,7 +71,7 @@ def emulated_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, EmulatedFor
 
 
 class _EmulatedRepr:
-    """Replaces a module's `extra_repr` and adds its formats."""
+    """Replaces a module's `extra_repr`, and adds the module's formats to it."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -84,7 +84,7 @@ class _EmulatedRepr:
 
 
 class _NoScript:
-    """torch.jit.script asks a module for this, and calls it."""
+    """An attribute that torch.jit.script asks a module for, and calls."""
 
     def __call__(self) -> Any:
         raise NotImplementedError(
@@ -97,7 +97,7 @@ class _NoScript:
 
 
 def bound_elsewhere(model: nn.Module, originals: Iterable[nn.Module]) -> str | None:
-    """Return the name of a module in a copy whose `forward` still runs one of the originals; None without one."""
+    """Return the name of a module in a copy whose `forward` still runs one of the originals; None if there is none."""
     known = {id(module) for module in originals}
     for name, module in model.named_modules():
         for layer in _layers(vars(module).get("forward")):
@@ -107,7 +107,7 @@ def bound_elsewhere(model: nn.Module, originals: Iterable[nn.Module]) -> str | N
 
 
 def is_reached(module: nn.Module, emulated: EmulatedForward) -> bool:
-    """Return whether a call of the module reaches it: as `forward`, inside of that, or as another attribute."""
+    """Return whether a call of the module reaches its emulation: as `forward`, inside it, or in another attribute."""
     attributes = vars(module)
     kept = (value for name, value in attributes.items() if name != KEY and not isinstance(value, nn.Module))
     return "forward" in attributes and any(is_ours(layer, emulated) for value in kept for layer in _layers(value))
@@ -120,7 +120,7 @@ def is_ours(layer: Any, emulated: EmulatedForward) -> bool:
 
 
 def _layers(forward: Any) -> Iterator[Any]:
-    """Yield `forward`, and the functions that it may call: those that it wraps, closes over, or keeps."""
+    """Yield `forward`, and the functions that it may call: functions that it wraps, closes over, or keeps."""
     waiting, seen = [forward], set()
     while waiting:
         layer = waiting.pop()

@@ -31,16 +31,16 @@ __all__ = [
 
 
 class UpdateObserver(Protocol):
-    """Observer that is called with the wanted and the stored value of each step."""
+    """Observer that is called with the intended and the stored value of each step."""
 
     def is_due(self, step: int) -> bool:
-        """Return whether a step is observed. step: the number of steps that were stored before it."""
+        """Return whether a step is observed. step: the number of steps that were stored before this step."""
 
     def saw(self, step: int, store: ParameterStore, before: Tensor, intended: Tensor, group: Mapping[str, Any]) -> None:
         """Take the step of one parameter: its value before, and the update in the optimizer's own arithmetic."""
 
 
-# By the optimizer, whose hooks hold its store: both end together.
+# The stores by optimizer. An optimizer's hooks hold its store, so that both live equally long.
 _installed: weakref.WeakKeyDictionary[Optimizer, OptimizerStore] = weakref.WeakKeyDictionary()
 
 
@@ -54,24 +54,24 @@ def quantize_optimizer(
 ) -> QuantizedOptimizer:
     """Let an optimizer store weights and states in the formats of `update`.
 
-    Its class, its arguments and its methods stay. Before each step, the stored tensors are decoded to float32; after
-    it, they are rounded once. Weights stay float32 tensors that hold numbers of their format; this call rounds them to
-    nearest. Tensors that a step leaves unchanged (one that a GradScaler skips, or one without a gradient) are not
-    rounded again.
+    The optimizer's class, arguments and methods stay. Before each step, the stored tensors are decoded to float32;
+    after the step, they are rounded once. Weights stay float32 tensors that hold numbers of their format; this call
+    rounds them to nearest. Tensors that a step leaves unchanged (because a GradScaler skips the step, or a parameter
+    has no gradient) are not rounded again.
 
-    A copy or a pickle of the optimizer is a plain one. `optimizer.state_dict()` has all that a run needs to resume with
-    the same bits, and a plain optimizer loads it, too.
+    A copy or a pickle of the optimizer is a plain optimizer. `optimizer.state_dict()` has everything that a run needs
+    to resume with the same bits, and a plain optimizer loads it, too.
 
     Args:
-        optimizer: any torch.optim.Optimizer, of other libraries too; one that accelerate wraps.
-        update: a fpsim.Update, the name of one ("bf16_sr"), or a list with one for each parameter group; None leaves
-            a group in float32.
-        model: whose names the overrides use; or the pairs of `model.named_parameters()`.
-        seed: of the random bits of stochastic rounding. All ranks of a distributed run need the same one.
+        optimizer: any torch.optim.Optimizer, also of other libraries, or an optimizer that accelerate wraps.
+        update: a fpsim.Update, the name of one ("bf16_sr"), or a list with an update for each parameter group; None
+            leaves a group in float32.
+        model: the model whose names the overrides use, or the pairs of `model.named_parameters()`.
+        seed: the seed of the random bits of stochastic rounding. All ranks of a distributed run need the same seed.
 
     Returns:
-        The optimizer once more, as a `QuantizedOptimizer`: its methods, `detach()`, and the stored tensors. Either may
-        be used from here on.
+        The same optimizer as a `QuantizedOptimizer`, which adds `detach()` and the stored tensors to its methods. You
+        may use either object from here on.
 
     Raises:
         TypeError: for anything but an optimizer, and for parameters that are not float32.
@@ -98,9 +98,9 @@ def quantize_optimizer(
 
 
 def _innermost(optimizer: Any) -> Optimizer:
-    """Return the optimizer that accelerate's, or a `QuantizedOptimizer`, wraps."""
+    """Return the optimizer inside accelerate's wrapper, or inside a `QuantizedOptimizer`."""
     require_optimizer(optimizer)
-    # Hooks on steps have to be the innermost one's: accelerate's wrapper passes none on.
+    # Hooks on steps have to be those of the innermost optimizer: accelerate's wrapper passes no hooks on.
     while not isinstance(optimizer, Optimizer):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
@@ -123,11 +123,12 @@ def quantized_optimizers(model: nn.Module) -> list[OptimizerStore]:
 
 
 def _named(model: Any) -> tuple[dict[Tensor, str], dict[str, list[type]]]:
-    """Return the names of parameters, and the classes of the modules that they are in."""
+    """Return the names of parameters, and the classes of the modules that own them."""
     if model is None:
         return {}, {}
     if isinstance(model, nn.Module):
-        # Names as `named_parameters` has them: an optimizer's checkpoint has the same, whatever wraps the model.
+        # These are the names of `named_parameters`: an optimizer's checkpoint has the same names, whatever wraps the
+        # model.
         return {p: name for name, p in model.named_parameters()}, {n: [type(m)] for n, m in model.named_modules()}
     pairs = list(model) if isinstance(model, Iterable) and not isinstance(model, str | Tensor) else None
     if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
@@ -142,7 +143,7 @@ class QuantizedOptimizer(Optimizer):
     It goes where an optimizer goes: a scheduler, a GradScaler, the name `optimizer` of a script.
 
     Args:
-        optimizer: the one that was quantised, which this keeps alive.
+        optimizer: the optimizer that was quantised, which this object keeps alive.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = torch.optim.SGD([weight], lr=2**-10)
@@ -155,12 +156,12 @@ class QuantizedOptimizer(Optimizer):
     """
 
     def __init__(self, optimizer: Optimizer, store: OptimizerStore) -> None:
-        # torch's own __init__ would make groups and states again. Its attributes are the optimizer's, by __getattr__.
+        # torch's own __init__ would make groups and states again. The attributes are the optimizer's, by __getattr__.
         self.optimizer, self.store = optimizer, store
 
     def __getattr__(self, name: str) -> Any:
-        # With torch's flag for fused steps a GradScaler would set found_inf here, where the step does not read it;
-        # without the flag it looks at the gradients itself.
+        # With torch's flag for fused steps, a GradScaler would set found_inf here, where the step does not read it;
+        # without the flag, the GradScaler looks at the gradients itself.
         if name in ("optimizer", "store", "_step_supports_amp_scaling"):
             raise AttributeError(f"QuantizedOptimizer has no attribute {name!r}.")
         return getattr(self.optimizer, name)
@@ -200,7 +201,7 @@ class QuantizedOptimizer(Optimizer):
         return self.store.observers
 
     def stored(self) -> list[tuple[ParameterStore, dict[str, Any]]]:
-        """Return the stored tensors of each parameter, float32 ones too, and its states as the optimizer has them."""
+        """Return the stored tensors of each parameter, even in float32, and its states as the optimizer has them."""
         return self.store.stored()
 
     def detach(self) -> None:
@@ -220,7 +221,7 @@ class QuantizedOptimizer(Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, also one of a plain optimizer."""
+        """Load a state, which may be that of a plain optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -229,10 +230,10 @@ class QuantizedOptimizer(Optimizer):
 
 
 class OptimizerStore:
-    """The state that `quantize_optimizer` attaches to an optimizer, which keeps it alive by its hooks.
+    """The state that `quantize_optimizer` attaches to an optimizer, which keeps this object alive by its hooks.
 
-    update: of the optimizer, or of its first parameter group.
-    steps: how many have been stored.
+    update: the update of the optimizer, or of its first parameter group.
+    steps: the number of steps that have been stored.
     """
 
     def __init__(
@@ -248,16 +249,16 @@ class OptimizerStore:
         self._optimizer = weakref.ref(optimizer)
         self._stores: dict[Tensor, ParameterStore] = {}
         self.observers: list[UpdateObserver] = []
-        self._observed: dict[Tensor, tuple[Tensor, Tensor]] = {}  # before a step: the stored value, the parameter
+        self._observed: dict[Tensor, tuple[Tensor, Tensor]] = {}  # before a step: the stored value, and the parameter
         self._intended: dict[Tensor, Tensor] = {}
-        self._gradients: list[tuple[Tensor, Tensor]] = []  # hidden from a step
-        self._stepping: set[Tensor] = set()  # parameters that this step has found a gradient of
-        self._evaluations = 0  # of the closure, in this step
-        self._depth = 0  # of steps that run
+        self._gradients: list[tuple[Tensor, Tensor]] = []  # gradients hidden from a step
+        self._stepping: set[Tensor] = set()  # parameters of which this step has found a gradient
+        self._evaluations = 0  # evaluations of the closure in this step
+        self._depth = 0  # how many steps are running
         self._has_checked_names = False
         self._loading: Callable[[], None] | None = None
         stores = self._new_stores(optimizer)
-        # Check all before the first one is changed: an error leaves the optimizer as it was.
+        # Check all parameters before the first one is changed, so that an error leaves the optimizer as it was.
         for store in stores:
             _require_parameter(store)
         self._emulated = emulated_step_of(optimizer, stores)
@@ -285,7 +286,7 @@ class OptimizerStore:
     # The parameters
 
     def _new_stores(self, optimizer: Optimizer) -> list[ParameterStore]:
-        """Return stores for parameters that have none yet: all at first, later those of groups that were added."""
+        """Return stores for parameters that have none yet: at first all of them, later those of groups added since."""
         parameters = [(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
         names = [self._name_of(optimizer, i, p) for i, p in parameters]
         updates = {}
@@ -303,7 +304,7 @@ class OptimizerStore:
             return self._names[parameter]
         entry = optimizer.param_groups[group]
         place = next(i for i, p in enumerate(entry["params"]) if p is parameter)
-        # Of an optimizer that was given named parameters.
+        # This is the name if the optimizer was given named parameters.
         given = entry.get("param_names")
         return str(given[place]) if given else f"{group}.{place}"
 
@@ -319,7 +320,7 @@ class OptimizerStore:
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._depth += 1
-        # A step within a step is that of `super().step()`: torch calls the hooks of both.
+        # A step within a step is the step of `super().step()`: torch calls the hooks of both.
         if self._depth > 1:
             return None
         # `add_param_group` has no hook: parameters that were added since are found here.
@@ -327,7 +328,7 @@ class OptimizerStore:
             self._take(self._new_stores(optimizer), optimizer)
         self._evaluations = 0
         self._stepping = set()
-        # Noted before the step, because some optimizers drop gradients that they have read.
+        # This is noted before the step, because some optimizers drop gradients that they have read.
         self._note_gradients()
         for store in self.stores:
             store.decode()
@@ -383,7 +384,7 @@ class OptimizerStore:
         for p, gradient in self._gradients:
             p.grad = gradient
         self._gradients = []
-        # A skipped step has changed nothing. To round again would draw other random bits, so the stored values come
+        # A skipped step has changed nothing. Rounding again would draw other random bits, so the stored values are put
         # back.
         if _was_skipped(optimizer):
             for store in self.stores:
@@ -410,11 +411,11 @@ class OptimizerStore:
         self._stepping.update(p for p in self._stores if p.grad is not None)
 
     def _has_stepped(self, store: ParameterStore) -> bool:
-        """Return whether the step was given a gradient of a parameter, or has changed it without one."""
+        """Return whether the step had a gradient of a parameter, or has changed the parameter without one."""
         return store.parameter in self._stepping or store.parameter.grad is not None or store.was_changed
 
     def _tell(self, optimizer: Optimizer) -> None:
-        """Tell the observers of the steps of this step's parameters."""
+        """Tell the observers about this step of its parameters."""
         due = [observer for observer in self.observers if observer.is_due(self.steps)] if self._intended else []
         for group in optimizer.param_groups if due else ():
             for p in group["params"]:
@@ -424,7 +425,7 @@ class OptimizerStore:
         self._observed, self._intended = {}, {}
 
     def seen_by_the_model(self, parameter: Tensor) -> Tensor:
-        """Return a parameter as the model sees it, also while a step works on another copy."""
+        """Return a parameter as the model sees it, even while a step works on another copy."""
         store = self._stores.get(parameter)
         return parameter if store is None or store.visible is None else store.visible
 
@@ -434,13 +435,13 @@ class OptimizerStore:
         return [store for store in self._stores.values() if not store.is_exact]
 
     def stored(self) -> list[tuple[ParameterStore, dict[str, Any]]]:
-        """Return the stored tensors of each parameter, float32 ones too, and its states as the optimizer has them."""
+        """Return the stored tensors of each parameter, even in float32, and its states as the optimizer has them."""
         optimizer = self._optimizer()
         state: Mapping[Tensor, dict[str, Any]] = {} if optimizer is None else optimizer.state
         return [(store, state.get(p, {})) for p, store in self._stores.items()]
 
     def keeping(self) -> Callable[[], None]:
-        """Keep copies of weights, the place of random bits and the observers; return a function that restores them."""
+        """Save copies of weights, the position of random bits and the observers; return a function to restore them."""
         steps, observers = self.steps, self.observers
         stores = [store.keeping() for store in self._stores.values()]
 
@@ -461,7 +462,7 @@ class OptimizerStore:
                     if wanted is not None:
                         self._intended[p] = wanted
                     self._gradients.append((p, p.grad))
-        # Without a gradient, torch's optimizers skip a parameter: its step is made already.
+        # If there is no gradient, torch's optimizers skip a parameter: its step has been made already.
         for p, _ in self._gradients:
             p.grad = None
 
@@ -487,7 +488,7 @@ class OptimizerStore:
         return evaluated
 
     def _check_state_names(self, optimizer: Optimizer) -> None:
-        """Raise ValueError for an update that names states that the optimizer does not have."""
+        """Raise ValueError for an update that names states which the optimizer does not have."""
         stepped = [store for store in self.stores if optimizer.state.get(store.parameter)]
         if not stepped:
             return
@@ -512,8 +513,9 @@ class OptimizerStore:
         return [self._stores[p] for group in optimizer.param_groups for p in group["params"] if p in self._stores]
 
     def _check(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Raise ValueError for a state of another update before anything is loaded."""
-        # All is checked here, and taken over in `_load`, which torch calls only if its own loading has not raised.
+        """Raise ValueError for a state of another update, before anything is loaded."""
+        # Everything is checked here, and taken over in `_load`, which torch calls only if its own loading has not
+        # raised.
         stores = self._in_order(optimizer)
         run = check_state(state, stores)
         copies = loaded_copies(state, stores, run)
@@ -569,6 +571,6 @@ def _require_parameter(store: ParameterStore) -> None:
 
 def _was_skipped(optimizer: Optimizer) -> bool:
     """Return whether a GradScaler has let a fused optimizer skip its step."""
-    # GradScaler.step sets the flag on a fused optimizer, whose kernel leaves all as it was.
+    # GradScaler.step sets the flag on a fused optimizer, whose kernel then leaves everything as it was.
     flag = getattr(optimizer, "found_inf", None)
     return isinstance(flag, Tensor) and bool(flag)

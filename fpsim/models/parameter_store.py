@@ -39,11 +39,11 @@ COPIES = (MASTER, SECOND, COMPENSATION)
 class ParameterStore:
     """The tensors that an optimizer stores for one parameter.
 
-    parameter: the parameter of the optimizer; float32.
+    parameter: the parameter of the optimizer, in float32.
     name: its name in the model or the optimizer.
-    index: its index in the optimizer; together with the seed and the step, the key of the random bits.
+    index: its index in the optimizer. With the seed and the step, this is the key of the random bits.
     update: the formats, without overrides.
-    kept: tensors in addition to the weight, by their names in COPIES.
+    kept: tensors that are kept in addition to the weight, by their names in COPIES.
     """
 
     def __init__(self, parameter: Tensor, name: str, index: int, update: Update) -> None:
@@ -53,10 +53,10 @@ class ParameterStore:
         self._master = self._master_storage()
         self._states: dict[str, Storage | None] = {}
         self.visible: Tensor | None = None  # the weight that the model reads, while the optimizer updates another copy
-        self._version = -1  # of the parameter when it was stored
-        # The weight before a step, for a compensation, and for updates that would be lost.
+        self._version = -1  # the version of the parameter when it was stored
+        # The weight before a step, for a compensation and for detecting updates that would be lost.
         self._before: Tensor | None = None
-        self._at_begin = -1  # the parameter's version when the optimizer was given it
+        self._at_begin = -1  # the parameter's version when the optimizer received it
 
     def _master_storage(self) -> Storage | None:
         # In a float32 weight, the parameter is the master copy itself.
@@ -71,7 +71,7 @@ class ParameterStore:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Round the weight to nearest, and begin the copies from it, as libraries do that cast a model first."""
+        """Round the weight to nearest, and start the copies from it, as libraries do that cast a model first."""
         if self.weight is None:
             return
         store_(self.parameter, self._nearest(self.weight))
@@ -115,7 +115,7 @@ class ParameterStore:
         return SECOND in self.kept or COMPENSATION in self.kept
 
     def keeping(self) -> Callable[[], None]:
-        """Keep the copies of the weight as they are, and return a function that restores them."""
+        """Save the current copies of the weight, and return a function that restores them."""
         kept = [(name, x, x.clone()) for name, x in self.kept.items()]
 
         def put_back() -> None:
@@ -128,7 +128,7 @@ class ParameterStore:
     def decode(self) -> None:
         """Give the optimizer the numbers that it works on."""
         self.visible = self._before = None
-        # Arithmetic in the format has steps of its own, which read the stored tensors.
+        # Arithmetic in the format has its own steps, which read the stored tensors.
         if not self.update.is_in_format:
             self._decode()
         self._at_begin = version_of(self.parameter)
@@ -156,16 +156,16 @@ class ParameterStore:
         return not torch.equal(local_part(self.parameter.detach()), local_part(before))
 
     def hide(self, x: Tensor, was_written: bool) -> None:
-        """Undo `show`: the parameter is `x` for the optimizer again. was_written: whether the step wrote to it."""
+        """Undo `show`: make `x` the parameter again, for the optimizer. was_written: whether the step wrote to it."""
         self.parameter.copy_(x)
         if not was_written:
             self._at_begin = version_of(self.parameter)
 
     def _follow(self) -> None:
-        """Begin the master copy again if the weight was written to since the last step, as by load_state_dict."""
+        """Start the master copy again if the weight was written to since the last step, as by load_state_dict."""
         assert self.weight is not None
-        # If the weight still is the master rounded, in either direction under stochastic rounding, it was written with
-        # its own numbers, and the master stays.
+        # If the weight is still the rounded master, the write put its own numbers back, and the master stays. Under
+        # stochastic rounding either direction counts.
         x = local_part(self.parameter.detach())
         ways = ("down", "up") if self.weight.spec.rounding == "stochastic" else (self.weight.spec.rounding,)
         master = local_part(self.kept[MASTER])
@@ -174,7 +174,7 @@ class ParameterStore:
             self.begin()
 
     def undo(self) -> None:
-        """Put the weight back as the model saw it: the step was skipped, or the parameter had no gradient."""
+        """Put the weight back as the model saw it, because the step was skipped or the parameter had no gradient."""
         if self.visible is not None:
             self.parameter.copy_(self.visible)
         self._end()
@@ -218,7 +218,7 @@ class ParameterStore:
         self._end()
 
     def _store_changed(self, x: Tensor, storage: Storage, before: Tensor | None, key: Tensor | None) -> None:
-        """Round `x` in place. With lost="least", a number that would stay as before the step becomes its neighbour."""
+        """Round `x` in place. With lost="least", a number that the step would leave unchanged becomes its neighbour."""
         if self.update.lost is None or before is None:
             store_(x, storage, key)
             return
@@ -227,7 +227,7 @@ class ParameterStore:
         new = local_part(x)
         for rounding, is_due in (("up", asked > old), ("down", asked < old)):
             neighbour = stored(asked, storage.rounded_by(rounding))
-            # The largest number has no neighbour above.
+            # The largest number has no neighbour above it.
             new.copy_(torch.where((new == old) & is_due & neighbour.isfinite(), neighbour, new))
 
     def _store_compensated(self, x: Tensor, before: Tensor) -> None:
@@ -242,7 +242,7 @@ class ParameterStore:
     def show(self, seed: int, step: int, evaluation: int) -> None:
         """Let the model see the weight as it is stored, within a step that evaluates its closure.
 
-        evaluation: how often the closure was evaluated before. Until the first time the step has changed nothing.
+        evaluation: how often the closure was evaluated before. At 0 the step has changed nothing yet.
         """
         if evaluation == 0:
             if self.visible is not None:
@@ -253,7 +253,7 @@ class ParameterStore:
     def _key(self, storage: Storage, seed: int, step: int, name: str) -> Tensor | None:
         if storage.spec.rounding != "stochastic":
             return None
-        # In a CUDA graph a key of the host would be the same in each replay: the card draws one.
+        # In a CUDA graph, a key from the host would be the same in each replay: the card draws one.
         if is_captured(self.parameter):
             return None
         return noise_key(seed, step, self.index, name)
@@ -261,7 +261,7 @@ class ParameterStore:
     # States
 
     def state_storage(self, state: State) -> Storage | None:
-        """Storage of a state of the optimizer; None where it stays as it is."""
+        """Storage of a state of the optimizer; None if the state stays as it is."""
         if not state.x.is_floating_point() or self.parameter.numel() < self.update.min_size:
             return None
         name = state.name
@@ -272,11 +272,11 @@ class ParameterStore:
         return self._states[name]
 
     def _names_state(self, state: State) -> bool:
-        """Return whether the update names this state: by its name, or by a pattern and its shape."""
+        """Return whether the update names this state: by its name, or by a pattern that its shape confirms."""
         pattern = next((p for p in self.update.state_patterns if fnmatchcase(state.name, p)), None)
         if pattern is None or state.name == "step":
             return False
-        # A pattern means tensors of the parameter's shape, not counters. A nested state is mostly of a view of the
+        # A pattern means tensors of the parameter's shape, not counters. A nested state mostly belongs to a view of the
         # parameter, which may have other axes.
         is_alike = state.x.shape == self.parameter.shape
         return "*" not in pattern or is_alike or (state.is_nested and state.x.numel() == self.parameter.numel())
@@ -289,7 +289,7 @@ class ParameterStore:
                 store_(state.x, storage, self._key(storage, seed, step, state.text))
 
 
-# Entries of parameter groups, which every checkpoint of an optimizer keeps.
+# Entries of parameter groups, which every checkpoint of an optimizer contains.
 UPDATE, SEED, STEPS = "fpsim_update", "fpsim_seed", "fpsim_steps"
 OURS = (UPDATE, SEED, STEPS)
 
@@ -319,7 +319,7 @@ def without_ours(state: dict[str, Any]) -> dict[str, Any]:
     by_index = {
         index: {name: x for name, x in entry.items() if name not in COPIES} for index, entry in state["state"].items()
     }
-    # An optimizer whose states are all ours, as SGD without momentum, has none.
+    # An optimizer whose states are all ours, such as SGD without momentum, has none.
     by_index = {index: entry for index, entry in by_index.items() if entry or not state["state"][index]}
     groups = [{name: x for name, x in group.items() if name not in OURS} for group in state["param_groups"]]
     return {**state, "state": by_index, "param_groups": groups}
@@ -360,9 +360,9 @@ _PARTS = {"state": dict, "param_groups": list}
 def loaded_copies(
     state: dict[str, Any], stores: Sequence[ParameterStore], run: SavedRun | None
 ) -> list[dict[str, Tensor] | None]:
-    """Return the copies of each parameter's weight that a state has; None where they begin again from the weight.
+    """Return the copies of each parameter's weight in a state; None where they start again from the weight.
 
-    Raises ValueError for a state that lacks some, or has them in other shapes.
+    Raises ValueError for a state that lacks some copies, or has them in other shapes.
     """
     result: list[dict[str, Tensor] | None] = []
     for index, store in enumerate(stores):

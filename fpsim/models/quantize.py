@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 Model = TypeVar("Model", bound=nn.Module)
-# Of the last layer's gradient. In 6 bits and more, rounding to nearest keeps enough of it.
+# A last layer's gradient in so few bits draws a warning: in 6 and more, rounding to nearest keeps enough of it.
 FEW_BITS = 4
 
 
@@ -69,35 +69,36 @@ def quantize(
     Parameter names, `state_dict` keys and the class stay as they are, parameters stay float32 (a master copy that
     optimizers update), and `deepcopy`, `pickle` and `torch.save` work. Any of its submodules may be called alone.
 
-    The model's own autograd Functions compute in the format in both passes, and so do hooks of modules, and hooks
-    that a forward registers on tensors. Those of parameters see float32.
+    The model's own autograd Functions compute in the format in both passes, and so do hooks of modules, and hooks that
+    a forward registers on tensors. Hooks of parameters see float32.
 
-    Boolean, complex, sparse and float8 tensors are not rounded, and integers only in operations with tensors of the
-    format. Not emulated are recomputation by a checkpoint outside of any module, methods of the model other than the
-    forwards of its modules, the output of `torch.fx.symbolic_trace`, which reads the class of the model, and copies of
-    a `torch.fx.GraphModule`, which regenerate their forward.
+    Boolean, complex, sparse and float8 tensors are not rounded. Integers are rounded only in operations with tensors of
+    the format. Four things are not emulated: recomputation by a checkpoint outside of any module, methods of the model
+    other than the forwards of its modules, the output of `torch.fx.symbolic_trace`, which reads the class of the model,
+    and copies of a `torch.fx.GraphModule`, which regenerate their forward.
 
     A weight that is computed, by `torch.nn.utils.parametrize` or by a hook of `torch.nn.utils` (weight_norm,
-    spectral_norm, prune), has the role of a weight; its computation runs in float32, even if the policy has formats for
+    spectral_norm, prune), has the role of a weight. Its computation runs in float32, even if the policy has formats for
     the parametrization's modules.
 
-    The copies of parameters keep their attributes and the hooks on their gradients, which `copy.deepcopy` drops. Warns
-    of hooks that would still use the original, and where the gradient of the last layer has 4 bits to nearest.
+    The copies of parameters keep their attributes and the hooks on their gradients, which `copy.deepcopy` drops.
+    `quantize` warns of hooks that would still use the original model, and of a last layer whose gradient is rounded to
+    nearest in at most 4 bits.
 
     Args:
         model: any module; a copy of it is changed.
         fmt: a format for every role, by name or as FloatFormat, or a Policy that names formats by role and module. A
-            format whose numbers share scales ("mxfp8_e4m3") is used for all operands of matrix products; all else stays
-            float32. "recipe:" before the name of a recipe stands for `fpsim.recipe(name, model)`.
-        rounding: the rounding of every role, if not nearest-even or the policy's own; of all operands, for a format
-            without roles.
-        overflow: the result for numbers beyond the largest value in every role, "inf", "nan" or "saturate", if not the
-            format's own (`round_to`) or the policy's.
+            format whose numbers share scales ("mxfp8_e4m3") is used for all operands of matrix products; everything
+            else stays float32. "recipe:" before the name of a recipe stands for `fpsim.recipe(name, model)`.
+        rounding: the rounding of every role; by default nearest-even, or the policy's own. For a format without roles,
+            it is the rounding of all operands.
+        overflow: the result for numbers beyond the largest value in every role: "inf", "nan" or "saturate". By default
+            it is the format's own (`round_to`), or the policy's.
         inplace: change `model` itself and return it.
 
     Raises:
         TypeError: for a value that is not an nn.Module, or one that cannot be emulated.
-        ValueError: for a pattern that matches no module and for a model that is quantised already.
+        ValueError: for a pattern that matches no module, and for a model that is quantised already.
 
     >>> model = quantize(nn.Linear(2, 2), fmt="fp16")
     >>> print(model)
@@ -128,15 +129,16 @@ def set_policy(
     """Change the formats of a quantised model, effective from its next call.
 
     The parameters, the optimizer's state, a recording and a scaling of `ada_loss` stay as they are. Delayed scaling
-    remembers the operands whose format and rule stay, and restarts for the others. Modules that were added since are
-    quantised too. Call it between two steps: gradients of an earlier call are still rounded as that call's policy said.
+    keeps the history of the operands whose format and rule stay the same, and restarts for the others. Modules that
+    were added since are quantised too. Call it between two steps: the gradients of an earlier call are still rounded as
+    that call's policy said.
 
     Args:
         model: from `fpsim.quantize`, or a wrapper of one, such as DistributedDataParallel's.
         fmt, rounding, overflow: as in `quantize`.
 
     Raises:
-        ValueError: for a model that is not quantised, or of which only parts are, and what `quantize` raises.
+        ValueError: for a model that is not quantised, or only in parts, and for what `quantize` raises.
 
     >>> model = quantize(nn.Linear(1, 1, bias=False), "e5m2")
     >>> set_policy(model, "bf16")
@@ -150,13 +152,13 @@ def set_policy(
 
 
 def try_policy(model: nn.Module, fmt: FormatLike) -> None:
-    """`set_policy` for a tool that tries modules by themselves, and may leave out those that store keys and values."""
+    """Do as `set_policy`, for a tool that tries single modules and may leave out those that store keys and values."""
     whole, shared = _whole(model)
     _change(whole, _policies(whole, fmt, None, None), shared)
 
 
 def _whole(model: nn.Module) -> tuple[nn.Module, Listeners]:
-    """Return the quantised model itself, inside of any wrappers, and its listeners."""
+    """Return the quantised model itself, which may be inside wrappers, and its listeners."""
     shared = listeners(model)
     whole = [module for module, forward in emulated_forwards(model) if not forward.name]
     if len(shared) > 1 or not whole:
@@ -169,17 +171,17 @@ def _whole(model: nn.Module) -> tuple[nn.Module, Listeners]:
 
 def _change(model: nn.Module, policies: Mapping[str, Policy], shared: Listeners) -> None:
     for name, module in model.named_modules():
-        # Check all modules before the first one changes, so that an error leaves the old policy whole.
+        # Check all modules before the first module changes, so that an error leaves the old policy whole.
         _require_interceptable(name, module, policies[name])
     _install_all(model, policies, shared)
     histories = shared.histories
-    # A history of another format or rule would give scales that do not fit: those operands start again at scale 1.
+    # A history of another format or rule would yield scales that do not fit: those operands start again at scale 1.
     kept = {name: e for name, e in histories.state_dict().items() if keeps_history(name, e, policies)}
     histories.load_state_dict(kept)
 
 
 def _policies(model: nn.Module, fmt: FormatLike, rounding: Any, overflow: Any) -> dict[str, Policy]:
-    """Return the policy of every module by name."""
+    """Return the policy of every module, by the module's name."""
     take_off_leftovers()
     policy = as_policy(fmt, rounding, overflow=overflow, model=model)
     policies = policy.for_modules(model)
@@ -243,14 +245,14 @@ def _storing(model: nn.Module) -> list[EmulatedForward]:
 
 
 def _needs_cache(model: nn.Module) -> bool:
-    """Return whether a call of the model is to store keys and values that are rounded."""
-    # All modules are asked if none stores: a tool that tries modules by themselves may leave those out.
+    """Return whether a call of the model is supposed to store rounded keys and values."""
+    # All modules are asked if none stores: a tool that tries single modules may leave out the modules that store.
     forwards = _storing(model) or [forward for _, forward in emulated_forwards(model)]
     return any(forward.policy is not None and forward.policy.cached is not None for forward in forwards)
 
 
 def _warn_of_a_cache(model: nn.Module, policies: Mapping[str, Policy], stacklevel: int) -> None:
-    """Warn of scales that span tokens, and if each module that stores keys and values is overridden without a cache."""
+    """Warn of scales that span tokens, and of a `cache` that overrides take away from all modules that would use it."""
     stored = {name: o for p in policies.values() for name, o in (p.cached or {}).items() if _spans_tokens(o.fmt)}
     for name, operand in stored.items():
         warnings.warn(
@@ -282,7 +284,7 @@ def policies_of(model: nn.Module) -> dict[str, Policy]:
 
 
 def install_policies(model: nn.Module, policies: Mapping[str, Policy]) -> None:
-    """Let the modules of a quantised model compute under these policies, by name; the others stay as they are."""
+    """Let the modules of a quantised model compute under these policies, by name; other modules stay as they are."""
     for module, forward in list(emulated_forwards(model)):
         if forward.name in policies:
             install(module, forward.name, policies[forward.name], forward.listeners)
@@ -292,7 +294,7 @@ def install_policies(model: nn.Module, policies: Mapping[str, Policy]) -> None:
 
 
 def keeps_history(name: str, entry: Mapping[str, Any], policies: Mapping[str, Policy]) -> bool:
-    """Return whether a history, "blocks.0.widen:linear fprop.x", is of an operand that these policies scale so."""
+    """Return whether a history, "blocks.0.widen:linear fprop.x", is of an operand that these policies scale by it."""
     site, _, role = name.rpartition(" ")
     policy = policies.get(site.rpartition(":")[0])
     if policy is None or policy.products is None:
@@ -319,7 +321,7 @@ def _require_emulable(name: str, module: nn.Module, policy: Policy) -> None:
 def _require_interceptable(name: str, module: nn.Module, policy: Policy) -> None:
     """Raise TypeError for a module that is to be rounded and cannot be intercepted."""
     hindrance = _hindrance(module)
-    # Without a format, such a module may be part of a model, and computes in float32 there.
+    # Without a format, such a module may be part of a model, and then computes in float32.
     if hindrance is not None and (policy.specs() != NO_SPECS or policy.products is not None):
         raise TypeError(
             f"{name or 'the model'} ({type(module).__name__}) {hindrance}, which cannot be intercepted. Quantise a "
@@ -328,7 +330,7 @@ def _require_interceptable(name: str, module: nn.Module, policy: Policy) -> None
 
 
 def _hindrance(module: nn.Module) -> str | None:
-    """Say why a module's forward cannot be replaced; None if it can."""
+    """Say why a module's forward cannot be replaced; None if it can be."""
     if isinstance(module, torch.jit.ScriptModule):
         return "is compiled by TorchScript"
     is_property = isinstance(inspect.getattr_static(type(module), "forward", None), property)
@@ -365,11 +367,11 @@ def _copy_of(model: Model, verb: str) -> Model:
         memo: dict[int, Any] = {}
         duplicate = copy.deepcopy(model, memo)
         left_behind = carry_over(model, memo)
-    # Of any type: `__deepcopy__` of any attribute may raise it.
+    # The error may be of any type: `__deepcopy__` of any attribute may raise it.
     except Exception as error:
         why = _computed_tensors(model) or f"copy.deepcopy says: {error}"
         raise TypeError(f"{type(model).__name__} cannot be copied, {why}. {remedy}") from error
-    # deepcopy keeps functions as they are: a wrapper that closes over the original would run it in the copy.
+    # deepcopy keeps functions as they are: in the copy, a wrapper that closes over the original would run the original.
     stale = bound_elsewhere(duplicate, model.modules())
     if stale is not None:
         raise TypeError(
@@ -405,9 +407,9 @@ def _computed_tensors(model: nn.Module) -> str:
 def round_parameters_(model: nn.Module) -> None:
     """Round each parameter of a quantised model, in place, to the format in which its module uses it.
 
-    As hardware without a float32 master copy keeps them: an update below half an ulp is lost. Parameters that are used
-    in float32, or to compute a weight, stay; one that several modules share is rounded as the first of them uses it.
-    Warns where all of them stay, and something else is rounded.
+    This is how hardware without a float32 master copy keeps parameters: an update below half an ulp is lost. Parameters
+    that are used in float32, or to compute a weight, stay as they are. A parameter that several modules share is
+    rounded as the first of them uses it. Warns if all parameters stay as they are although something else is rounded.
 
     Args:
         model: from `quantize`.
@@ -429,7 +431,7 @@ def round_parameters_(model: nn.Module) -> None:
                 done.add(id(parameter))
                 round_memory_(parameter.detach(), forward.specs.weight)
                 # Count the write, so that autograd refuses a backward pass that saved the old values, as after any
-                # write in place.
+                # in-place write.
                 torch.autograd.graph.increment_version(parameter)
     rounds = any(any(forward.specs) or forward.products is not None for _, forward in emulated_forwards(model))
     if not any(True for _ in emulated_forwards(model)) and any(True for _ in model.parameters()):
@@ -447,7 +449,7 @@ def round_parameters_(model: nn.Module) -> None:
 
 
 def listeners(model: nn.Module) -> list[Listeners]:
-    """Return the listeners to which observers of a quantised model register; several for models nested in it."""
+    """Return the listeners to which observers of a quantised model register; several for nested quantised models."""
     by_id = {id(f.listeners): f.listeners for _, f in emulated_forwards(model)}
     if not by_id:
         raise ValueError(f"{type(model).__name__} is not quantised. Call fpsim.quantize(model, fmt) first.")
@@ -457,13 +459,14 @@ def listeners(model: nn.Module) -> list[Listeners]:
 def frozen(model: nn.Module) -> AbstractContextManager[None]:
     """Round each weight of a quantised model once, at the first call inside of the block that uses it.
 
-    For generation token by token, and for evaluation: the numbers that come out are the same, bit for bit. Kept are the
-    weights in the formats of their roles and, for operands of products, in the formats of the forward product. Rounded
-    at each call as ever are weights whose rounding is stochastic or whose scale is delayed, weights whose gradient is
-    recorded (use `torch.no_grad()`), and all while the model is recorded or watched.
+    This serves generation token by token, and evaluation: the results are the same, bit for bit. The weights are kept
+    in the formats of their roles and, if they are operands of products, in the formats of the forward product. Some
+    weights are still rounded at each call: weights whose rounding is stochastic or whose scale is delayed, weights
+    whose gradient is recorded (use `torch.no_grad()`), and all weights while the model is recorded or watched.
 
-    Weights must not be written to inside. A call that meets a weight which an operation of torch has written to raises
-    RuntimeError; a write that torch does not count (`w.data`, NumPy) is seen when the block ends, which raises then.
+    Weights must not be written to inside the block. A call that meets a weight to which an operation of torch has
+    written raises RuntimeError. A write that torch does not count (`w.data`, NumPy) is seen when the block ends, which
+    then raises.
 
     Args:
         model: from `quantize`.
@@ -471,7 +474,7 @@ def frozen(model: nn.Module) -> AbstractContextManager[None]:
     Raises:
         TypeError: for anything but a module.
         ValueError: for a model that is not quantised.
-        RuntimeError: for a weight that was written to inside.
+        RuntimeError: for a weight that was written to inside the block.
 
     >>> import torch, fpsim
     >>> model = fpsim.quantize(torch.nn.Linear(4, 4), "e4m3fn")
@@ -490,7 +493,7 @@ def frozen(model: nn.Module) -> AbstractContextManager[None]:
 
 def _freeze(model: nn.Module, listeners: list[Listeners], undo: Undo) -> None:
     kept = KeptWeights(partial(_name_of, model))
-    # Registered first, so that it runs last: it may raise, and all is put back by then.
+    # This is registered first, so that it runs last: it may raise, and by then everything has been put back.
     undo.by(kept.require_unchanged)
     for each in listeners:
         undo.by(partial(setattr, each, "kept_weights", each.kept_weights))

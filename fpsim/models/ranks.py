@@ -1,6 +1,6 @@
-"""Data parallelism in one process: gradients per rank, then summed as a collective sums them.
+"""Data parallelism in one process: gradients per rank, which are then summed as a collective sums them.
 
-Ranks run in turns. Those that share batch statistics wait for one another in the middle of a pass.
+Ranks run in turns. Ranks that share batch statistics wait for one another in the middle of a pass.
 """
 
 from __future__ import annotations
@@ -26,33 +26,36 @@ from fpsim.torch_modes import PlainFunction
 
 __all__ = ["Ranks"]
 
-MIB = 1 << 20  # of DDP's first bucket
-MOST_RANKS = 1024  # each is a thread
+MIB = 1 << 20  # the size of DDP's first bucket
+MOST_RANKS = 1024  # each rank is a thread
 
 
 class Ranks:
     """Gradients of several ranks, computed one after the other in one process and summed as a collective sums them.
 
-    Each rank has its own batch, dropout and batch statistics. DDP broadcasts buffers from rank 0: so every rank begins
-    with the same ones, and those of rank 0 are kept. Gradients lie in buckets, each a flat tensor that `all_reduce`
-    sums. The result has the bits of DDP over gloo from its second step on.
+    Each rank has its own batch, dropout and batch statistics. DDP broadcasts buffers from rank 0: therefore every rank
+    begins with the same buffers, and the buffers of rank 0 are kept. Gradients lie in buckets, each of which is a flat
+    tensor that `all_reduce` sums. The result has the bits of DDP over gloo from its second step on.
 
-    Batch norms that ranks synchronise, `nn.SyncBatchNorm` and those named in `synchronised`, have the mean and variance
-    of all ranks' batches, and their gradient: the ranks have to meet there, and `run` has them take turns.
+    Some batch norms are synchronised: `nn.SyncBatchNorm`, and the batch norms named in `synchronised`. They have the
+    mean and variance of all ranks' batches, and the gradient of these. The ranks have to meet there, and `run` has them
+    take turns.
 
     Args:
         model: the module whose parameters' `.grad` are reduced. The sum is added to gradients that are there already.
-        fmt, order, rounding: as in `fpsim.all_reduce`. In "bf16" it is DDP's `bf16_compress_hook`.
-        averages: whether each rank's gradient is divided by the number of ranks before it is sent: in float32, as DDP
-            does, or after the cast to another format, as its hooks do.
-        buckets: lists of parameters, each in the order of its flat tensor. None takes DDP's buckets of its second step:
-            in the order in which the gradients of rank 0 arrive, 1 MiB in the first, `bucket_cap_mb` in the others.
-        bucket_cap_mb: the size of a bucket without `buckets`, in MiB.
-        synchronised: batch norms whose statistics are those of all ranks: patterns as in `Policy(overrides=...)`.
+        fmt, order, rounding: as in `fpsim.all_reduce`. With fmt="bf16" this is DDP's `bf16_compress_hook`.
+        averages: whether each rank's gradient is divided by the number of ranks before it is sent. The division is in
+            float32, as in DDP, or after the cast to another format, as in DDP's hooks.
+        buckets: lists of parameters, each in the order of its flat tensor. None takes the buckets that DDP has in its
+            second step: in the order in which the gradients of rank 0 arrive, with 1 MiB in the first bucket and
+            `bucket_cap_mb` in the others.
+        bucket_cap_mb: the size of a bucket in MiB, if `buckets` is None.
+        synchronised: batch norms whose statistics are those of all ranks, named by patterns as in
+            `Policy(overrides=...)`.
 
     Raises:
-        TypeError: if `model` is not a module, a bucket holds anything but its parameters, or one twice, or if
-            `synchronised` names a module that is not a batch norm with running statistics.
+        TypeError: if `model` is not a module; if a bucket holds anything but the model's parameters, or one of them
+            twice; or if `synchronised` names a module that is not a batch norm with running statistics.
         ValueError: for an unknown format or order, or a pattern that matches nothing.
 
     >>> model = nn.Linear(2, 1, bias=False)
@@ -82,20 +85,21 @@ class Ranks:
         if not is_finite_number(bucket_cap_mb) or bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb={shown(bucket_cap_mb)} is no size. Expected: a number above 0, in MiB.")
         self._cap = bucket_cap_mb * MIB
-        # Raises for values that it does not take, before a rank has run.
+        # Values that `all_reduce` does not take raise here, before a rank has run.
         all_reduce([torch.zeros(1)], fmt, order, rounding)
         self._model, self._words, self._averages = model, (fmt, order, rounding), averages
         self._is_float32 = as_format(fmt) == as_format("fp32")
         self._buckets = None if buckets is None else _checked(buckets, model)
         self._synchronised = _batch_norms(model, synchronised)
         self._gradients: list[dict[nn.Parameter, Tensor | None]] = []
-        self._arrived: list[nn.Parameter] = []  # parameters in the order in which rank 0's gradients were there
+        self._arrived: list[nn.Parameter] = []  # parameters in the order in which their gradients on rank 0 arrived
 
     @contextmanager
     def rank(self) -> Iterator[int]:
         """Run the forward and backward passes of one rank; yields its number. A rank that raises is not counted.
 
-        Raises RuntimeError if batch norms are synchronised: their statistics need the other ranks' batches, and `run`.
+        Raises RuntimeError if batch norms are synchronised, because their statistics need the other ranks' batches: use
+        `run`.
         """
         if self._synchronised:
             raise RuntimeError(
@@ -127,13 +131,13 @@ class Ranks:
     def run(self, step: Callable[[Any], Any], batches: Iterable[Any]) -> list[Any]:
         """Run the passes of all ranks: `step(batch)` once for each of the batches, each in its own thread.
 
-        One rank runs at a time, in their order, up to the next batch norm that is synchronised. Each has the CPU's
-        random numbers to itself: a seed that a step sets is that of its rank.
+        One rank runs at a time, in their order, up to the next batch norm that is synchronised. Each rank has the CPU's
+        random numbers to itself: a seed that a step sets holds for its rank only.
 
-        step: runs forward and backward passes, as `model(batch).sum().backward()`.
-        Returns what `step` returned, in the order of ranks. `reduce` then sums the gradients.
-        Raises RuntimeError if ranks ran that were not reduced, or if ranks meet at different batch norms; and the error
-        of a step. Gradients and buffers are then those of before.
+        step: a function that runs forward and backward passes, such as `model(batch).sum().backward()`.
+        Returns the results of `step`, in the order of ranks. `reduce` then sums the gradients.
+        Raises RuntimeError if there are ranks that ran and were not reduced, or if ranks meet at different batch norms.
+            An error of a step is raised too. After any error, gradients and buffers are those of before.
 
         >>> model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
         >>> ranks = Ranks(model, synchronised=["0"])
@@ -171,9 +175,10 @@ class Ranks:
         return results
 
     def reduce(self) -> int:
-        """Add the sum over the ranks to each `.grad`, and forget the ranks. Returns how many there were.
+        """Add the sum over the ranks to each `.grad`, and forget the ranks. Returns how many ranks there were.
 
-        Raises RuntimeError if no rank ran, TypeError if a parameter with a gradient is in no bucket; the ranks stay.
+        Raises RuntimeError if no rank ran, and TypeError if a parameter with a gradient is in no bucket; the ranks then
+        stay.
         """
         ranks = self._gradients
         if not ranks:
@@ -188,7 +193,7 @@ class Ranks:
         return len(ranks)
 
     def _as_ddp(self, used: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """A bucket ends with the parameter that fills it."""
+        """Cut parameters into DDP's buckets: a bucket ends with the parameter that fills it."""
         buckets: list[list[nn.Parameter]] = [[]]
         size, limit = 0, float(MIB)
         # Parameters that rank 0 did not use come last, in the model's order.
@@ -205,7 +210,7 @@ class Ranks:
             return
         flat = []
         for of in ranks:
-            # A parameter that a rank did not use has a gradient of zeros there, as in DDP.
+            # A parameter that a rank did not use has a gradient of zeros on that rank, as in DDP.
             parts = [torch.zeros_like(p) if (g := of.get(p)) is None else g for p in bucket]
             if any(g.is_sparse for g in parts):
                 raise TypeError("A gradient is sparse. Expected: dense ones, as of nn.Embedding(sparse=False).")
@@ -266,16 +271,16 @@ def _put_back(buffers: list[tuple[Tensor, Tensor]]) -> None:
             buffer.copy_(value)
 
 
-# Seconds. Without a limit, a rank whose thread died would be waited for without end.
+# In seconds. Without a limit, the others would wait without end for a rank whose thread died.
 LONGEST_TURN = 3600
 
 
 class Meeting:
-    """Ranks as threads of which one runs at a time, until it waits for the others.
+    """Ranks as threads, of which one runs at a time, until it waits for the others.
 
-    They take turns in their order, so that a step is reproducible. Each has gradients, buffers and the CPU's random
-    numbers to itself: they are put aside while another one runs. A rank begins with gradients of None, the buffers of
-    before, and the random numbers that the rank before it left.
+    They take turns in their order, so that a step is reproducible. Each rank has gradients, buffers and the CPU's
+    random numbers to itself, which are put aside while another rank runs. A rank begins with gradients of None, the
+    buffers of before, and the random numbers that the rank before it left.
     """
 
     def __init__(self, ranks: int, model: nn.Module) -> None:
@@ -283,7 +288,7 @@ class Meeting:
         self.buffers = [*model.buffers()]
         self.gradients: list[list[Tensor | None]] = [[] for _ in range(ranks)]
         self.final_buffers: list[list[Tensor]] = [[] for _ in range(ranks)]
-        self.rank = 0  # which runs
+        self.rank = 0  # the rank that runs
         self.error: BaseException | None = None
         self.turns = [threading.Semaphore(0) for _ in range(ranks)]
         self._first = [b.clone() for b in self.buffers]
@@ -297,7 +302,7 @@ class Meeting:
         self.put([None] * len(self.parameters), self._first)
 
     def end(self, rank: int) -> None:
-        """Keep the rank's result, and pass the turn to the next one for good."""
+        """Keep the rank's result, and pass the turn to the next rank for good."""
         self.gradients[rank], self.final_buffers[rank] = self._taken()
         self._has_ended[rank] = True
         if self._parts and self.error is None:
@@ -306,7 +311,7 @@ class Meeting:
         self._next(rank)
 
     def gather(self, where: str, parts: list[Tensor]) -> list[list[Tensor]]:
-        """Return the values of all ranks at this place, in the order of ranks; waits until all have come."""
+        """Return the values of all ranks at this place, in the order of ranks; waits until all ranks have come."""
         rank = self.rank
         others = {place for place, _ in self._parts.values()} - {where}
         if others or any(self._has_ended):
@@ -330,7 +335,8 @@ class Meeting:
         for p, gradient in zip(self.parameters, gradients, strict=True):
             p.grad = gradient
         for buffer, value in zip(self.buffers, buffers, strict=True):
-            # Through `.data`: a batch norm has saved the buffer, and its backward pass would refuse a write.
+            # This writes through `.data`: a batch norm has saved the buffer, and its backward pass would refuse a
+            # write.
             buffer.data.copy_(value)
 
     def _next(self, rank: int) -> None:
@@ -354,7 +360,7 @@ def _apart(what: str) -> RuntimeError:
 def in_turns(meeting: Meeting, step: Callable[[int], Any], modules: Mapping[str, nn.Module]) -> list[Any]:
     """Return `step(rank)` of each rank, with batch statistics of these modules over all ranks.
 
-    An error of one rank ends the others and is raised; gradients and buffers are then those of before.
+    An error of one rank ends the other ranks and is raised; gradients and buffers are then those of before.
     """
     ranks, grad = len(meeting.turns), torch.is_grad_enabled()
     if active.emulation is not None:
@@ -369,8 +375,8 @@ def in_turns(meeting: Meeting, step: Callable[[int], Any], modules: Mapping[str,
             shared.threads.add(threading.get_ident())
             with ExitStack() as stack:
                 stack.enter_context(torch.set_grad_enabled(grad))
-                # Backward passes run in the thread of the rank: on a card, autograd's one thread of the device would
-                # wait in a batch norm, and run the pass of no other rank.
+                # Backward passes run in the thread of the rank. On a card, autograd has one thread for the device: it
+                # would wait in a batch norm, and run the pass of no other rank.
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 for enter in autocast:
                     stack.enter_context(enter())
@@ -404,11 +410,11 @@ def in_turns(meeting: Meeting, step: Callable[[int], Any], modules: Mapping[str,
 class _Shared:
     """Replaces `torch.batch_norm` while ranks run: synchronised batch norms use the statistics of all ranks.
 
-    A batch norm is known by its running mean. Other threads get torch's own function.
+    A batch norm is known by its running mean. Threads that are no ranks call torch's own function.
     """
 
-    # Not a mode of functions: an emulation calls torch.batch_norm with operands in their formats, and rounds the
-    # result; and a checkpoint that recomputes in the backward pass comes here too, where torch has taken all modes off.
+    # This is not a mode of functions. An emulation calls torch.batch_norm with operands in their formats, and rounds
+    # the result. A checkpoint that recomputes in the backward pass comes here too, where torch has taken all modes off.
 
     def __init__(self, meeting: Meeting, modules: Mapping[str, nn.Module]) -> None:
         self._meeting, self._own = meeting, torch.batch_norm
@@ -444,7 +450,7 @@ class _Shared:
 
 
 def _over_ranks(parts: list[list[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return count, mean and biased variance of all ranks' numbers, from theirs (Chan et al. 1983)."""
+    """Return count, mean and biased variance of all ranks' numbers, from those of each rank (Chan et al. 1983)."""
     counts, means, variances = (torch.stack(each) for each in zip(*parts, strict=True))
     counts = counts.unsqueeze(1)
     count = counts.sum()

@@ -21,12 +21,12 @@ __all__ = ["load_scaling_state", "scaling_state", "set_scaling_group"]
 def scaling_state(model: nn.Module) -> dict[str, Any]:
     """Return the amax histories of a quantised model's delayed scales, by site and operand.
 
-    `state_dict` has none of it, so that its keys stay those of the model. `copy.deepcopy` and pickling of the model
-    keep it. To resume a training with the same bits, save it in addition to `model.state_dict()`, on each rank its own.
-    Empty for a model without delayed scaling, and before its first call.
+    `state_dict` contains none of these, so that its keys stay those of the model. `copy.deepcopy` and pickling of the
+    model keep them. To resume a training with the same bits, save this state in addition to `model.state_dict()`, on
+    each rank its own. The state is empty for a model without delayed scaling, and before the first call.
 
     Args:
-        model: quantised, or with quantised modules inside.
+        model: a quantised model, or one with quantised modules inside.
 
     Returns:
         Copies of tensors on their devices, numbers and strings, which torch.save and `torch.load` keep as they are.
@@ -44,19 +44,20 @@ def scaling_state(model: nn.Module) -> dict[str, Any]:
 def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Resume delayed scaling from a `scaling_state`; the model's own histories are dropped.
 
-    An empty state begins again. One that lacks some of the model's histories is loaded with a warning. The products of
-    a model are known only after it has run: the second step warns of histories for which the first had no product.
+    An empty state starts all histories again. A state that lacks some of the model's histories is loaded with a
+    warning. The products of a model are known only after the model has run: the second step warns of histories for
+    which the first step had no product.
 
-    The whole state is checked first: one that is refused leaves everything as it was.
+    The whole state is checked first: a state that is refused leaves everything as it was.
 
     Args:
-        model: quantised, or with quantised modules inside.
-        state: from `scaling_state`.
+        model: a quantised model, or one with quantised modules inside.
+        state: the result of `scaling_state`.
 
     Raises:
         TypeError: for anything but a mapping.
         ValueError: for a model that is not quantised, for a value that is not such a state, and for the state of
-            another model: one with names that no product of this one asks for, or with other formats.
+            another model, which has names that no product of this model asks for, or other formats.
     """
     by_place = _histories(model)
     require_mapping("state", state, "what scaling_state(model) returns")
@@ -68,7 +69,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
         if place is None:
             raise ValueError(f"The state names {shown(name)}. Expected: names that begin with {', '.join(by_place)}.")
         parts[place][name.removeprefix(place)] = entry
-    # All parts are checked before the first one is taken: nothing is half loaded.
+    # All parts are checked before the first part is taken: nothing is half loaded.
     fresh = {place: loaded(part) for place, part in parts.items()}
     _require_wanted(model, parts)
     lacking = [name for name in scaling_state(model) if name not in state]
@@ -82,7 +83,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _require_wanted(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ValueError for histories of operands that no product of the model scales so."""
+    """Raise ValueError for histories of operands that no product of the model scales by a history."""
     policies: dict[int, dict[str, Policy]] = {}
     for _, forward in emulated_forwards(model):
         assert forward.policy is not None
@@ -99,10 +100,11 @@ def _require_wanted(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) ->
 def set_scaling_group(model: nn.Module, group: Any) -> None:
     """Let the ranks of this process group, instead of all ranks, share the largest amax in each step.
 
-    They call the same products in the same order, as in data-parallel training. Not copied or pickled with the model.
+    The ranks call the same products in the same order, as in data-parallel training. The group is not copied or pickled
+    with the model.
 
     Args:
-        group: from torch.distributed.new_group; None for all ranks.
+        group: a result of torch.distributed.new_group; None for all ranks.
 
     Raises:
         TypeError: for anything but a group.
@@ -115,7 +117,7 @@ def set_scaling_group(model: nn.Module, group: Any) -> None:
 
 
 def _histories(model: nn.Module) -> dict[str, Histories]:
-    """Return the histories by prefix of names: "" for one model, "encoder." and so on for several inside."""
+    """Return the histories by prefix of names: "" for one model, "encoder." and so on for several models inside."""
     wanted = {id(group): group for group in listeners(model)}
     if len(wanted) == 1:
         return {"": next(iter(wanted.values())).histories}

@@ -27,7 +27,7 @@ TE_FP16_RANGE = torch.finfo(torch.float16).max / 2  # TransformerEngine, FusedAd
 class State(NamedTuple):
     """A tensor that an optimizer keeps for one parameter.
 
-    path: the keys and places under which it lies: ("exp_avg",), or (0, "exp_avg") where a dict holds another.
+    path: the keys and places under which it lies: ("exp_avg",), or (0, "exp_avg") if a dict contains another one.
     """
 
     path: tuple[Any, ...]
@@ -35,7 +35,7 @@ class State(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Nearest key that is a string: one name for all the tensors of a list."""
+        """Nearest key that is a string: all the tensors of a list have the same name."""
         return next((key for key in reversed(self.path) if isinstance(key, str)), self.text)
 
     @property
@@ -48,7 +48,7 @@ class State(NamedTuple):
 
 
 def states_in(state: Mapping[Any, Any]) -> Iterator[State]:
-    """Yield the tensors of `optimizer.state[parameter]`, in dicts, lists and tuples inside of it too."""
+    """Yield the tensors of `optimizer.state[parameter]`, including those in dicts, lists and tuples inside it."""
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), state)]
     containers = set()
     while waiting:
@@ -64,7 +64,9 @@ def states_in(state: Mapping[Any, Any]) -> Iterator[State]:
 def noise_key(seed: int, step: int, index: int, name: str) -> Tensor:
     """Return the key of the random bits of one tensor in one step: the same on each rank and each device.
 
-    seed: of the run. index: of the parameter in its optimizer. name: of the stored tensor, "weight" or a state.
+    seed: the seed of the run.
+    index: the index of the parameter in its optimizer.
+    name: the name of the stored tensor, "weight" or a state.
     """
     return _key_from(f"{seed} {step} {index} {name}")
 
@@ -75,7 +77,7 @@ def _key_from(text: str) -> Tensor:
 
 
 def local_part(x: Tensor) -> Tensor:
-    """Return the part of a sharded tensor (a DTensor) that is on this rank; any other tensor itself."""
+    """Return the part of a sharded tensor (a DTensor) that is on this rank, or any other tensor itself."""
     to_local = getattr(x, "to_local", None)
     return x if to_local is None else to_local()
 
@@ -83,11 +85,11 @@ def local_part(x: Tensor) -> Tensor:
 def store_(x: Tensor, storage: Storage, key: Tensor | None = None) -> None:
     """Round `x` in place to its stored value.
 
-    The random bits of an element follow from its place in the whole tensor, however that is sharded. Blocks of numbers
-    that share a scale are those of the part that is here.
+    The random bits of an element follow from its place in the whole tensor, however the tensor is sharded. Blocks of
+    numbers that share a scale lie within the part on this rank.
 
-    x: float32, any shape and strides; of a sharded tensor (a DTensor) the part that is here is rounded.
-    key: of the random bits, from `noise_key`; None draws one.
+    x: float32, of any shape and strides; of a sharded tensor (a DTensor), the part on this rank is rounded.
+    key: the key of the random bits, from `noise_key`; None draws one.
     """
     place = place_of(x)
     x = local_part(x)
@@ -97,7 +99,7 @@ def store_(x: Tensor, storage: Storage, key: Tensor | None = None) -> None:
         if isinstance(storage.spec, RoundingSpec):
             _store_part(x, storage.spec, key, place)
             return
-        # Blocks are those of this part, which cannot be rounded as in the whole: each rank has random bits of its own.
+        # Blocks lie in this part, and cannot be rounded as in the whole tensor: each rank has random bits of its own.
         key = None if key is None else _key_from(f"{int(key)} {place.offset}")
     if isinstance(storage.spec, RoundingSpec):
         round_memory_(x.detach(), storage.spec, key)
@@ -107,10 +109,10 @@ def store_(x: Tensor, storage: Storage, key: Tensor | None = None) -> None:
 
 
 def _store_part(x: Tensor, spec: RoundingSpec, key: Tensor | None, place: Place) -> None:
-    """Round a part of a tensor as it would be rounded in the whole."""
+    """Round a part of a tensor as it would be rounded in the whole tensor."""
     if key is None:
         key = new_key_for(x)
-    # Noise goes by an element's index: the part is rounded in its place among zeros.
+    # Noise depends on an element's index: the part is rounded at its place among zeros.
     whole = x.new_zeros(place.shape)
     part = whole
     for dim, (start, size) in enumerate(zip(place.offset, x.shape, strict=True)):
@@ -147,7 +149,7 @@ def in_rows(x: Tensor, fmt: BlockFormat) -> Tensor:
 
 def _as_torchao(x: Tensor, spec: BlockSpec, key: Tensor | None) -> Tensor:
     """Round as torchao.optim does."""
-    # quantize_fp8, and scale_tensor with dequant_with_qmap, whose largest value is 1.
+    # This follows quantize_fp8, and scale_tensor with dequant_with_qmap, whose largest value is 1.
     blocks = _blocks(x, spec.fmt)
     scale = blocks.abs().amax(-1, keepdim=True).clip(TORCHAO_LEAST_AMAX) / spec.fmt.largest
     return rounded(blocks / scale, spec.element, key) * scale
@@ -155,7 +157,7 @@ def _as_torchao(x: Tensor, spec: BlockSpec, key: Tensor | None) -> Tensor:
 
 def _as_transformer_engine(x: Tensor, spec: BlockSpec, key: Tensor | None) -> Tensor:
     """Round as TransformerEngine's optimizer does."""
-    # FusedAdam._apply_scale and get_unscaled_state.
+    # This follows FusedAdam._apply_scale and get_unscaled_state.
     blocks = _blocks(x, spec.fmt)
     is_fp16 = spec.fmt.element == CATALOGUE["fp16"]
     scale = blocks.abs().amax(-1, keepdim=True) / (TE_FP16_RANGE if is_fp16 else spec.fmt.largest)
@@ -164,7 +166,7 @@ def _as_transformer_engine(x: Tensor, spec: BlockSpec, key: Tensor | None) -> Te
 
 
 def _blocks(x: Tensor, fmt: BlockFormat) -> Tensor:
-    """Return `x` with a row for each block; the last one is filled up with zeros."""
+    """Return `x` with a row for each block; the last row is filled up with zeros."""
     if fmt.block == "row":
         return x.contiguous().view(-1, x.shape[-1])
     if fmt.block == "tensor":

@@ -1,3 +1,1 @@
-"""Operations on one tensor: round, encode, multiply and tally it, in plain torch, under autograd, tracers and
-compilers.
-"""
+"""Operations on one tensor: round, encode, multiply, tally it, in plain torch, under autograd, tracers, compilers."""

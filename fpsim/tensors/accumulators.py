@@ -15,12 +15,12 @@ from fpsim.kernels.core import MOST_BITS, ROUNDINGS, require_variant
 __all__ = ["ACCUMULATORS", "Accumulator", "as_accumulator"]
 
 ORDERS = ("ascending", "torch")
-SPLIT_ORDERS = ("ring", "tree", "linear")  # of tensors.reductions
-# Products: a group's rows of an operand have to be in the cache at once.
+SPLIT_ORDERS = ("ring", "tree", "linear")  # those of tensors.reductions
+# The most products of a group: the group's rows of an operand have to be in the cache at once.
 LARGEST_GROUP = 1024
 MOST_SPLITS = 1024
-EXACT_BITS = 53  # significand of float64, in which sums are computed
-PRODUCT_EXPONENTS = (-298, 255)  # of products of two float32
+EXACT_BITS = 53  # bits of the significand of float64, in which sums are computed
+PRODUCT_EXPONENTS = (-298, 255)  # least and largest exponent of a product of two float32
 
 Operands = str | FloatFormat | None  # the format of an operand
 
@@ -31,41 +31,44 @@ class Accumulator:
 
     The sum of accumulator and product is exact before it is rounded once, as a fused multiply-add is.
 
-    Accumulators are values: equal fields make equal, hashable ones, and `as_accumulator(repr(a)) == a`.
+    Accumulators are values: equal fields make equal, hashable accumulators, and `as_accumulator(repr(a)) == a`.
 
     Args:
-        format: of the accumulator; a name or a FloatFormat.
+        format: the format of the accumulator; a name or a FloatFormat.
         rounding: "nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd" or "stochastic".
-        overflow: "inf", "nan" or "saturate"; None means inf in formats that have one, and the largest value in others.
-        random_bits: of every stochastic rounding. None means 32, or as many as a sum of two numbers offers: 52 - p for
-            a format of p significant bits.
+        overflow: "inf", "nan" or "saturate"; None means inf in formats that have an inf, and the largest value in
+            others.
+        random_bits: the number of random bits of every stochastic rounding. None means 32, or as many as a sum of two
+            numbers offers: 52 - p for a format of p significant bits.
         product: the format to which each product is rounded before it is added; None means exact products.
-        product_rounding: of products.
-        chunk: number of terms that an inner accumulator adds up, from +0; its result is then added to an outer one,
-            with one rounding. None means a single accumulator.
-        outer, outer_rounding: format and rounding of the outer accumulator; None means those of the inner.
-        group: number of products that, with the accumulator, are aligned to the largest exponent among them, cut off
-            below `group_bits` significant bits, added exactly and rounded together. The exponent of a product is the
-            sum of those of its factors. A sum whose exponent is too large for the format overflows, toward zero as
-            well. None means that terms are added one by one.
-        group_bits: see group; a number at the largest exponent keeps as many.
-        sum_bits: products of a group are aligned among themselves, and their sum meets the accumulator later, as on
-            AMD's CDNA3: both are aligned to the larger exponent, a subnormal accumulator and a zero having the format's
-            least, and cut off toward minus infinity, the sum of products below `sum_bits` + 1 significant bits, the
-            accumulator below `group_bits`. The result is normalised, and cut off likewise below `sum_bits`, before it
-            is rounded. A product beyond the format's largest number overflows. None means that they meet at once.
-        operands: the format of the operands of a group, or a pair of formats, of a and of b, None for an unknown one. A
-            subnormal then counts with its format's least exponent, as in hardware, which reads the exponent field; so
-            does a subnormal sum. Operands are not rounded; a number smaller than the format's values counts as a
-            subnormal. If the format is None, each number counts with the exponent of its leading bit.
-        zero_exponent: exponent with which a zero product or sum counts in a group; None means that zeros do not count.
-        order: "ascending", term by term; "torch" leaves the product to torch, in float32 and its order.
-        variant: of every stochastic rounding with random_bits, as in `round_to`.
-        splits: number of parts of the terms, as over the ranks of tensor parallelism: each is added up as above,
-            rounded to `split_format`, and the parts are summed in that format. Parts are as long as `torch.chunk` makes
-            them. None means a single part.
+        product_rounding: the rounding of products.
+        chunk: the number of terms that an inner accumulator adds up, from +0; its result is then added to an outer
+            accumulator, with one rounding. None means a single accumulator.
+        outer, outer_rounding: format and rounding of the outer accumulator; None means those of the inner accumulator.
+        group: the number of products that, with the accumulator, are aligned to the largest exponent among them, cut
+            off below `group_bits` significant bits, added exactly and rounded together. The exponent of a product is
+            the sum of the exponents of its factors. A sum whose exponent is too large for the format overflows, even
+            with rounding toward zero. None means that terms are added one by one.
+        group_bits: see group; a number with the largest exponent keeps this number of significant bits.
+        sum_bits: with this, products of a group are aligned among themselves, and their sum meets the accumulator
+            later, as on AMD's CDNA3. The sum and the accumulator are aligned to the larger exponent of the two, where a
+            subnormal accumulator and a zero have the format's least exponent. Both are cut off toward minus infinity:
+            the sum of products below `sum_bits` + 1 significant bits, and the accumulator below `group_bits`. The
+            result is normalised, and cut off in the same way below `sum_bits`, before it is rounded. A product beyond
+            the format's largest number overflows. None means that products and accumulator meet at once.
+        operands: the format of the operands of a group, or a pair of formats, of a and of b, with None for an unknown
+            format. A subnormal then counts with its format's least exponent, as in hardware, which reads the exponent
+            field; so does a subnormal sum. Operands are not rounded; a number smaller than the format's values counts
+            as a subnormal. If the format is None, each number counts with the exponent of its leading bit.
+        zero_exponent: the exponent with which a zero product or sum counts in a group; None means that zeros do not
+            count.
+        order: "ascending", which is term by term; "torch" leaves the product to torch, in float32 and in its order.
+        variant: the variant of every stochastic rounding with random_bits, as in `round_to`.
+        splits: the number of parts of the terms, as over the ranks of tensor parallelism. Each part is added up as
+            described above and rounded to `split_format`, and the parts are summed in that format. Parts are as long as
+            `torch.chunk` makes them. None means a single part.
         split_format: see splits; None means "fp32".
-        split_order: order in which parts are summed, "ring", "tree" or "linear", as in `all_reduce`.
+        split_order: the order in which parts are summed, "ring", "tree" or "linear", as in `all_reduce`.
 
     Raises:
         ValueError: for fields that do not fit together, such as an accumulator that cannot hold one product.
@@ -115,7 +118,7 @@ class Accumulator:
         if self.outer_rounding == self.rounding:
             object.__setattr__(self, "outer_rounding", None)
         _require_groups(self)
-        # After the groups: operands, sum_bits and zero_exponent are refused without one.
+        # This comes after the groups: operands, sum_bits and zero_exponent are refused without a group.
         _take_operands(self)
         _require_room_for_products(self)
         _require_order(self)
@@ -155,13 +158,13 @@ class Accumulator:
 
     @property
     def operand_formats(self) -> tuple[FloatFormat | None, FloatFormat | None]:
-        """Formats of a and of b, None if unknown."""
+        """Formats of a and of b; None if unknown."""
         pair = self.operands if isinstance(self.operands, tuple) else (self.operands,) * 2
         return pair  # type: ignore[return-value]  # made formats by __post_init__
 
     @property
     def counted_exponents(self) -> tuple[int | None, int | None, int | None, int | None]:
-        """Least exponents with which a, b and a sum count in a group, and the exponent of a zero; None for none."""
+        """Least exponents with which a, b and a sum count in a group, and that of a zero; None if there is none."""
         a, b = (None if f is None else f.min_exponent for f in self.operand_formats)
         counts = self.operands is not None or self.sum_bits is not None
         of_sum = as_float_format(self.format).min_exponent if counts else None
@@ -169,7 +172,7 @@ class Accumulator:
 
     @property
     def turned(self) -> Accumulator:
-        """The accumulator of b^T a^T, with the operands' formats exchanged."""
+        """The accumulator of b^T a^T, with the formats of the operands exchanged."""
         if not isinstance(self.operands, tuple):
             return self
         return replace(self, operands=self.operands[::-1])
@@ -231,14 +234,14 @@ def _require_groups(a: Accumulator) -> None:
         raise ValueError(
             f"group={shown(a.group)} is not a number of products. Expected: the integers 1 to {LARGEST_GROUP}."
         )
-    # Each of group + 1 numbers is below 2**(group_bits + 1) units of the last bit kept.
+    # Each of group + 1 numbers is below 2**(group_bits + 1) units of the last bit that is kept.
     most = EXACT_BITS - 1 - int(a.group).bit_length()
     if not is_whole(a.group_bits, 1) or a.group_bits > most:
         raise ValueError(
             f"group_bits={shown(a.group_bits)} is invalid. Expected: 1 to {most} for groups of {a.group}, whose "
             f"sum has to be exact in {EXACT_BITS} bits."
         )
-    # Fewer, for a sum of products keeps one bit more, and meets the accumulator.
+    # This limit is lower, because a sum of products keeps one bit more, and meets the accumulator.
     most = EXACT_BITS - 4 - int(a.group).bit_length()
     if a.sum_bits is not None and not (is_whole(a.sum_bits, a.group_bits) and a.sum_bits <= most):
         raise ValueError(
@@ -253,7 +256,7 @@ def _require_groups(a: Accumulator) -> None:
 
 
 def _take_operands(a: Accumulator) -> None:
-    """Normalise `operands` to None, one format, or a pair of two that differ."""
+    """Normalise `operands` to None, one format, or a pair of two different formats."""
     for name in ("sum_bits", "operands", "zero_exponent"):
         if getattr(a, name) is not None and a.group is None:
             raise ValueError(
@@ -360,7 +363,7 @@ ACCUMULATORS: dict[str, Accumulator] = {
     "fp32": Accumulator("fp32", order="torch"),
     "fp16": Accumulator("fp16"),
     "cb16_chunk64": Accumulator("cb16", chunk=64),
-    # Wang et al., NeurIPS 2018, 2.3: sums in (1, 6, 9), inside of chunks of 64 and between them. cb16 has these fields.
+    # Wang et al., NeurIPS 2018, 2.3: sums in (1, 6, 9), inside chunks of 64 and between them. cb16 has these fields.
     "wang2018": Accumulator(FloatFormat(6, 9), chunk=64),
     # DeepSeek-V3, 3.3.2: sums of 128 terms are added up in float32 outside of the tensor core.
     "hopper_fp8_chunk128": Accumulator(
@@ -368,10 +371,10 @@ ACCUMULATORS: dict[str, Accumulator] = {
         operands="e4m3fn",
     ),
     **{
-        # Xie et al., arXiv 2511.10909 (MMA-Sim 2.1.1): as many products as there are bytes of an operand in a step,
-        # aligned with the accumulator, cut off below `group_bits`; the sum is cut off to float32, and from FP8 on Ada
-        # and Hopper to e8m13 (DeepSeek-V3, arXiv 2412.19437, 3.5.2, has it of Hopper). Zeros count where the operands'
-        # exponents reach below theirs: a product of fp16 or FP8 has at least -28.
+        # Xie et al., arXiv 2511.10909 (MMA-Sim 2.1.1): there are as many products as there are bytes of an operand in a
+        # step. They are aligned with the accumulator, and cut off below `group_bits`. The sum is cut off to float32,
+        # and for FP8 on Ada and Hopper to e8m13 (DeepSeek-V3, arXiv 2412.19437, 3.5.2, reports it for Hopper). Zeros
+        # count where the exponents of the operands reach lower: a product of fp16 or FP8 has at least -28.
         name: Accumulator(
             fmt, "toward_zero", group=group, group_bits=bits, operands=operands,
             zero_exponent=-107 - bits if operands in ("bf16", "tf32") else None,
@@ -394,7 +397,7 @@ ACCUMULATORS: dict[str, Accumulator] = {
         for name, group, operands in (("fp16", 8, "fp16"), ("bf16", 8, "bf16"), ("xf32", 4, "tf32"))
     },
 }  # fmt: skip
-# Tensor cores that add up alike.
+# Tensor cores that add up in the same way.
 ALIASES = {
     "turing_fp16": "ampere_fp16",
     "ada_fp16": "ampere_fp16",
@@ -412,9 +415,9 @@ def as_accumulator(accumulator: str | Accumulator | FloatFormat) -> Accumulator:
 
     Args:
         accumulator: a name of ACCUMULATORS ("fp32", "fp16", "cb16_chunk64", "wang2018", "hopper_fp8",
-            "hopper_fp8_chunk128", "ampere_fp16" and other tensor cores), any format's name, which adds up in that
-            format, the same with `_chunkN`, the `repr` of an accumulator, a FloatFormat, or an Accumulator. "fp32" is
-            torch's own product; `Accumulator("fp32")` adds up in float32 term by term.
+            "hopper_fp8_chunk128", "ampere_fp16" and other tensor cores); any format's name, which means adding up in
+            that format; the same with `_chunkN`; the `repr` of an accumulator; a FloatFormat; or an Accumulator. "fp32"
+            is torch's own product; `Accumulator("fp32")` adds up in float32 term by term.
 
     Raises:
         ValueError: for an unknown name.
@@ -460,7 +463,7 @@ def _parse(text: str) -> Accumulator:
 
 
 def _from_repr(text: str, arguments: str) -> Accumulator:
-    # Parsed as a call and read by `literal_eval`: a `repr` from a file must not run code.
+    # It is parsed as a call and read by `literal_eval`: a `repr` from a file must not run code.
     try:
         call = ast.parse(f"f({arguments})", mode="eval").body
         assert isinstance(call, ast.Call)

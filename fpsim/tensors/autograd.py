@@ -15,7 +15,7 @@ from fpsim.torch_internals import constant_under_compile, keep_none
 from fpsim.torch_modes import PlainFunction, has_transform, is_plain
 from fpsim.torch_nodes import in_forward_mode
 
-# Below this many elements a second pass over the tensor costs less than a Python autograd node.
+# For fewer elements than this, a second pass over the tensor costs less than a Python autograd node.
 SMALL = 1 << 15
 
 
@@ -23,7 +23,7 @@ OperatorWords = tuple[str, str, str, int, str]  # format, rounding, overflow, ra
 
 
 def words_of(spec: RoundingSpec) -> OperatorWords:
-    """Return a rounding as arguments of the operator."""
+    """Return a rounding as the arguments of the operator."""
     return spec.format_text, spec.rounding, spec.overflow, spec.random_bits or 0, spec.variant
 
 
@@ -37,7 +37,7 @@ def operator_words(
 
 
 def apply_operator(x: Tensor, words: OperatorWords, key: Tensor | None) -> Tensor:
-    """Round by the operator. key: of stochastic rounding; None draws one."""
+    """Round with the operator. key: for stochastic rounding; None draws one."""
     require_no_forward_mode("A rounding")
     if key is None and words[1] == "stochastic":
         key = new_traceable_key(x)
@@ -59,7 +59,7 @@ def _round_op(
 def _(
     x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, key: Tensor | None, variant: str = "A"
 ) -> Tensor:
-    # Raises for a dtype that cannot hold the format while the program is traced, not when it runs.
+    # A dtype that cannot hold the format raises here: when the program is traced, not only when it runs.
     container_width(rounding_spec(fmt, rounding, overflow, random_bits or None, variant), x.dtype)
     return torch.empty_like(x)
 
@@ -73,7 +73,7 @@ def _(
     dim, key_dim = in_dims[0], in_dims[5]
     if key is None:
         return apply_operator(x, words, None), dim
-    # randomness="different": one key is enough, as noise differs by element.
+    # randomness="different": one key is enough, because the noise differs between elements.
     if key_dim is not None:
         key = key.select(key_dim, 0)
         if dim is None:
@@ -107,7 +107,7 @@ class StraightThrough(PlainFunction):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.backward_spec, ctx.tangent_spec = inputs[2:]
-        ctx.materialize_grads = False  # as `keep_none`, without a call
+        ctx.materialize_grads = False  # as `keep_none` does, without a call
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
@@ -117,7 +117,7 @@ class StraightThrough(PlainFunction):
 
 
 class _StraightThroughBothModes(StraightThrough):
-    """The same with a rule for forward mode; a separate class, because torch.compile refuses a Function with a jvp."""
+    """The same with a rule for forward mode: a class of its own, as torch.compile refuses a Function with a jvp."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
@@ -140,7 +140,7 @@ def straight_through(
 
 
 class _WithValues(_StraightThroughBothModes):
-    """Replace numbers by known values to which they round, and keep their gradient and tangent."""
+    """Replace numbers by the known values to which they round, and keep their gradient and tangent."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -152,19 +152,19 @@ class _WithValues(_StraightThroughBothModes):
 def with_values(
     x: Tensor, values: Tensor, backward_spec: RoundingSpec | None, tangent_spec: RoundingSpec | None
 ) -> Tensor:
-    """Return `values`, to which `x` was rounded, with the gradient and the tangent of `x`, rounded or not."""
+    """Return `values`, to which `x` was rounded, with the gradient and the tangent of `x` (rounded or not)."""
     return _WithValues.apply(x, values.detach(), backward_spec, tangent_spec)  # type: ignore[no-any-return]
 
 
 def is_transformed() -> bool:
-    """Return whether a torch.func transform or forward mode sees a call: operators have rules for vmap only."""
+    """Return whether a torch.func transform or forward mode sees a call: the operators have rules only for vmap."""
     return not torch.compiler.is_compiling() and (has_transform() or in_forward_mode())
 
 
 def require_no_forward_mode(what: str) -> None:
     """Raise NotImplementedError if torch.compile traces forward mode."""
-    # The program would have no tangents, and torch would take them as zero. Without `fullgraph=True`, torch catches the
-    # error and runs the function without a compiler.
+    # The program would have no tangents, and torch would take missing tangents as zero. Without `fullgraph=True`, torch
+    # catches the error and runs the function without a compiler.
     if torch.compiler.is_compiling() and in_forward_mode():
         raise NotImplementedError(
             f"{what} is compiled in forward mode (torch.func.jvp, jacfwd, dual numbers), where its tangent would be "
@@ -173,14 +173,15 @@ def require_no_forward_mode(what: str) -> None:
 
 
 def round_differentiably(x: Tensor, spec: RoundingSpec, log2_scale: Tensor | None = None) -> Tensor:
-    """Return `x` rounded, whose gradient passes unchanged. log2_scale: as in `launch.round_memory_`."""
-    # Tracers and transforms need the Function. On a plain tensor it pays only if a second pass over a clone costs more.
+    """Return `x` rounded, with its gradient unchanged. log2_scale: as in `launch.round_memory_`."""
+    # Tracers and transforms need the Function. For a plain tensor, it pays only if a second pass over a clone costs
+    # more.
     if not is_plain(x):
         return straight_through(x, spec, None)
     if x.requires_grad and torch.is_grad_enabled():
         if x.numel() >= SMALL and log2_scale is None:
             return StraightThrough.apply(x, spec, None, None)  # type: ignore[no-any-return]
-        # The backward of `clone` is the straight-through gradient: 6 us a call, 20 less than a Function.
+        # The backward pass of `clone` is the straight-through gradient: 6 us a call, 20 less than a Function.
         out = x.clone()
         round_memory_(out, spec, None, log2_scale)
         return out

@@ -56,7 +56,7 @@ def _(
     key: Tensor | None,
     variant: str = "A",
 ) -> Tensor:
-    # Raises for an axis that the tensor does not have while the program is traced, not when it runs.
+    # An axis that the tensor does not have raises here: when the program is traced, not only when it runs.
     block_axes(x.shape, _spec(fmt, rounding, overflow, random_bits, variant).fmt.tile, axis, across)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -66,7 +66,7 @@ def _(
     info: Any, in_dims: Any, x: Tensor, fmt: str, rounding: str, overflow: str, random_bits: int, axis: int,
     across: int | None, key: Tensor | None, variant: str = "A",
 ) -> tuple[Tensor, int]:  # fmt: skip
-    """Round each sample with blocks of its own: a scale of the whole tensor becomes one for each sample."""
+    """Round each sample with blocks of its own: one scale of the whole tensor becomes one scale for each sample."""
     words = fmt, rounding, overflow, random_bits, variant
     dim, key_dim = in_dims[0], in_dims[7]
     samples = x.unbind(dim) if dim is not None else [x] * info.batch_size
@@ -99,7 +99,7 @@ def _words_of(spec: BlockSpec) -> OperatorWords:
 def apply_block_operator(
     x: Tensor, words: OperatorWords, axis: int, across: int | None, key: Tensor | None = None
 ) -> Tensor:
-    """Round by the operator. key: of stochastic rounding; None draws one."""
+    """Round with the operator. key: for stochastic rounding; None draws one."""
     require_no_forward_mode("A rounding in blocks")
     if key is None and words[1] == "stochastic":
         key = new_traceable_key(x)
@@ -107,8 +107,9 @@ def apply_block_operator(
 
 
 def passes(x: Tensor, spec: Spec, axis: int, across: int | None) -> Tensor:
-    """Return a mask of elements that do not saturate, by half an ulp or more beyond the largest value: bool, shaped as
-    `x`.
+    """Return a mask of the elements that do not saturate by half an ulp or more beyond the largest value.
+
+    It is a bool tensor of the shape of `x`.
     """
     if not isinstance(spec, BlockSpec):
         return ~(x.detach().abs() >= saturated_from(spec.fmt))
@@ -130,7 +131,7 @@ def _block_passes(
         whole = (torch.tensor(spec.fmt.tensor_lands_on, device=x.device) / amax).clamp(max=_MASK)
         limit /= torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), whole, 1.0))
     magnitude = source.abs()
-    # Under a scale of 0 no element saturates: all are zero.
+    # Under a scale of 0 no element saturates, because all elements are zero.
     return ~((magnitude >= limit) & (limit > 0) & (magnitude != _MASK))
 
 
@@ -138,7 +139,7 @@ _MASK = torch.finfo(torch.float32).max
 
 
 def _amaxes(x: Tensor, spec: BlockSpec, axis: int) -> Tensor:
-    """Return the amax of each element's second scale, float32: of no dimension if the scale is the tensor's."""
+    """Return the amax of each element's second scale, float32: of no dimension if the tensor has one scale."""
     f = spec.fmt
     if isinstance(f.tensor_scale, bool):
         return recorded_amax(x, spec)
@@ -161,7 +162,7 @@ def round_blocks_differentiably(x: Tensor, spec: BlockSpec, axis: int, across: i
 
 
 def round_blocks_traced(x: Tensor, spec: BlockSpec, axis: int, across: int | None) -> Tensor:
-    """Round by the operator, which tracers see."""
+    """Round with the operator, which tracers see."""
     if not is_transformed():
         return apply_block_operator(x, _words_of(spec), axis, across)
     key = new_traceable_key(x) if spec.rounding == "stochastic" else None

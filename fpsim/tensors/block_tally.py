@@ -28,9 +28,9 @@ _LARGEST = torch.iinfo(torch.int64).max
 def blocks_between(before: Tensor, after: Tensor, spec: BlockSpec, cut: Cut) -> Tensor:
     """Tally the blocks of a rounding: the BLOCK_FIELDS of `statistics`, without a copy to the host.
 
-    before, after: the same shape and device, floating, any strides; taken as float32.
-    cut: how it was rounded.
-    Returns eight int64 on their device.
+    before, after: floating tensors of the same shape and device, with any strides; they are taken as float32.
+    cut: the cut with which it was rounded.
+    Returns eight int64 on the same device.
     """
     x, r = (t.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous() for t in (before, after))
     if x.numel() == 0:
@@ -42,12 +42,12 @@ def blocks_between(before: Tensor, after: Tensor, spec: BlockSpec, cut: Cut) -> 
     choice = choose(x, spec, cut.axis, cut.across)
     rows = []
     for number, candidate in enumerate(spec.candidates):
-        # Zeros in blocks of other candidates, of which only the number is counted.
+        # `own` holds zeros in the blocks that take another candidate: only the number of these blocks is counted.
         own = torch.zeros_like(x)
         take(choice, number, x, own)
         rows.append(_of_one_rule(own, x, r, candidate, cut, spec.fmt))
     total = joined(torch.stack(rows))
-    # Every candidate's tally counts all blocks, and those of the other candidates as zero blocks.
+    # Every candidate's tally counts all blocks, including those of other candidates, which count as zero blocks.
     total[BLOCKS] = rows[0][BLOCKS]
     total[ZERO_BLOCKS] -= (len(rows) - 1) * rows[0][BLOCKS]
     return total
@@ -58,7 +58,7 @@ def _of_one_rule(
 ) -> Tensor:
     """Tally contiguous float32 blocks by one scale rule.
 
-    tensor: its amax determines the second scale. of: as in `block_plan`.
+    tensor: the tensor whose amax determines the second scale. of: as in `block_plan`.
     """
     plan, axes = block_plan(spec, of), block_axes(x.shape, spec.fmt.tile, cut.axis, cut.across)
     shared = shared_numbers(tensor, spec.fmt, plan, cut.scale)
@@ -83,7 +83,7 @@ def _of_one_rule(
 
 
 def joined(rows: Tensor) -> Tensor:
-    """Join several rows of BLOCK_FIELDS, (n, BLOCK_FIELDS), to one."""
+    """Join several rows of BLOCK_FIELDS, (n, BLOCK_FIELDS), to one row."""
     total = rows.sum(0)
     total[SMALLEST_SCALE], total[LARGEST_SCALE] = rows[:, SMALLEST_SCALE].amin(), rows[:, LARGEST_SCALE].amax()
     return total
@@ -113,7 +113,8 @@ def _on_cuda(
 def limits_of(spec: BlockSpec) -> tuple[float, float, float]:
     """Return the magnitudes below which an element is subnormal, and from which it and a scale saturate."""
     element = spec.fmt.element
-    # Halfway to the largest subnormal, as elements are multiplied by scales that round. Fixed point has no subnormals.
+    # The first limit is halfway between the smallest normal and the largest subnormal value, because elements are
+    # multiplied by scales that round. Fixed point has no subnormals.
     normal = 0.0
     if not isinstance(element, FixedPoint | Codebook):
         normal = element.smallest_normal - math.ldexp(0.5, element.min_ulp_exponent)

@@ -1,7 +1,7 @@
 """Encode numbers to the codes of a small format, decode them, and find the scales that blocks share.
 
 A code is the bit pattern of a small float, or the index of a number in a code book. Tensors whose blocks share scales
-have codes of the scales too, and NVFP4 a second scale of the whole tensor.
+also have codes of the scales. In NVFP4 they also have a second scale of the whole tensor.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ def encode(
     has no NaN.
 
     Args:
-        x, fmt, rounding, overflow: as in `round_to`; `x` is a tensor, of a format of blocks in float32.
-        axis: of a format of blocks, as in `round_to`.
+        x, fmt, rounding, overflow: as in `round_to`; `x` is a tensor, and in float32 for a format of blocks.
+        axis: for a format of blocks, as in `round_to`.
 
     Returns:
-        Int32 in the shape of `x`, on its device. For a format of blocks a `BlockCodes`: the codes, two of 4 bits in a
-        byte, the codes of the scales, and the second scale. `decode` returns the values of `round_to`, bit for bit.
+        Int32 in the shape of `x`, on its device. For a format of blocks, a `BlockCodes`: the codes (two of 4 bits in a
+        byte), the codes of the scales, and the second scale. `decode` returns the values of `round_to`, bit for bit.
 
     Raises:
-        ValueError: for a format of more than 16 bits, if `x` holds a NaN or a mask without a code, and for blocks of an
-            empty tensor.
+        ValueError: for a format of more than 16 bits, for a NaN or a mask in `x` that has no code, and for an empty
+            tensor in a format of blocks.
 
     >>> encode(torch.tensor([1.0, -448.0]), "e4m3fn")
     tensor([ 56, 254], dtype=torch.int32)
@@ -100,10 +100,9 @@ def _require_memory(x: Tensor) -> None:
 
 
 def scales_of(x: Tensor, fmt: str | BlockFormat, *, axis: int | tuple[int, int] | None = None) -> Tensor:
-    """Return the scales that the blocks of `x` share in a format: each value is an element times the scale of its
-    block.
+    """Return the scales that the blocks of `x` share in a format: a value is an element times its block's scale.
 
-    The second scale of a whole tensor, as in NVFP4, is not among them.
+    The second scale of a whole tensor, as in NVFP4, is not among these scales.
 
     Args:
         x: a float32 tensor of any strides, on the CPU or a CUDA device.
@@ -111,8 +110,8 @@ def scales_of(x: Tensor, fmt: str | BlockFormat, *, axis: int | tuple[int, int] 
         axis: as in `round_to`.
 
     Returns:
-        Float32 in the shape of `x`, each axis that blocks run along divided by their length and rounded up; of no
-        dimension where the whole tensor has one scale.
+        Float32 in the shape of `x`, but each axis along which blocks run is divided by their length and rounded up. The
+        result has no dimension if the whole tensor has one scale.
 
     Raises:
         ValueError: for a format of single numbers, for delayed scaling, and for a tensor without elements.
@@ -144,10 +143,10 @@ def decode(codes: Tensor | BlockCodes, fmt: str | Coded | None = None) -> Tensor
 
     Args:
         codes: a tensor of any integer dtype and shape, or the `BlockCodes` of a format of blocks.
-        fmt: a format, or its name. A `BlockCodes` has its own.
+        fmt: a format, or its name. A `BlockCodes` contains its own format.
 
     Returns:
-        Float32 in the shape of `codes`, on its device; of blocks in the shape of the tensor.
+        Float32 in the shape of `codes`, on its device; for blocks, in the shape of the tensor.
 
     Raises:
         ValueError: for a format of more than 16 bits and for codes out of range.
@@ -180,7 +179,7 @@ def decode(codes: Tensor | BlockCodes, fmt: str | Coded | None = None) -> Tensor
     return element_values(codes, f)
 
 
-NIBBLE = 4  # bits: two such codes are in a byte
+NIBBLE = 4  # bits of a code, of which a byte holds two
 _MASK = torch.finfo(torch.float32).max
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -189,19 +188,21 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 class BlockCodes:
     """A block-scaled tensor as hardware stores it. Each value is element * scale / tensor_scale.
 
-    `encode` makes it and `decode` reads it. The layout is that of safetensors of compressed-tensors and torchao.
+    `encode` makes it and `decode` reads it. The layout is the one that compressed-tensors and torchao store in
+    safetensors.
 
     Args:
         fmt: the format, or its name.
-        shape: of the tensor.
-        codes: of the elements. Those of 4 bits are uint8, two in a byte along the axis that blocks run along, the first
-            one in the low nibble; the last high nibble is 0 where their number is odd. Of up to 8 bits uint8 in the
-            shape of the tensor, of more int32. Integers are in two's complement.
-        scales: the codes of the scales, uint8, or int32 of more than 8 bits; of scales in float32 the numbers. The
-            shape is that of `scales_of`.
-        tensor_scale: the second scale of a format that has one, a float32 of no dimension: 2688 / amax in NVFP4, by
-            which numbers are divided. If each row, or each n elements, has one: the tensor's shape, with their number
-            along the axis. None for other formats.
+        shape: the shape of the tensor.
+        codes: the codes of the elements. Codes of 4 bits are uint8, two in a byte along the axis of the blocks, with
+            the first code in the low nibble; the last high nibble is 0 if their number is odd. Other codes of up to 8
+            bits are uint8 in the shape of the tensor, longer codes int32. Elements that are integers have codes in
+            two's complement.
+        scales: the codes of the scales, uint8, or int32 for more than 8 bits; for scales in float32, the numbers
+            themselves. The shape is that of `scales_of`.
+        tensor_scale: the second scale of a format that has one, a float32 of no dimension by which numbers are divided:
+            2688 / amax in NVFP4. If each row, or each n elements, has a second scale, the shape is that of the tensor,
+            with the number of second scales along the axis. None for other formats.
         axis: as in `round_to`.
 
     >>> from fpsim import encode
@@ -270,14 +271,14 @@ class BlockCodes:
 
 
 def encode_blocks(x: Tensor, spec: BlockSpec, axis: int | tuple[int, int] | None) -> BlockCodes:
-    """Round a float32 as `round_to` does, and return the codes."""
+    """Round a float32 tensor as `round_to` does, and return the codes."""
     require_float32(x)
     if not is_plain(x):
         raise under_transform("encode")
     if not x.numel():
         raise ValueError(f"x of shape {tuple(x.shape)} has no elements, and no scales. Expected: one element or more.")
     f, (along, across) = spec.fmt, axis_pair(axis)
-    # Raises for elements of more than 16 bits; those of fixed point are integers, and need no table.
+    # Elements of more than 16 bits raise here. Elements in fixed point are integers, and need no table.
     if not isinstance(f.element, FixedPoint):
         codable(f.element)
     x = x.detach()
@@ -293,17 +294,17 @@ def encode_blocks(x: Tensor, spec: BlockSpec, axis: int | tuple[int, int] | None
             f"x holds plus or minus float32's largest number, a mask, and {f} has no code for it. Expected: numbers."
         )
     # The kernels return values, not elements. Dividing by the scales in float64 recovers the element: exactly if scales
-    # are powers of two, else within 2**-22, and elements are at least 2**-15 apart.
+    # are powers of two; otherwise within 2**-22, while elements are at least 2**-15 apart.
     found = rounded.double()
     if second is not None:
         found = found * second_of_each_element(second, f, x.shape, along).double()
     if f.gain != 1:
         found = found * f.gain
-    # Under a scale of 0 values do not show the elements: the kernel of a narrow scale multiplied by float32's largest
+    # Under a scale of 0, values do not show the elements: the kernel of a narrow scale multiplied by float32's largest
     # number.
     is_narrow = not f.has_power_scale and f.scale.mantissa_bits < BINARY32.mantissa_bits
     hidden = x.double() * (_MASK if is_narrow else 1.0)
-    # The zero of fixed point has no sign: -0 was made of a negative element.
+    # The zero of fixed point has no sign, but a negative element made a -0.
     if isinstance(f.element, FixedPoint):
         least = math.ldexp(1.0, -f.element.fraction_length)
         hidden = torch.where(rounded.signbit(), hidden.clamp(max=-least), hidden.clamp(min=0.0))
@@ -334,7 +335,7 @@ def decode_blocks(given: BlockCodes) -> Tensor:
     scales = given.scales if f.scale.bits > 16 else element_values(given.scales, f.scale)
     # float64 holds the product of an element and a scale, which is then rounded once.
     values = (elements * of_each_element(scales, f, given.shape, along, across).double()).float()
-    # By a tensor on the device: on a card, torch multiplies by the reciprocal of a Python number.
+    # The divisor is a tensor on the device: on a card, torch multiplies by the reciprocal of a Python number.
     if f.gain != 1:
         return values / torch.tensor(f.gain, device=values.device)
     if given.tensor_scale is None:
@@ -350,14 +351,14 @@ def _second_scales(x: Tensor, spec: BlockSpec, along: int) -> Tensor:
     else:
         amax = second_amaxes_along(x, f, block_plan(spec).parameters[blocks.COUNTED], along)
     top = float(torch.tensor(f.tensor_lands_on))
-    # Rounded twice, and equal to a quotient in float32: float64 has more than twice the bits.
+    # This is rounded twice, but equals a quotient in float32: float64 has more than twice the bits.
     whole = (top / amax.double()).float().clamp(max=_MASK)
     infinite = math.nan if f.nonfinite == "nan" else 1.0
     return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), whole, infinite))
 
 
 def _codes_of(found: Tensor, f: BlockFormat, overflow: str) -> Tensor:
-    """Return the codes of numbers that lie near elements, each the code of the nearest."""
+    """Return the codes of numbers that lie near elements: for each number, the code of the nearest element."""
     if not isinstance(f.element, FixedPoint):
         return _stored(element_codes(found, codable(f.element), overflow=overflow), f.element.bits)
     integers = (found.clamp(f.element.lowest, f.element.largest) * math.ldexp(1.0, f.element.fraction_length)).round()
@@ -375,7 +376,7 @@ def _is_packed(f: BlockFormat) -> bool:
 
 
 def _packed(codes: Tensor, along: int) -> Tensor:
-    """Pack two codes into a byte, the first one in the low nibble."""
+    """Pack two codes into a byte, with the first code in the low nibble."""
     codes = codes.reshape(codes.shape or (1,)).movedim(along, -1)
     pairs = torch.nn.functional.pad(codes, (0, codes.shape[-1] % 2)).unflatten(-1, (-1, 2))
     return (pairs[..., 0] | (pairs[..., 1] << NIBBLE)).movedim(-1, along)
@@ -448,7 +449,7 @@ def element_codes(x: Tensor, f: Coded, rounding: str = "nearest_even", overflow:
     if not f.has_nan and is_nan.any():
         raise ValueError(f"x holds NaN and {f} has no code for it. Expected: finite values; see torch.nan_to_num.")
     width = 64 if x.dtype is torch.float64 else 32
-    # A search through the values, not arithmetic on the fields: it serves code books too.
+    # This searches through the values, and does no arithmetic on the fields: it serves code books too.
     table, codes = (torch.from_numpy(a).to(x.device) for a in _code_table(f, width))
     # Patterns are compared, which no processor flushes to zero. As integers, those of negative numbers run backwards.
     patterns = rounded.view(torch.int32 if width == 32 else torch.int64)
@@ -478,7 +479,7 @@ def codable(fmt: str | Coded) -> Coded:
     return f
 
 
-# Arrays, not tensors: a cached tensor would keep the device or the tracer of the first call.
+# These are arrays, not tensors: a cached tensor would keep the device or the tracer of the first call.
 
 
 @cache

@@ -41,12 +41,12 @@ class BlockAxes(NamedTuple):
 
     @property
     def blocks(self) -> tuple[int, int, int, int, int]:
-        """Number of blocks along each."""
+        """Number of blocks along each of the five axes."""
         return self.outer, -(-self.rows // self.r), self.middle, -(-self.columns // self.c), self.inner
 
 
 def axis_pair(axis: int | tuple[int, int] | None) -> tuple[int, int | None]:
-    """Return the axis along which blocks run, and that of a tile's rows. Raises ValueError for anything else."""
+    """Return the axis along which blocks run, and the axis of a tile's rows. Raises ValueError for anything else."""
     if isinstance(axis, tuple):
         if len(axis) != 2:
             raise ValueError(f"axis={shown(axis)} is not a pair. Expected: one axis, or (across, axis) for tiles.")
@@ -57,7 +57,7 @@ def axis_pair(axis: int | tuple[int, int] | None) -> tuple[int, int | None]:
 def require_no_axis(axis: object, fmt: object) -> None:
     """Raise ValueError for an axis that was given with a format of single numbers."""
     if axis is not None:
-        # Raises for a value that is not a format at all.
+        # A value that is not a format at all raises here.
         as_format(fmt)
         raise ValueError(f"axis={shown(axis)} was given with {shown(fmt)}, whose numbers share no scale. Omit axis.")
 
@@ -80,7 +80,7 @@ def block_axes(shape: torch.Size, tile: tuple[int, int], axis: int, across: int 
     r, c = tile
     if c == 0 and r == 0:
         return BlockAxes(1, 1, 1, math.prod(shape), 1, 1, max(math.prod(shape), 1))
-    # A row without elements has blocks of one, of which there are none: no division by zero.
+    # A row without elements is cut into blocks of length one, of which it has none: this avoids a division by zero.
     c = c or max(shape[axis] if shape else 1, 1)
     sizes = list(shape) or [1]
     if r == 1:
@@ -95,7 +95,8 @@ def block_axes(shape: torch.Size, tile: tuple[int, int], axis: int, across: int 
         raise ValueError(
             f"axis and across are both {axis}. The rows of a tile run along another axis than its columns."
         )
-    # R is the axis that comes first in memory, so that a kernel walks through tiles of either orientation alike.
+    # R is the axis that comes first in memory, so that a kernel walks through tiles of either orientation in the same
+    # way.
     first, second = sorted((axis, across))
     sides = (r, c) if across < axis else (c, r)
     return BlockAxes(
@@ -112,15 +113,16 @@ def runs_elsewhere(f: BlockFormat, x: Tensor, axis: int) -> bool:
     """Return whether a tensor is moved before the cut: blocks with a second scale must be contiguous in memory."""
     rank = x.dim()
     if isinstance(f.tensor_scale, bool) or type(axis) is not int or not -rank <= axis < rank:
-        # An invalid axis is refused at the cut.
+        # An invalid axis is refused when the tensor is cut.
         return False
     return axis % rank != rank - 1
 
 
 def second_amaxes(x: Tensor, f: BlockFormat, counted: int) -> Tensor:
-    """Return the patterns of the amaxes that determine second scales, int32, (rows, second scales in a row).
+    """Return the patterns of the amaxes that determine second scales: int32, of shape (rows, second scales in a row).
 
-    x: a contiguous float32 with elements, in blocks along the last axis. counted: as in kernels' `counted_magnitude`.
+    x: a contiguous float32 with elements, in blocks along the last axis. counted: as in `counted_magnitude` of the
+    kernels.
     """
     patterns = x.view(torch.int32).view(-1, x.shape[-1] if x.dim() else 1) & MAGNITUDE
     patterns = torch.where((patterns == MASK) | (patterns > counted), 0, patterns)
@@ -131,7 +133,7 @@ def second_amaxes(x: Tensor, f: BlockFormat, counted: int) -> Tensor:
 
 
 def second_amaxes_along(x: Tensor, f: BlockFormat, counted: int, axis: int) -> Tensor:
-    """Return the amaxes of `second_amaxes` for any float32 in blocks along `axis`: float32, one for each part there."""
+    """Return the amaxes of `second_amaxes` for any float32 in blocks along `axis`: a float32 for each part along it."""
     if not x.dim():
         return second_amaxes(x, f, counted).view(torch.float32).view(())
     moved = x.movedim(axis, -1).contiguous()
@@ -141,7 +143,7 @@ def second_amaxes_along(x: Tensor, f: BlockFormat, counted: int, axis: int) -> T
 def of_each_element(scales: Tensor, f: BlockFormat, shape: torch.Size, axis: int, across: int | None) -> Tensor:
     """Expand the scales of blocks, as `scales_of` returns them, to the elements of a tensor of this shape.
 
-    The result has no dimension if the tensor has one scale.
+    If the tensor has a single scale, the result has no dimension.
     """
     if f.block == "tensor" or not shape:
         return scales
@@ -154,7 +156,7 @@ def of_each_element(scales: Tensor, f: BlockFormat, shape: torch.Size, axis: int
 
 
 def second_of_each_element(second: Tensor, f: BlockFormat, shape: torch.Size, axis: int) -> Tensor:
-    """Expand second scales, or their amaxes, to the elements: those of parts lie along `axis`."""
+    """Expand second scales, or their amaxes, to the elements: the parts of a tensor lie along `axis`."""
     if isinstance(f.tensor_scale, bool) or not shape:
         return second
     along = axis % len(shape)

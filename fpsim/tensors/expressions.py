@@ -1,8 +1,9 @@
 """Rounding as expressions over bit patterns, which a compiler fuses with the code that computes the numbers.
 
 The kernels are opaque to a compiler. Here the same integer steps are written over whole tensors of bit patterns, once
-for torch and for inductor, whose operations have torch's names. `tests/fpsim/tensors/test_expressions.py` compares them
-with the kernels bit for bit. Roundings without an expression stay with the kernels, as an operator that is not fused.
+for both torch and inductor, whose operations have torch's names. `tests/fpsim/tensors/test_expressions.py` compares
+them with the kernels bit for bit. Roundings without an expression stay with the kernels, as an operator that is not
+fused.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ def _signed(bits: int) -> int:
 class Patterns:
     """Rounding of float32 bit patterns, held as int32, in the steps of `core.make_round`.
 
-    m: torch, or inductor's operations of the same names.
-    constant: turns an integer into an operand.
-    as_float, as_bits: the same 32 bits as float32 and as int32.
+    m: torch, or inductor's operations, which have the same names.
+    constant: a function that turns an integer into an operand.
+    as_float, as_bits: functions that view the same 32 bits as float32 and as int32.
     """
 
     def __init__(self, m: Any, constant: Any, as_float: Any, as_bits: Any) -> None:
@@ -71,19 +72,19 @@ class Patterns:
     def rounded(self, u: Any, noise: Any, rule: int, shape: int, numbers: list[int], masks: tuple[int, bool]) -> Any:
         """Return the rounded patterns.
 
-        u: patterns; noise: as many random patterns for a stochastic rule, else None.
-        rule, shape, numbers: of a Plan of 32 bits.
-        masks: a magnitude that stays as it is, 0 for none, and whether minus infinity stays.
+        u: the patterns. noise: as many random patterns for a stochastic rule, else None.
+        rule, shape, numbers: those of a Plan of 32 bits.
+        masks: a magnitude that stays as it is (0 for none), and whether minus infinity stays.
         """
         m, c = self.m, self.constant
         n = Numbers._make(map(_signed, numbers))
         magnitude = u & c(~_SIGN)
         negative = u < c(0)
-        # No sum overflows int32, which a NaN's would; a NaN is put back below.
+        # No sum overflows int32, except for that of a NaN, which is put back below.
         a = m.minimum(magnitude, c(_INFINITY))
         if draws_noise(rule):
             noise = self._drawn(noise, rule, n.used)
-        # The usual rounding has a shorter way for subnormals than `_grid`, which computes with a spacing of each
+        # The usual rounding has a shorter way for subnormals than `_grid`, which computes with a spacing for each
         # element.
         if rule == NEAREST_EVEN and shape in (GRID, UNSIGNED_ZERO_GRID):
             subnormal = a < c(n.origin + (n.ulp_shift << 23))
@@ -104,7 +105,7 @@ class Patterns:
             r = m.where(magnitude == c(masks[0]), u, r)
         return m.where(u == c(_signed(BINARY32.bits(-torch.inf))), u, r) if masks[1] else r
 
-    # For AVX2 torch 2.13's inductor compiles !=, <=, >= and logical_not of int32 to their negation: only <, > and ==
+    # For AVX2, inductor of torch 2.13 compiles !=, <=, >= and logical_not of int32 to their negation: only <, > and ==
     # are right (`test_inductor_has_the_bits_of_the_kernels_on_other_processors`).
 
     def _differ(self, a: Any, b: Any) -> Any:
@@ -164,7 +165,7 @@ class Patterns:
         return (a + added) & c(-ulp)
 
     def _subnormal_nearest(self, a: Any, smallest: int) -> Any:
-        """Round to multiples of `smallest`: a sum with 2^23 of it has no finer digits, and ties go to even."""
+        """Round to multiples of `smallest`: a sum with 2^23 times it has no finer digits, and ties go to even."""
         # The float32 unit rounds here, and no compiler changes that: a multiply-add needs a product, and a float32
         # subnormal that is flushed to zero would become zero anyway.
         shifter = self.as_float(self.constant(smallest + (23 << 23)))
@@ -189,7 +190,8 @@ class Patterns:
         significand = (a & c(_FRACTION)) | c(_IMPLICIT)
         discarded = c(31) - m.bitwise_right_shift(a - c(n.origin), c(23))
         discarded = m.maximum(discarded, c(31 - n.ulp_shift))
-        # Clamped to one bit above the significand and a zero above that: smaller magnitudes give the same result.
+        # The spacing is clamped to one bit above the significand and a zero above that: smaller magnitudes have the
+        # same result.
         ulp = m.bitwise_left_shift(c(1), m.minimum(discarded, c(25)))
         odd = self._differ(significand & ulp, c(0))
         if rule in CARRYING:
@@ -200,7 +202,7 @@ class Patterns:
             left = m.minimum(m.maximum(c(32) - discarded, c(0)), c(31))
             right = m.minimum(m.maximum(discarded - c(32), c(0)), c(31))
             fraction = m.bitwise_right_shift(m.bitwise_left_shift(significand, left), right)
-            # Under the other variants, the bits cut off from the fraction decide ties.
+            # In the other variants, the bits cut off from the fraction decide ties.
             if rule != STOCHASTIC:
                 left_over = m.bitwise_left_shift(m.bitwise_right_shift(significand, right), right)
                 cut = m.logical_and(self._differ(left_over, significand), self._differ(a, c(0)))
@@ -214,7 +216,7 @@ class Patterns:
         return m.where(up, base + step, base)
 
 
-# The operator has no gradient: the emulation rounds below autograd.
+# The operator has no gradient, because the emulation rounds below autograd.
 
 _library = torch.library.Library("fpsim", "FRAGMENT")
 _library.define(
@@ -268,8 +270,8 @@ def _in_inductor(ops: Any, dtype: torch.dtype, x: Any, noise: Any, *words: Any) 
 
 # Rounding to float16 to nearest is a cast there and back: two instructions for eight numbers, where the steps above
 # take twenty and pass through memory twice. Measured on one thread of an EPYC: 0.25 instead of 0.80 ns a number, and a
-# step of a GPT-2 takes 0.88 of the time. Not so for bfloat16: without an instruction of its own a cast takes as many
-# steps (0.52 and 0.61 ns), and no model's step was faster.
+# step of a GPT-2 takes 0.88 of the time. bfloat16 has no such gain: without an instruction of its own, a cast takes as
+# many steps (0.52 and 0.61 ns), and no model's step was faster.
 
 _library.define("round_by_cast(Tensor x, ScalarType narrow, float limit, int version) -> Tensor")
 
@@ -284,8 +286,8 @@ torch.library.register_fake("fpsim::round_by_cast", _fake, lib=_library)
 
 def _cast_in_inductor(ops: Any, dtype: torch.dtype, x: Any, narrow: torch.dtype, limit: float, version: int) -> Any:
     is_number = ops.lt(ops.abs(x), ops.constant(limit, dtype))
-    # A value of its own, which nothing else casts: if the program casts x elsewhere, inductor replaces the cast back by
-    # x. use_compute_types=True would let it compute in float32 instead of `narrow`, and drop both casts.
+    # This is a value of its own, which nothing else casts: if the program casts x elsewhere, inductor replaces the cast
+    # back by x. use_compute_types=True would let inductor compute in float32 instead of `narrow`, and drop both casts.
     own = ops.where(is_number, x, ops.constant(0.0, dtype))
     cast = ops.to_dtype(own, narrow, src_dtype=dtype, use_compute_types=False)
     return ops.where(is_number, ops.to_dtype(cast, dtype, src_dtype=narrow), x)
@@ -293,7 +295,7 @@ def _cast_in_inductor(ops: Any, dtype: torch.dtype, x: Any, narrow: torch.dtype,
 
 def _is_a_cast(x: Tensor, spec: RoundingSpec) -> bool:
     """Return whether a cast to float16 has the same bits, except for masks and for the payload of NaN."""
-    # Not on a card, where memory bounds the time of a rounding, and Triton's code for two casts was not examined.
+    # A card is excluded: memory bounds the time of a rounding there, and Triton's code for two casts was not examined.
     is_native = spec.dtype is torch.float16 and spec.rounding == "nearest_even" and spec.overflow == "inf"
     return is_native and x.dtype is torch.float32 and x.device.type == "cpu"
 
@@ -308,22 +310,22 @@ def _round_by_cast(x: Tensor, keep_masks: bool) -> Tensor:
 @cache
 def _version() -> int:
     """Return a digest of this file and of `core`, which defines the integers that the operators take."""
-    # An argument of each operator, because compilers cache programs by an operator's arguments, and not by its code.
+    # It is an argument of each operator, because compilers cache programs by an operator's arguments, not by its code.
     return zlib.crc32(Path(__file__).read_bytes() + Path(core.__file__).read_bytes())
 
 
 def round_traced(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_infinity: bool = True) -> Tensor:
     """Return a rounded copy of a tensor that a compiler traces, below autograd. Arguments as in `launch.round_memory_`.
 
-    On the CPU stochastic rounding has the kernels' noise, from keys drawn as without a compiler; on a card it has the
-    compiler's: equally uniform, but different bits.
+    On the CPU, stochastic rounding has the kernels' noise, from keys that are drawn as without a compiler. On a card it
+    has the compiler's noise, which is equally uniform, but has different bits.
     """
     width = container_width(spec, x.dtype)
     if width == 0:
         return x.clone()
     plan = any_plan(spec.fmt, spec.rounding, spec.overflow, spec.random_bits, width, spec.variant)
     is_stochastic = draws_noise(plan.rule)
-    # Inductor draws 64 bits for each element, which takes 16 ns; a kernel takes 0.5.
+    # Inductor draws 64 bits for each element, which takes 16 ns, while a kernel takes 0.5 ns.
     if is_stochastic and x.device.type == "cpu":
         return _by_kernel(x, spec, keep_masks, keep_infinity, new_compiled_key())
     if (
@@ -363,6 +365,6 @@ def round_here_(x: Tensor, spec: RoundingSpec, keep_masks: bool = False, keep_in
     if not is_traced(x):
         round_memory_(x, spec, keep_masks=keep_masks, keep_infinity=keep_infinity)
         return
-    # Written to the memory of `x`, so that a tensor that autograd saved of it has the rounded values too.
+    # This writes to the memory of `x`, so that a tensor in which autograd saved it has the rounded values too.
     with torch.no_grad():
         x.data.copy_(round_traced(x.detach(), spec, keep_masks, keep_infinity))

@@ -27,9 +27,9 @@ from fpsim.torch_modes import PlainFunction, is_plain, layers_behind
 
 __all__ = ["accumulate", "apply_accumulate_operator", "matmul"]
 
-# Below this many terms a second thread costs more than it saves: 30 us for the hand-over, about 1 ns a term.
+# For fewer terms than this, a second thread costs more than it saves: 30 us for the hand-over, about 1 ns a term.
 PARALLEL_FROM = 1 << 17
-# Columns. A narrower product of more rows than columns is computed as its transpose, on whole vectors.
+# A number of columns. A narrower product of more rows than columns is computed as its transpose, on whole vectors.
 NARROW = 32
 
 
@@ -53,7 +53,7 @@ class Summation:
         grouped = 0 if accumulator.group is None else 1 if accumulator.sum_bits is None else 2
         self.code = Code(p.rule, p.shape, q.rule, q.shape, o.rule, o.shape, grouped)
         self.plans = p.numbers, q.numbers, o.numbers
-        # The fields of Sizes from `chunk` on; exponents as exponent fields of a float64.
+        # The fields of Sizes from `chunk` on; exponents are stored as the exponent fields of a float64.
         a, b, *others = (0 if e is None else e + 1023 for e in accumulator.counted_exponents)
         lengths = tuple(
             n or 0 for n in (accumulator.chunk, accumulator.group, accumulator.group_bits, accumulator.sum_bits)
@@ -69,7 +69,7 @@ class Summation:
 
 
 def _noise(accumulator: Accumulator, fmt: FloatFormat | None, rounding: str) -> tuple[int | None, int, str]:
-    """Return random bits, width and variant of a Plan. fmt: that of a sum, which limits the bits; None for products."""
+    """Return random bits, width and variant of a Plan. fmt: a sum's, which limits the bits; None for products."""
     if rounding != "stochastic":
         return None, 64, "A"
     bits = accumulator.random_bits if fmt is None else accumulator.random_bits_of(fmt)
@@ -84,10 +84,10 @@ def accumulate(
 ) -> Tensor:
     """Return the product of batches of matrices in an accumulator, below autograd and without checks.
 
-    a, b: (batch, rows, terms) and (batch, terms, columns), float32 on one device, any strides.
-    bias: (batch, rows, columns), any strides, or None. It is added last, see `matmul`.
-    key: of the noise of stochastic roundings, on the CPU; None draws one.
-    Returns (batch, rows, columns) float32, contiguous.
+    a, b: (batch, rows, terms) and (batch, terms, columns), float32 on one device, of any strides.
+    bias: (batch, rows, columns), of any strides, or None. It is added last: see `matmul`.
+    key: the key of the noise of stochastic roundings, on the CPU; None draws one.
+    Returns (batch, rows, columns) in float32, contiguous.
     """
     a, b, bias = a.detach(), b.detach(), None if bias is None else bias.detach()
     if accumulator.splits is not None:
@@ -103,7 +103,7 @@ def accumulate(
     if out.numel() == 0:
         return out
     target, ends = out, summation.ends
-    # Multiplication commutes: the wide side goes along the vectors.
+    # Multiplication commutes: the wider operand goes along the vectors.
     if n < NARROW and m > n:
         a, b, bias, target, m, n = b.mT, a.mT, None if bias is None else bias.mT, out.mT, n, m
         ends = summation.turned_ends
@@ -116,18 +116,18 @@ def accumulate(
 
 
 def _in_splits(a: Tensor, b: Tensor, accumulator: Accumulator, bias: Tensor | None, key: Tensor | None) -> Tensor:
-    """Add up parts of the terms, one for each rank, and reduce the parts."""
+    """Add up the parts of the terms, one part for each rank, and reduce the parts."""
     inner, spec = replace(accumulator, splits=None, split_format=None, split_order="ring"), _split_spec(accumulator)
     if inner.is_stochastic and key is None:
         key = new_key_for(a)
     ranks = accumulator.splits or 1
     pairs = [*zip(a.chunk(ranks, 2), b.chunk(ranks, 1), strict=True)]
     parts = [
-        # A key of its own for each rank, or the same elements of all parts would share their noise.
+        # Each rank has a key of its own: otherwise the same elements of all parts would share their noise.
         rounded(accumulate(*pair, inner, None, None if key is None else key + rank), spec)
         for rank, pair in enumerate(pairs)
     ]
-    # `chunk` returns fewer parts than ranks if there are few terms: the others send zeros.
+    # `chunk` returns fewer parts than ranks if there are few terms: the other ranks send zeros.
     parts += [torch.zeros_like(parts[0])] * (ranks - len(parts))
     total = reduced(parts, spec, accumulator.split_order)
     return total if bias is None else rounded(total.double() + bias.double(), spec).float()
@@ -147,7 +147,7 @@ def _run_on_cpu(summation: Summation, sizes: Sizes, key: Tensor | None, *tensors
     work = sizes.batches * sizes.rows * sizes.columns * sizes.terms
     threads = min(count, torch.get_num_threads()) if work >= PARALLEL_FROM else 1
     ends = [count * i // threads for i in range(threads + 1)]
-    # Allocated here, one part for each thread: the loops allocate nothing but small tiles.
+    # The memory is allocated here, one part for each thread: the loops allocate nothing but small tiles.
     memory, size = np.empty(threads * memory_of(sizes), np.uint8), memory_of(sizes)
     parts = [(*addresses, ends[i], ends[i + 1], *rest, memory.ctypes.data + i * size) for i in range(threads)]
     run_parts(summation.loop, parts, *tensors, numbers, key, memory)
@@ -187,7 +187,7 @@ def _(
         biases = [None] * n if bias is None else bias.unbind()
         samples = zip(a.unbind(), b.unbind(), biases, strict=True)
         return torch.stack([torch.ops.fpsim.accumulate(x, y, c, accumulator, key) for x, y, c in samples]), 0
-    # randomness="different": one key is enough, as noise differs by element.
+    # randomness="different": one key is enough, because the noise differs between elements.
     if key is not None:
         key = key.select(in_dims[4], 0)
     flat = (None if x is None else x.flatten(0, 1) for x in (a, b, bias))
@@ -231,7 +231,7 @@ def _apply(a: Tensor, b: Tensor, bias: Tensor | None, accumulator: str, is_stoch
 
 
 def apply_accumulate_operator(a: Tensor, b: Tensor, bias: Tensor | None, accumulator: Accumulator) -> Tensor:
-    """Run `accumulate` by the operator, which tracers see."""
+    """Run `accumulate` with the operator, which tracers see."""
     words, is_torch, is_stochastic = _words_of(accumulator)
     if is_torch:
         return accumulate(a, b, accumulator, bias)
@@ -241,13 +241,13 @@ def apply_accumulate_operator(a: Tensor, b: Tensor, bias: Tensor | None, accumul
 
 @constant_under_compile
 def _operator_words(accumulator: str | Accumulator | FloatFormat) -> tuple[str, bool, bool]:
-    """Return, as constants, an accumulator's text for the operator, whether it is torch's, whether it draws noise."""
+    """Return constants: an accumulator's text for the operator, whether it is torch's, and whether it draws noise."""
     return _words_of(as_accumulator(accumulator))
 
 
 @constant_under_compile
 def _gradient_words(accumulator: str) -> tuple[str, str]:
-    """Return the accumulators' texts for the gradients of a and b. No format of an operand pair applies to dy."""
+    """Return the accumulators' texts for the gradients of a and b. There dy replaces an operand, and has no format."""
     return _of_gradients(accumulator)
 
 
@@ -274,26 +274,28 @@ def matmul(
     sum is exact before it is rounded, subnormals included. NaN, inf and -0 follow IEEE 754; a sum beyond the format's
     largest value overflows as the accumulator says. Without terms the result is +0.
 
-    The gradients of `a` and `b` are products in the same accumulator, and so are theirs; that of `bias`, and the sums
-    over axes that were broadcast, are torch's. Stochastic noise follows `manual_seed`, and is the same on every device
-    and with any number of threads.
+    The gradients of `a` and `b` are products in the same accumulator, and so are the gradients of these. The gradient
+    of `bias`, and the sums over axes that were broadcast, are torch's. Stochastic noise follows `manual_seed`, and is
+    the same on every device and with any number of threads.
 
-    Every value is one of the accumulator's (the outer's, the splits') format.
+    Every value of the result is a value of the accumulator's format. With chunks this is the outer accumulator's
+    format, and with splits the splits' format.
 
     Args:
-        a, b: float32 of the same device, in the shapes of torch.matmul: vectors, matrices, batches that broadcast; any
-            strides. They are not rounded: round them first, with `round_to`, where the hardware holds them in a format.
+        a, b: float32 of the same device, in the shapes of torch.matmul: vectors, matrices, batches that broadcast; of
+            any strides. They are not rounded: round them first, with `round_to`, where the hardware holds them in a
+            format.
         accumulator: an Accumulator, or an argument of `as_accumulator`; "fp32" is torch's own product.
-        bias: float32 that broadcasts to the result. It is added to the last sum, the outer one if there are chunks,
-            with one more rounding: the epilogue of a hardware product does so.
+        bias: a float32 tensor that broadcasts to the result. It is added to the last sum (to the outer sum if there are
+            chunks) with one more rounding, as the epilogue of a hardware product does.
 
     Returns:
-        Float32 of torch.matmul's shape.
+        A float32 tensor of torch.matmul's shape.
 
     Raises:
-        TypeError: for anything else than a float32 tensor.
-        ValueError: for shapes that do not fit, unknown accumulators, and operands smaller than the numbers of the
-            accumulator's format for them.
+        TypeError: for anything other than a float32 tensor.
+        ValueError: for shapes that do not fit, for unknown accumulators, and for operands with numbers that are too
+            small for the operand format of the accumulator.
         NotImplementedError: in forward-mode differentiation.
 
     >>> ones = torch.ones(4096)
@@ -315,7 +317,7 @@ def matmul(
     if is_plain(a) and is_plain(b) and not is_captured(a):
         _require_operands(a, b, as_accumulator(accumulator))
     m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-    # One matrix for the whole batch: the batch becomes rows.
+    # There is one matrix for the whole batch: the batch becomes rows.
     if right.ndim == 2:
         batches, m = 1, math.prod(batch) * m
     else:
@@ -329,7 +331,7 @@ def matmul(
 def _require_operands(a: Tensor, b: Tensor, accumulator: Accumulator) -> None:
     """Raise ValueError for numbers between an operand format's subnormals: their exponents would be taken as too large.
 
-    Larger numbers that are not rounded pass: they count with their own exponents.
+    Larger numbers that are not rounded are accepted, because they count with their own exponents.
     """
     for name, x, fmt in zip("ab", (a, b), accumulator.operand_formats, strict=True):
         if fmt is None:
@@ -374,7 +376,7 @@ def _batch_shape(left: Tensor, right: Tensor) -> tuple[int, ...]:
 
 
 def _refuse_forward_mode(*operands: Tensor | None) -> None:
-    """Refuse forward mode: an operator has no rule for it, and torch would take its tangent as zero."""
+    """Refuse forward mode: the operator has no rule for it, and torch would take its tangent as zero."""
     if torch.compiler.is_compiling():
         require_no_forward_mode("matmul")
         return
@@ -388,7 +390,7 @@ def _refuse_forward_mode(*operands: Tensor | None) -> None:
 def _has_tangent(x: Tensor) -> bool:
     try:
         return forward_ad.unpack_dual(x).tangent is not None
-    except RuntimeError:  # vmap cannot be asked
+    except RuntimeError:  # vmap does not allow this question
         return any(map(_has_tangent, layers_behind(x)))
 
 

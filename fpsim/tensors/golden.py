@@ -2,7 +2,7 @@
 
 The file is data for any project. Numbers are the bits of a float32 in hexadecimal, eight digits each; any NaN stands
 for every NaN. The outputs come from a definition in fractions that shares nothing with this package. The section
-`blocks` has the stored form of tensors whose blocks share scales; its `about` says how.
+`blocks` contains the stored form of tensors whose blocks share scales; its `about` describes this form.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from fpsim.undoing import Undo, undone
 __all__ = ["BLOCKS_VERSION", "FILE", "STREAM", "BlockCase", "Case", "block_cases", "cases", "replay"]
 
 FILE = Path(__file__).with_name("golden.json")
-# Version of the noise: another number means other outputs of stochastic rounding for the same seed.
+# The version of the noise: another number means other outputs of stochastic rounding for the same seed.
 STREAM = 1
-# Version of the section of blocks: another number means other codes, scales or outputs.
+# The version of the section of blocks: another number means other codes, scales or outputs.
 BLOCKS_VERSION = 1
 
 
 class Case(NamedTuple):
     """Numbers that are rounded in one call.
 
-    seed: of `fpsim.manual_seed`, for stochastic rounding.
+    seed: the seed for `fpsim.manual_seed`, in stochastic rounding.
     """
 
     fmt: str
@@ -49,8 +49,8 @@ class Case(NamedTuple):
 class BlockCase(NamedTuple):
     """A tensor that is encoded in one call, and its stored form.
 
-    codes, scales: their bytes, row by row; of scales in float32 those of the numbers.
-    tensor_scale: None of a format without.
+    codes, scales: the bytes of the codes, row by row; for scales in float32, the bytes of the numbers.
+    tensor_scale: the second scale; None for a format that has none.
     """
 
     fmt: str
@@ -116,7 +116,7 @@ def block_cases(file: Path = FILE) -> list[BlockCase]:
 
 
 def replay(device: str, file: Path = FILE) -> Iterator[Row]:
-    """Round the inputs of each case on a device, and compare the bits. Yields a row for each format, of blocks too."""
+    """Round the inputs of each case on a device, and compare the bits. Yields a row for each format, blocks too."""
     by_format: dict[str, list[Case]] = {}
     for case in cases(file):
         by_format.setdefault(case.fmt, []).append(case)
@@ -142,7 +142,7 @@ def replay(device: str, file: Path = FILE) -> Iterator[Row]:
 
 
 def _differs(result: Tensor, expected: Tensor) -> Tensor:
-    """Return a mask of elements whose bits differ; any NaN equals any other."""
+    """Return a mask of the elements whose bits differ; any NaN equals any other NaN."""
     both_nan = result.isnan() & expected.isnan()
     return (result.view(torch.int32) != expected.view(torch.int32)) & ~both_nan
 
@@ -154,7 +154,7 @@ def _wrong_part(case: BlockCase, device: str) -> str:
     for name, part, expected in (("codes", stored.codes, case.codes), ("scales", stored.scales, case.scales)):
         found = part.cpu().numpy()
         is_nan = found != found
-        # Scales in float32: any NaN stands for every NaN.
+        # For scales in float32, any NaN stands for every NaN.
         if name == "scales" and is_nan.any():
             found = np.where(is_nan, np.float32(np.nan), found)
         if found.tobytes() != expected:

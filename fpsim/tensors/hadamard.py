@@ -22,7 +22,7 @@ __all__ = ["Hadamard", "apply_hadamard_operator", "hadamard", "padded_to_groups"
 
 SIGNS = (None, "fixed", "random")
 LARGEST_SIZE = 1024
-# NVIDIA TransformerEngine's signs for groups of 16: bit i is set where sign i is minus.
+# The signs of NVIDIA's TransformerEngine for groups of 16: bit i is set where sign i is minus.
 FIXED_SIGNS = sum(1 << i for i, sign in enumerate("+++-+------+-+--") if sign == "-")
 
 
@@ -30,14 +30,15 @@ FIXED_SIGNS = sum(1 << i for i, sign in enumerate("+++-+------+-+--") if sign ==
 class Hadamard:
     """A Hadamard transform: x -> x D H / sqrt(size), in groups of `size` along an axis.
 
-    H is Sylvester's matrix in its natural order, D a diagonal of signs. D H / sqrt(size) is orthogonal: a product whose
-    two operands are transformed along the axis that it sums over stays the same, and nothing has to be undone.
+    H is Sylvester's matrix in its natural order, and D a diagonal of signs. D H / sqrt(size) is orthogonal: if both
+    operands of a product are transformed along the axis that it sums over, the product stays the same, and nothing has
+    to be undone.
 
     Args:
-        size: elements of a group, a power of two from 2 to 1024.
+        size: the number of elements of a group, a power of two from 2 to 1024.
         signs: None for no D; "fixed" for the 16 signs + + + - + - - - - - - + - + - - of NVIDIA's TransformerEngine,
-            which begin again after 16 and are cut off for smaller groups; "random" for signs that a noise key decides,
-            the same for every group.
+            which are repeated after 16 and cut off for smaller groups; "random" for signs that a noise key decides,
+            which are the same for every group.
 
     Raises:
         ValueError: for other sizes and signs.
@@ -68,20 +69,20 @@ class Hadamard:
 def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None = None) -> Tensor:
     """Return the Hadamard transform of `x` along `axis`.
 
-    float32 is computed in float32, sums and differences in the order of the fast transform, which is the same on every
-    device; then one product with 1 / sqrt(size), exact where the size is a power of four. A NaN or inf reaches its
-    whole group, and so does a sum beyond the largest float32, as inf. float16 and bfloat16 are computed in float32 and
-    rounded once. The gradient is that of the linear map, the inverse transform.
+    float32 is computed in float32: first the sums and differences in the order of the fast transform, which is the same
+    on every device, then one product with 1 / sqrt(size), which is exact if the size is a power of four. A NaN or inf
+    reaches its whole group, and so does a sum beyond the largest float32, as inf. float16 and bfloat16 are computed in
+    float32 and rounded once. The gradient is that of the linear map, which is the inverse transform.
 
     Args:
-        x: float32, float64, float16 or bfloat16, any shape and strides, on the CPU or a CUDA device.
-        transform: size and signs.
+        x: float32, float64, float16 or bfloat16, of any shape and strides, on the CPU or a CUDA device.
+        transform: the size and the signs.
         axis: the axis of the groups. Its length is a multiple of the size.
         key: the 64 bits that determine random signs, an int64 of no dimension on the CPU; None draws them from the
-            noise's stream. Two tensors with one key get the same signs.
+            stream of the noise. Two tensors with the same key get the same signs.
 
     Returns:
-        The same shape, dtype and device.
+        A tensor of the same shape, dtype and device.
 
     Raises:
         ValueError: for a length that the size does not divide.
@@ -110,7 +111,7 @@ def hadamard(x: Tensor, transform: Hadamard, axis: int = -1, key: Tensor | None 
     require_groups(transform, x.shape[axis], f"x of shape {tuple(x.shape)} along axis {axis}")
     if key is not None:
         _require_key(key)
-    # Without random signs the key is dropped: an operator with one would be traced and saved for nothing.
+    # Without random signs the key is dropped: an operator with a key would be traced, and the key saved, for nothing.
     plain = is_plain(x)
     if transform.signs != "random":
         key = None
@@ -149,9 +150,9 @@ def require_groups(transform: Hadamard, length: int, where: str) -> None:
 
 
 def padded_to_groups(x: Tensor, transform: Hadamard, axis: int) -> Tensor:
-    """Pad an axis of `x` at its end with zeros to a whole number of groups; returns `x` itself if it is one.
+    """Pad an axis of `x` at its end with zeros to a whole number of groups; returns `x` itself if it is one already.
 
-    A product of two operands that are padded along the axis that it sums over is the product of the operands.
+    If two operands are padded along the axis that their product sums over, the product stays the same.
     """
     missing = -x.shape[axis] % transform.size
     if not missing:
@@ -167,13 +168,13 @@ def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, i
         return transformed(x.float(), transform, axis, key, is_inverse).to(x.dtype)
     x = x.detach()
     out = torch.empty_like(x)
-    # Memory with holes cannot be seen as (groups, size, inner): the copy is transformed in place.
+    # Memory with holes cannot be seen as (groups, size, inner): a copy is transformed in place.
     if not has_no_holes(x):
         x = out.copy_(x)
     lines = x.numel() // transform.size
     if lines == 0:
         return out
-    # By strides, not by the order of dimensions: `inner` counts the elements between neighbours of a group in memory.
+    # This goes by strides, not by the order of dimensions: `inner` counts the elements between neighbours of a group.
     behind = sorted(range(x.dim()), key=x.stride, reverse=True)
     behind = behind[behind.index(axis) + 1 :]
     inner = int(np.prod([x.shape[d] for d in behind], dtype=np.int64))
@@ -188,7 +189,7 @@ def transformed(x: Tensor, transform: Hadamard, axis: int, key: Tensor | None, i
     key_address = NO_KEY_ADDRESS if key is None else key.data_ptr()
     source, target = address_of(x), address_of(out)
     threads = torch.get_num_threads() if x.numel() >= PARALLEL_FROM else 1
-    # Whole vectors of lines, so that only the last thread has lanes without a line.
+    # Parts are whole vectors of lines, so that only the last thread has lanes without a line.
     per_thread = -(-lines // (threads * LANES)) * LANES
     parts = [
         (source, target, first, min(first + per_thread, lines), *words, key_address)
@@ -244,7 +245,7 @@ _hadamard_op.register_autograd(_backward, setup_context=_setup)
 
 
 class _Transformed(PlainFunction):
-    """The operator under torch.func transforms. It is linear, so a forward-mode tangent is transformed too."""
+    """The operator under torch.func transforms. It is linear, so that a forward-mode tangent is transformed too."""
 
     generate_vmap_rule = True
 

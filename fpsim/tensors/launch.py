@@ -35,7 +35,7 @@ from fpsim.torch_internals import current_stream_handle, has_no_holes
 if TYPE_CHECKING:
     from fpsim.compiling.card import CudaKernel
 
-# Below this many elements a second thread costs more than it saves: 30 us for the hand-over, 0.2 ns an element.
+# For fewer elements than this, a second thread costs more than it saves: 30 us for the hand-over, 0.2 ns an element.
 PARALLEL_FROM = 1 << 18
 
 
@@ -71,14 +71,14 @@ def kernel_for(spec: RoundingSpec, width: int, masks: Masks = NO_MASKS) -> Kerne
 def masks_of(spec: RoundingSpec, dtype: torch.dtype, width: int, keep_infinity: bool = True) -> Masks:
     """Return the patterns that stand for a mask in tensors of this dtype, in a container of `width` bits.
 
-    Models write `torch.finfo(x.dtype).min` or -inf at positions that attention has to ignore. In a container these are
+    Models write `torch.finfo(x.dtype).min` or -inf at positions that attention has to ignore. In a container, these are
     not numbers of the computation: a format with less range must neither turn them into inf nor saturate them to a
     number that attention would see.
 
     keep_infinity: whether -inf is a mask, and was not computed from numbers.
     """
     if dtype is not torch.float32 and dtype is not torch.float64:
-        # A real dtype: the model asked for its range.
+        # The dtype is real, not emulated: the model asked for its range.
         return NO_MASKS
     container = BINARY32 if width == 32 else BINARY64
     return Masks(container.bits(torch.finfo(dtype).max), keep_infinity and spec.saturates)
@@ -90,12 +90,12 @@ _known: dict[tuple[str, torch.dtype, bool, bool], tuple[Kernel | None, torch.dty
 def _kernel_and_container(
     spec: RoundingSpec, dtype: torch.dtype, keep_masks: bool, keep_infinity: bool
 ) -> tuple[Kernel | None, torch.dtype]:
-    """Return the kernel that rounds tensors of a dtype, None if nothing is to do, and its container's dtype."""
+    """Return the kernel that rounds tensors of a dtype (None if there is nothing to do), and its container's dtype."""
     key = (spec.text, dtype, keep_masks, keep_infinity)
     width = container_width(spec, dtype)
     masks = masks_of(spec, dtype, width, keep_infinity) if keep_masks and width else NO_MASKS
     kernel = kernel_for(spec, width, masks) if width else None
-    # `setdefault`: two threads may come here at once, and both must get one kernel.
+    # This uses `setdefault`: two threads may come here at once, and both must get the same kernel.
     return _known.setdefault(key, (kernel, CONTAINERS.get(width, dtype)))
 
 
@@ -104,12 +104,12 @@ _BEYOND_FLOAT64 = 4400  # log2 of a scale beyond all of float64, which spans 2**
 
 _NO_KEY = np.zeros(2, np.uint32)
 _NO_SCALE = np.zeros(1, np.int64)
-# Cached, as asking NumPy for an address takes 0.8 us.
+# The addresses are cached, because asking NumPy for an address takes 0.8 us.
 NO_KEY_ADDRESS, _NO_SCALE_ADDRESS = _NO_KEY.ctypes.data, _NO_SCALE.ctypes.data
 
 
 class _Pool(ThreadPoolExecutor):
-    # Bound now: the emulation patches ThreadPoolExecutor.submit to watch other pools.
+    # `submit` is bound now: the emulation patches ThreadPoolExecutor.submit to watch other pools.
     submit = ThreadPoolExecutor.submit
 
 
@@ -118,10 +118,10 @@ _pools: dict[int, _Pool] = {}
 
 def thread_pool() -> _Pool:
     """Return the threads that run the parts of a large tensor."""
-    # Keyed by process: a forked DataLoader worker inherits the object, but not its threads.
+    # The pools are keyed by process: a forked DataLoader worker inherits the object, but not its threads.
     pid = os.getpid()
     pool = _pools.get(pid)
-    # Two Python threads may come here at once; the executor that loses has no work, and so no threads.
+    # Two Python threads may come here at once; the executor that loses has no work, and therefore no threads.
     if pool is None:
         pool = _pools.setdefault(pid, _Pool(os.cpu_count() or 1, thread_name_prefix="fpsim"))
     return pool
@@ -130,9 +130,9 @@ def thread_pool() -> _Pool:
 def _run_part(future: Future[Any], loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> None:
     """Run one thread's part.
 
-    kept_alive: the tensors. Ctrl-C in the caller must not free memory that a thread writes to.
+    kept_alive: the tensors whose memory must stay. Ctrl-C in the caller must not free memory that a thread writes to.
     """
-    # The caller has cancelled the part, and runs it.
+    # If this is false, the caller has cancelled the part, and runs it.
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -142,16 +142,16 @@ def _run_part(future: Future[Any], loop: Any, arguments: tuple[Any, ...], *kept_
 
 
 def _hand_over(loop: Any, arguments: tuple[Any, ...], *kept_alive: Any) -> Future[Any]:
-    # A future of its own: if a thread cannot be started, submit raises although it may have queued the part.
+    # The future is our own: if a thread cannot be started, submit raises although it may have queued the part.
     future: Future[Any] = Future()
-    # RuntimeError at the interpreter's end, or at a limit of threads: the part stays with the caller.
+    # `submit` raises RuntimeError at the interpreter's end, or at a limit of threads: the part stays with the caller.
     with suppress(RuntimeError):
         thread_pool().submit(_run_part, future, loop, arguments, *kept_alive)
     return future
 
 
 def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_scale: Tensor | None = None) -> None:
-    """Round the memory of `src` into that of `dst`: same dtype, device and order, both without holes."""
+    """Round the memory of `src` into that of `dst`, which has the same dtype, device and order; both have no holes."""
     n = src.numel()
     # An address on another device would crash the process.
     if log2_scale is not None and log2_scale.device != src.device:
@@ -161,7 +161,7 @@ def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_sc
         return
     scale_address = _NO_SCALE_ADDRESS if log2_scale is None else log2_scale.data_ptr()
     key_address = NO_KEY_ADDRESS if key is None else key.data_ptr()
-    # `data_ptr` is called once for an in-place rounding: small tensors feel every call.
+    # `data_ptr` is called once for an in-place rounding, because small tensors feel every call.
     source = target = src.data_ptr()
     if dst is not src:
         target = dst.data_ptr()
@@ -187,7 +187,7 @@ def launch(src: Tensor, dst: Tensor, kernel: Kernel, key: Tensor | None, log2_sc
 
 
 def rounded_number(x: float, spec: RoundingSpec) -> float:
-    """Round a number of Python as an element of a float64 tensor, without a tensor that a mode could see."""
+    """Round a Python number as an element of a float64 tensor, without a tensor that a mode could see."""
     kernel, _ = _kernel_and_container(spec, torch.float64, False, True)
     if kernel is None:
         return x
@@ -200,7 +200,7 @@ def rounded_number(x: float, spec: RoundingSpec) -> float:
 def parts_of(n: int) -> list[tuple[int, int]]:
     """Return where each thread's part of `n` elements begins, at a multiple of NOISE_BLOCK, and its length."""
     threads = torch.get_num_threads() if n >= PARALLEL_FROM else 1
-    # Whole blocks of noise, so that random bits do not depend on the number of threads.
+    # Parts are whole blocks of noise, so that random bits do not depend on the number of threads.
     per_thread = -(-n // (threads * NOISE_BLOCK)) * NOISE_BLOCK
     return [(first, min(per_thread, n - first)) for first in range(0, max(n, 1), max(per_thread, 1))]
 
@@ -208,7 +208,7 @@ def parts_of(n: int) -> list[tuple[int, int]]:
 def run_parts(loop: Any, parts: Sequence[tuple[Any, ...]], *kept_alive: Any) -> list[Any]:
     """Call a compiled loop for each part and return the results: the first part here, the others in the pool.
 
-    A part that no thread has begun by then runs here too.
+    A part that no thread has begun by the time the first part ends runs here too.
     """
     others = [_hand_over(loop, part, *kept_alive) for part in parts[1:]]
     results = [loop(*parts[0])]
@@ -239,14 +239,14 @@ def key_arguments(key: Tensor | None) -> tuple[int, int, int]:
     return (address_of(key), 1, 0) if key.is_cuda else (0, 0, int(key.item()))
 
 
-_tables: dict[tuple[int, int], Tensor] = {}  # of code books, by the address on the CPU and the card
+_tables: dict[tuple[int, int], Tensor] = {}  # tables of code books, by the address on the CPU and the card
 
 
 def on_card(shape: int, parameters: tuple[int, ...], x: Tensor, places: tuple[int, ...] = (0,)) -> tuple[int, ...]:
     """Return a plan's integers with the address of its code book's table, if any, on the card of `x`.
 
-    shape: of the Plan; places: where the Numbers of a Plan begin in `parameters`. Raises RuntimeError if the table
-    would have to be copied while a CUDA graph is captured.
+    shape: the shape of the Plan. places: where the Numbers of a Plan begin in `parameters`. Raises RuntimeError if the
+        table would have to be copied while a CUDA graph is captured.
     """
     if shape not in (BOOK, SEARCHED_BOOK):
         return parameters
@@ -289,7 +289,7 @@ def launch_on_card(
     if key is not None:
         key_address, has_address, word = key_arguments(key)
         flags |= HAS_KEY * has_address
-    # As flat memory for any strides: the two tensors have the same ones.
+    # Both tensors are seen as flat memory, whatever their strides: they have the same strides.
     loop, per_block, numbers = kernel.on_card
     parameters = on_card(kernel.plan.shape, numbers, src)
     words = (source, target, scale, key_address, n, flags, word, *parameters)
@@ -306,17 +306,19 @@ def round_memory_(
 ) -> None:
     """Round the memory of `x` in place, below autograd and without a bump of its version counter.
 
-    key: of the noise; None draws one. log2_scale: an int64 on the device of `x`, within `log2_scale_limits`: round(x *
-    2**log2_scale) / 2**log2_scale. keep_masks: masks stay as they are, see masks_of, also for `keep_infinity`.
+    key: the key of the noise; None draws one.
+    log2_scale: an int64 on the device of `x`, within `log2_scale_limits`: the result is round(x * 2**log2_scale) /
+        2**log2_scale.
+    keep_masks: whether masks stay as they are. keep_infinity: whether -inf is such a mask: see masks_of.
     """
-    # Looked up by the text of the spec, as a string keeps its hash.
+    # Kernels are looked up by the text of the spec, because a string keeps its hash.
     known = _known.get((spec.text, x.dtype, keep_masks, keep_infinity))
     kernel, container = known or _kernel_and_container(spec, x.dtype, keep_masks, keep_infinity)
     if kernel is None or x.numel() == 0:
         return
     if spec.rounding == "stochastic":
         key = new_key_for(x) if key is None else key
-        # Noise goes by the logical index, so that memory has to be in logical order.
+        # Noise depends on the logical index, so that memory has to be in logical order.
         direct = x.is_contiguous()
     else:
         direct = x.is_contiguous() or has_no_holes(x)
@@ -362,8 +364,9 @@ def _each_once(x: Tensor) -> Tensor:
 def round_fitting_(x: Tensor, spec: RoundingSpec, log2_scale: Tensor, ceiling: float) -> float | None:
     """Do `round_memory_` and return the largest magnitude, found in the same pass; inf if an element is not finite.
 
-    Elements above `ceiling` stay as they are; if there is one, the caller has to round all at another scale. Returns
-    None, and does nothing, on a card, in another dtype than the container's, and with holes: no loop does it there.
+    Elements above `ceiling` stay as they are. If there is one, the caller has to round all elements at another scale.
+    The function returns None, and does nothing, on a card, for another dtype than the container's, and for tensors with
+    holes, because no loop does it there.
     """
     n, width = x.numel(), container_width(spec, x.dtype)
     is_stochastic = spec.rounding == "stochastic"
@@ -428,14 +431,14 @@ def _narrower(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def ldexp(x: Tensor, log2_scale: Tensor) -> Tensor:
     """Return a float64 tensor times 2**log2_scale, on any device, rounded at most once. torch.ldexp overflows early."""
-    # Beyond 2100, all but zero becomes inf or 0.
+    # With exponents beyond 2100, everything but zero becomes inf or 0.
     left, powers = log2_scale.long().clamp(-2100, 2100), []
     for _ in range(3):
         part = left.clamp(-1022, 1023)
         left = left - part
         powers.append(((part + 1023) << 52).view(torch.float64))  # a power of two by its pattern
-    # The largest comes last, so that a number is rounded once: intermediate products are normal, unless the result is
-    # 0.
+    # The largest power comes last, so that a number is rounded once: intermediate products are normal, unless the
+    # result is 0.
     last, *first = powers
     for power in first:
         x = x * power
@@ -445,10 +448,11 @@ def ldexp(x: Tensor, log2_scale: Tensor) -> Tensor:
 def to_float64(x: Tensor, log2_scale: int | Tensor = 0) -> Tensor:
     """Return `x` times 2**log2_scale as contiguous float64, independent of the processor's treatment of subnormals.
 
-    Each number is exact unless it leaves the range of float64: inf beyond, rounded to nearest even below.
+    Each number is exact unless it leaves the range of float64: it becomes inf beyond the range, and is rounded to
+    nearest even below it.
 
-    x: of any floating dtype; returned itself if nothing is to do.
-    log2_scale: an integer; as a tensor on the device of `x`, it is not copied to the host from a card.
+    x: a tensor of any floating dtype, which is returned itself if there is nothing to do.
+    log2_scale: an integer, or a tensor on the device of `x`, which is not copied to the host from a card.
     """
     x = x.detach().resolve_neg()
     is_scaled = isinstance(log2_scale, Tensor) or log2_scale != 0
@@ -458,7 +462,7 @@ def to_float64(x: Tensor, log2_scale: int | Tensor = 0) -> Tensor:
     if x.dtype is torch.float64:
         out = x.clone(memory_format=torch.contiguous_format) if is_scaled else x.contiguous()
     else:
-        # From 16 bits torch shifts the pattern, and flushes nothing.
+        # For 16 bits, torch shifts the pattern, and flushes nothing.
         x = x.to(torch.float32).contiguous()
         out = torch.empty_like(x, dtype=torch.float64)
         source, target = address_of(x), address_of(out)

@@ -35,13 +35,13 @@ from fpsim.torch_internals import has_no_holes
 __all__ = ["Moments", "amax_of", "binades", "keep_memory_of", "memory_of", "moments_of", "on_device"]
 
 
-# Below this many elements the hand-over to a second thread costs more than it saves.
-PARALLEL_FROM = {True: 1 << 21, False: 1 << 19}  # by whether only amax is wanted
+# For fewer elements than this, the hand-over to a second thread costs more than it saves.
+PARALLEL_FROM = {True: 1 << 21, False: 1 << 19}  # the key says whether only amax is wanted
 
 
 def join_rows(rows, only_amax, out):  # type: ignore[no-untyped-def]
-    """Join the moments of a tensor's parts, in Python over the memory. On a card the last block does it."""
-    # Sums, not means, are added: parts differ in length.
+    """Join the moments of a tensor's parts, in Python over the memory. On a card the last block joins them."""
+    # Sums are added, not means, because parts differ in length.
     infinity = float("inf")
     count, nonzero, total, squares, logs, log_squares = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     lowest, highest, amax, amin = infinity, -infinity, 0.0, infinity
@@ -69,10 +69,11 @@ def join_rows(rows, only_amax, out):  # type: ignore[no-untyped-def]
 def moments_of(x: Tensor, logs: bool = False, out: Tensor | None = None) -> Tensor:
     """Return the `Moments` of `x` as ten float64 on its device, from one pass; nothing is copied to the host.
 
-    x: any shape and strides, on the CPU or a CUDA device. logs: also those of log|x|, at thirty times the price on
-    the CPU. out: the tensor to write to.
+    x: a tensor of any shape and strides, on the CPU or a CUDA device.
+    logs: whether to compute the moments of log|x| too, at thirty times the price on the CPU.
+    out: the tensor to write to.
 
-    A CPU that flushes subnormals (torch.set_flush_denormal) may count those of float64 as zeros in the sums.
+    A CPU that flushes subnormals (torch.set_flush_denormal) may count float64's subnormals as zeros in the sums.
 
     >>> Moments(*moments_of(torch.tensor([3.0, 0.0, -1.0])).tolist())[:8]
     (3.0, 2.0, 0.6666666666666666, 3.3333333333333335, -1.0, 3.0, 3.0, 1.0)
@@ -82,8 +83,9 @@ def moments_of(x: Tensor, logs: bool = False, out: Tensor | None = None) -> Tens
 
 
 def amax_of(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the largest magnitude of `x`, inf if an element is not finite, in the amax field of ten float64; others
-    stay.
+    """Return the largest magnitude of `x` in the amax field of ten float64; inf if an element is not finite.
+
+    The other fields stay as they are.
 
     >>> float(amax_of(torch.tensor([3.0, -4.0]))[6])
     4.0
@@ -102,7 +104,7 @@ def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tenso
 
         size, source = x.element_size(), address_of(x)
         blocks, integers, floats = partial_words(n, size)
-        # Zeros, because the first integer counts the blocks that are done.
+        # The memory is zeroed, because the first integer counts the blocks that are done.
         rows = torch.zeros(integers, dtype=torch.int64, device=x.device)
         sums = torch.empty(floats, dtype=torch.float64, device=x.device)
         words = array_words(rows.data_ptr(), (integers,), 8)
@@ -127,12 +129,13 @@ def _gather(x: Tensor, only_amax: bool, logs: bool, out: Tensor | None) -> Tenso
 
 
 def binades(x: Tensor, power_begins: bool = False) -> tuple[Tensor, int]:
-    """Count the elements of `x` in each binade, as int64 on its device; returns the counts and the binade of the first.
+    """Count the elements of `x` in each binade; return the counts, int64 on its device, and the binade of entry 0.
 
     Entry i counts 2**(first+i) < |x| <= 2**(first+i+1): a power of two ends its binade. Zeros, inf and NaN are left
-    out; the first entry holds all subnormals of the container, and its smallest normal.
+    out. The first entry contains all subnormals of the container, and its smallest normal number.
 
-    power_begins: entry i counts 2**(first+i) <= |x| < 2**(first+i+1), and the first one the subnormals alone.
+    power_begins: entry i counts 2**(first+i) <= |x| < 2**(first+i+1) instead, and the first entry counts only the
+        subnormals.
 
     >>> counts, first = binades(torch.tensor([1.0, 1.5, 2.0, 0.0]))
     >>> {first + i: int(n) for i, n in enumerate(counts) if n}
@@ -164,7 +167,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def memory_of(x: Tensor) -> memoryview:
-    """Return the memory of a CPU tensor, whose items are Python numbers; cached if `keep_memory_of` was called."""
+    """Return the memory of a CPU tensor, whose items are Python numbers; it is cached after `keep_memory_of`."""
     kept = getattr(x, "_fpsim_memory", None)
     return memoryview(x.numpy()) if kept is None else kept  # type: ignore[arg-type]
 
@@ -176,7 +179,7 @@ def keep_memory_of(x: Tensor) -> Tensor:
     return x
 
 
-# On the CPU only: a tensor on a card would be filled on the stream of the first call, and read on others.
+# This is only for the CPU: a tensor on a card would be filled on the stream of the first call, and read on others.
 _FLAGS = [keep_memory_of(torch.full((1,), flag, dtype=torch.int64, device="cpu")) for flag in range(2)]
 
 
@@ -190,8 +193,9 @@ def _flag_on(device: torch.device, flag: bool) -> Tensor:
 def on_device(function: Any, *arrays: Tensor) -> None:
     """Run a scalar function over small contiguous tensors of one device, on that device: it changes them in place.
 
-    On the CPU the function is called with their memory, on a CUDA device as a kernel of one thread. It may index its
-    arguments and compute with numbers, `math` and other such functions, as far as Numba compiles it for CUDA.
+    On the CPU the function is called with the memory of the tensors. On a CUDA device it runs as a kernel of one
+    thread. It may index its arguments and compute with numbers, `math` and other such functions, as far as Numba
+    compiles these for CUDA.
     """
     device = arrays[0].device
     if device.type == "cpu":

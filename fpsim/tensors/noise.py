@@ -1,4 +1,4 @@
-"""Noise keys: the 64 bits that identify one stochastic rounding, and the streams they are drawn from."""
+"""Noise keys: the 64 bits that identify one stochastic rounding, and the streams from which keys are drawn."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _inside: list[_Block] = []
 
 
 class _Source:
-    """The stream that a block draws from; None is torch's."""
+    """The stream from which a block draws; None is torch's."""
 
     def __init__(self, stream: torch.Generator | None) -> None:
         self.stream = stream
 
 
 class _Here(threading.local):
-    """Streams of the blocks that this thread is in, the innermost last."""
+    """Streams of the blocks in which this thread is; the innermost comes last."""
 
     def __init__(self) -> None:
         self.streams: list[_Source] = []
@@ -49,11 +49,11 @@ _here = _Here()
 def manual_seed(seed: int | None) -> None:
     """Give the noise of stochastic rounding a stream of its own, seeded with `seed`; all threads draw from it.
 
-    Without a call the noise follows `torch.manual_seed`; `manual_seed(None)` returns to that. Code under
+    Without a call, the noise follows `torch.manual_seed`; `manual_seed(None)` returns to that. Code under
     `torch.compile` always follows `torch.manual_seed`, and so do CUDA graphs.
 
-    A forked process goes on with a copy of the stream, so that two of them draw equal noise, as they do from torch's.
-    DataLoader gives each of its workers a seed of torch's stream, and knows nothing of this one: give it
+    A forked process goes on with a copy of the stream, so that two forked processes draw equal noise, as they do from
+    torch's stream. DataLoader seeds each of its workers for torch's stream, and does not know about this one: give it
     `worker_init_fn=lambda worker: fpsim.manual_seed(torch.initial_seed())`. A spawned process follows torch.
 
     Args:
@@ -73,17 +73,17 @@ def manual_seed(seed: int | None) -> None:
 
 
 def noise_of_torch() -> AbstractContextManager[None]:
-    """Let noise follow `torch.manual_seed` inside; the stream of `manual_seed`, if there is one, continues afterwards.
+    """Let noise follow `torch.manual_seed` inside; afterwards the stream of `manual_seed`, if there is one, continues.
 
-    This holds for the process while any of its threads is inside: a backward pass rounds in threads of autograd's own.
-    A call of `manual_seed` inside has no effect: the stream from before continues.
+    This holds for the whole process while any of its threads is inside, because a backward pass rounds in autograd's
+    own threads. A call of `manual_seed` inside has no effect: the stream from before continues.
     """
     return Block(_follow_torch)
 
 
 def _follow_torch(undo: Undo) -> None:
     block, source, before = _Block(), _Source(None), _generator
-    # Registered before the block is entered, so that an interrupt in between leaves nothing behind.
+    # This is registered before the block is entered, so that an interrupt in between leaves nothing behind.
     undo.by(partial(_leave, block, source, before))
     _inside.append(block)
     _here.streams.append(source)
@@ -101,19 +101,19 @@ def _forget(entries: list[Any], entry: object) -> None:
         entries.remove(entry)
 
 
-# A forked process has this thread alone: the blocks of others would never be left in it.
+# A forked process has only this thread: the blocks of other threads would never be left in it.
 def _forget_other_threads() -> None:
     thread = threading.get_ident()
     _inside[:] = [block for block in _inside if block.thread == thread]
 
 
-# Not on Windows, where nothing forks.
+# This does not exist on Windows, where nothing forks.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_other_threads)
 
 
 def _stream() -> torch.Generator | None:
-    """Return the stream that keys are drawn from at present; None for torch's."""
+    """Return the stream from which keys are drawn at present; None for torch's."""
     if _here.streams:
         return _here.streams[-1].stream
     return None if _inside else _generator
@@ -126,15 +126,15 @@ def noise_state() -> Tensor | None:
 
 
 def replayed_noise(state: Tensor | None) -> AbstractContextManager[None]:
-    """Let this thread draw again the keys from `state` on; the stream of `manual_seed` stays where it is.
+    """Let this thread draw the keys from `state` on again; the stream of `manual_seed` stays where it is.
 
-    state: from `noise_state`; None draws from torch's stream, which the caller has to replay.
+    state: a result of `noise_state`; None draws from torch's stream, which the caller has to replay.
     """
     return Block(partial(replay_noise, state))
 
 
 def replay_noise(state: Tensor | None, undo: Undo) -> None:
-    """Do as `replayed_noise`, until it is undone."""
+    """Do the same as `replayed_noise`, until it is undone."""
     stream = None
     if state is not None:
         stream = torch.Generator()
@@ -143,7 +143,7 @@ def replay_noise(state: Tensor | None, undo: Undo) -> None:
 
 
 def _draw_here(stream: torch.Generator | None, undo: Undo) -> None:
-    """Let this thread draw keys from a stream, until it is undone. None: from torch's."""
+    """Let this thread draw keys from a stream, until it is undone. None stands for torch's stream."""
     source = _Source(stream)
     undo.by(partial(_forget, _here.streams, source))
     _here.streams.append(source)
@@ -158,7 +158,7 @@ def keep_random_numbers(undo: Undo) -> None:
 
 
 def seed_here(undo: Undo, seed: int, noise: int) -> None:
-    """Seed torch's random numbers and this thread's noise; the earlier states are restored."""
+    """Seed torch's random numbers and this thread's noise; undoing this restores the earlier states."""
     keep_random_numbers(undo)
     _draw_here(torch.Generator().manual_seed(noise), undo)
     torch.manual_seed(seed)
@@ -170,12 +170,12 @@ def new_key() -> Tensor:
 
 
 def is_captured(x: Tensor) -> bool:
-    """Return whether operations on `x` are being captured for a CUDA graph, by the current stream of its own device."""
+    """Return whether operations on `x` are being captured for a CUDA graph, on the current stream of its own device."""
     if not x.is_cuda:
         return False
     if x.get_device() == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
-    # torch looks at the stream of the current device alone.
+    # torch looks only at the stream of the current device.
     with torch.cuda.device(x.get_device()):
         return torch.cuda.is_current_stream_capturing()
 
@@ -183,8 +183,8 @@ def is_captured(x: Tensor) -> bool:
 def new_key_for(x: Tensor) -> Tensor:
     """Return a key for a rounding of `x`: `new_key`, or an int64 on its card while a CUDA graph is captured.
 
-    A graph repeats captured operations: a number of the host would be the same in every replay. An operation of torch's
-    generator on the card draws again in each, so that the noise follows `torch.manual_seed` there.
+    A graph repeats captured operations: a number from the host would be the same in every replay. An operation with
+    torch's generator on the card draws again in every replay, so that the noise follows `torch.manual_seed` there.
     """
     if is_captured(x):
         return torch.empty((), dtype=torch.int64, device=x.device).random_()
@@ -192,7 +192,7 @@ def new_key_for(x: Tensor) -> Tensor:
 
 
 def new_traceable_key(x: Tensor) -> Tensor:
-    """Return a key as `new_key_for` does, by one operation that returns a tensor: tracers and transforms require it."""
+    """Return a key as `new_key_for` does, with an operation that returns a tensor, as tracers and transforms need."""
     if not torch.compiler.is_compiling() and is_captured(x):
         return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=x.device)
     # Compiled code always follows torch.manual_seed, whatever stream was chosen.

@@ -39,7 +39,7 @@ def _require_out(out: Any, x: Any) -> None:
     """Raise ValueError if `out` does not fit `x`: two tensors, or two arrays."""
     library = "torch" if isinstance(x, Tensor) else "numpy"
     for what in ("dtype", "device", "shape"):
-        # None, because arrays of NumPy 1 have no device.
+        # The device is None for arrays, because arrays of NumPy 1 have no device.
         given, wanted = getattr(out, what, None), getattr(x, what, None)
         if given != wanted:
             if what == "shape":
@@ -100,23 +100,24 @@ def round_to(
     gradient passes through unchanged (straight-through).
 
     Args:
-        x: float32, float64, float16 or bfloat16 tensor or ndarray, any shape and strides, on the CPU or a CUDA device.
+        x: a float32, float64, float16 or bfloat16 tensor or ndarray, of any shape and strides, on the CPU or a CUDA
+            device.
         fmt: a format, or its name.
         rounding: "nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd" or "stochastic".
-        overflow: result for numbers beyond the largest value: "inf", "nan" or "saturate". None means inf in formats
-            that have it, and the largest value in others and in block formats.
+        overflow: the result for numbers beyond the largest value: "inf", "nan" or "saturate". None means inf in formats
+            that have an inf, and the largest value in others and in block formats.
         random_bits: for "stochastic", how many random bits r decide (1 to 32); None uses every discarded bit up to 32.
-        out: a contiguous tensor of the same shape, dtype and device to write to; no gradient then.
-        axis: in block formats, the axis along which elements share a scale, the last one by default; (across, axis)
-            names the axis of a tile's rows too. In a product, blocks run along the contraction axis. `x` is a float32
-            then; if scales are powers of two, as in the MX formats, a bfloat16 or float64 too.
-        variant: with random_bits, how the distance to the lower neighbour is rounded to r bits, which give the
-            probability of rounding up: "A" truncates it, so that results are too close to zero by 2^-(r+1) of the
-            spacing on average; "B" rounds it to nearest, ties away, "C" to nearest even, both without that bias;
-            "C_ties_to_odd", "C_to_odd" as their names say. A, B and C are IEEE P3109's.
+        out: a contiguous tensor of the same shape, dtype and device to write to; the result then has no gradient.
+        axis: in block formats, the axis along which elements share a scale, by default the last axis. (across, axis)
+            also names the axis of a tile's rows. In a product, blocks run along the contraction axis. `x` must then be
+            float32; if scales are powers of two, as in the MX formats, bfloat16 and float64 are accepted too.
+        variant: with random_bits, how the distance to the lower neighbour is rounded to r bits, which determine the
+            probability of rounding up. "A" truncates it, so that results are too close to zero by 2^-(r+1) of the
+            spacing on average. "B" rounds it to nearest, ties away, and "C" to nearest even, both without that bias.
+            "C_ties_to_odd" and "C_to_odd" do as their names say. A, B and C are IEEE P3109's.
 
     Returns:
-        The same shape, dtype and device.
+        A tensor or ndarray of the same shape, dtype and device.
 
     Raises:
         ValueError: for unknown words.
@@ -130,8 +131,8 @@ def round_to(
     tensor([[  1.,   2.],
             [256., 768.]])
     """
-    # The usual call first, by checks that cost nothing: a lookup and a launch follow, and the other cases are slower
-    # anyway.
+    # The usual call comes first, with checks that cost nothing: a lookup and a launch follow. The other cases are
+    # slower anyway.
     is_usual = out is None and type(x) is Tensor and x.dtype is torch.float32 and not x.requires_grad and is_plain(x)
     if not is_usual and torch.compiler.is_compiling() and isinstance(x, Tensor) and out is None:
         return _round_by_operator(x, fmt, (rounding, overflow, random_bits, variant), axis)
@@ -146,7 +147,7 @@ def round_to(
 
 
 def _round_by_operator(x: Tensor, fmt: Any, words: tuple[Any, ...], axis: Any) -> Tensor:
-    """Round by an operator that torch.compile traces."""
+    """Round with an operator that torch.compile traces."""
     if not _shares_scales(fmt):
         require_no_axis(axis, fmt)
         require_floating(x)
@@ -208,11 +209,11 @@ def _names_blocks(name: str) -> bool:
 
 
 def _round_blocks(x: Any, spec: BlockSpec, out: Any, axis: int | tuple[int, int] | None, is_usual: bool) -> Any:
-    """Round blocks that share scales. is_usual: as found by `round_to`."""
+    """Round blocks that share scales. is_usual: as `round_to` found it."""
     along, across = (-1, None) if axis is None else axis_pair(axis)
     if isinstance(x, np.ndarray):
         return _round_blocks_of_ndarray(x, spec, out, along, across)
-    # A float32 of the CPU needs no check: blocks of every format fit.
+    # A float32 tensor on the CPU needs no check: blocks of every format fit.
     if type(x) is not Tensor or x.dtype is not torch.float32 or not x.is_cpu or x.layout is not torch.strided:
         require_floating(x)
         if not holds_blocks(x.dtype, spec.fmt):
@@ -265,13 +266,13 @@ def round_to_(
     random_bits: int | None = None,
     variant: str = "A",
 ) -> Tensor:
-    """Round `x` in place and return it: `round_to` without a second copy, any strides.
+    """Round `x` in place and return it: `round_to` without a second copy, for any strides.
 
     The gradient passes through unchanged.
 
     Args:
         x: a tensor of any strides. A leaf that requires a gradient is refused, as torch does.
-        fmt, rounding, overflow, random_bits, variant: as in `round_to`; a format of blocks is refused.
+        fmt, rounding, overflow, random_bits, variant: as in `round_to`; block formats are refused.
 
     >>> x = torch.tensor([[1.0, 2.1], [3.3, 4.0]])
     >>> round_to_(x.T, "e5m2"); x
@@ -291,7 +292,7 @@ def round_to_(
     if not is_plain(x):
         return x.copy_(round_differentiably(x, spec))
     round_memory_(x, spec)
-    # The kernel wrote below autograd: without this a backward pass would not notice that a saved tensor has changed.
+    # The kernel wrote below autograd: without this, a backward pass would not notice that a saved tensor has changed.
     torch.autograd.graph.increment_version(x)
     return x
 
@@ -304,11 +305,11 @@ class Rounder(nn.Module):
     Args:
         forward: the format of activations; None leaves them alone.
         backward: the format of their gradients; None leaves them alone.
-        rounding: of activations, as in `round_to`.
-        backward_rounding: of gradients; None means the same.
-        overflow, backward_overflow: as in `round_to`.
-        random_bits, variant: as in `round_to`, of activations and of gradients alike if their rounding is stochastic.
-            Raises ValueError if neither is.
+        rounding: the rounding of activations, as in `round_to`.
+        backward_rounding: the rounding of gradients; None means the same.
+        overflow, backward_overflow: as in `round_to`, for activations and for gradients.
+        random_bits, variant: as in `round_to`, for activations and gradients alike if their rounding is stochastic.
+            Raises ValueError if neither is stochastic.
 
     >>> layer = Rounder(forward="e4m3fn", backward="e5m2")
     >>> x = torch.tensor([0.3], requires_grad=True)
@@ -335,7 +336,7 @@ class Rounder(nn.Module):
         if random_bits is not None or variant != "A":
             used = [spec for fmt, spec in ((forward, onward), (backward, back)) if fmt is not None] or [onward]
             first = next((spec for spec in used if spec.rounding == "stochastic"), used[0])
-            # Refuses random bits and a variant that no rounding uses.
+            # This refuses random bits and a variant that no rounding uses.
             rounding_spec(first.fmt, first.rounding, first.overflow, random_bits, variant)
             onward, back = (
                 rounding_spec(spec.fmt, spec.rounding, spec.overflow, random_bits, variant)

@@ -30,21 +30,21 @@ def rounded_by_function(
 ) -> tuple[Tensor, Tensor | None]:
     """Apply the function to an operand; returns the result and, if it clips, a mask of where the gradient passes.
 
-    x: a float32, or float64 of a float64 model, which the function gets as float32.
+    x: a float32, or a float64 of a float64 model, which the function receives as float32.
     axis: the axis that the product sums over, 0 or more.
-    site: of the product, for errors.
+    site: the site of the product, for errors.
     clips: whether the function returns a pair.
 
-    Raises TypeError for a result of another type, shape, dtype or device, ValueError if the function returns NaN for
-    numbers.
+    Raises TypeError for a result of another type, shape, dtype or device, and ValueError if the function returns NaN
+    for numbers.
     """
     if is_traced(x):
         rounded, passes = torch.ops.fpsim.own_operand(x, _key_of(fmt), axis, site, clips)
         return rounded, passes if clips else None
-    # Without the modes around: the function replaces a rounding, and its own operations are not emulated.
+    # The modes around are off: the function replaces a rounding, and its own operations are not emulated.
     with torch.no_grad(), without_torch_function():
         kept = x.detach().to(torch.float32)
-        # A copy, because the function may write in place.
+        # The function gets a copy, because it may write in place.
         given = kept.clone(memory_format=torch.contiguous_format)
         out: Any = fmt.function(given, axis % max(x.dim(), 1))
         where = f"The operand function {fmt.label} at {site}"
@@ -83,7 +83,7 @@ _by_key: dict[str, OwnFormat] = {}
 
 
 def _key_of(fmt: OwnFormat) -> str:
-    """Return the string that stands for a function in a program; two functions of one name get different ones."""
+    """Return the string that stands for a function in a program; functions of the same name get different strings."""
     base = f"{getattr(fmt.function, '__module__', '')}:{fmt.label}"
     key, number = base, 1
     while _by_key.setdefault(key, fmt) != fmt:

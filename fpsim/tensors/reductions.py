@@ -18,7 +18,7 @@ from fpsim.torch_modes import layers_behind
 __all__ = ["REDUCTIONS", "all_reduce", "reduced"]
 
 SEGMENT_BYTES = 1 << 20  # gloo's largest segment, allreduce.cc: kMaxSegmentSize of a ring
-SEGMENTS = 2  # the fewest that a rank has
+SEGMENTS = 2  # the fewest segments that a rank has
 
 Add = Callable[[Tensor, Tensor], Tensor]
 
@@ -34,7 +34,7 @@ def _tree(parts: Sequence[Tensor], add: Add, _: int) -> Tensor:
     level = [*parts]
     while len(level) > 1:
         pairs = [add(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
-        level = pairs + level[len(level) // 2 * 2 :]  # the last of an odd number is added at a later level
+        level = pairs + level[len(level) // 2 * 2 :]  # if their number is odd, the last one is added at a later level
     return level[0]
 
 
@@ -60,11 +60,11 @@ REDUCTIONS: dict[str, Callable[[Sequence[Tensor], Add, int], Tensor]] = {
 
 
 def reduced(parts: Sequence[Tensor], spec: RoundingSpec, order: str) -> Tensor:
-    """Return the sum of float32 parts of one shape, which are in the format already. Below autograd."""
+    """Return the sum of float32 parts of one shape, which are in the format already. This runs below autograd."""
     is_float32 = spec.fmt == as_float_format("fp32") and spec.rounding == "nearest_even"
 
     def add(a: Tensor, b: Tensor) -> Tensor:
-        # Exact enough: the bits that float64 drops from a sum are below half a last place of either number.
+        # This is exact enough: the bits that float64 drops from a sum are below half a last place of either number.
         return a + b if is_float32 else rounded(a.double() + b.double(), spec).float()
 
     return REDUCTIONS[order](parts, add, max(1, math.ceil(int(spec.fmt.bits) / 8)))
@@ -75,24 +75,24 @@ def all_reduce(
 ) -> Tensor:
     """Return the sum of the tensors of all ranks, as a collective computes it that sends numbers in a format.
 
-    Each rank's tensor is rounded to the format, and so is each addition on the way.
+    Each rank's tensor is rounded to the format, and so is the result of each addition on the way.
 
     Args:
-        tensors: one of each rank, of one shape, floating dtype and device. For a bucket, the flat tensor that is
-            reduced: the place of an element in it decides at which rank its sum begins.
-        fmt: the format that is sent, of single numbers.
-        order: "ring", as gloo's all_reduce: the flat tensor is cut into as many chunks as there are ranks; chunk c
-            begins with rank c - 1, and ranks go down. "tree", in which neighbours are added, then neighbours of those.
-            "linear", in which rank 0 begins.
+        tensors: one tensor of each rank, all of one shape, floating dtype and device. For a bucket, this is the flat
+            tensor that is reduced: the place of an element in it decides at which rank its sum begins.
+        fmt: the format in which numbers are sent, a format of single numbers.
+        order: "ring", "tree" or "linear". "ring" is the order of gloo's all_reduce: the flat tensor is cut into as many
+            chunks as there are ranks; the sum of chunk c begins with rank c - 1, and ranks go down. In "tree",
+            neighbours are added, then the neighbouring sums. In "linear", the sum begins with rank 0.
         rounding: "nearest_even" or "stochastic".
 
     Returns:
         The sum, in the dtype of the tensors; no gradient passes. DDP and FSDP divide each rank's gradient by the number
-        of ranks before.
+        of ranks before the sum.
 
     Raises:
-        ValueError: for no tensors, unequal ones, or an unknown order.
-        TypeError: for anything else than floating tensors.
+        ValueError: for no tensors, unequal tensors, or an unknown order.
+        TypeError: for anything other than floating tensors.
 
     >>> halves = [torch.tensor([256.0, 1.0]), torch.tensor([1.0, 256.0]), torch.tensor([1.0, 1.0])]
     >>> all_reduce(halves, "bf16", "linear"), all_reduce(halves, "bf16", "linear").equal(sum(halves))

@@ -1,7 +1,8 @@
-"""A second definition of rounding, in float64 arithmetic, to verify the kernels with: `python -m fpsim verify`.
+"""A second definition of rounding, in float64 arithmetic, to verify the kernels: `python -m fpsim verify`.
 
-It shares nothing with `kernels/core.py`: significands are counted in units of the last place, which float64 does
-exactly, and noise is computed again. The formats, with their exponents and largest values, come from `formats/`.
+It shares nothing with `kernels/core.py`: significands are counted in units of the last place, which is exact in
+float64, and the noise is computed independently. The formats, with their exponents and largest values, come from
+`formats/`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["noise_of", "rounded_in_blocks", "rounded_in_float64", "rounded_to_co
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _WORD = 2.0**32
-Few = tuple[int, str] | None  # random bits and variant, where they are given
+Few = tuple[int, str] | None  # random bits and variant, if they are given
 
 
 def rounded_in_float64(
@@ -34,8 +35,8 @@ def rounded_in_float64(
 
     NaN has no payload here.
 
-    x: float32, any shape.
-    noise: uint32 of the same shape for "stochastic", see `noise_of`.
+    x: float32, of any shape.
+    noise: uint32 of the same shape for "stochastic": see `noise_of`.
     """
     few = None if random_bits is None else (random_bits, variant)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -43,13 +44,13 @@ def rounded_in_float64(
         a, negative = np.abs(wide), np.signbit(wide)
         finite = np.where(np.isfinite(a), a, 0.0)
         exponent = np.maximum(np.frexp(finite)[1] - 1, fmt.min_exponent)
-        # A power of two, by which float64 divides every float32 exactly.
+        # This is a power of two, by which float64 divides every float32 exactly.
         unit = np.ldexp(1.0, exponent - fmt.mantissa_bits)
         r = _whole(finite / unit, negative, rounding, noise, few) * unit
         if not fmt.subnormals:
             gap = finite < fmt.smallest
             r = np.where(gap, _beside_a_gap(finite, fmt.smallest, negative, rounding, noise, few), r)
-        # A scale cannot be zero: numbers below the smallest power become that.
+        # A scale cannot be zero: numbers below the smallest power become this power.
         if not fmt.has_zero:
             r = np.maximum(r, fmt.smallest)
         r = np.where(np.isinf(a), np.inf, r)
@@ -84,10 +85,10 @@ def _whole(k: Array, negative: Array, rounding: str, noise: Array | None, few: F
 def _goes_up(part: Array, whole: float, noise: Array, random_bits: int, variant: str) -> Array:
     """Return whether `part` of the distance `whole` between two neighbours goes up, by IEEE P3109, 4.7.4.
 
-    Exact: products with powers of two, a remainder, and a quotient that is an integer below 2**32.
+    This is exact: it uses products with powers of two, a remainder, and a quotient that is an integer below 2**32.
     """
     random, top = (noise >> np.uint32(32 - random_bits)).astype(np.float64), 2.0**random_bits
-    # To round to nearest, ties away, is to add a half and cut off: both sides are counted in halves.
+    # Rounding to nearest, ties away, means to add a half and cut off: both sides are counted in halves.
     if variant == "B":
         random, top = 2 * random + 1, 2 * top
     rest = np.fmod(part * top, whole)
@@ -104,7 +105,7 @@ def _goes_up(part: Array, whole: float, noise: Array, random_bits: int, variant:
 
 
 def _beside_a_gap(a: Array, smallest: float, negative: Array, rounding: str, noise: Array | None, few: Few) -> Array:
-    """Return zero or the smallest value, where no value lies between."""
+    """Round to zero or to the smallest value, between which there is no other value."""
     if rounding == "nearest_even":
         up = a > smallest / 2
     elif rounding == "nearest_away":
@@ -122,8 +123,9 @@ def _beside_a_gap(a: Array, smallest: float, negative: Array, rounding: str, noi
 
 
 def _beyond(a: Array, fmt: FloatFormat, rounding: str, negative: Array) -> Array:
-    """Return the result beyond the largest value: directed roundings keep it finite, unless it is infinite or goes
-    outwards.
+    """Return the result beyond the largest value.
+
+    Directed roundings keep it finite, unless the number is infinite or the rounding goes outwards.
     """
     overflow = {"inf": np.inf, "nan": np.nan, "saturate": fmt.largest}[fmt.resolve_overflow()]
     if rounding in ("nearest_even", "nearest_away", "stochastic"):
@@ -144,7 +146,7 @@ def noise_of(n: int, key: int) -> Array:
     # (4, counters): word w of counter 16 b + l is for element 128 b + 32 w + l.
     words = _threefry(counters, key)
     blocks = words.reshape(4, -1, 16).transpose(1, 0, 2)  # block, word, lane
-    exchanged = (blocks << np.uint32(16)) | (blocks >> np.uint32(16))  # for the elements 16 further on
+    exchanged = (blocks << np.uint32(16)) | (blocks >> np.uint32(16))  # for the elements 16 places further on
     return np.stack([blocks, exchanged], axis=2).reshape(-1)[:n]
 
 
@@ -170,7 +172,7 @@ def _threefry(counters: Array, key: int) -> Array:
 def rounded_to_codebook(x: Array, book: Codebook, rounding: str) -> Array:
     """Return the expected `fpsim.round_to(x, book, rounding)`, as float64, to nearest, "toward_zero", "up", "down".
 
-    For books whose borders float64 holds; NaN has no payload here.
+    This is for books whose borders float64 holds; NaN has no payload here.
     """
     with np.errstate(invalid="ignore"):  # a signalling NaN
         wide = x.astype(np.float64)
@@ -178,7 +180,7 @@ def rounded_to_codebook(x: Array, book: Codebook, rounding: str) -> Array:
     last = len(values) - 1
     if rounding == "nearest_even":
         borders = np.array(book.midpoints)
-        below = np.searchsorted(borders, wide, "left")  # borders that were passed
+        below = np.searchsorted(borders, wide, "left")  # the number of borders that were passed
         goes_up = np.array([book.goes_up(i) for i in range(last)])
         beside = np.minimum(below, last - 1)
         index = below + ((wide == borders[beside]) & (below < last) & goes_up[beside])
@@ -193,9 +195,9 @@ def rounded_to_codebook(x: Array, book: Codebook, rounding: str) -> Array:
 
 
 def rounded_in_blocks(x: Array, fmt: BlockFormat) -> Array:
-    """Return the expected `fpsim.round_to(x, fmt)`, as float64, where scales are powers of two, by "floor" or "ceil".
+    """Return the expected `fpsim.round_to(x, fmt)`, as float64, for powers of two as scales, by "floor" or "ceil".
 
-    x: float32 of two axes, in blocks along the last one.
+    x: float32 of two axes, in blocks along the last axis.
     """
     length = fmt.tile[1] or x.shape[1]
     with np.errstate(invalid="ignore"):
@@ -222,12 +224,12 @@ def _block(v: Array, fmt: BlockFormat) -> Array:
 
 
 def _log2_scale(amax: float, largest: float, rule: str) -> int:
-    """Return log2 of the scale of a block, whose largest element a float32 holds."""
+    """Return log2 of the scale of a block whose largest element a float32 holds."""
     emax, least = math.frexp(largest)[1] - 1, -127
     if amax == 0:
         return least
     wanted = math.frexp(amax)[1] - 1 - emax
     if rule == "ceil":
         wanted += int(amax > math.ldexp(largest, wanted))
-    # Clamped to the powers of e8m0fnu, and to those at which a float32 holds the largest element.
+    # This is clamped to the powers of e8m0fnu, and to those at which a float32 holds the largest element.
     return max(least, min(127 - emax, wanted))

@@ -40,20 +40,20 @@ __all__ = ["block_scales", "recorded_amax", "rounded_blocks"]
 
 @cache
 def block_plan(spec: BlockSpec, of: BlockFormat | None = None) -> blocks.BlockPlan:
-    """Return the integers that a kernel takes, see the indices in kernels/blocks.py.
+    """Return the integers that a kernel takes: see the indices in kernels/blocks.py.
 
-    of: the format with a choice of which this one is a candidate, if it is one.
+    of: the format with a choice, if `spec` is one of its candidates.
     """
     f, element = spec.fmt, spec.element
     words = element.fmt, element.rounding, element.overflow, element.random_bits
     plans = [any_plan(*words, width, element.variant) for width in (32, 64)]
-    # A code book may be searched in one container only, and a kernel has one shape.
+    # A code book may need a search in one of the two containers only, but both plans must have the same shape.
     if plans[0].shape != plans[1].shape:
         plans = [any_plan(*words, width, element.variant, search=True) for width in (32, 64)]
     scale = make_plan(f.scale, "nearest_even", "saturate", None, 32)
     emax = math.frexp(f.element.largest)[1] - 1
     least_shift, most_shift = scale_limits(f.element, 32)
-    # Limits of log2 of a scale: float32 has to hold the element's smallest and largest value times the scale.
+    # Limits of log2 of a scale: float32 has to hold the element's smallest and largest values times the scale.
     least = max(f.scale.min_exponent, -BINARY32.bias - 22 - f.element.min_ulp_exponent)
     most = min(math.frexp(f.scale.largest)[1] - 1, BINARY32.bias - emax)
     if not f.has_power_scale:
@@ -88,7 +88,7 @@ def block_plan(spec: BlockSpec, of: BlockFormat | None = None) -> blocks.BlockPl
 def _of_infinity(f: BlockFormat, overflow: str) -> tuple[int, int, int, int]:
     """Return the parameters COUNTED, INFINITE_SCALE, INFINITE_EXPONENT and INFINITE_ELEMENT of a plan."""
     every_nan, infinity, nan = int(blocks.MAGNITUDE), int(blocks.INFINITY), int(blocks.NAN)
-    # A delayed scale is older than the tensor: each infinite element is treated alone.
+    # A delayed scale is older than the tensor: each infinite element is treated by itself.
     if f.is_delayed:
         is_nan = f.nonfinite == "nan" and f.element.has_nan and overflow == "saturate"
         return every_nan, BINARY32.bits(1.0), 0, nan if is_nan else 0
@@ -98,9 +98,9 @@ def _of_infinity(f: BlockFormat, overflow: str) -> tuple[int, int, int, int]:
 
 
 def amax_pattern(x: Tensor, plan: blocks.BlockPlan) -> Tensor:
-    """Return the pattern of the largest magnitude of a contiguous tensor, an int64 on its device.
+    """Return the pattern of the largest magnitude of a contiguous tensor, as an int64 on its device.
 
-    Masks do not count. An infinity does, and so does NaN if it makes a scale NaN.
+    Masks do not count. An infinity counts, and so does a NaN if it makes a scale NaN.
     """
     if x.is_cuda:
         return _amax_on_card(x, _saturates(plan))[block_dense.FOUND]
@@ -108,7 +108,7 @@ def amax_pattern(x: Tensor, plan: blocks.BlockPlan) -> Tensor:
 
 
 def recorded_amax(x: Tensor, spec: BlockSpec) -> Tensor:
-    """Return the amax of a floating tensor that later steps take a scale from, a float32 of no dimension."""
+    """Return the amax of a floating tensor from which later steps take a scale: a float32 of no dimension."""
     source = x.detach().to(torch.float32, memory_format=torch.contiguous_format).contiguous()
     return amax_pattern(source, block_plan(spec)).to(torch.int32).view(torch.float32)
 
@@ -118,7 +118,7 @@ def _saturates(plan: blocks.BlockPlan) -> int:
 
 
 def _amax_on_card(x: Tensor, asked: int, largest: float = 1.0) -> Tensor:
-    """Return the results of one pass over a tensor, int64 at the places of kernels.block_dense. asked: its flags."""
+    """Return the results of one pass over a tensor, int64 in the order of kernels.block_dense. asked: its flags."""
     from fpsim.compiling.card import array_words
 
     out = torch.full((block_dense.PLACES,), -1, dtype=torch.int64, device=x.device)
@@ -129,7 +129,7 @@ def _amax_on_card(x: Tensor, asked: int, largest: float = 1.0) -> Tensor:
 
 
 def _amax_on_cpu(x: Tensor, plan: blocks.BlockPlan) -> tuple[int, int]:
-    """Return the number of `amax_pattern`, and 1 if there is a mask, an infinity or NaN, else 0."""
+    """Return the number that `amax_pattern` returns, and 1 if there is a mask, an infinity or a NaN, else 0."""
     loop, address, counted = block_loops.cpu_amax().native, address_of(x), plan.parameters[blocks.COUNTED]
     if x.numel() < PARALLEL_FROM:
         found = loop(address, x.numel(), counted)
@@ -150,13 +150,15 @@ def rounded_blocks(
 ) -> Tensor:
     """Return a rounded copy of `x`, below autograd, whose blocks share scales.
 
-    x: float32, float64, float16 or bfloat16, any shape and strides. Float64 is rounded once where scales are powers of
-        two, and becomes float32 first where they are not.
-    axis: of the blocks: the contraction axis of a product.
-    across: of the rows of a tile; None takes the axis before `axis`, or the next for the first one.
-    key: of the noise; None draws one.
-    scale: of delayed scaling, a float32 of one element on the device of `x`, which multiplies elements.
-    out: a contiguous float32 of the shape and device of `x` to write to, which shares no memory with it.
+    x: float32, float64, float16 or bfloat16, of any shape and strides. Float64 is rounded once where scales are powers
+        of two; otherwise it becomes float32 first.
+    axis: the axis of the blocks, which is the contraction axis of a product.
+    across: the axis of the rows of a tile; None takes the axis before `axis`, or the axis after it if `axis` is the
+        first.
+    key: the key of the noise; None draws one.
+    scale: the scale of delayed scaling, a float32 of one element on the device of `x`, by which elements are
+        multiplied.
+    out: a contiguous float32 of the shape and device of `x` to write to, which shares no memory with `x`.
     Raises ValueError for axes that `x` does not have.
     """
     return rounded_with_scales(x, spec, axis, across, key, scale, False, out)[0]
@@ -173,7 +175,7 @@ def rounds_blocks(spec: BlockSpec, axis: int, across: int | None) -> Callable[[T
 
     def round_blocks(x: Tensor) -> Tensor:
         source = x.data_ptr()
-        # Under a negation that torch has put off (`is_neg`), the memory holds other numbers.
+        # Under a negation that torch has put off (`is_neg`), the memory holds other numbers than the tensor.
         is_usual = x.is_cpu and x.dtype is torch.float32 and x.is_contiguous() and not x.is_neg()
         if not is_usual or not source or not 0 < x.numel() < PARALLEL_FROM:
             return round_any(x)
@@ -188,10 +190,10 @@ def rounds_blocks(spec: BlockSpec, axis: int, across: int | None) -> Callable[[T
 
 
 def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None = None) -> Tensor:
-    """Return the scales of the blocks of `x`: a value is element * scale.
+    """Return the scales of the blocks of `x`, float32: a value is element * scale.
 
-    A tensor's own second scale is not among them. float32; `x`'s shape with each axis that blocks run along divided by
-    their length, rounded up.
+    The second scale of a tensor is not among them. The shape is that of `x`, but each axis along which blocks run is
+    divided by their length and rounded up.
     """
     if runs_elsewhere(spec.fmt, x, axis):
         return block_scales(x.movedim(axis, -1), spec).movedim(-1, axis)
@@ -208,12 +210,13 @@ def block_scales(x: Tensor, spec: BlockSpec, axis: int = -1, across: int | None 
 
 
 def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale: Tensor | None) -> Tensor:
-    """Return two int64: a number that replaces every block's own amax, and the pattern of the tensor's; -1 for neither.
+    """Return two int64: a number that replaces each block's own amax, and the pattern of the tensor's amax.
 
-    On the CPU a third: whether there are masks or infinities if the first is given, -1 if unknown. For a format with
-    second scales of parts of a tensor, the layout of kernels.blocks.second_place.
+    Each of the two is -1 where there is none. On the CPU a third one follows: whether there are masks or infinities if
+    the first is given, -1 if unknown. For a format with second scales of parts of a tensor, the layout is that of
+    kernels.blocks.second_place.
 
-    source: a contiguous float32. scale: of delayed scaling.
+    source: a contiguous float32. scale: the scale of delayed scaling.
     """
     if not isinstance(f.tensor_scale, bool):
         amaxes = second_amaxes(source, f, plan.parameters[blocks.COUNTED])
@@ -233,15 +236,15 @@ def shared_numbers(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, scale
     elif f.block == "tensor":
         number, _, has_specials = _shared_on_cpu(source, f, plan, f.lands_on)
     of_tensor = _amax_on_cpu(source, plan)[0] if f.tensor_scale else -1
-    # From NumPy: it ignores torch's default device, and takes a third of the time of torch.tensor.
+    # The tensor comes from NumPy, which ignores torch's default device, and takes a third of the time of torch.tensor.
     return torch.from_numpy(np.array((number, of_tensor, has_specials)))
 
 
 def _shared_on_cpu(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, lands_on: float) -> tuple[int, int, int]:
-    """Return `shared_numbers` of a tensor that is one block without a second scale. lands_on: of the format."""
+    """Return `shared_numbers` of a tensor that is one block without a second scale. lands_on: that of the format."""
     number, has_specials = _amax_on_cpu(source, plan)
     if plan.kind == blocks.DIVIDED:
-        # The scale of an infinite tensor is NaN or 1, which are their own inverses.
+        # The scale of an infinite tensor is NaN or 1, each of which is its own inverse.
         if number >= blocks.INFINITY:
             number = BINARY32.bits(f.scale_of_infinity)
         else:
@@ -250,7 +253,7 @@ def _shared_on_cpu(source: Tensor, f: BlockFormat, plan: blocks.BlockPlan, lands
 
 
 def asked_of(f: BlockFormat, plan: blocks.BlockPlan) -> int:
-    """Return the flags of kernels.block_dense for values that all blocks share; 0 where no pass is needed."""
+    """Return the flags of kernels.block_dense for the values that all blocks share; 0 if no pass is needed."""
     asked = block_dense.OF_TENSOR if f.tensor_scale else 0
     if f.block == "tensor" and not f.is_delayed:
         asked |= block_dense.MULTIPLIER if plan.kind == blocks.DIVIDED else block_dense.AMAX
@@ -258,7 +261,7 @@ def asked_of(f: BlockFormat, plan: blocks.BlockPlan) -> int:
 
 
 def in_parts(axes: BlockAxes, is_cuda: bool) -> BlockAxes:
-    """Cut a tensor that is one block into parts, which have its scale."""
+    """Cut a tensor that is one block into parts, which keep the scale of the whole tensor."""
     return axes._replace(c=min(1 << (8 if is_cuda else 12), axes.columns))
 
 
@@ -283,7 +286,7 @@ def rounded_with_scales(
             else f"A scale was given for {f}, which computes its own. Omit scale."
         )
     if type(axis) is not int or (across is not None and type(across) is not int):
-        # Raises for an invalid axis, which may not be hashable, as the cache below requires.
+        # An invalid axis raises here: it may not be hashable, as the cache below requires.
         block_axes(x.shape, f.tile, axis, across)
     if type(f.tensor_scale) is not bool and runs_elsewhere(f, x, axis):
         moved, scales = rounded_with_scales(x.movedim(axis, -1), spec, -1, None, key, scale, wants_scales, None, of)
@@ -318,7 +321,7 @@ def rounded_with_scales(
 
 
 class Choice(NamedTuple):
-    """The candidate that each block of a tensor takes. chosen: its index for each block; bytes, on a card int64."""
+    """The candidate of each block. chosen: the index of each block's candidate, in bytes, on a card in int64."""
 
     axes: BlockAxes
     chosen: Tensor
@@ -327,7 +330,7 @@ class Choice(NamedTuple):
 def choose(source: Tensor, spec: BlockSpec, axis: int, across: int | None, out: Tensor | None = None) -> Choice:
     """Choose for a contiguous float32 with elements, by rounding to nearest even if `spec` is stochastic.
 
-    out: gets the tensor rounded so, if given.
+    out: receives the tensor rounded with the choice, if given.
     """
     if spec.element.rounding == "stochastic":
         spec = any_spec(spec.fmt, "nearest_even", spec.element.overflow)  # type: ignore[assignment]
@@ -342,7 +345,7 @@ def choose(source: Tensor, spec: BlockSpec, axis: int, across: int | None, out: 
 def _round_by_choice(
     source: Tensor, spec: BlockSpec, axis: int, across: int | None, key: Tensor | None, wants_scales: bool, out: Tensor
 ) -> Tensor | None:
-    """Round a contiguous float32 with elements by the best scale rule for each block; returns the scales."""
+    """Round a contiguous float32 with elements, each block by its best scale rule, and return the scales."""
     choice, scales = choose(source, spec, axis, across, out), None
     if spec.element.rounding == "stochastic":
         _by_candidates(source, spec, choice, axis, across, key, out, is_given=True)
@@ -354,7 +357,7 @@ def _round_by_choice(
 
 
 def take(choice: Choice, number: int, source: Tensor, out: Tensor) -> None:
-    """Copy the blocks that take candidate `number` from `source` to `out`; both contiguous float32."""
+    """Copy the blocks that take candidate `number` from `source` to `out`, which are both contiguous float32."""
     outer, rows, middle, columns, inner, r, c = choice.axes
     by_block = (choice.chosen == number).view(choice.axes.blocks)
     is_taken = by_block.repeat_interleave(r, 1)[:, :rows].repeat_interleave(c, 3)[:, :, :, :columns]
@@ -372,7 +375,7 @@ def _by_candidates(
     out: Tensor,
     is_given: bool,
 ) -> None:
-    """Round to each candidate, and keep in `out` the nearest blocks, or those of the choice if `is_given`."""
+    """Round to each candidate, and keep in `out` the nearest blocks, or the blocks of the choice if `is_given`."""
     f, axes, chosen = spec.fmt, choice.axes, choice.chosen
     assert isinstance(f.scale_rule, Choose)
     error = block_choice.ERRORS.index(f.scale_rule.error)
@@ -398,7 +401,7 @@ def _by_candidates(
             run_on_card(nearer, source, grid, words)
 
 
-# Elements that go through all candidates before the next ones, to stay in the cache.
+# The number of elements that go through all candidates before the next ones do, so that they stay in the cache.
 _AT_ONCE = 1 << 16
 
 
@@ -413,11 +416,11 @@ def _by_candidates_on_cpu(
     shared: Tensor,
     chosen: Tensor,
 ) -> None:
-    """Do the same in parts that are contiguous in memory: at most one part of the other candidates is stored."""
+    """Do the same on the CPU, in parts that are contiguous in memory: only one part of another candidate is stored."""
     blocks = axes.blocks
     nearer = (block_choice.cpu_along if axes.inner == 1 else block_choice.cpu_across)(error).native
     line = axes.middle * axes.columns * axes.inner  # elements of a row
-    # A group is a block in all lanes, or a whole row of tiles: the smallest part that is contiguous.
+    # A group is a block in all lanes, or a whole row of tiles: the smallest contiguous part.
     in_group = blocks[2] * blocks[3] if axes.r > 1 else 1
     groups = math.prod(blocks[:4]) // in_group
     size = axes.r * line if axes.r > 1 else axes.c * axes.inner
@@ -425,7 +428,7 @@ def _by_candidates_on_cpu(
     at_once = max(1, _AT_ONCE // size)
 
     def begin(group: int) -> int:
-        """Return where in memory its elements begin."""
+        """Return where in memory the elements of a group begin."""
         if axes.r > 1:
             return (group // blocks[1] * axes.rows + group % blocks[1] * axes.r) * line
         return group // blocks[3] * axes.columns * axes.inner + group % blocks[3] * axes.c * axes.inner
@@ -434,7 +437,8 @@ def _by_candidates_on_cpu(
         other, errors = torch.empty(at_once * size), torch.empty(at_once * in_group * axes.inner, dtype=torch.float64)
         rest = NO_KEY_ADDRESS if key is None else key.data_ptr(), shared.data_ptr(), 0
         for i in range(first, last, at_once):
-            # Addresses as if the part were a whole tensor, in which the loops count units from its beginning.
+            # The loops count units from the beginning of a whole tensor, so that these are the addresses at which a
+            # whole tensor would begin.
             beside = other.data_ptr() - 4 * begin(i)
             known = errors.data_ptr() - 8 * i * in_group * axes.inner
             part = i * units, min(i + at_once, last) * units
@@ -454,17 +458,18 @@ _BELOW_MASK = math.ldexp(2**24 - 2, 104)
 
 
 def _narrowed(x: Tensor, to_odd: bool) -> Tensor:
-    """Convert float64 to contiguous float32; masks of either dtype become masks, numbers beyond float32 infinity.
+    """Convert float64 to contiguous float32: masks of either dtype become masks, numbers beyond float32 infinity.
 
-    to_odd: a number rounded to odd, and then to fewer bits, is rounded as if once (Boldo, Melquiond 2008), and so is
-        the power of two of its scale. A scale that multiplies in float32 needs the nearest number.
+    to_odd: round to odd. A number that is rounded to odd first, and then to fewer bits, is the same as after a single
+        rounding (Boldo, Melquiond 2008), and so is the power of two of its scale. A scale that multiplies in float32
+        needs the nearest number instead.
     """
     near = x.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
     narrow = rounded(x, rounding_spec("fp32", "to_odd")).to(torch.float32).contiguous() if to_odd else near
     narrow = torch.where(near.isfinite(), narrow.clamp(-_BELOW_MASK, _BELOW_MASK), near)
     magnitude = x.abs()
     is_mask = (magnitude == _MASK) | (magnitude == torch.finfo(torch.float64).max)
-    # `where` gives its result the strides of the mask, which are those of x.
+    # `where` gives its result the strides of the mask, which are the strides of x.
     return torch.where(is_mask, x.sign().to(torch.float32) * _MASK, narrow).contiguous()
 
 
@@ -479,9 +484,9 @@ def _multiplier_on_cpu(amax: int, largest: float) -> int:
     if amax == 0:
         return BINARY32.bits(1.0)
     field, mantissa = amax >> 23, amax & 0x7FFFFF
-    value = math.ldexp(mantissa | (0x800000 if field else 0), max(field, 1) - 150)  # no flushed subnormals
+    value = math.ldexp(mantissa | (0x800000 if field else 0), max(field, 1) - 150)  # subnormals are not flushed
     quotient = largest / value
-    # Of a normal number, the processor finds the pattern faster.
+    # For a normal number, the processor finds the pattern faster.
     if 2.0**-126 <= quotient < 2.0**127:
         return int(_PATTERN.unpack(_NUMBER.pack(quotient))[0])
     return min(BINARY32.bits(quotient), _LARGEST)
@@ -492,7 +497,7 @@ _NOTHING_SHARED = torch.full((3,), -1, dtype=torch.int64, device="cpu")
 
 
 class _Units(NamedTuple):
-    """Work on tensors of one cut on the CPU: the loop, the number of units of work, and its integers."""
+    """Work on tensors with the same cut on the CPU: the loop, the number of units of work, and its integers."""
 
     loop: Callable[..., Any]
     total: int
@@ -501,7 +506,7 @@ class _Units(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Work on tensors of one cut on a card: the kernel, its grid, and the integers around those of the plan."""
+    """Work on tensors with the same cut on a card: the kernel, its grid, and the integers around those of the plan."""
 
     kernel: CudaKernel
     grid: int
@@ -511,9 +516,9 @@ class Launch(NamedTuple):
 
 
 def launch_of(plan: blocks.BlockPlan, axes: BlockAxes, f: BlockFormat, threads: int | None = None) -> Launch:
-    """Return the launch that rounds a tensor on a card. threads: of a block; None for the kernel's own."""
+    """Return the launch that rounds a tensor on a card. threads: threads of a block; None for the kernel's default."""
     words = plan.rule, plan.shape, plan.scale_shape, plan.kind
-    # Rows differ in length from tensor to tensor, and each length would need a kernel of its own.
+    # Rows differ in length between tensors, and each length would need a kernel of its own.
     size = {"tensor": block_dense.ONE_SCALE, "row": None}.get(str(f.block), block_dense.dense_size(axes))
     if size is None or not isinstance(f.tensor_scale, bool):
         kernel = block_teams.cuda_rounding(*words, block_teams.is_small(axes))
@@ -523,7 +528,7 @@ def launch_of(plan: blocks.BlockPlan, axes: BlockAxes, f: BlockFormat, threads: 
     return Launch(kernel, block_dense.grid_of(count, threads or kernel.threads), (count,), (), True)
 
 
-# typed, because True is not an axis.
+# `typed`, because True is not an axis.
 @lru_cache(1 << 12, typed=True)
 def _kept(
     spec: BlockSpec,

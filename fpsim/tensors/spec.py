@@ -1,4 +1,4 @@
-"""Checked roundings: format, rule, overflow and random bits; and the tensors that can be rounded so."""
+"""Checked roundings: format, rule, overflow and random bits; and the tensors that can be rounded in this way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, repr=False)
 class OwnFormat(FloatFormat):
-    """A function that rounds an operand, as a format. For tallies it is float32, which holds every result.
+    """A function that rounds an operand, in the role of a format. For tallies it is float32, which holds every result.
 
     function: (x, axis) -> a tensor of the shape and dtype of x.
     label: its name in tables.
@@ -48,12 +48,12 @@ class RoundingSpec:
     rounding: str = "nearest_even"
     overflow: str = "inf"
     random_bits: int | None = None
-    variant: str = "A"  # of core.VARIANTS
+    variant: str = "A"  # one of core.VARIANTS
     text: str = field(init=False, compare=False, repr=False)
     format_text: str = field(init=False, compare=False, repr=False)
-    is_float32: bool = field(init=False, compare=False, repr=False)  # nothing is rounded
-    saturates: bool = field(init=False, compare=False, repr=False)  # without inf, and far below float32's largest
-    dtype: torch.dtype | None = field(init=False, compare=False, repr=False)  # torch's own name of the format
+    is_float32: bool = field(init=False, compare=False, repr=False)  # whether nothing is rounded
+    saturates: bool = field(init=False, compare=False, repr=False)  # it has no inf, and a range far below float32's
+    dtype: torch.dtype | None = field(init=False, compare=False, repr=False)  # torch's dtype for it, if there is one
 
     def __post_init__(self) -> None:
         words = [str(self.fmt), self.rounding]
@@ -63,14 +63,15 @@ class RoundingSpec:
             words.append(f"{self.random_bits} random bits")
         if self.variant != "A":
             words.append(f"variant {self.variant}")
-        # Equal for equal specifications: caches look roundings up by it, as a string keeps its hash.
+        # Equal specifications have equal texts. Caches look roundings up by the text, because a string keeps its hash.
         object.__setattr__(self, "text", " ".join(words))
         object.__setattr__(self, "format_text", repr(self.fmt))
         object.__setattr__(self, "is_float32", self.fmt == CATALOGUE["fp32"] and self.overflow == "inf")
         names = {"bf16": torch.bfloat16, "fp16": torch.float16}
         dtype = next((own for name, own in names.items() if self.fmt == CATALOGUE[name]), None)
         object.__setattr__(self, "dtype", dtype)
-        # Sums of products of such numbers stay finite in float32: 2**80 each, and 2**47 of them.
+        # Sums of products of such numbers stay finite in float32: each product is below 2**80, and up to 2**47 are
+        # added.
         object.__setattr__(self, "saturates", self.overflow != "inf" and float(self.fmt.largest) < 2.0**40)
 
     def __str__(self) -> str:
@@ -95,7 +96,7 @@ class BlockSpec:
 
     @cached_property
     def candidates(self) -> tuple[BlockSpec, ...]:
-        """Specs of the candidates among which each block takes the nearest result; this one alone unless the rule is
+        """Specs of the candidates among which each block takes the nearest result; only this spec unless the rule is
         Choose().
         """
         return tuple(replace(self, fmt=f) for f in self.fmt.candidates)
@@ -138,7 +139,7 @@ def any_spec(
     variant: str = "A",
 ) -> Spec:
     """Check and complete the arguments of `round_to`, for a format of single numbers or of blocks."""
-    # As in rounding_spec.
+    # As in rounding_spec, the checks raise in our own words for an argument that cannot be hashed.
     try:
         return _known_any_spec(fmt, rounding, overflow, random_bits, variant)
     except TypeError:
@@ -171,7 +172,8 @@ def rounding_spec(
     variant: str = "A",
 ) -> RoundingSpec:
     """Check and complete the arguments of `round_to`, for a format of single numbers."""
-    # TypeError for an argument that cannot be hashed: the checks of `_new_spec` raise for it, in words of ours.
+    # An argument that cannot be hashed raises TypeError here. The checks of `_new_spec` then raise for it in our own
+    # words.
     try:
         return _known_spec(fmt, rounding, overflow, random_bits, variant)
     except TypeError:
@@ -205,7 +207,7 @@ def _new_spec(
     return RoundingSpec(f, rounding, f.resolve_overflow(overflow), random_bits, variant)
 
 
-# typed, because True is not a number of bits.
+# `typed`, because True is not a number of bits.
 _known_spec = lru_cache(maxsize=None, typed=True)(_new_spec)
 
 
@@ -215,7 +217,7 @@ class ContainerError(TypeError):
 
 @cache
 def container_width(spec: RoundingSpec, dtype: torch.dtype) -> int:
-    """Return the width of the container in which `dtype` is rounded; 0 if nothing is to do.
+    """Return the width of the container in which `dtype` is rounded; 0 if there is nothing to do.
 
     Raises ContainerError for a dtype that cannot hold every value of the format.
     """
@@ -254,11 +256,11 @@ def _how_to_have_float32(dtype: torch.dtype) -> str:
 
 
 def log2_scale_limits(spec: RoundingSpec, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the limits of log2 of a scale at which a tensor of this dtype can be rounded; (0, 0) if it cannot be
-    scaled.
+    """Return the limits of log2 of a scale at which a tensor of this dtype can be rounded.
 
-    A bfloat16 tensor is rounded in float32 and has its limits: it holds each value of a format that fits it, times
-    2**-k, for 39 exponents more. Numbers in float16 have lost range before any scale could help.
+    They are (0, 0) if it cannot be scaled. A bfloat16 tensor is rounded in float32 and has the limits of float32: if a
+    format fits bfloat16, bfloat16 holds each of its values times 2**-k, for 39 more exponents. Numbers in float16 have
+    lost their range before any scale could help.
 
     >>> log2_scale_limits(rounding_spec("e5m2"), torch.bfloat16)
     (-112, 78)
@@ -324,7 +326,7 @@ def require_floating(x: Any, name: str = "x") -> None:
 
 
 def _if_that_rounds(is_number: bool, bits: int) -> str:
-    """Return the warning about a conversion to float64 that rounds numbers before they are rounded again."""
+    """Return the warning, for an error message, about a conversion to float64 that rounds numbers first."""
     return ", which rounds beyond 53 bits: a tie after that may fall the other way" if is_number and bits >= 64 else ""
 
 
@@ -334,14 +336,14 @@ def _holder_of(dtype: torch.dtype) -> str:
 
 
 def holds_numbers(x: Tensor) -> bool:
-    """Return whether the elements of `x` are in memory; those of a meta or fake tensor, or of a freed storage, are not.
+    """Return whether the elements of `x` are in memory: not if `x` is a meta or fake tensor, or its storage was freed.
 
     >>> holds_numbers(torch.ones(2)), holds_numbers(torch.ones(2, device="meta"))
     (True, False)
     """
     if type(x) is Tensor:
         return not x.is_meta and (x.data_ptr() != 0 or x.numel() == 0)
-    # A fake tensor says that it is on the CPU; its storage is on device meta.
+    # A fake tensor says that it is on the CPU, but its storage is on device meta.
     storage = x.untyped_storage()
     return storage.device.type != "meta" and (x.numel() == 0 or storage.data_ptr() != 0)
 
@@ -372,7 +374,7 @@ def address_of(x: Tensor) -> int:
 
 
 def no_memory(x: Tensor) -> TypeError:
-    """Return the error for a tensor that reached a kernel, and has elements but no memory."""
+    """Return the error for a tensor that reached a kernel and has elements, but no memory."""
     return TypeError(f"A tensor reached a kernel that is {_without_numbers(x)}. Expected: one on cpu or cuda.")
 
 
@@ -388,8 +390,8 @@ def holds_blocks(dtype: torch.dtype, f: BlockFormat) -> bool:
     """Return whether a dtype holds every result of rounding its own numbers in blocks of `f`.
 
     Under scales that are powers of two, float64 and bfloat16 do. bfloat16 has float32's exponents; below its smallest
-    normal number, x and any rounding of it to a coarser grid are multiples of 2^-133. Any other scale has more
-    significant bits than bfloat16, and float64 is rounded to float32 before it.
+    normal number, x and any rounding of x to a coarser grid are multiples of 2^-133. Under any other scale, a result
+    has more significant bits than bfloat16, and a float64 number is rounded to float32 first.
     """
     if dtype is torch.float32:
         return True
@@ -399,7 +401,7 @@ def holds_blocks(dtype: torch.dtype, f: BlockFormat) -> bool:
 
 
 def cannot_hold_blocks(dtype: torch.dtype, fmt: object) -> ContainerError:
-    """Return the error for a tensor of a dtype that does not hold them."""
+    """Return the error for a tensor whose dtype does not hold the results of rounding it in blocks."""
     name = str(dtype).removeprefix("torch.")
     return ContainerError(f"x has dtype {name}. Blocks of {fmt} are rounded in float32: round x.float().")
 

@@ -73,23 +73,25 @@ __all__ = [
 
 SMALL_EXPONENT = -64
 SMALL = 2.0**SMALL_EXPONENT  # a tensor below it is scaled to normal numbers before `shape_between`
-# Elements of an update that are counted at once on a CPU, so that intermediate tensors stay in its cache.
+# The number of elements of an update that are counted at once on a CPU, so that intermediate tensors stay in its cache.
 CHUNK = 2**16
 
 
 class ErrorShares(NamedTuple):
-    """Shares of a rounding's noise, the sum of squared errors: three shares whose sum is 1.
+    """Shares of the parts of a rounding's noise (the sum of squared errors): three numbers whose sum is 1.
 
-    The error of a number x that becomes r is `r - x = b x + (r - (1 + b) x)`, b the bias of the scale. The noise is the
-    sum of squares of three parts: the first, the second over numbers that become zero, and the second over the others.
-    These add up, as the first is orthogonal to the second. (The three names are those of arXiv 2605.20402, which
-    measures the first against a scale that is not a power of two. Here the numbers themselves determine it, for formats
-    without scales too.)
+    The error of a number x that becomes r is `r - x = b x + (r - (1 + b) x)`, where b is the bias of the scale. The
+    noise consists of three sums of squares: of the first term over all numbers, of the second term over the numbers
+    that become zero, and of the second term over the others. They add up to the noise, because the first term is
+    orthogonal to the second. (The three names are those of arXiv 2605.20402, which measures the first part against a
+    scale that is not a power of two. Here the numbers themselves determine this part, so that formats without scales
+    have it too.)
 
     Args:
-        scale: all numbers came out too small or too large, as when the largest of each block saturates.
-        dead_zone: numbers became zero.
-        grid: the others moved to the nearest number of the format, or to a neighbour.
+        scale: the share that arises because all numbers came out too small or too large, as when the largest number of
+            each block saturates.
+        dead_zone: the share of the numbers that became zero.
+        grid: the share of all other numbers, which moved to the nearest number of the format, or to a neighbour.
     """
 
     scale: float
@@ -102,36 +104,38 @@ class Tally:
     """Counts and sums that describe a rounding of some numbers to `fmt`.
 
     The counts of blocks and scales are 0 for formats without shared scales. `row_bias` and `kurtosis` are means over
-    the gradients of a recording that are not all zero; None for other tensors.
+    those gradients of a recording that are not all zero. They are None for tensors that are not gradients.
 
     Args:
-        count: elements.
-        nonzero: elements that are finite and not zero.
-        underflow: elements that are not zero, and become zero.
-        subnormal: elements that become a subnormal value; fixed point has none.
-        overflow: finite elements that become inf or NaN, or saturate by at least half an ulp.
-        nonfinite: elements that were inf or NaN before.
-        exact: finite elements that stay as they were.
+        count: the number of elements.
+        nonzero: the number of elements that are finite and not zero.
+        underflow: the number of elements that are not zero, and become zero.
+        subnormal: the number of elements that become a subnormal value; fixed point has none.
+        overflow: the number of finite elements that become inf or NaN, or saturate by at least half an ulp.
+        nonfinite: the number of elements that were inf or NaN before.
+        exact: the number of finite elements that stay as they were.
         amax: the largest finite magnitude.
-        signal: the sum of squares of the values, over elements finite before and after, without masks (float32's
-            largest number); a square up to 2**-1022 counts 0.
-        noise: the sum of squares of their changes, over the same elements.
-        dead_zone: the sum of squares of those that become zero.
-        along: the sum of products of a value and its change, over the same elements as `signal`.
+        signal: the sum of the squares of the values, over the elements that are finite before and after. Masks
+            (float32's largest number) are left out, and a square up to 2**-1022 is taken as 0.
+        noise: the sum of the squares of the changes, over the same elements.
+        dead_zone: the part of `noise` from elements that become zero.
+        along: the sum of the products of a value and its change, over the same elements as `signal`.
         exponents: {floor(log2|x|): elements}.
         blocks: the number of blocks.
-        zero_blocks: blocks whose elements are zero, or masks. The fields below do not count them, nor blocks whose
-            scale is NaN because of an infinity or NaN.
-        scale_underflow: blocks whose scale would be below the smallest of its format. It becomes the smallest, or 0 if
-            that is nearer, which turns all elements into zeros.
-        scale_overflow: blocks whose scale would be beyond the largest of its format, by half an ulp unless that is a
-            power of two: elements saturate.
-        log2_scale_spread: log2 of the largest over the smallest scale above 0, in the tensor where it is widest; second
-            scales are not counted.
-        row_bias: the magnitudes of the sums of each row's errors, over those of all elements: near 0 where errors of a
-            row cancel, 1/2 if all small elements of a cross entropy's gradient become zero. Rows lie along the
-            features: the last dimension, and the channels of a convolution.
-        kurtosis: the mean fourth power over the squared mean square, of the elements that are not zero. 3 is normal.
+        zero_blocks: the number of blocks in which all elements are zeros or masks. The fields below do not count these
+            blocks, nor blocks whose scale is NaN because of an infinity or NaN.
+        scale_underflow: the number of blocks whose scale would be below the smallest of its format. The scale becomes
+            the smallest, or 0 if 0 is nearer, which turns all elements into zeros.
+        scale_overflow: the number of blocks whose scale would be beyond the largest of its format (by at least half an
+            ulp, unless the largest is a power of two), so that elements saturate.
+        log2_scale_spread: log2 of the ratio of the largest scale to the smallest scale above 0, in the tensor where
+            this ratio is the largest. Second scales are not counted.
+        row_bias: the errors of each row are summed; this is the sum of the magnitudes of these sums, divided by the sum
+            of the magnitudes of all elements. It is near 0 where the errors of a row cancel, and 1/2 if all small
+            elements of a cross entropy's gradient become zero. Rows lie along the features: along the last dimension,
+            or along the channels of a convolution.
+        kurtosis: the mean fourth power divided by the square of the mean square, over the elements that are not zero.
+            It is 3 for a normal distribution.
     """
 
     fmt: Format
@@ -177,14 +181,15 @@ class Tally:
     def scale_bias(self) -> float:
         """Relative bias of all magnitudes, above 0 if they came out too large: `along / signal`; 0 without signal.
 
-        It is the b that makes `(1 + b) x` nearest to the rounded numbers. A product of two operands has the sum of
-        their biases, and layers multiply it; the rest of the error is orthogonal to the numbers.
+        It is the b for which `(1 + b) x` is nearest to the rounded numbers. The bias of a product is the sum of the
+        biases of its two operands, and a deep model multiplies the factors `1 + b` of its layers. The rest of the error
+        is orthogonal to the numbers.
         """
         return self.along / self.signal if self.signal else 0.0
 
     @property
     def error_shares(self) -> ErrorShares:
-        """Noise in three parts: by the bias of the scale, in the dead zone, and on the grid. All 0 without noise.
+        """Noise in three parts: from the bias of the scale, in the dead zone, and on the grid. All are 0 without noise.
 
         >>> t = tally(torch.tensor([7.5, 1.1, 0.2, 4.0]), "e2m1fn per 4 e8m0")  # to 6, 1, 0, 4
         >>> f"{t.scale_bias:.3f}", [round(share, 3) for share in t.error_shares]
@@ -193,7 +198,7 @@ class Tally:
         if not self.noise:
             return ErrorShares(0.0, 0.0, 0.0)
         scale = self.along * self.scale_bias / self.noise
-        # Of a number that became zero, the second part of the error is -(1 + b) x.
+        # For a number that became zero, the second term of the error is -(1 + b) x.
         left = 1 + self.scale_bias
         dead_zone = self.dead_zone * left * left / self.noise
         return ErrorShares(scale, dead_zone, max(1 - scale - dead_zone, 0.0))
@@ -207,22 +212,22 @@ class Accumulator:
         self.counts = torch.zeros(len(TALLY_COUNTS), dtype=torch.int64, device=device)
         self.sums = torch.zeros(len(TALLY_SUMS), dtype=torch.float64, device=device)
         self.exponents = torch.zeros(EXPONENT_FIELDS, dtype=torch.int64, device=device)
-        self.shape = torch.zeros(3, dtype=torch.float64, device=device)  # of gradients: row_bias, kurtosis, how many
+        self.shape = torch.zeros(3, dtype=torch.float64, device=device)  # row_bias, kurtosis and count of gradients
         self.limits = _limits(spec.fmt)
 
     def add(self, before: Tensor, after: Tensor, cut: Cut | None = None, row: int | None = None) -> None:
-        """Count the effects of a rounding from `before` to `after`: same shape, any floating dtype.
+        """Count the effects of a rounding from `before` to `after`, which have the same shape and any floating dtype.
 
-        cut: their cut into blocks, for a format whose numbers share scales.
-        row: of a gradient, the dimension along which its rows lie: `row_bias` and `kurtosis` are computed too, which
-            doubles the time. None leaves them out.
+        cut: the cut of both into blocks, for a format whose numbers share scales.
+        row: the dimension along which the rows of a gradient lie. If it is given, `row_bias` and `kurtosis` are
+            computed too, which doubles the time.
         """
         self.calls += 1
-        # A recording was loaded, or the model was moved.
+        # The device differs if a recording was loaded, or if the model was moved.
         if self.counts.device != before.device:
             self._move(before.device)
         if row is not None:
-            # A gradient that is all zero has no shape, NaN here, and is not counted.
+            # The statistics of a gradient that is all zero are NaN here, and are not counted.
             shape = shape_between(before, after, row)
             self.shape += torch.cat([shape, shape.new_ones(1)]).masked_fill(shape.isnan().any(), 0.0)
         x, r = _comparable(before.detach(), after.detach())
@@ -277,7 +282,7 @@ class Accumulator:
 
 
 def _comparable(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both in the container of the wider one, contiguous."""
+    """Return both tensors in the container of the wider one, contiguous."""
     if torch.float64 in (before.dtype, after.dtype):
         return to_float64(before), to_float64(after)
     return before.float().contiguous(), after.float().contiguous()
@@ -286,7 +291,7 @@ def _comparable(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def _limits(fmt: Format) -> tuple[float, float, float]:
     """Return the smallest normal, the magnitude from which saturation is counted, and the largest value."""
-    # The limits of an element in a block depend on its scale: see blocks_between.
+    # The limits of an element in a block depend on the block's scale: see blocks_between.
     if isinstance(fmt, BlockFormat):
         return 0.0, math.inf, math.inf
     return 0.0 if isinstance(fmt, FixedPoint | Codebook) else fmt.smallest_normal, saturated_from(fmt), fmt.largest
@@ -350,7 +355,7 @@ def tally(
         sums.add(x, rounded_blocks(x, spec, cut.axis, cut.across), cut)
         return sums.result()
     require_no_axis(axis, fmt)
-    # 16-bit tensors are widened without a scale too: their dtype need not hold the format's values.
+    # 16-bit tensors are widened even without a scale: their dtype need not hold the format's values.
     if log2_scale or x.dtype in (torch.float16, torch.bfloat16):
         x = to_float64(x, int(log2_scale))
     sums.add(x, rounded(x, spec))
@@ -358,15 +363,16 @@ def tally(
 
 
 def lost_between(before: Tensor, after: Tensor, largest: float, log2_scale: Tensor) -> Tensor:
-    """Count the losses of a rounding from `before` to `after`: the LOST_COUNTS, without a copy to the host.
+    """Count the losses of a rounding from `before` to `after`: return the LOST_COUNTS, without a copy to the host.
 
-    They count zeros before; other elements that became zero; and elements that were finite and are not, or whose
-    magnitude was above `largest * 2**-log2_scale`, where a saturating format clips them.
+    The three counts are: elements that were zero before; other elements that became zero; and elements that were finite
+    and overflowed. An element overflows if it is not finite afterwards, or if its magnitude was above `largest *
+    2**-log2_scale`, where a saturating format clips it.
 
-    before, after: the same shape and floating dtype, any strides.
+    before, after: tensors of the same shape and floating dtype, with any strides.
     largest: the largest value of the format.
-    log2_scale: the scale at which it was rounded, one integer on their device.
-    Returns three int64 on their device.
+    log2_scale: the exponent of the scale of this rounding, one integer on the same device.
+    Returns three int64 on the same device.
 
     >>> x, r = torch.tensor([0.0, 1e-9, 1.0, 5.0]), torch.tensor([0.0, 0.0, 1.0, 4.0])
     >>> lost_between(x, r, 4.0, torch.tensor([0])).tolist()
@@ -397,7 +403,7 @@ def _lost_on_card(x: Tensor, r: Tensor, largest: float, log2_scale: Tensor) -> T
 
 
 def wanted_and_lost(before: Tensor, after: Tensor, intended: Tensor) -> tuple[int, int]:
-    """Count the updates that are not zero, and those of them that left the number unchanged.
+    """Count the updates that are not zero, and the ones among these that left the number unchanged.
 
     intended: the update to be added, or any tensor that is zero where the update is.
 
@@ -412,10 +418,11 @@ def wanted_and_lost(before: Tensor, after: Tensor, intended: Tensor) -> tuple[in
 
 @dataclass
 class UpdateCounts:
-    """Counts of updates: `wanted` were not zero, `lost` of these changed nothing.
+    """Counts of updates: `wanted` were not zero, and `lost` of these changed nothing.
 
-    changes: numbers that changed. flips: those of them that went against their last change.
-    inner, norm: <intended, effective update>, and the squared norm of the intended one.
+    changes, flips: how many numbers changed, and how many of these changed in the direction opposite to their last
+        change.
+    inner, norm: the inner product <intended, effective update>, and the squared norm of the intended update.
     """
 
     wanted: int = 0
@@ -432,7 +439,7 @@ class UpdateCounts:
 
     @property
     def edq(self) -> float | None:
-        """Effective over the intended update (Collage, arXiv 2405.03637): 1 if nothing is lost."""
+        """Ratio of effective to intended update (Collage, arXiv 2405.03637): 1 if nothing is lost."""
         return self.inner / self.norm if self.norm else None
 
     def add(self, other: UpdateCounts) -> None:
@@ -444,8 +451,9 @@ class UpdateCounts:
     def of(cls, before: Tensor, after: Tensor, intended: Tensor, signs: Tensor | None = None) -> UpdateCounts:
         """Count one step of one tensor.
 
-        before, after, intended: the same shape, dtype and device.
-        signs: int8, of the last change of each number; brought up to date. None counts no flips.
+        before, after, intended: tensors of the same shape, dtype and device.
+        signs: an int8 tensor with the sign of each number's last change, which this method updates. With None, flips
+            are not counted.
         """
         signs = torch.zeros_like(before, dtype=torch.int8) if signs is None else signs
         parts = [x.reshape(-1) for x in (before, after, intended, signs)]
@@ -469,22 +477,24 @@ def _counted(before: Tensor, after: Tensor, intended: Tensor, signs: Tensor) -> 
 def shape_between(before: Tensor, after: Tensor, row: int = -1) -> Tensor:
     """Return two statistics of a whole gradient: the bias of its row sums, and its kurtosis.
 
-    row_bias: the errors of each row are summed, the magnitudes of these sums added up, and divided by the sum of all
-    magnitudes. The gradient of a cross entropy has in each row one large element below 0, and many small ones above it
-    that add up to as much: if these become zero it is 1/2. Unbiased rounding leaves noise, so it is not exactly 0.
-    kurtosis: the mean fourth power over the squared mean square, of the elements that are not zero: 3 for normal
-    numbers, 1 for equal magnitudes.
+    row_bias: the errors of each row are summed, and the magnitudes of these sums are added up and divided by the sum of
+        all magnitudes. The gradient of a cross entropy has in each row one large element below 0, and many small ones
+        above 0 that add up to the same magnitude: if the small ones become zero, row_bias is 1/2. Unbiased rounding
+        leaves noise, so that row_bias is not exactly 0.
+    kurtosis: the mean fourth power divided by the square of the mean square, over the elements that are not zero. It is
+        3 for normal numbers, and 1 for equal magnitudes.
 
-    before, after: the same shape and floating dtype. Elements that are not finite in either are left out.
+    before, after: tensors of the same shape and floating dtype. Elements that are not finite in either are left out.
     row: the dimension along which a row lies. A tensor of fewer dimensions is one row.
-    Returns two float64 on their device; NaN if all elements are zero.
+    Returns two float64 on the same device; NaN if all elements are zero.
 
     >>> g = torch.tensor([[-1.0, 0.25, 0.25, 0.25, 0.25]])
     >>> [round(value, 3) for value in shape_between(g, g.round()).tolist()]
     [0.5, 3.25]
     """
     x, r = (t.detach() if t.dtype == torch.float64 else t.detach().float() for t in (before, after))
-    # The processor may flush subnormals to zero. Both statistics are the same at any scale.
+    # The processor may flush subnormals to zero. Both statistics are the same at any scale, so that a scale is
+    # harmless.
     if x.is_cpu and x.dtype is torch.float32 and float(amax_of(x)[AMAX]) < SMALL:
         x, r = (to_float64(t, -SMALL_EXPONENT).float() for t in (x, r))
     error = r - x
@@ -492,7 +502,7 @@ def shape_between(before: Tensor, after: Tensor, row: int = -1) -> Tensor:
     nonzero = (x.view(torch.int32 if x.dtype is torch.float32 else torch.int64) << 1 != 0) & both
     error, magnitude = torch.where(both, error, 0.0), torch.where(both, x, 0.0).abs()
     largest = magnitude.amax() if x.numel() else magnitude.sum()
-    # Scaled to 1, as a fourth power of 1e-20 would underflow.
+    # The numbers are scaled to 1, because a fourth power of 1e-20 would underflow.
     error, magnitude = error / largest, magnitude / largest
     rows = error.sum(row) if -x.dim() <= row < x.dim() else error.sum()
     squares = (magnitude * magnitude).flatten()
@@ -501,7 +511,7 @@ def shape_between(before: Tensor, after: Tensor, row: int = -1) -> Tensor:
 
 
 def row_of(site: str) -> int:
-    """Return the dimension of a site's features in a gradient: a convolution's channels, else the last.
+    """Return the dimension of a site's features in a gradient: the channels of a convolution, else the last dimension.
 
     >>> [row_of(site) for site in ("head:linear", "conv1:conv2d", "up:conv_transpose1d")]
     [-1, -3, -2]

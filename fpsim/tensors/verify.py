@@ -1,8 +1,8 @@
 """Verify that the kernels of this machine round correctly: `python -m fpsim verify`.
 
-On any device bits are compared with `reference.py`, a second definition of rounding. On a card also: all formats whose
-blocks share a scale, against the CPU's; two streams at once, replays of a captured graph, the speed relative to a copy,
-and the cost of a launch.
+On any device, bits are compared with `reference.py`, a second definition of rounding. On a card there are more checks:
+all formats whose blocks share a scale, compared with the CPU; two streams at once; replays of a captured graph; the
+speed relative to a copy; and the cost of a launch.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fpsim.tensors.spec import BlockSpec, RoundingSpec, any_spec, rounding_spec
 
 __all__ = ["FULL_FORMATS", "Row", "milliseconds", "on_card", "patterns", "verify"]
 
-# One of each shape of the kernels, and more.
+# At least one format of each shape of the kernels.
 FULL_FORMATS = ("fp16", "bf16", "tf32", "e4m3fn", "e5m2", "dlfloat16")
-# With scales that are powers of two, which `reference.py` covers, under both rules for inf and NaN.
+# Block formats with scales that are powers of two, which `reference.py` covers, under both rules for inf and NaN.
 BLOCKS_OF_POWERS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "e4m3fn per 32 ceil saturate", "e4m3fn per row ceil")
-KEY = 0x9E3779B97F4A7C15 >> 1  # of the noise; a key has 63 bits
-FEW_BITS = 4  # of the variants
+KEY = 0x9E3779B97F4A7C15 >> 1  # the key of the noise; a key has 63 bits
+FEW_BITS = 4  # random bits of the variants
 _CHUNK = 1 << 22
 
 
@@ -46,8 +46,9 @@ class Row(NamedTuple):
 
 
 def patterns() -> Tensor:
-    """Return float32 numbers: 2**16 random patterns, and patterns around the values and ties of each significand and
-    binade.
+    """Return float32 numbers: 2**16 random patterns, and patterns around values and ties.
+
+    The values and ties are those of each significand and binade.
     """
     generator = torch.Generator().manual_seed(0)
     random = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), generator=generator).int()
@@ -65,7 +66,7 @@ def all_patterns() -> Iterator[Tensor]:
 
 
 def mismatches(x: Tensor, spec: RoundingSpec, device: str) -> tuple[int, str]:
-    """Return how many elements a device rounds otherwise than the reference, and the first of them."""
+    """Return how many elements a device rounds differently from the reference, and the first of them."""
     noise = noise_of(x.numel(), KEY) if spec.rounding == "stochastic" else None
     if isinstance(spec.fmt, Codebook):
         expected = rounded_to_codebook(x.numpy(), spec.fmt, spec.rounding)
@@ -92,7 +93,7 @@ def _compare(spec: RoundingSpec, device: str, parts: Iterable[Tensor]) -> Row:
 
 
 def _compare_blocks(spec: BlockSpec, device: str) -> Row:
-    """Compare blocks of all magnitudes, with an infinity, NaN and masks, which are float32's largest number."""
+    """Compare blocks of all magnitudes, with an infinity, a NaN and masks (float32's largest number)."""
     generator, mask = torch.Generator().manual_seed(0), torch.finfo(torch.float32).max
     x = torch.randn(600, 96, generator=generator) * torch.exp2(torch.linspace(-150, 126, 600))[:, None]
     x[::7, 3], x[::11, 40], x[::13, 90], x[::5, 8], x[::17, 70] = torch.inf, torch.nan, -torch.inf, mask, -mask
@@ -107,7 +108,7 @@ def _compare_blocks(spec: BlockSpec, device: str) -> Row:
 
 
 def _specs(fmt: str) -> list[RoundingSpec]:
-    """Return each rounding of a format, and each variant of a few random bits."""
+    """Return each rounding of a format, and each variant with a few random bits."""
     few = [rounding_spec(CATALOGUE[fmt], "stochastic", None, FEW_BITS, variant) for variant in VARIANTS]
     return [*(rounding_spec(CATALOGUE[fmt], rounding) for rounding in ROUNDINGS), *few]
 
@@ -116,7 +117,7 @@ def verify(device: str, full: bool) -> Iterator[Row]:
     """Yield the rows of the table, each as soon as it is known.
 
     device: "cpu" or "cuda".
-    full: also all 2**32 inputs of six formats in each rounding, which takes hours on a CPU.
+    full: whether to check all 2**32 inputs of six formats in each rounding too, which takes hours on a CPU.
     """
     x = patterns()
     for fmt in CATALOGUE:
@@ -155,7 +156,7 @@ def _block_spec(name: str, rounding: str = "nearest_even") -> BlockSpec:
 
 
 def _blocks() -> Iterator[Row]:
-    """Compare each block format along each axis; blocks are ragged at the end, or all are whole."""
+    """Compare each block format along each axis, with blocks that are ragged at the end, and with whole blocks."""
     generator = torch.Generator().manual_seed(0)
     binades = torch.randint(-20, 20, (301, 1, 83), generator=generator).float()
     x = torch.randn(301, 37, 83, generator=generator) * torch.exp2(binades)
@@ -164,7 +165,7 @@ def _blocks() -> Iterator[Row]:
     for name in (*BLOCKS, "e4m3fn per row fp32", "e4m3fn per 128x128 fp32"):
         for rounding in ("nearest_even", "stochastic"):
             spec, wrong, first = _block_spec(name, rounding), 0, ""
-            # An infinity makes a tensor's own scale NaN, and with it every number.
+            # An infinity makes a tensor's own scale NaN, and all numbers with it.
             numbers = x.nan_to_num(0.0, 9.0) if spec.fmt.tensor_scale else x
             for cut, axis in ((numbers, 0), (numbers, 1), (numbers, 2), (numbers[..., :64].contiguous(), 2)):
                 expected = rounded_blocks(cut, spec, axis, None, key)
@@ -204,7 +205,7 @@ def _graph_replays() -> Iterator[Row]:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            # Compiled and loaded now: neither is possible during the capture.
+            # This compiles and loads now: neither is possible during the capture.
             rounded(x, spec)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
@@ -225,7 +226,7 @@ def _graph_replays() -> Iterator[Row]:
 
 
 def milliseconds(run: Callable[[], object], times: int) -> float:
-    """Return the time of one call on the card, by events around many."""
+    """Return the time of one call on the card, measured by events around many calls."""
     # The first call compiles and loads, and is not measured.
     run()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -238,7 +239,7 @@ def milliseconds(run: Callable[[], object], times: int) -> float:
 
 
 def _speeds() -> Iterator[Row]:
-    """Measure bytes read and written in a second, relative to a copy of the tensor, and a call's cost to Python."""
+    """Measure the bytes read and written per second, relative to a copy of the tensor, and a call's cost in Python."""
     x = torch.randn(1 << 27, device="cuda")
     out = torch.empty_like(x)
     moved = 2 * x.numel() * x.element_size() / 1e6
@@ -253,7 +254,7 @@ def _speeds() -> Iterator[Row]:
             calls[f"{name} along axis {axis}"] = partial(rounded_blocks, rows, _block_spec(name), axis)
     calls["moments"] = partial(moments_of, x)
     for name, call in calls.items():
-        moves = moved / 2 if name == "moments" else moved  # it only reads
+        moves = moved / 2 if name == "moments" else moved  # because moments only read
         speed = moves / milliseconds(call, 20)
         yield Row(name, None, f"{speed:,.0f} GB/s, {speed / copy:.0%} of a copy")
     few, spec = torch.randn(16, device="cuda"), rounding_spec("e4m3fn")

@@ -30,18 +30,20 @@ def warm_up(
 ) -> None:
     """Compile and load, on a device, the kernels that round tensors of up to 32 bits to these formats, and tally them.
 
-    While a CUDA graph is captured nothing can be compiled or loaded; a rounding that needs it raises RuntimeError.
-    Machine code is cached on disk: a process that finds it there loads it in milliseconds. No noise is drawn.
+    While a CUDA graph is captured, nothing can be compiled or loaded: a rounding that still needs this raises
+    RuntimeError. Machine code is cached on disk: a process that finds it there loads it in milliseconds. No noise is
+    drawn.
 
-    Adaptive scales, products in an accumulator and Hadamard transforms have kernels of their own. Run a step of such
-    a model once before it is captured, as torch asks for too. `python -m fpsim warm` runs steps of all recipes and
+    Adaptive scales, products in an accumulator and Hadamard transforms have kernels of their own. Run a step of such a
+    model once before it is captured, as torch asks for too. `python -m fpsim warm` runs steps of all recipes and
     updates, and caches the compiled loops on disk.
 
     Args:
         device: a CUDA device, or the CPU, whose loops are compiled at their first call too.
-        formats: formats or their names; None for every named format, which takes the CPU about half a minute.
-        roundings: rounding rules, each for every format.
-        variants: of stochastic rounding, as in `round_to`; each has kernels of its own, for any number of random bits.
+        formats: formats or their names; None stands for every named format, which takes the CPU about half a minute.
+        roundings: rounding rules, each of which is used for every format.
+        variants: variants of stochastic rounding, as in `round_to`. Each has kernels of its own, for any number of
+            random bits.
 
     Raises:
         ValueError: for unknown words, and for a CUDA device that this machine does not have.
@@ -65,10 +67,10 @@ def warm_up(
     roundings = require_iterable("roundings", roundings, "['nearest_even']")
     variants = require_iterable("variants", variants, "['A']")
     for variant in variants:
-        require_variant(variant, True, 1)  # a word that exists, used or not
+        require_variant(variant, True, 1)  # the word must exist, even if it is not used
     # A key is given to each rounding, so that no noise is drawn.
     x, key = torch.zeros(1, device=device), torch.zeros((), dtype=torch.int64)
-    # Blocks without a remainder have kernels of their own on a card.
+    # On a card, blocks without a remainder have kernels of their own.
     whole = torch.zeros(SIZES[-1], device=device)
     specs = [
         any_spec(fmt, rounding, None, None if variant == "A" else 8, variant)
@@ -84,7 +86,7 @@ def warm_up(
             continue
         rounded(x, spec, key)
         Accumulator(spec, device).add(x, x)
-        # Roundings of an emulated model keep masks, by kernels of their own.
+        # The roundings of an emulated model keep masks, and have kernels of their own for this.
         for keep_infinity in (False, True):
             rounded(x, spec, key, None, True, keep_infinity)
     lost_between(x, x, 1.0, torch.zeros(1, dtype=torch.int64, device=device))
