@@ -54,7 +54,8 @@ def _both(name: str, page: str, sentence: str, setting: Setting, points: Band, b
 
 
 def _readme() -> list[Claim]:
-    sixteen, eight = "16-bit gradients need no scale here", "8-bit ones any of three (torch's, adaptive, or a constant)"
+    sixteen = "16-bit gradients need no scale here"
+    eight = "For 8-bit gradients any of three scalings suffices (torch's, adaptive, or a constant)"
     closest, behind = "In 4 bits adaptive scaling is closest to float32", "it would be [far behind them]"
     claims = [_bits("readme.fp16", README, sixteen, chars("recipe:fp16"), BITS_KEPT)]
     for scaling in (1024, "torch", "adaptive"):

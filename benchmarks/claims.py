@@ -428,21 +428,23 @@ HEAD = """# Claims: which sentences of these pages were checked, and what came o
     python benchmarks/claims.py --out runs/claims --write
 
 Each statement of README about its sweep, and each quantitative sentence of the pages named here, is a row of
-`benchmarks/claim_rows.py`: the page and the words, the training or computation, and a band for the mean. The seeds are
-two disjoint lists, 1000 to 1009 and 2000 to 2009, of which a row takes the first five or all ten. Seeds and bands were
-written down before anything was run with them. A row holds where the mean over each list lies in its band; "reported"
-has no band. The command runs only what its folder lacks, so that it can be interrupted and resumed. It is run in full
-before a release. The tests check each time that every sentence stands in its page, and run a few rows at a reduced
-size.
+`benchmarks/claim_rows.py`. A row has the page and the words, the training or computation, and a band for the mean.
+There are two disjoint lists of seeds, 1000 to 1009 and 2000 to 2009. A row takes the first five seeds or all ten of
+each list. Seeds and bands were written down before anything was run with them. A row holds if the mean over each list
+lies in its band; a row that is "reported" has no band. The command runs only the computations whose results its folder
+lacks, so that it can be interrupted and resumed. It is run in full before a release. Every run of the tests checks that
+each sentence occurs in its page, and computes a few rows at a reduced size.
 
-Differences are from float32 with the same seed. Columns have the mean with its 95 % interval, and how many seeds are
-done; claims.json has the number of each seed. "to run" says how many numbers are still missing.
+Differences are from float32 with the same seed. The two columns of seeds have the mean with its 95 % interval, and in
+parentheses how many seeds are done. claims.json has the number of each seed. "to run" says how many numbers are still
+missing.
 
-**What did not hold.** The rows `deep_digits.abs_range` and `deep_digits.exact` were "lose accuracy in e4m3fn", with a
-band of -30 to -0.5 points. Both failed with both lists, as the numbers below show. The sentence of scaling.md says the
-opposite now, and their band is that of the other rules. It was changed after the numbers were seen, so that these two
-rows confirm nothing; all other bands are as they were. The rows `readme` and `notebook` were added later, when the
-numbers of the same trainings were known from other rows; only those of `nearest_even` in README were not.
+**What did not hold.** The rows `deep_digits.abs_range` and `deep_digits.exact` first stood for the claim that these
+rules "lose accuracy in e4m3fn", with a band of -30 to -0.5 points. Both failed with both lists, as the numbers below
+show. The sentence of scaling.md says the opposite now, and the band of the two rows is that of the other rules. It was
+changed after the numbers were seen, so that these two rows confirm nothing; all other bands are unchanged. The rows
+`readme` and `notebook` were added later. At that time the numbers of the same trainings were known from other rows,
+except those of `readme` with `nearest_even`.
 
 """
 

@@ -79,7 +79,7 @@ def with_kernels(policy: Policy, names: Sequence[str]) -> Policy:
 def models(steps: int) -> str:
     """A table of models: how far they are from native bfloat16, and what is left of it with each part put right."""
     lines = [
-        "| model | attention | float32 | bf16 alone | with one part after the other | with the profile | floor |",
+        "| model | attention | float32 | bf16 alone | with one part after another | with the profile | floor |",
         "|---|---|---|---|---|---|---|",
     ]
     for kind, word in KINDS.items():

@@ -101,7 +101,7 @@ def recipes() -> str:
 def profiles() -> str:
     """The profiles of engines by name."""
     rows = ((f"`{row.name}`", row.description, row.source) for row in fpsim.profiles())
-    return table(["profile", "where it rounds", "what computes so"], rows)
+    return table(["profile", "where it rounds", "what computes in this way"], rows)
 
 
 def updates() -> str:

@@ -34,7 +34,7 @@ class ProfileRow(NamedTuple):
 
     name: what `profile` takes.
     description: where it rounds.
-    source: what computes so.
+    source: the code that computes in this way.
     """
 
     name: str
@@ -105,7 +105,7 @@ def profile(names: str | Sequence[str], model: nn.Module) -> Policy:
 
 
 def profiles() -> list[ProfileRow]:
-    """All profiles, with where they round and what computes so.
+    """Return all profiles, with where they round and what computes in this way.
 
     >>> [row.name for row in profiles()][:2]
     ['hf_bf16', 'hf_eager_bf16']
@@ -292,14 +292,15 @@ def _cache_in_fp8(policies: Policies, model: nn.Module) -> None:
 
 _PROFILES = {
     "hf_bf16": _Profile(
-        "the model's own operations in bf16, each rounded once but for attention, whose exponentials are approximated "
-        "and rounded before their product with the values, and powers; buffers are float32",
+        "the model's own operations in bf16, each rounded once, with two exceptions: powers may round more than once, "
+        "and the exponentials of attention are approximated, and rounded before their product with the values; buffers "
+        "are float32",
         "transformers, from_pretrained(dtype=torch.bfloat16), with torch's kernels for the CPU",
         _with_wide_buffers,
         buffers="float32",
     ),
     "hf_eager_bf16": _Profile(
-        "as hf_bf16, with buffers in bf16, as the frequencies of rotary codes",
+        "as hf_bf16, with buffers, such as the frequencies of rotary codes, in bf16",
         "transformers, model.to(torch.bfloat16), with torch's kernels for the CPU",
         _cast_as_a_whole,
         buffers="bf16",
@@ -311,7 +312,7 @@ _PROFILES = {
         "norms",
     ),
     "fused_residual_norm": _Profile(
-        "as fused_norm, and the norm reads the sum with the residual before that is rounded to be stored",
+        "as fused_norm, and the norm reads the sum with the residual before this sum is rounded to be stored",
         "the formula of FlashInfer's fused_add_rmsnorm",
         _fuse_residuals,
         "layers with norms",
@@ -323,7 +324,7 @@ _PROFILES = {
         "gates with SiLU or GELU",
     ),
     "rope_fp32": _Profile(
-        "rotary codes stay float32, and what they turn is rounded once",
+        "rotary codes stay float32, and the queries and keys that they rotate are rounded once",
         "the formula of FlashInfer's apply_rope, whose cosines and sines are float32",
         _rotate_in_float32,
         "rotary codes",
@@ -335,14 +336,14 @@ _PROFILES = {
         "a head",
     ),
     "fp8_w8a8": _Profile(
-        "operands of linear layers, but for the head and routers, in e4m3fn with a float32 scale for each token, and "
+        "operands of linear layers, except the head and routers, in e4m3fn with a float32 scale for each token, and "
         "for each row of a weight",
         "the formula of compressed-tensors' FP8_DYNAMIC: elements divided by amax / 448",
         _in_fp8("e4m3fn per row absmax", "e4m3fn per row absmax"),
         "linear layers",
     ),
     "fp8_block": _Profile(
-        "operands of linear layers, but for the head and routers, in e4m3fn with a float32 scale for 1 x 128 of "
+        "operands of linear layers, except the head and routers, in e4m3fn with a float32 scale for 1 x 128 of "
         "activations, and for 128 x 128 of weights",
         "DeepSeek-V3 (arXiv 2412.19437, 3.3; inference/kernel.py)",
         _in_fp8("e4m3fn per 128 absmax", "e4m3fn per 128x128 absmax"),

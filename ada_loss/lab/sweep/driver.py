@@ -119,12 +119,13 @@ def sweep(
         seeds: the number of seeds, or the seeds.
         task_options: the options of the training: "optimizer", "learning_rate", "steps" and others, which the page
             "Configuring a sweep" lists.
-        updates: the formats that the optimizer stores: names of `fpsim.UPDATES`, or mappings with the fields of
-            `fpsim.Update`; "float32" leaves the optimizer as it is.
+        updates: the formats in which the optimizer stores weights and states: names of `fpsim.UPDATES`, or mappings
+            with the fields of `fpsim.Update`; "float32" leaves the optimizer as it is.
         also: further grids of cells for the same folder: mappings of those arguments above that differ. A grid with
             another task has that task's options.
         baseline: whether the float32 baseline of the report is trained with each seed too.
-        workers: the number of processes on this machine; for an executor of unknown size, the cells in flight.
+        workers: the number of processes on this machine; for an executor of unknown size, the number of cells in
+            flight.
         engine: what computes the cells: "here", this process; "local", processes of this machine; "tcp://HOST:PORT" or
             "tls://HOST:PORT", the workers of a Dask scheduler; an executor of concurrent.futures. None is "here" for
             one worker without a time limit, else "local".
@@ -140,12 +141,12 @@ def sweep(
             start from them; each is as large as a checkpoint.
         keep_old: whether to continue a folder whose results another version of this library computed with other bits;
             see `fpsim.BITS`.
-        out: the folder that keeps everything.
+        out: the folder of the sweep, with its ledger, telemetry and report.
         track: the trackers that log the cells while they train: "tensorboard", "mlflow" and "wandb", which write to the
             folder, or tracker objects.
-        minimize: the metrics whose smaller values are better, where their names do not tell; stored in `out`. They
+        minimize: the metrics whose smaller values are better, if their names do not show this; stored in `out`. They
             override `Task.goal`.
-        maximize: the metrics whose larger values are better, where their names do not tell; stored in `out`. They
+        maximize: the metrics whose larger values are better, if their names do not show this; stored in `out`. They
             override `Task.goal`.
         why: whether to explain failures: the workers train again each cell that diverged, and one cell of each setting
             that falls short of float32. They stop at the failing step and call `fpsim.why` there. The reason is in the
