@@ -111,7 +111,7 @@ def models(steps: int) -> str:
 
 def engines() -> str:
     """The second table."""
-    lines = ["| profile | bf16 alone | with it | floor |", "|---|---|---|---|"]
+    lines = ["| profile | `hf_bf16` alone | with the profile too | floor |", "|---|---|---|---|"]
     model = model_of("llama")
     ids = torch.randint(0, 64, (16, 48), generator=torch.Generator().manual_seed(2))
     for name, change in ENGINES.items():

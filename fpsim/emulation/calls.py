@@ -73,7 +73,7 @@ PASS = frozenset(
     set_default_dtype get_default_dtype set_grad_enabled is_grad_enabled
     """.split()
 )
-# Comparisons in place write zeros and ones, which every format has.
+# Comparisons in place write zeros and ones, which every format of activations has: only e8m0, of scales, has no zero.
 COMPARISONS = frozenset(
     form
     for row in TABLE.values()
