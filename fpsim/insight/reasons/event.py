@@ -1,4 +1,4 @@
-"""An event: a failure at one place of a step, in words and numbers."""
+"""Event: a failure at one place of a step, in words and numbers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Event:
     operation: the operation that failed; None for inputs, and for operations of an optimizer.
     origin: the first operation that float32 would help; `operation` unless an earlier one is the cause.
     constant: the constant that `origin` lost, such as an eps, if that is the cause.
-    read: the operands there, as pairs of a name and a range.
+    read: the operands at `place`, as pairs of a name and a range.
     readers: the operations that read a failed input.
     stretch: the operations along which a gradient is lost gradually, from the first one on.
-    largest: the largest magnitude before a rounding; for lost gradients, that in the reference.
+    largest: the largest magnitude before a rounding; for lost gradients, the largest magnitude in the reference.
     """
 
     stage: str
@@ -49,7 +49,7 @@ class Event:
     largest: float = 0.0
 
     def beyond(self, end: str, largest: float, first: str) -> str:
-        """Describe numbers beyond the largest of a format, of which the first has this index."""
+        """Describe numbers beyond the largest number of a format. first: the index of the first of them."""
         return f"{self.count} of {self.of} are beyond {largest:.6g}, the end of {end} (first at {first or '0'})"
 
     def reads_of(self, operation: Operation) -> None:
