@@ -37,7 +37,7 @@ MOST_DRAWS = 1_000_000
 
 
 class Comparison(Rows):
-    """Two runs of one batch, a row for each result and gradient in the order of the run; see `compare`.
+    """Comparison of two runs of one batch: a row for each result and gradient in the order of the run; see `compare`.
 
     losses: the loss of `a`, and the mean loss of `b` over the draws; None without a loss.
     kl: mean Kullback-Leibler divergence of b's outputs from a's in nats, with the last axis as logits; None if the

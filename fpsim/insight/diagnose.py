@@ -107,7 +107,7 @@ def diagnose(
     loss: Callable[[Any], Tensor] | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Diagnosis:
-    """Run a step, and name where inf, NaN or saturation first appears, its operands, and the way to the loss.
+    """Run a step, and name the place where inf, NaN or saturation first appears, its operands, and the way to the loss.
 
     A step is a forward and a backward pass, `lambda: loss(model(x), y).backward()`, without the optimizer's step. The
     model may be float32, under autocast or quantised. Parameters, buffers, gradients and random numbers are restored
@@ -295,7 +295,7 @@ class Seen(Timeline):
         self.unrounded: dict[tuple[str, str], float] = {}
         self._looked_at: set[int] = set()  # ids of tensors from outside that were checked
         self._by_site: dict[str, Operation] = {}
-        self._parameters: dict[str, str] = {}  # the parameters that are rounded at a site, by its name
+        self._parameters: dict[str, str] = {}  # the name of the parameter that is rounded at a site
 
     def loss(self) -> Operation | None:
         """Return the operation at which the backward pass began; the last one if there was no backward pass."""

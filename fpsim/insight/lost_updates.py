@@ -88,7 +88,8 @@ class LostUpdates:
             )
         require_whole("every", every, 1)
         self.every = every
-        # The optimizer holds its observers. A reference back would keep both alive until the garbage collector runs.
+        # The optimizer refers to its observers. A strong reference back would keep both alive until the garbage
+        # collector runs.
         self._of = weakref.ref(quantized)
         self._begin = quantized.steps
         self._sums = {store: _Sums(store) for store in quantized.stores}
@@ -131,7 +132,7 @@ class LostUpdates:
 
     def saw(self, step: int, store: ParameterStore, before: Tensor, intended: Tensor, group: Mapping[str, Any]) -> None:
         """Count the lost updates in the step of one parameter."""
-        # `add_param_group` may have added a parameter since the record began.
+        # `add_param_group` may have added a parameter after the record began.
         if store not in self._sums:
             self._sums[store] = _Sums(store)
         sums = self._sums[store]

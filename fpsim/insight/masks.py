@@ -15,7 +15,7 @@ from fpsim.insight.reasons.event import Event
 __all__ = ["LEAKS", "fills", "is_mask_like", "leak", "leaking", "masked_in", "number_in"]
 
 _FAR = -1e3  # finite constants up to this one are masks
-LEAKS = 1e-5  # the least weight of a masked position that counts
+LEAKS = 1e-5  # a mask leaks if a masked position has at least this weight
 
 
 def fills(operation: Operation) -> bool:
@@ -111,7 +111,7 @@ def number_in(arguments: tuple[Any, ...]) -> list[float]:
 
 
 def leak(operation: Operation, operands: list[Tensor], result: Tensor, ends: Ends) -> Event | None:
-    """Return the event of a softmax that gives weight to positions that a constant masks."""
+    """Return the event of a softmax that gives weight to positions masked by a constant."""
     weights = leaking(operation, result)
     if weights is None:
         return None

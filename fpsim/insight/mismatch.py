@@ -1,4 +1,4 @@
-"""mismatch(a, b, batch): explain why an engine that trains and one that samples disagree on the same tokens."""
+"""mismatch(a, b, batch): explain why a training engine and a sampling engine disagree on the same tokens."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Mismatch(Rows):
     first, last: the first and the last module in the order of the run whose output is beyond the floor: name, relative
         difference, floor.
     halving: the modules that halve the KL if they are put back one after the other, with the KL after each.
-    parts: within the five largest places, the share that each part of a policy explains: (module, part, share).
+    parts: the share that each part of a policy explains in the five largest places: (module, part, share).
     decisions: a row for each topk and argmax call: the share of decisions that differ, and a's margin in these.
     replayed: the mean KL with a's decisions in b; None if no decision differs.
     tried: remedies, each with its mean |dlogp| and KL.
@@ -457,7 +457,7 @@ def _found(
 
 
 def _compare_outputs(runs: _Runs, result: Mismatch) -> tuple[Measured, Measured, tuple[list[Decision], list[Decision]]]:
-    """Run both engines, and a with sums in another order."""
+    """Run both engines, then run a with sums in another order."""
     pair, made = runs.pair, ([], [])  # type: ignore[var-annotated]
     noting = [partial(Choices, of_side, lambda: pair.running) for of_side in made]
     parts, floors, changes = [], [], []

@@ -1,4 +1,4 @@
-"""Pictures of where a step breaks, drawn with matplotlib and without pyplot's global state."""
+"""Draw pictures of the tools' results with matplotlib, without pyplot's global state."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
 def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | None) -> Figure:
     """Plot the amax of each result and gradient of a `Diagnosis` in the order of the forward pass.
 
-    Crosses on the right show those that are not finite.
+    Crosses on the right show tensors that are not finite.
 
     cause: the row whose line is marked, with the end of its format; None if nothing broke.
     """

@@ -147,7 +147,7 @@ class Ends:
         fmt = spec.fmt
         if isinstance(fmt, BlockFormat) and scale is not None:
             return cls(str(fmt), fmt.largest / scale, float(getattr(fmt.element, "smallest", 0.0)) / scale, None)
-        # Each block has a range of its own, so no number is known to be outside.
+        # Each block has a range of its own, so it is not known which numbers are outside of it.
         if isinstance(fmt, BlockFormat):
             return cls(str(fmt), math.inf, 0.0, None)
         return cls(str(fmt), fmt.largest, float(getattr(fmt, "smallest", 0.0)), spec)
@@ -181,7 +181,7 @@ def epsilon_of(spec: Spec) -> float:
 def expected_error(spec: Spec | torch.dtype, count: int = 1) -> float:
     """Return the expected relative error, in the Euclidean norm, of rounding `count` numbers in a format's range.
 
-    Shared scales add no error: a value is element times scale.
+    Shared scales add no error, because a value is an element times its scale.
 
     >>> from fpsim.tensors.spec import any_spec
     >>> round(expected_error(any_spec("e2m1fn")), 3), round(expected_error(any_spec("int8 per 32 fp32")), 4)

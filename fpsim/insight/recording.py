@@ -95,7 +95,7 @@ def _require_words(site: object, role: object) -> None:
 
 
 class Recording:
-    """Tallies per site and role of a running model; see `record`. It prints as a table, and becomes a DataFrame.
+    """Tallies of a running model by site and role; see `record`. It prints as a table, and converts to a DataFrame.
 
     updates: the lost updates of each quantised optimizer of the model; see `lost_updates`.
     """
@@ -293,7 +293,7 @@ def observe(model: nn.Module, observer: Observer, undo: Undo) -> None:
             "This model is being recorded already. Leave the other `with fpsim.record(...)` or "
             "`with fpsim.snapshots(...)` block first."
         )
-    # Registered before the change, so that an interrupt between the two leaves no observer behind.
+    # The undo is registered before the change, so an interrupt between the two leaves no observer behind.
     undo.by(partial(_leave, registered, observer))
     for listener in registered:
         listener.observer = observer

@@ -106,7 +106,7 @@ class Sensitivity(Rows):
 
 @keeps_grad_mode
 def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 0) -> Sensitivity:
-    """Rank modules by cost: the loss with each alone in the small formats, and with each alone left in float32.
+    """Rank modules by cost: the loss with only this module in the small formats, and with only this one in float32.
 
     A row stands for a module that has parameters and no modules inside, or for the own operations of a module with
     others inside, such as the products of an attention. If none of these repairs a loss that is not finite, modules
@@ -116,7 +116,7 @@ def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 
     - cost: the larger of `alone` and `without`.
     - alone: the loss if only this module is quantised, minus the loss in float32. It finds modules that break alone.
     - without: the loss under the policy, minus the loss if only this module is in float32. It finds modules that break
-      together with others.
+      others.
     - loss_alone, loss_without: these two losses.
     - own: whether the row stands for the own operations of a module with others inside.
 

@@ -125,7 +125,7 @@ class Snapshots:
         self.files.append(path)
 
     def warn_if_empty(self) -> None:
-        """Warn if sites ran and none of them was chosen."""
+        """Warn if sites ran, but none of them was chosen."""
         if not self._seen or any(self._is_chosen(*key) for key in self._seen):
             return
         seen = sorted({f"{site} {role}" for site, role in self._seen})

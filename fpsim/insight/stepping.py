@@ -99,7 +99,7 @@ def nothing_ran(model: nn.Module, verb: str) -> ValueError:
 
 
 def called(model: nn.Module, batch: Any) -> Any:
-    """Call a model with a batch: a tensor, a tuple of arguments, or a mapping of named ones."""
+    """Call a model with a batch: a tensor, a tuple of arguments, or a mapping of keyword arguments."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)

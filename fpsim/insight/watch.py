@@ -225,7 +225,7 @@ class Watch:
     def _begin_step(self) -> bool:
         if not (torch.is_grad_enabled() and self._trace.model.training and self._trace.claim()):
             return False
-        # Gradients that parameters get from here on belong to another step.
+        # Gradients that reach parameters from here on belong to another step.
         if self._is_watching:
             self._trace.clear()
         self._is_watching = self.steps % self.every == 0

@@ -198,7 +198,7 @@ class Attention:
 
 
 def for_each_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values with the heads of the queries, as `enable_gqa` repeats them."""
+    """Return keys and values with as many heads as the queries, repeated as by `enable_gqa`."""
     repeated = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     return next(repeated), next(repeated)
 

@@ -43,7 +43,7 @@ def _out_of_sight(function: Function) -> Function:
 
 
 class AmaxHistory:
-    """The amaxes of one operand at one site in earlier steps, and its scale. Made by `Histories.of`.
+    """The amaxes of one operand at one site in earlier steps, and its scale. `Histories.of` returns it.
 
     The result of `scale` and the argument of `record` stay on the device. The history changes only in `begin_step` of
     its `Histories`. If several amaxes are recorded in a step, the largest of them counts.

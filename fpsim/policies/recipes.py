@@ -205,11 +205,11 @@ def _policy_named(fmt: FormatLike, model: nn.Module | None) -> Policy:
         raise ValueError(f"{error} Near it is a recipe, '{RECIPE_PREFIX}{near[0]}'.") from None
 
 
-# Which layers of a model a recipe keeps in high precision
+# The layers of a model that a recipe keeps in high precision
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_LAYERS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, *_CONVOLUTIONS)  # whatever computes their weights inside
+_LAYERS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, *_CONVOLUTIONS)  # even if inner modules compute their weights
 
 
 def _in_high_precision(model: nn.Module, entry: _Recipe) -> Iterator[str]:

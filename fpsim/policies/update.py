@@ -81,16 +81,16 @@ class Update:
         rounding: the rounding of the weight, as in `round_to`; or a mapping from "weight", "master" and names of states
             to roundings. Tensors whose names are missing are rounded to nearest even.
         random_bits: as in `round_to`, for stochastic roundings.
-        compensation: how the rounding error of the weight is kept: None, "kahan", "pair" (two numbers of the
-            weight's format) or "remainder16" (the 16 bits that a bfloat16 lacks of a float32).
+        compensation: the way in which the rounding error of the weight is kept: None, "kahan", "pair" (two numbers of
+            the weight's format) or "remainder16" (the lower 16 bits of a float32, which a bfloat16 does not have).
         lost: the handling of an update that is lost because rounding to nearest returns the old number. None loses it.
             "least" moves the number to its neighbour in the direction of the update, for example 0 to the least
             magnitude. This is biased, because even a tiny update counts as a whole spacing; `rounding="stochastic"` is
             not biased. It applies to the master copy if there is one, else to the weight, in formats of single numbers.
-        master: the format of a copy of the weights that the optimizer updates in their place.
-        states: {name: format}, with names as in `optimizer.state[parameter]` and * for any characters; one format for
-            all states that have the parameter's shape, or its number of elements where they lie in a dict or a list.
-        min_size: states of parameters with fewer elements stay float32.
+        master: the format of a copy of the weights, which the optimizer updates instead of the weights.
+        states: {name: format}, with names as in `optimizer.state[parameter]` and * for any characters; or one format
+            for all states that have the parameter's shape, or its number of elements if they are in a dict or a list.
+        min_size: the states of parameters with fewer elements stay float32.
         arithmetic: "float32"; "format": each operation of the step is rounded to the weight's format, and so are
             learning rate and coefficients; "torch": the same, except that coefficients are float32, as in torch's
             bfloat16 kernels. On the CPU the coefficients of sums are rounded there too.

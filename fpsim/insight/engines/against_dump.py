@@ -43,7 +43,7 @@ __all__ = ["Asked", "compare_with_dump"]
 KERNELS = {torch.float64: 2.0**-40, torch.float32: 2.0**-21, torch.float16: 2.0**-16, torch.bfloat16: 2.0**-13}
 BELOW = 0.1  # no module is named while mean |dlogp| is at most this times the floor's
 FAR = 4.0  # a change explains a place if it divides the difference there by more than this
-CLOSE = 1.5  # the first, hence simplest, change is taken that leaves at most this times what the best one leaves
+CLOSE = 1.5  # the simplest change is taken whose remaining difference is at most this times the smallest one
 HALF, MOST_BACK, MOST_TRIED = 0.5, 8, 3
 NOT_TOLD = "not told"
 

@@ -1,4 +1,4 @@
-"""Dumps: the activations of a run in a file, written from any torch model and read as one side of `mismatch`."""
+"""Dumps: files with the activations of a run, written from any torch model and read as one side of `mismatch`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["LOGPROBS", "MASK", "TOKENS", "Dump", "dump", "opened"]
 VERSION = 1
 METADATA = "fpsim_dump"  # the key of the JSON in the metadata of the file
 TOKENS, MASK = "tokens", "mask"
-LOGPROBS = "logprobs"  # of each token given those before it, from engines that return no logits
+LOGPROBS = "logprobs"  # of each token, given the tokens before it; for engines that return no logits
 # "<module>.in0", ".in.hidden_states", ".out0.1", "@2" for the third call. The longest possible module name is taken,
 # because a module may be called `out`.
 KEY = re.compile(r"(?:(?P<module>.+)\.)?(?P<path>(?:in|out)(?:\d+(?:\.\w+)*|(?:\.\w+)+))(?:@(?P<call>\d+))?")

@@ -1,4 +1,4 @@
-"""Remedies for a mismatch: the rollout's policy changed, and run again."""
+"""Remedies for a mismatch: change the rollout's policy, and run it again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tried(NamedTuple):
 
 
 class Truncated(NamedTuple):
-    """Importance weights p / q that are cut off at a limit, as numbers: nothing is trained.
+    """Statistics of importance weights p / q that are truncated at a limit; nothing is trained with them.
 
     share: the share of weights beyond the limit. mean: the mean of the weights once they are truncated.
     effective: the effective sample size over the sample size, 0 to 1.
@@ -106,7 +106,7 @@ def remedies_for(
         return replace(policy, products=replace(policy.products, attention=attention))
 
     found.append(("attention as in a", attention_of_a))
-    if halving not in ([], [head]):  # the head alone is tried already
+    if halving not in ([], [head]):  # the head alone has already been tried
         found.append((f"{', '.join(halving)} in float32", wide(lambda name: name in halving)))
     return found
 

@@ -146,7 +146,7 @@ class Pair:
                     buffer.copy_(value)
 
     def come(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of a module by its own side's code, or the other side's, and return its result."""
+        """Run a call of a module with its own side's code or the other side's, and return the result."""
         if self._resume is not None:
             is_known, out = self._resume.look_up(door.name)
             if is_known:
@@ -196,7 +196,7 @@ class Pair:
 
     def _visited(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         around, self.running = self.running, door.name
-        counted.updates += self.is_mixed  # the module that stores keys and values may be the other side's
+        counted.updates += self.is_mixed  # the other side's module may store the keys and values
         try:
             return door.run(*args, **kwargs) if self._visitor is None else self._visitor(door, args, kwargs)
         finally:
@@ -299,7 +299,7 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def is_beginning(prefix: str, name: str) -> bool:
-    """Return True if the parts of a module's name begin with those of another."""
+    """Return True if the parts of a module's name begin with the parts of `prefix`."""
     return not prefix or name == prefix or name.startswith(f"{prefix}.")
 
 

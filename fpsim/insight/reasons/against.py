@@ -99,7 +99,7 @@ class Keeping(Timeline):
             return
         with without_torch_function():
             wrong = swamped_in(accumulator, a, b, added, result)
-        # In the forward pass the product's operation follows; in a backward pass it is known already.
+        # In the forward pass the product's operation is visited after this; in a backward pass it is already known.
         if current_graph_task() < 0:
             self._accumulated = wrong
         elif wrong is not None and (operation := self.last_at(site)) is not None:
@@ -178,7 +178,7 @@ def _readers(operation: Operation) -> list[Operation]:
 
 
 def _is_noise(operation: Operation, true: Glance, reference: Keeping) -> bool:
-    """True if a gradient is the remainder of a sum that cancels, or negligible."""
+    """True if a gradient is negligible, or only the remainder of a sum that cancels."""
     if true.amax < 1e-36:
         return True
     if operation.name != "parameter":

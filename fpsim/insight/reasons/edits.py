@@ -228,7 +228,7 @@ def _inside(x: Any, border: tuple[float, float], eps: float) -> Any:
 
 
 def _ramp(x: Tensor, eps: float) -> Tensor:
-    """Return a diagonal matrix of the shape of `x` with eps, 2 eps, 3 eps, ..."""
+    """Return a diagonal matrix with eps, 2 eps, 3 eps, ..., of the size of the matrices in `x`."""
     rows, columns = x.shape[-2:]
     ramp = x.new_zeros(rows, columns)
     ramp.diagonal().copy_(torch.arange(1, min(rows, columns) + 1) * eps)

@@ -21,7 +21,7 @@ class Event:
     count, of: the number of elements that fail, and the number of all elements.
     why: an explanation in sentences, with the numbers to check.
     operation: the operation that failed; None for inputs, and for operations of an optimizer.
-    origin: the first operation that float32 would help; `operation` unless an earlier one is the cause.
+    origin: the first operation for which float32 would help; `operation` unless an earlier operation is the cause.
     constant: the constant that `origin` lost, such as an eps, if that is the cause.
     read: the operands at `place`, as pairs of a name and a range.
     readers: the operations that read a failed input.
@@ -42,7 +42,7 @@ class Event:
     read: list[tuple[str, str]] = field(default_factory=list)
     fmt: str = ""
     batch: int | None = None
-    remedy: str = ""  # the kind of remedy that is tried, or advised where nothing can be tried
+    remedy: str = ""  # the kind of remedy to try, or to advise if nothing can be tried
     ends: Any = None
     readers: list[Operation] = field(default_factory=list)
     stretch: list[Operation] = field(default_factory=list)

@@ -62,7 +62,7 @@ class Look:
 
 
 def classes_of(name: str, x: Tensor, arguments: tuple[Any, ...], options: Any) -> int:
-    """Return the dimension that a softmax or a cross entropy sums over."""
+    """Return the dimension over which a softmax or a cross entropy sums."""
     if row_of(name).kind is Kind.CROSS_ENTROPY:
         return 1 if x.dim() > 1 else 0
     dim = options.get("dim", arguments[1] if len(arguments) > 1 else None)

@@ -47,7 +47,7 @@ Unit = tuple[str, str]  # a module of a quantised model, and the name of an oper
 def remedies(
     trials: Trials, event: Event, seen: Timeline, was: Outcome, reference: Reference
 ) -> tuple[list[Remedy], list[str]]:
-    """Return at most two remedies that work, the closest first; if none does, parameters left without a gradient."""
+    """Return at most two remedies that work, the closest first; if none works, also parameters without a gradient."""
     attempts = Attempts(trials, event, was, seen, reference)
     working: list[Remedy] = []
     for attempt in _in_order(event):
@@ -199,7 +199,7 @@ def _float32(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
 
 
 def _float32_sum(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """Try float32 for all operations of a sum, or for those of all sums that are wrong."""
+    """Try float32 for all operations of a sum, or for all operations of all wrong sums."""
     # The fewest operations are not searched for: a sum in which any addition is still rounded stays wrong.
     trials, wrong = attempts.trials, [o for o in seen.operations if o.notes.get("swamped")]
     everywhere = [*dict.fromkeys(o for at in wrong for o in additions_behind(at))]
@@ -239,7 +239,7 @@ def _float32_backward(attempts: Attempts, event: Event, seen: Timeline) -> Remed
 
 
 def _fewest(attempts: Attempts, event: Event, candidates: Sequence[Operation]) -> Remedy | None:
-    """Return float32 for the fewest of the candidates, from the first on, if that is a remedy."""
+    """Return float32 for as few of the candidates as possible, from the first on, if that is a remedy."""
     trials = attempts.trials
     if trials.emulated:
         computing = [o for o in candidates if o.computes and o.module in trials.policies and o.name != "parameter"]

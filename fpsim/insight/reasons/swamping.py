@@ -302,7 +302,7 @@ def additions_behind(operation: Operation) -> list[Operation]:
 
 
 def swamped_event(operation: Operation) -> Event:
-    """Return the event of the sum that an operation belongs to, at the addition where it is most wrong."""
+    """Return the event of the sum to which an operation belongs, at the addition with the largest error."""
     at, further = operation, _next_addition(operation)
     while further is not None:
         wrong: Swamped | None = further.notes.get("swamped")

@@ -183,7 +183,7 @@ class Timeline:
 
     def _written(self, parameter: Operation, reader: Operation, x: Tensor, before: Glance | None) -> Glance:
         """Note an event if a write within the step broke a parameter; return a glance at the parameter."""
-        # An optimizer that calls its closure again, such as LBFGS, writes between two reads.
+        # An optimizer that calls its closure several times, such as LBFGS, writes between two reads.
         parameter.notes["version"], now = version_of(x), glance(x)
         if before is not None and now.nonfinite and not before.nonfinite:
             kind = "NaN" if now.nan else "overflow"

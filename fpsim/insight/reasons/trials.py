@@ -304,7 +304,7 @@ NEARER = 4.0  # the factor by which a remedy brings a step nearer to the referen
 FAR = 0.5  # a gradient with at least this relative error is far from the reference's
 ULPS, LEAST_NEAR, MOST_NEAR = 4, 0.01, 0.1  # bounds of the errors that always count as near: rounding makes them
 LEAST_LOSS = 1e-6  # a smaller loss is the remainder of a sum that cancels
-MOST = 28  # runs of the step; the last one verifies the finding
+MOST = 28  # the most runs of the step; the last run verifies the finding
 EPS = (1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
 

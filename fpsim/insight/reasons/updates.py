@@ -365,7 +365,7 @@ def _states(optimizer: Any, p: Tensor) -> list[tuple[str, Tensor]]:
     return [(state.text, state.x) for state in states if state.x.is_floating_point() and state.x.dim()]
 
 
-# Averages that a step keeps in few bits: their values in more bits, and whether they move at all
+# Averages that a step keeps in few bits: compute them in more bits, and find out whether they move at all
 
 
 @dataclass
@@ -396,8 +396,8 @@ class Averages:
         self._own = {x.untyped_storage().data_ptr() for x, _, _ in self._first}
         self._outside: dict[int, Tensor] = {}  # by memory: tensors of few bits that are no results
         self._has_norm = False
-        self.found: dict[int, _Average] = {}  # by id
-        self._wide = WeakTensorKeyDictionary()  # {tensor: it and its probe in float64}
+        self.found: dict[int, _Average] = {}  # by the tensor's id
+        self._wide = WeakTensorKeyDictionary()  # {tensor: its float64 copy, and the probe}
         self._moved: dict[str, int] = {}
 
     # The run in which averages are found
