@@ -28,20 +28,20 @@ __all__ = ["Comparison", "Errors", "compare", "key_of", "nothing_is_left"]
 
 T = TypeVar("T")
 Key = tuple[str, int, int, str]  # site, call, batch and role: the same in each run of a step
-GONE = 0.9  # from which on nothing of a result is left
-GROWTH = 2.0  # from which an error counts as grown
-SHOWN = 12  # rows of the printed table
-ROLES = ("activation", "error", "weight_grad")  # of rows
+GONE = 0.9  # from this relative error on, nothing of a result is left
+GROWTH = 2.0  # from this factor on, an error counts as grown
+SHOWN = 12  # how many rows the printed table has
+ROLES = ("activation", "error", "weight_grad")  # the roles of rows
 COLUMNS = ("site", "role", "relative", "entering", "growth", "cosine", "amax_a", "amax_b")
 MOST_DRAWS = 1_000_000
 
 
 class Comparison(Rows):
-    """Two runs of one batch, a row for each result and gradient in the order of the run; see `compare`.
+    """Comparison of two runs of one batch: a row for each result and gradient in the order of the run; see `compare`.
 
-    losses: of `a`, and the mean over the draws of `b`; None without a loss.
-    kl: mean Kullback-Leibler divergence of b's outputs from a's in nats, the last axis taken as logits; None where the
-        model gives no such tensor.
+    losses: the loss of `a`, and the mean loss of `b` over the draws; None without a loss.
+    kl: mean Kullback-Leibler divergence of b's outputs from a's in nats, with the last axis as logits; None if the
+        model returns no such tensor.
     """
 
     def __init__(self, names: tuple[str, str]) -> None:
@@ -51,26 +51,27 @@ class Comparison(Rows):
         self.kl: float | None = None
 
     def begins(self, role: str = "activation") -> dict[str, Any] | None:
-        """Return the first row of a role with any error; None where both runs are equal."""
+        """Return the first row of a role with any error; None if both runs are equal."""
         require_word("role", role, ROLES)
         return next((row for row in self if row["role"] == role and row["relative"] != 0), None)
 
     def grows(self, role: str = "activation", by: float = GROWTH) -> dict[str, Any] | None:
-        """Return the first row of a role whose error is `by` times what entered, and `by` times the first error.
+        """Return the first row of a role whose error is at least `by` times the entering and the first error.
 
-        None where no error grows so much.
+        Returns None if no error grows so much.
         """
         require_number("by", by, 1)
-        # The first error is that of rounding one tensor to the format. Errors of that size grow from nearly nothing at
-        # many operations, and say nothing about them.
+        # The first error is that of rounding one tensor to the format. At many operations an error of that size grows
+        # from nearly nothing, and says nothing about the operation.
         first = self.begins(role)
         least = math.inf if first is None else by * first["relative"]
         return next((r for r in self if r["role"] == role and _growth_of(r) >= by and r["relative"] >= least), None)
 
     def breaks(self, role: str = "activation") -> dict[str, Any] | None:
-        """Return the first row of a role that became inf; where none did, the first of which nothing is left, or None.
+        """Return the first row of a role that became inf; else the first row of which nothing is left; else None.
 
-        Nothing is left where the error is at least 0.9 of the result, and less than half of that entered.
+        Nothing is left of a result whose relative error is at least 0.9, if the entering error is less than half of
+        that.
         """
         require_word("role", role, ROLES)
         rows = [row for row in self if row["role"] == role]
@@ -94,7 +95,7 @@ class Comparison(Rows):
             if grown is not None:
                 change = f"{number(grown['entering'])} -> {number(grown['relative'])}"
                 lines.append(f"{words}: it first grows by {GROWTH:g} at {grown['site']} ({change})")
-        # The rows that grew most, printed in the order of the run.
+        # The rows whose errors grew most are printed in the order of the run.
         grown_most = sorted(range(len(self)), key=lambda i: -_growth_of(self[i]))[:SHOWN]
         cells = [[number(self[i][name]) for name in COLUMNS] for i in sorted(grown_most)]
         lines.append("fpsim.sensitivity says which modules cost most; fpsim.why, what makes a step fail.")
@@ -110,7 +111,7 @@ class Comparison(Rows):
 
 
 def nothing_is_left(relative: float, entering: float) -> bool:
-    """True if an operation lost its result: its relative error is near 1, that of its operands below half of it."""
+    """True if an operation lost its result: the relative error is near 1, and that of its operands below half of it."""
     return relative >= GONE and entering < GONE / 2
 
 
@@ -159,42 +160,43 @@ def compare(
 
     Each row is of one result (role "activation"), its gradient ("error") or a parameter's gradient ("weight_grad"):
 
-    - relative: |b - a| / |a|, of the Euclidean norm; with several draws the root of the mean square. inf where b is not
-      finite and a is.
-    - cosine: of the angle between them, the mean over the draws.
-    - bias: |mean of b - a| / |a|. Pure noise tends to relative / sqrt(draws). None for one draw.
+    - relative: |b - a| / |a|, with Euclidean norms; with several draws its root mean square. It is inf if a is finite
+      and b is not.
+    - cosine: of the angle between a and b, the mean over the draws.
+    - bias: |mean of b - a| / |a|. For pure noise it tends to relative / sqrt(draws). None for one draw.
     - snr: |mean of b| / the standard deviation over the draws, the gradient-to-noise ratio. None for one draw.
     - amax_a, amax_b: the largest finite magnitudes.
-    - entering: the largest relative error among the operation's operands; of a gradient, of the gradients it is
-      made of.
-    - growth: relative / entering; None where nothing wrong entered.
+    - entering: the largest relative error among the operation's operands; for a gradient, among the gradients from
+      which it is computed.
+    - growth: relative / entering; None if no error entered.
 
-    Two forms: `compare(model, a, b, batch)`, and as in the other tools `compare(model, step, a, b)`, where the step is
-    a function without arguments that runs `model`, or a batch.
+    There are two forms: `compare(model, a, b, batch)`, and, as in the other tools, `compare(model, step, a, b)`. A step
+    is a function without arguments that runs `model`, or a batch.
 
-    `model` stays as it is: both run on copies, with the same dropout. A step runs the model itself, whose formats,
-    parameters, buffers and gradients are restored; its loss is its result, if it returns one. All results and
-    gradients of `a` are kept until the end. Views and copies of a result have no rows. A fused operation, such as an
-    LSTM, has one row.
+    With a batch, `model` stays as it is: both runs are on copies, with the same dropout. A step function runs the model
+    itself, whose formats, parameters, buffers and gradients are restored; the loss is the function's result, if it
+    returns one. All results and gradients of `a` are kept until the end. Views and copies of a result have no rows. A
+    fused operation, such as an LSTM, has one row.
 
     Args:
         model: any module, quantised or not.
         a, b: formats or policies, as for `quantize`; None is float32.
-        batch: the arguments of the model: a tensor, a tuple of arguments, or a mapping of named ones.
-        loss: from the model's output to a scalar. None takes the output's `loss`, and runs only forward without one.
-        draws: how often `b` is run, with other noise of stochastic rounding each time.
-        seed: of dropout and noise.
+        batch: the arguments of the model: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+        loss: a function from the model's output to a scalar. None takes the output's `loss`; if there is none, only the
+            forward pass runs.
+        draws: how often `b` is run, each time with other noise of stochastic rounding.
+        seed: the seed of dropout and noise.
 
     Raises:
-        ValueError: as from `quantize`; for invalid draws; and if neither loss is finite.
-        TypeError: as from `quantize`.
+        ValueError: as in `quantize`; for invalid draws; and if neither loss is finite.
+        TypeError: as in `quantize`.
 
     >>> comparison = compare(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), None, "e4m3fn", torch.ones(2, 4))
     >>> [(row["site"], row["role"]) for row in comparison]
     [('0:linear', 'activation'), ('1:tanh', 'activation')]
     """
     require_module(model)
-    # The form of the other tools: model, step, a, b.
+    # Accept the form of the other tools: model, step, a, b.
     if _is_step(a) and not _is_step(batch):
         a, b, batch = b, batch, a
     require_memory(model)
@@ -204,7 +206,7 @@ def compare(
         raise ValueError(f"seed={shown(seed)} leaves no seeds for draws={draws}. Expected: a smaller one.")
     if loss is not None:
         require_callable("loss", loss, "lambda output: output.mean()")
-    # Raises for a value that is not a format before anything is run.
+    # A value that is not a format raises an error before anything is run.
     for fmt in (a, b):
         as_policy(fmt, model=model)
     run = _run_of(model, batch, loss)
@@ -218,13 +220,13 @@ def compare(
             f"No number in the output of {type(model).__name__} is finite in a, and b cannot be compared with it. Use "
             f"a model and a batch with finite outputs in a; fpsim.why(model, step) says where it breaks."
         )
-    # Only the first run keeps its tensors. Those of the draws are measured as they appear, so memory does not grow with
-    # draws.
+    # Only the first run keeps its tensors. The tensors of the draws are measured as they appear, so memory does not
+    # grow with the number of draws.
     errors = _Measured(kept.tensors, draws)
     outputs, losses = [], []
     for draw in range(draws):
         errors.order, errors.operations = [], {}
-        # Dropout repeats its seed, so that only the rounding differs between the runs.
+        # Dropout has the same seed in each run, so only the rounding differs between the runs.
         other, loss_b = run(b, seed, seed + draw, errors)
         outputs.append(_divergence(output, other))
         losses.append(loss_b)
@@ -242,7 +244,7 @@ def compare(
 
 def _is_step(value: object) -> bool:
     """True if a value is a step or a batch rather than a format."""
-    # Formats of NumPy and ml_dtypes are classes, which are callable too.
+    # dtypes of NumPy and ml_dtypes are formats, but they are classes, and so callable too.
     return isinstance(value, Tensor | tuple | list | Mapping) or (is_function(value) and not isinstance(value, type))
 
 
@@ -253,7 +255,7 @@ def _run_of(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) 
     """Return a function that runs the model in a format, seeded, under a visitor, and returns outputs and loss."""
     if is_function(batch):
         return partial(_run_step, model, as_step(model, batch, loss, "compare"))
-    # `_run_batch` quantises a copy for each run, and `quantize` takes a plain model.
+    # `_run_batch` quantises a copy for each run, and `quantize` needs a plain model.
     plain = dequantize(model) if any(emulated_forwards(model)) else model
     return partial(_run_batch, plain, batch, loss)
 
@@ -261,7 +263,7 @@ def _run_of(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) 
 def _run_step(
     model: nn.Module, step: Callable[[], Any], fmt: FormatLike, seed: int, noise: int, visitor: Any
 ) -> tuple[None, float | None]:
-    """Run a step once and return its loss. It closes over the model, which switches its own formats meanwhile."""
+    """Run a step once and return its loss. It runs the model in its closure, whose own formats are switched."""
 
     def run(undo: Undo) -> Any:
         preserve(model, undo)
@@ -284,7 +286,7 @@ def _run_batch(
     visitor: Any,
 ) -> tuple[Tensor | None, float | None]:
     """Run a copy forward, and backward if there is a loss; return the outputs and the loss."""
-    # The copy has the gradients of the model, to which those of this run must not be added.
+    # The copy has the gradients of the model. The gradients of this run must not be added to them.
     copy = quantize(model, fmt)
     copy.zero_grad()
 
@@ -304,23 +306,23 @@ def _run_batch(
 def _seeded(model: nn.Module, visitor: Any, step: Callable[[], T], seed: int, noise: int, undo: Undo) -> T:
     trace = traced(model, visitor, "compare", undo)
     seed_here(undo, seed, noise)
-    # A caller under no_grad compares gradients as well.
+    # Gradients are compared even if the caller is under no_grad.
     undo.by(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
     torch.set_grad_enabled(True)
     return trace.run(step)
 
 
 def _divergence(a: Tensor | None, b: Tensor | None) -> float | None:
-    """Mean KL(a | b) over all but the last axis, in nats."""
+    """Return the mean KL(a | b) over all axes but the last, in nats."""
     if a is None or b is None or a.dim() < 2 or a.shape[-1] < 2 or a.shape != b.shape:
         return None
     p, q = (x.double().log_softmax(-1) for x in (a, b))
-    # A class that `a` masks adds 0, as the limit of p log p does; computed, it would be 0 * inf.
+    # A class that `a` masks adds 0, which is the limit of p log p. Computed directly, it would be 0 * inf.
     return float(torch.where(p.exp() > 0, p.exp() * (p - q), 0.0).sum(-1).mean())
 
 
 class _Kept:
-    """The visitor of the first run: keeps each result and gradient."""
+    """Visitor of the first run that keeps each result and gradient."""
 
     def __init__(self) -> None:
         self.tensors: dict[Key, Tensor] = {}
@@ -337,12 +339,12 @@ def _role_of(operation: Operation) -> str:
 
 
 def key_of(operation: Operation, role: str) -> Key:
-    """Return the key that the same result or gradient has in each run of a step."""
+    """Return the key of a result or gradient, which is the same in each run of a step."""
     return operation.site, operation.call, operation.notes.get("batch") or 0, role
 
 
 class Errors:
-    """Relative errors of the results and gradients of a step against those of another run of it.
+    """Relative errors of the results and gradients of a step, compared with another run of the step.
 
     draws: how many runs are measured; their squared errors are averaged.
     """
@@ -355,17 +357,17 @@ class Errors:
     def add(self, key: Key, a: Tensor, b: Tensor, numbers: Tensor) -> None:
         """Measure how far `b` is from `a`.
 
-        a, b: float64. numbers: the elements that are measured, all finite in `a`; the others mask, or are broken.
+        a, b: float64. numbers: the elements that are measured, all finite in `a`; the others are masks, or not finite.
         """
         change = (b - a)[numbers].square().sum()
         self._norms[key] = float(a[numbers].norm())
-        # A NaN in `b` is an infinite error, which a comparison with NaN would let through.
+        # A NaN in `b` is an infinite error; a comparison with NaN would not find it.
         self._squares[key] = self._squares.get(key, 0.0) + float(change.nan_to_num(nan=math.inf, posinf=math.inf))
 
     def relative(self, key: Key) -> float | None:
         """Return the relative error; None if it was not measured.
 
-        It is inf where the first run has zeros alone and the other one has not, or the other one is not finite.
+        It is inf if the other run is not finite, or if the first run has only zeros and the other one has not.
         """
         if key not in self._norms:
             return None
@@ -373,14 +375,14 @@ class Errors:
         return change / norm if norm else (math.inf if change else 0.0)
 
     def entering(self, operation: Operation, role: str = "activation") -> float:
-        """Return the largest error among an operation's operands; for a gradient, among those it is made of."""
+        """Return the largest error among an operation's operands; for a gradient, among the gradients it comes from."""
         is_forward = role == "activation"
         near, its_role = (operation.parents, role) if is_forward else (operation.children, "error")
         return max((self.relative(key_of(o, its_role)) or 0.0 for o in near), default=0.0)
 
 
 class _Measured(Errors):
-    """The visitor of the other runs: measures how far each result and gradient is from the first run's."""
+    """Visitor of the other runs that measures the distance of each result and gradient from the first run's."""
 
     def __init__(self, tensors: dict[Key, Tensor], draws: int) -> None:
         super().__init__(draws)
@@ -401,7 +403,7 @@ class _Measured(Errors):
         if a is None or a.shape != b.shape:
             return
         x, y = a.detach().double(), b.detach().double()
-        # The largest number of the dtype masks: it would hide the size of all others.
+        # The largest number of the dtype is a mask: it would hide the size of all other numbers.
         finite = x.isfinite() & (x.abs() != torch.finfo(a.dtype).max)
         self.add(key, x, y, finite)
         x, known = torch.where(finite, x, 0.0), torch.where(y.isfinite(), y, 0.0)
@@ -420,7 +422,8 @@ class _Measured(Errors):
         """Yield a row for each result and gradient of the last run, in its order."""
         for key in self.order:
             operation, role = self.operations[key], key[-1]
-            # A view repeats the error of its operand. A parameter computes nothing either, but its gradient counts.
+            # A view repeats the error of its operand, and has no row. A parameter computes nothing either, but its
+            # gradient has a row.
             if not operation.computes and role != "weight_grad":
                 continue
             relative, sums = self.relative(key), self.sums[key]
@@ -443,7 +446,7 @@ class _Measured(Errors):
         if self.draws == 1:
             return {"bias": None, "snr": None}
         mean = float(sums["mean"].norm())
-        # Rounding of the sums may leave the difference below 0 where all draws are equal.
+        # If all draws are equal, rounding of the sums may make the difference negative.
         deviation = math.sqrt(max(sums["squares"] - mean * mean, 0.0))
         bias = float((sums["mean"] - sums["a"]).norm())
         return {

@@ -26,20 +26,20 @@ from fpsim.undoing import Undo, undone
 __all__ = ["Diagnosis", "diagnose"]
 
 ELSEWHERE = "fpsim.why(model, step) looks at optimizers, lost gradients and lost updates too."
-SHOWN = 12  # rows of a printed table
+SHOWN = 12  # how many rows a printed table has
 CAME_IN = ("input", "parameter", "buffer")  # roles of tensors that were not finite before the step
-AFTER = ("the parameter", "the buffer", "the gradient that is kept in")  # roles of those that are not after it
+AFTER = ("the parameter", "the buffer", "the gradient that is kept in")  # roles of tensors that were not after it
 LEAST_SCALE, MOST_SCALE = -60, 60  # log2 of the scales that are searched
 
 
 class Diagnosis(Rows):
     """The failure of one step: one row per site where inf, NaN or saturation appeared, in order of occurrence.
 
-    cause: the first inf or NaN, otherwise the first saturation; None where all is well.
+    cause: the first inf or NaN, otherwise the first saturation; None if nothing broke.
     operands: rows of the operands of the cause.
-    chain: rows of the operations from there to the loss, with their results and gradients.
-    run: rows of all operations: finite amax, and the share that is not finite, of the result and of its gradient.
-    layers: rows of the largest scales at which the gradients fit, the least first; of a step with a scaler.
+    chain: rows of the operations from the cause to the loss, with their results and gradients.
+    run: rows of all operations: the finite amax and the non-finite share of the result, and of its gradient.
+    layers: rows of the largest scale at which each gradient fits, from the smallest on; only for a step with a scaler.
     checked: the checks that were made, in words.
     scale: the scaler's scale, and the largest power of two at which no gradient overflows; None without a scaler.
     """
@@ -107,37 +107,38 @@ def diagnose(
     loss: Callable[[Any], Tensor] | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Diagnosis:
-    """Run a step, and name where inf, NaN or saturation first appears, its operands, and the way to the loss.
+    """Run a step, and name the place where inf, NaN or saturation first appears, its operands, and the way to the loss.
 
-    A step is a forward and a backward pass, `lambda: loss(model(x), y).backward()`, without the optimizer's. The model
-    may be float32, under autocast or quantised. Parameters, buffers, gradients and random numbers are restored
+    A step is a forward and a backward pass, `lambda: loss(model(x), y).backward()`, without the optimizer's step. The
+    model may be float32, under autocast or quantised. Parameters, buffers, gradients and random numbers are restored
     afterwards.
 
     Each row has:
 
-    - site, call, calls: the operation, the number of this call of it, and the number of its calls in all.
+    - site, call, calls: the operation, the number of this call, and the number of all its calls.
     - role: "activation", "error" for its gradient, "weight_grad", or the operand of a product; for tensors that were
-      not finite before, "input", "parameter" or "buffer".
+      not finite before the step, "input", "parameter" or "buffer".
     - kind: "inf", "-inf", "NaN" or "saturation".
-    - count, of: the numbers that are so, and all.
-    - amax, largest: the finite amax before rounding, and the end of the format.
-    - caller, note: the caller of a module that others call too, and a remark.
+    - count, of: the number of elements of this kind, and of all elements.
+    - amax, largest: the finite amax before rounding, and the largest number of the format.
+    - caller, note: the caller of a module that has several callers, and a remark.
 
     Masks are left out: infinities that were filled in, and finite constants such as -1e9, unless a softmax gives weight
-    to them. Saturation is seen in formats of single numbers and of one scale for a tensor. Nothing is seen inside of
+    to them. Saturation is found in formats of single numbers and of one scale for a tensor. Nothing is seen inside of
     recomputation in a checkpoint, custom autograd functions and compiled code. If nothing breaks, parameters, buffers
     and gradients are checked after the step.
 
     Args:
-        model: whose step it is.
-        step: a function without arguments; or a batch, where the output has a `.loss` or with `loss`.
-        loss: from the model's output to a scalar, for a batch.
-        scaler: a torch.amp.GradScaler that `step` uses, if it keeps skipping: the step is run at other scales too, to
-            find the largest at which no gradient overflows. Its state is restored.
+        model: the model of the step.
+        step: a function without arguments, or a batch. With a batch, the model's output has a `.loss`, or `loss`
+            computes it.
+        loss: a function from the model's output to a scalar, for a batch.
+        scaler: the torch.amp.GradScaler of the step, if it skips step after step. The step is then run at other scales
+            too, to find the largest scale at which no gradient overflows. The scaler's state is restored.
 
     Raises:
         TypeError: for a scaler other than torch.amp.GradScaler, and for a step of another kind.
-        ValueError: for a step of which nothing was seen.
+        ValueError: for a step in which no operation was seen.
 
     >>> model = nn.ReLU6()
     >>> diagnosis = diagnose(model, lambda: model(torch.ones(2)) * 3e38 * 3e38)
@@ -156,7 +157,7 @@ def diagnose(
         raise nothing_ran(model, "diagnose")
     result = Diagnosis()
     result.extend(seen.told(event, operation) for event, operation in seen.broken)
-    # A saturated number is finite, and the step goes on with it. An inf or NaN that comes later is the cause.
+    # A saturated number is finite, and the step continues with it. If an inf or NaN comes later, that is the cause.
     of_cause = next((pair for pair in seen.broken if pair[0]["kind"] != "saturation"), next(iter(seen.broken), None))
     if of_cause is not None:
         result.cause, operation = seen.told(*of_cause), of_cause[1]
@@ -197,10 +198,10 @@ def _read_forward(operation: Operation) -> Rows:
 
 
 def _read_backward(operation: Operation) -> Rows:
-    """Return rows of the tensors that a result's gradient is computed from: its readers' gradients and operands."""
+    """Return rows of the tensors from which a result's gradient is computed: its readers' gradients and operands."""
     rows = Rows()
     for child in operation.children:
-        # Through views to the operations that compute with them.
+        # Go through views to the operations that compute with them.
         if not child.computes:
             rows.extend(_read_backward(child))
         elif "gradient" in child.notes:
@@ -210,7 +211,7 @@ def _read_backward(operation: Operation) -> Rows:
 
 
 def _chain(operation: Operation, loss: Operation | None) -> Rows:
-    """Return rows of the operations from one to the loss."""
+    """Return rows of the operations from this one to the loss."""
     rows = Rows()
     for at in way_to(loss, operation):
         if at.computes or at is operation or at is loss:
@@ -226,7 +227,7 @@ def _run(model: nn.Module, step: Callable[[], object]) -> Seen:
         trace = traced(model, seen, "diagnose", undo)
         preserve(model, undo)
         trace.run(step)
-        # Only then: an inf or NaN that arose in the step is in its gradients as well.
+        # If something broke, this is not needed: an inf or NaN of the step is in the gradients as well.
         if not seen.broken:
             seen.afterwards(model)
 
@@ -237,14 +238,14 @@ def _run(model: nn.Module, step: Callable[[], object]) -> Seen:
 def _scales(
     model: nn.Module, step: Callable[[], object], scaler: torch.amp.GradScaler, state: dict[str, Any]
 ) -> tuple[tuple[float, float | None], Rows]:
-    """Return a scaler's scale and the largest power of two that fits, and rows of those that fit each gradient."""
+    """Return a scaler's scale and the largest power of two that fits all gradients, and rows of each gradient's."""
 
     def at(log2_scale: int) -> Seen:
         scaler.load_state_dict({**state, "scale": math.ldexp(1.0, log2_scale)})
         return _run(model, step)
 
     now = state["scale"]
-    # An overflowed gradient has no amax, so first go down to a scale at which all are finite.
+    # A gradient that overflowed has no amax, so first go down to a scale at which all gradients are finite.
     base = min(math.floor(math.log2(now)), MOST_SCALE)
     while (seen := at(base)) and _overflows(seen):
         if base <= LEAST_SCALE:
@@ -255,7 +256,7 @@ def _scales(
         gradient = operation.notes["gradient"]
         role = "weight_grad" if operation.name == "parameter" else "error"
         amax = seen.unrounded.get((operation.site, role), gradient.amax)
-        # Under autocast a float32 gradient was cast from the smaller dtype in which the operation behind it computes.
+        # Under autocast a float32 gradient was cast from the narrower dtype in which the result was read.
         ends = [child.notes["result"].largest for child in operation.children]
         limit = min(seen.limits.get(operation.site, math.inf), gradient.largest, *ends)
         if amax and (operation.computes or role == "weight_grad"):
@@ -264,7 +265,8 @@ def _scales(
     rows.sort(key=lambda row: row["fits"])
     if not rows:
         return (now, None), rows
-    # The estimate takes gradients as linear in the scale. Rounding on the way is not, so its neighbours are tried.
+    # The estimate assumes that gradients are linear in the scale. With rounding they are not quite, so neighbours of
+    # the estimate are tried.
     log2_scale = max(min(int(math.log2(rows[0]["fits"])), MOST_SCALE), base)
     while log2_scale > base and _overflows(at(log2_scale)):
         log2_scale -= 1
@@ -281,9 +283,9 @@ def _overflows(seen: Seen) -> bool:
 class Seen(Timeline):
     """A timeline whose events are rows: one for each kind of number that breaks at a place.
 
-    broken: the rows, in the order of time, each with its operation.
-    limits, unrounded: by site, the ends of the formats that gradients are rounded to, and by site and role the amax of
-        gradients before they are.
+    broken: the rows in the order of time, each with its operation.
+    limits: by site, the ends of the formats to which gradients are rounded.
+    unrounded: by site and role, the amax of gradients before they are rounded.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -291,12 +293,12 @@ class Seen(Timeline):
         self.broken: list[tuple[dict[str, Any], Operation | None]] = []
         self.limits: dict[str, float] = {}
         self.unrounded: dict[tuple[str, str], float] = {}
-        self._looked_at: set[int] = set()  # the tensors from outside
+        self._looked_at: set[int] = set()  # ids of tensors from outside that were checked
         self._by_site: dict[str, Operation] = {}
-        self._parameters: dict[str, str] = {}  # the parameters that are rounded at a site, by its name
+        self._parameters: dict[str, str] = {}  # the name of the parameter that is rounded at a site
 
     def loss(self) -> Operation | None:
-        """Return the operation that the backward pass began at, or the last one."""
+        """Return the operation at which the backward pass began; the last one if there was no backward pass."""
         return next(iter(self.gradients), self.operations[-1] if self.operations else None)
 
     def judge(
@@ -305,7 +307,7 @@ class Seen(Timeline):
         notes = operation.notes
         self._by_site.update(dict.fromkeys((operation.site, *(r.site for r in rounded)), operation))
         notes["names"] = [self.names.get(id(x), "(from outside)") for x in given]
-        # The parameters behind the sites at which this operation's are rounded: a bias is ":weight_1" there.
+        # Map the sites at which this operation's parameters are rounded to their names: a bias is ":weight_1" there.
         names = [s.site for s in operation.sources if s is not None and s.name == "parameter"]
         self._parameters.update(zip([r.site for r in rounded if r.role == "weight"], names, strict=False))
         if not fills(operation):
@@ -318,9 +320,10 @@ class Seen(Timeline):
         self._note_leak(operation, result)
 
     def told(self, event: dict[str, Any], operation: Operation | None) -> dict[str, Any]:
-        """Return the row of an event, with the calls of its site, and the caller of a module that is shared."""
+        """Return the row of an event, with the number of calls of its site, and the caller of a shared module."""
         caller = ""
-        # A module is called by the one around it as a rule, and then its name says so. No name begins with "\0".
+        # Usually a module is called by the module around it, whose name its own name begins with. No name begins with
+        # "\0".
         if operation is not None and operation.module and not operation.module.startswith(operation.caller or "\0"):
             caller = operation.caller
         calls = 1 if operation is None else self.calls.get(operation.site, 1)
@@ -341,7 +344,7 @@ class Seen(Timeline):
         notes["divides"] = f", a division by zero ({zeros})" if zeros else ""
 
     def _note_roundings(self, operation: Operation, rounded: list[Rounded]) -> set[str]:
-        """Note inf, NaN and saturation in this operation's roundings, and return the kinds; masks do not count."""
+        """Note inf, NaN and saturation in this operation's roundings, except masks, and return the kinds."""
         masked, kinds, aside = operation.notes["masked"], set(), []
         for one in rounded:
             site, role, before, after = one[:4]
@@ -352,7 +355,7 @@ class Seen(Timeline):
                 continue
             kinds.add(event["kind"])
             event["call"] = operation.call
-            # A mask's constant may be beyond the format: that breaks nothing, unless a softmax gives it weight.
+            # The constant of a mask may be beyond the format. This breaks nothing, unless a softmax gives it weight.
             if masked is not None and masked.shape == before.shape:
                 aside.append(event)
                 count = overflow_of(one._replace(before=before[~masked], after=after[~masked]))[1]
@@ -364,7 +367,7 @@ class Seen(Timeline):
         return kinds
 
     def _note_leak(self, operation: Operation, result: Tensor) -> None:
-        """Note the mask whose constant was cut off, where a softmax gives weight to masked positions."""
+        """Note the mask whose constant was clipped, if a softmax gives weight to masked positions."""
         weights, at = leaking(operation, result), operation
         if weights is None:
             return
@@ -375,12 +378,12 @@ class Seen(Timeline):
                 self.broken.append(({**event, "note": note}, at))
 
     def _note_outside(self, operation: Operation, source: Operation | None, x: Tensor, numbers: Glance) -> None:
-        """Note NaN and inf in an input, buffer or parameter when it is first read."""
+        """Note NaN and inf in an input, buffer or parameter at its first read."""
         is_parameter = source is not None and source.name == "parameter"
         if not (source is None or is_parameter) or id(x) in self._looked_at:
             return
         self._looked_at.add(id(x))
-        # Only a parameter is known not to be a mask.
+        # -inf in any tensor but a parameter may be a mask.
         kinds = numbers.kinds if is_parameter else numbers.kinds - {"-inf"}
         name = self.names.get(id(x))
         site = source.site if source is not None else name or f"(from outside), read by {operation.site}"
@@ -391,13 +394,13 @@ class Seen(Timeline):
     def _broke(
         self, operation: Operation | None, site: str, role: str, kind: str, numbers: Glance, **more: Any
     ) -> None:
-        """Note the row of a tensor that is not finite. more: entries with other values."""
+        """Note the row of a tensor that is not finite. more: entries of the row that replace the default ones."""
         counts = {"NaN": numbers.nan, "inf": numbers.plus, "-inf": numbers.minus}
         event = {"site": site, "call": 0, "role": role, "kind": kind, "count": counts[kind], "of": numbers.count}
         self.broken.append(({**event, "amax": numbers.amax, "largest": numbers.largest, **more}, operation))
 
     def afterwards(self, model: nn.Module) -> None:
-        """Note tensors that are not finite at the end of a step in which nothing else was found."""
+        """Note tensors that are not finite at the end of a step in which nothing else broke."""
         kept: list[tuple[str, str, Tensor]] = [(AFTER[0], n, p) for n, p in model.named_parameters()]
         kept += [(AFTER[2], n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
         kept += [(AFTER[1], n, b) for n, b in model.named_buffers() if b.is_floating_point()]
@@ -409,15 +412,15 @@ class Seen(Timeline):
     def judge_gradient(self, operation: Operation, role: str, gradient: Tensor) -> None:
         numbers: Glance = operation.notes["gradient"]
         after = [child.notes["gradient"] for child in operation.children if "gradient" in child.notes]
-        # For a view, the operation that computed its values is named, once.
+        # For a view, the operation that computed its values is named, and only once.
         at = operation.origin
         if not any(event["site"] == at.site and event["role"] == role for event, _ in self.broken):
             self._note(at, role, numbers, after)
 
     def _note(self, operation: Operation, role: str, numbers: Glance, before: list[Glance]) -> None:
-        """Note inf and NaN in a tensor that none of its operands has."""
+        """Note inf and NaN in a tensor, if none of the tensors before it has them."""
         ends = [numbers.largest, self.limits.get(operation.site, math.inf)]
-        # As in `_scales`: under autocast a float32 gradient was cast from the dtype in which the result was read.
+        # Under autocast, as in `_scales`, a float32 gradient was cast from the dtype in which the result was read.
         if is_backward(role):
             ends += [child.notes["result"].largest for child in operation.children]
         elif operation.notes.get("end") is not None:

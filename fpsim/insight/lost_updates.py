@@ -22,19 +22,19 @@ __all__ = ["LostUpdates", "lost_updates", "unrecorded"]
 
 
 def lost_updates(quantized: QuantizedOptimizer, every: int = 1) -> LostUpdates:
-    """Record the updates of an optimizer that rounding loses, until the end of the block or `detach()`.
+    """Record the updates of an optimizer that are lost by rounding, until the end of the block or `detach()`.
 
-    An update is lost where the optimizer computed one that is not zero, and the stored weight, with its compensation or
-    its master copy, stayed the same. On a card each recorded step waits for it. Stochastic rounding loses single
-    updates too, and makes others larger instead: its `edq` is 1 on average.
+    An update is lost if the optimizer computed one that is not zero, and the stored weight, with its compensation or
+    its master copy, stayed the same. On a card each recorded step waits for the card. Stochastic rounding loses single
+    updates too, but it makes others larger: its `edq` is 1 on average.
 
     Args:
-        quantized: what `quantize_optimizer` returned.
+        quantized: the object that `quantize_optimizer` returned.
         every: the steps 1, 1 + every, and so on are recorded.
 
     Returns:
-        The record: `rows()` has a row for each recorded step and parameter, `table()` one for each parameter,
-        `never_moved()` the parameters that are as they were.
+        The record. `rows()` returns a row for each recorded step and parameter, `table()` a row for each parameter,
+        `never_moved()` the names of the parameters that have not changed.
 
     Raises:
         TypeError: for anything but a quantised optimizer.
@@ -58,7 +58,7 @@ def unrecorded(optimizers: Iterable[OptimizerStore]) -> list[OptimizerStore]:
 
 
 class _Sums(UpdateCounts):
-    """Counts of one parameter. signs: of the last change of each weight."""
+    """Counts of one parameter. signs: the sign of the last change of each weight."""
 
     def __init__(self, store: ParameterStore) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _Sums(UpdateCounts):
         self.signs = self.first.new_zeros(self.first.shape, dtype=torch.int8)
 
     def row(self, store: ParameterStore) -> dict[str, Any]:
-        """Return the row of a table."""
+        """Return the parameter's row of the table."""
         return {
             "parameter": store.name,
             "elements": self.first.numel(),
@@ -88,12 +88,13 @@ class LostUpdates:
             )
         require_whole("every", every, 1)
         self.every = every
-        # The optimizer holds its observers. A reference back would keep both alive until the garbage collector runs.
+        # The optimizer refers to its observers. A strong reference back would keep both alive until the garbage
+        # collector runs.
         self._of = weakref.ref(quantized)
         self._begin = quantized.steps
         self._sums = {store: _Sums(store) for store in quantized.stores}
         self._rows = Rows()
-        self.is_inside = False  # of a block
+        self.is_inside = False  # whether a block of this context manager is running
         self._steps: dict[int, UpdateCounts] = {}
         self.attach()
 
@@ -112,7 +113,7 @@ class LostUpdates:
         return self._of() is quantized
 
     def attach(self) -> None:
-        """Start recording, also after `detach()`."""
+        """Start recording; also possible after `detach()`."""
         quantized = self._of()
         if quantized is not None and self not in quantized.observers:
             quantized.observers.append(self)
@@ -131,7 +132,7 @@ class LostUpdates:
 
     def saw(self, step: int, store: ParameterStore, before: Tensor, intended: Tensor, group: Mapping[str, Any]) -> None:
         """Count the lost updates in the step of one parameter."""
-        # `add_param_group` may have added a parameter since the record began.
+        # `add_param_group` may have added a parameter after the record began.
         if store not in self._sums:
             self._sums[store] = _Sums(store)
         sums = self._sums[store]
@@ -152,19 +153,19 @@ class LostUpdates:
     # Results
 
     def rows(self) -> Rows:
-        """A row for each recorded step and parameter.
+        """Return a row for each recorded step and parameter. A value is None if there is nothing to count.
 
-        lost: share of the updates that were not zero and changed nothing. edq: <intended, effective> over the squared
-        norm of the intended update, 1 where nothing is lost (Collage, arXiv 2405.03637). decay_lost: share of the
-        weights that weight decay alone would not change. flips: share of the changes against the direction of the last
-        one of the same weight. None where there is nothing to count.
+        lost: the share of the non-zero updates that changed nothing. edq: <intended, effective> over the squared norm
+        of the intended update, 1 where nothing is lost (Collage, arXiv 2405.03637). decay_lost: the share of the
+        weights that weight decay alone would not change. flips: the share of the changes whose direction is opposite to
+        that of the same weight's last change.
         """
         return Rows(self._rows)
 
     def steps(self) -> Rows:
-        """A row for each recorded step, counted from 0: `lost` and `edq` of all parameters together.
+        """Return a row for each recorded step, counted from 0: `lost` and `edq` of all parameters together.
 
-        wanted: how many updates were not zero. norm: the squared norm of the intended update.
+        wanted: the number of updates that were not zero. norm: the squared norm of the intended update.
         """
         return Rows(
             {
@@ -178,13 +179,13 @@ class LostUpdates:
         )
 
     def to_frame(self) -> Any:
-        """The rows as a pandas.DataFrame."""
+        """Return the rows as a pandas.DataFrame."""
         return self.rows().to_frame()
 
     def table(self) -> Rows:
-        """A row for each parameter, of all recorded steps; the one that lost most of its updates first.
+        """Return a row for each parameter, over all recorded steps, sorted from the largest share of lost updates on.
 
-        at_first: share of its weights that have the value with which the record began.
+        at_first: the share of the parameter's weights that have the value with which the record began.
         """
         order = sorted(self._sums, key=lambda store: (-(self._sums[store].share or 0), store.name))
         return Rows([self._sums[store].row(store) for store in order])
@@ -196,7 +197,7 @@ class LostUpdates:
 
     @property
     def edq(self) -> float | None:
-        """Effective over intended update of all parameters and recorded steps; None before the first."""
+        """The ratio of effective to intended update of all parameters and recorded steps; None before the first."""
         return self._whole().edq
 
     def _whole(self) -> UpdateCounts:
@@ -213,11 +214,11 @@ class LostUpdates:
         return "an optimizer that is gone" if quantized is None else str(quantized.update)
 
     def never_moved(self) -> list[str]:
-        """Names of the parameters all of whose weights have the value with which the record began."""
+        """Return the names of the parameters whose weights all have the value with which the record began."""
         return [store.name for store, sums in self._sums.items() if sums.first.numel() and _at_first(store, sums) == 1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts so far, in tensors, numbers and strings: `torch.load(..., weights_only=True)` reads it."""
+        """Return the counts so far, as tensors, numbers and strings: `torch.load(..., weights_only=True)` reads it."""
         return {
             "every": self.every,
             "begin": self._begin,
@@ -227,14 +228,14 @@ class LostUpdates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the record whose `state_dict` this is, of an optimizer of the same parameters.
+        """Continue the record of which `state` is the `state_dict`, for an optimizer of the same parameters.
 
         Raises:
             TypeError: for anything but a mapping.
-            ValueError: for a value that is not such a state; then everything stays as it was.
+            ValueError: for a mapping that is not such a state; then everything stays as it was.
         """
         require_mapping("state", state, "what state_dict() returns")
-        # By index, as in an optimizer's own state: the process that resumes has other objects as parameters.
+        # Parameters are known by index, as in an optimizer's own state: a process that resumes has other objects.
         stores = {store.index: store for store in self._sums}
         try:
             sums = {stores[index]: _loaded(stores[index], saved) for index, saved in state["sums"].items()}
@@ -262,7 +263,7 @@ class LostUpdates:
 
 
 def _loaded(store: ParameterStore, state: Mapping[str, Any]) -> _Sums:
-    """Load the counts of a parameter from a state. Raises ValueError for those of another one."""
+    """Load the counts of a parameter from a state. Raises ValueError for the counts of another parameter."""
     sums = _Sums(store)
     if {*state} != {*vars(sums)}:
         raise ValueError(f"the counts of {store.name} are {', '.join(map(str, state))}")
@@ -286,13 +287,13 @@ def _at_first(store: ParameterStore, sums: _Sums) -> float | None:
 
 
 def _decay_lost(store: ParameterStore, before: Tensor, group: Mapping[str, Any]) -> float | None:
-    """Return the share of the weights other than zero that decay alone leaves as they are."""
+    """Return the share of the non-zero weights that weight decay alone does not change."""
     decay = float(group.get("lr", 0.0)) * float(group.get("weight_decay", 0.0))
-    # Copies that are kept, such as a master or a compensation, add up decays that are too small for the weight.
+    # Stored copies, such as a master or a compensation, add up decays that are too small to change the weight.
     if not decay or store.weight is None or store.kept:
         return None
     nearest = store.weight.rounded_by("nearest_even")
-    # Chunks stay in the cache of a CPU; a card takes the tensor whole. Numbers that share scales cannot be split.
+    # Chunks stay in the cache of a CPU; a card takes the whole tensor. Numbers that share scales cannot be split.
     is_whole = store.weight.shares_scales or before.is_cuda
     parts = [before] if is_whole else before.reshape(-1).split(CHUNK)
     nonzero = same = 0

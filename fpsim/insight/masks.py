@@ -1,4 +1,4 @@
-"""Masks: find numbers that hide positions, such as -inf before a softmax, and softmaxes that give weight to them."""
+"""Find masks, numbers that hide positions, such as -inf before a softmax, and softmaxes that weight these positions."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from fpsim.insight.reasons.event import Event
 
 __all__ = ["LEAKS", "fills", "is_mask_like", "leak", "leaking", "masked_in", "number_in"]
 
-_FAR = -1e3  # finite constants up to here mask
-LEAKS = 1e-5  # the least weight of a masked position that counts
+_FAR = -1e3  # finite constants up to this one are masks
+LEAKS = 1e-5  # a mask leaks if a masked position has at least this weight
 
 
 def fills(operation: Operation) -> bool:
-    """True if an operation puts an infinity in its result on purpose."""
+    """True if an operation writes infinities into its result on purpose."""
     return row_of(operation.name).kind is Kind.FILL
 
 
 def is_mask_like(x: Tensor) -> bool:
-    """True if the minus infinities of a tensor hide positions: no other number in it is above zero."""
+    """True if the minus infinities of a tensor may be a mask: no number in it is above zero, and none is NaN."""
     return not bool((x > 0).any()) and not bool(x.isnan().any())
 
 
 def masked_in(
     operation: Operation, operands: list[Tensor], arguments: tuple[Any, ...], result: Tensor
 ) -> Tensor | None:
-    """Return where a finite constant, or a tensor of such constants, masks the result; None where nothing does."""
+    """Return where a finite constant, or a tensor of such constants, masks the result; None if nothing is masked."""
     spelling = spelling_of(operation.name)
     name, kind = spelling.row.name, spelling.row.kind
     if name in ("masked_fill", "where"):
@@ -42,11 +42,11 @@ def masked_in(
             return None
         where = masks[0] if name != "where" else _side_of(masks[0], arguments)
         return _shaped(where, result)
-    # Attention masks are often made as (1 - mask) * -1e9, from zeros and ones.
+    # Attention masks are often computed as (1 - mask) * -1e9 from a mask of zeros and ones.
     if name == "mul" and any(c <= _FAR for c in number_in(arguments)) and operands:
         x = operands[0]
         return _shaped(x != 0, result) if bool(((x == 0) | (x == 1)).all()) else None
-    # A subtracted constant changes sign and masks nothing: the second operand of `sub`, and the first one of `rsub`.
+    # A subtracted constant changes its sign, and masks nothing: the second operand of `sub`, the first one of `rsub`.
     if kind is Kind.ADDITION and not spelling.is_swapped:
         added = 1 if name == "sub" else len(operands)
         for source, x in zip(operation.sources, operands[:added], strict=False):
@@ -55,7 +55,7 @@ def masked_in(
                 return _shaped(known, result)
             if _masks(source, x):
                 return _shaped(x <= _FAR, result)
-    # The mask follows its tensor through views and operations that keep it, up to the softmax.
+    # The mask is passed on through views and operations that keep it, up to the softmax.
     for source in operation.sources[:1]:
         known = None if source is None else source.notes.get("masked")
         if known is not None and known.shape == result.shape and spelling.row.keeps_mask and not spelling.is_swapped:
@@ -70,13 +70,13 @@ def _masks(source: Operation | None, x: Tensor) -> bool:
     x = x.detach()
     if not x.numel() or not float(x.amin()) <= _FAR:
         return False
-    # A mask from outside may hold a bias for positions too, which is not above zero. A result of the model may be
-    # scores, whose smallest ones are as far below zero: beside its constants it must hold zeros only.
+    # A mask from outside may also hold a bias for positions, which is not above zero. A result of the model may be
+    # scores, and some scores may be as far below zero as a mask's constants. So it must hold zeros apart from these.
     return not bool((x > 0).any() if source is None else ((x > _FAR) & (x != 0)).any())
 
 
 def _side_of(condition: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-    """Return the condition under which `where` takes the constant, which may be on either side."""
+    """Return the condition under which `where` takes the constant, which may be either of its two values."""
     first = arguments[1] if len(arguments) > 1 else None
     is_one = isinstance(first, int | float) or (isinstance(first, Tensor) and first.numel() == 1)
     is_first = is_one and float(first.detach() if isinstance(first, Tensor) else first) <= _FAR  # type: ignore[arg-type]
@@ -98,8 +98,8 @@ def leaking(operation: Operation, result: Tensor) -> Tensor | None:
     if operation.name not in ("softmax", "log_softmax") or masked is None or masked.shape != result.shape:
         return None
     weights = result if operation.name == "softmax" else result.exp()
-    # Compare weights, not scores: a mask leaks only if its positions take part in the sum. A row that is masked as a
-    # whole is uniform on purpose, and does not count.
+    # Weights are compared rather than scores, because a mask leaks only if its positions have weight. A fully masked
+    # row is uniform on purpose, and does not count.
     partly = torch.where(masked & ~masked.all(-1, keepdim=True), weights, torch.zeros((), dtype=result.dtype))
     return partly if bool((partly >= LEAKS).any()) else None
 
@@ -111,7 +111,7 @@ def number_in(arguments: tuple[Any, ...]) -> list[float]:
 
 
 def leak(operation: Operation, operands: list[Tensor], result: Tensor, ends: Ends) -> Event | None:
-    """Return the event of a softmax that gives weight to positions that a constant masks."""
+    """Return the event of a softmax that gives weight to positions masked by a constant."""
     weights = leaking(operation, result)
     if weights is None:
         return None

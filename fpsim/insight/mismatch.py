@@ -1,4 +1,4 @@
-"""mismatch(a, b, batch): explain why an engine that trains and one that samples disagree on the same tokens."""
+"""mismatch(a, b, batch): explain why a training engine and a sampling engine disagree on the same tokens."""
 
 from __future__ import annotations
 
@@ -63,24 +63,24 @@ ATTRIBUTIONS = ("both", "back", "none")
 COLUMNS = ("module", "kind", "local", "floor", "put_back", "added")
 SHOWN, NAMED, TOP, MOST_BACK = 12, 3, 5, 8
 HALF = 0.5
-BELOW = 0.1  # times the floor's mean |dlogp|, up to which no module is named
-BEYOND = 4.0  # times the floor's figure, from which on a difference is more than another order of sums
+BELOW = 0.1  # no module is named while mean |dlogp| is at most this times the floor's
+BEYOND = 4.0  # a figure above this times the floor's is more than another order of sums makes
 
 
 class Mismatch(Rows):
     """Disagreement of two engines and its causes: a row for each module whose own code differs. See `mismatch`.
 
-    figures, floor: `Figures` of b beside a, and of a beside itself with sums in another order.
-    first: the first module in the order of the run whose output is beyond the floor: name, relative difference, floor.
-    last: the last one's.
-    halving: the modules that, put back one after the other, halve the KL, with the KL after each.
-    parts: within the five largest places, the share that each part of a policy explains: (module, part, share).
-    decisions: rows of topk and argmax calls, with the share of rows that differ and the margin at which they do.
-    replayed: mean KL with a's decisions in b; None if no decision differs.
+    figures, floor: `Figures` of b compared with a, and of a with sums in another order compared with a.
+    first, last: the first and the last module in the order of the run whose output is beyond the floor: name, relative
+        difference, floor.
+    halving: the modules that halve the KL if they are put back one after the other, with the KL after each.
+    parts: the share that each part of a policy explains in the five largest places: (module, part, share).
+    decisions: a row for each topk and argmax call: the share of decisions that differ, and a's margin in these.
+    replayed: the mean KL with a's decisions in b; None if no decision differs.
     tried: remedies, each with its mean |dlogp| and KL.
     weights: truncated importance weights.
-    alone: modules that one side has alone, by side, and `unlike`, those whose outputs have other shapes.
-    passes: how often a model ran; resumed: how many of these runs began at the first module that they change.
+    alone: the modules that only one side has, by side. unlike: the modules that cannot be compared, with the reason.
+    passes: how often a model ran. resumed: how many of these runs began at the first module that they change.
     notes: the comparison with a dump, and its limits, in words.
     """
 
@@ -105,13 +105,13 @@ class Mismatch(Rows):
 
     @property
     def is_beyond(self) -> bool:
-        """True if there is more than another order of sums: in a module that is named, or in one of one side alone."""
+        """True if a difference is more than another order of sums makes, in a named module or in one not compared."""
         return bool(self) or self._is_elsewhere
 
     @property
     def _is_elsewhere(self) -> bool:
         """True if the figures are beyond the floor, and some modules are not compared."""
-        # The floor of an engine behind a dump is not known.
+        # The floor of the engine that wrote a dump is not known.
         if self.notes or self.figures is None or self.floor is None:
             return False
         is_more = self.figures.mean_dlogp > BEYOND * self.floor.mean_dlogp
@@ -169,7 +169,7 @@ class Mismatch(Rows):
         if not self:
             return ["Nothing is beyond the floor, and no module is named."]
         lines = []
-        # Beside a dump of statistics, modules have neither kinds nor shares.
+        # With a dump of statistics, modules have neither kinds nor shares.
         columns = [name for name in COLUMNS if name in self[0]]
         if "kind" in columns:
             top = self[0]
@@ -244,42 +244,43 @@ def mismatch(
     seed: int = 0,
     progress: Callable[[], object] | None = None,
 ) -> Mismatch:
-    """Measure how far two engines disagree on the same tokens; name where that begins, its kind, and a remedy.
+    """Measure how much two engines disagree on the same tokens; name the modules that cause it, its kind, and a remedy.
 
-    `a` trains and `b` samples: two policies of one model, or two implementations. The *own code* of each module, its
-    computation without the modules that it calls, is run on the same inputs on both sides, with the same modules
+    `a` trains and `b` samples: two policies of one model, or two implementations. The *own code* of each module is its
+    computation without the modules that it calls. It is run on the same inputs on both sides, with the same modules
     inside. If the results differ by more than `MARGIN` times the effect of another order of its sums, the module is a
-    place. The share of the KL divergence that each place explains is measured by putting it back (b with a's own code
-    there) and by adding it (a with b's there); the two differ where errors compensate. Its kind is one of: formula,
-    rounding point, format or scale of an operand, accumulator or order, cache or state, weights.
+    place. The share of the KL divergence that a place explains is measured in two ways: by putting it back (b with a's
+    own code there) and by adding it (a with b's own code there). The two differ if errors compensate. A place's kind is
+    one of: formula, rounding point, format or scale of an operand, accumulator or order, cache or state, weights.
 
-    Both models run in eval mode, without gradients, and are left as they were. Sides run in threads of their own, so
-    that neither's formats, autocast or modes reach the other.
+    Both models run in eval mode, without gradients, and are left as they were. Each side runs in a thread of its own,
+    so the formats, autocast and modes of one side do not reach the other.
 
     Args:
-        a, b: modules, quantised or not; or one of them a dump of an engine (`dump`, a hook, msprobe), by its path or
-            opened (`Dump`). Then each module runs on the inputs that the engine's had.
+        a, b: modules, quantised or not. One of them may be a dump of an engine (`dump`, a hook, msprobe), as a path or
+            opened (`Dump`). Then each module runs on the inputs that the engine's module had.
         batch: the arguments of the models: ids (batch, time), a tuple, or a mapping such as transformers'; or an
-            iterable of such, as a DataLoader (a list is the arguments of one call). With a dump, None takes its tokens.
-        logits: from an output to (batch, time, vocabulary); None takes `output.logits` or the output itself.
-        tokens, mask: from a batch to ids, and to a mask that is false at padding, (batch, time); None takes
+            iterable of these, such as a DataLoader. A list is the arguments of one call. With a dump, None takes its
+            tokens.
+        logits: a function from an output to (batch, time, vocabulary); None takes `output.logits` or the output itself.
+        tokens, mask: functions from a batch to ids, and to a mask that is false at padding, (batch, time); None takes
             `input_ids` and `attention_mask`. Padding counts nowhere.
-        names: modules of b that have other names in a, or their beginnings: {"transformer.h": "model.layers"}. With a
-            dump, its names and the model's, also endings, and several for modules that the engine has fused:
+        names: {name in b: name in a} for modules or prefixes that differ: {"transformer.h": "model.layers"}. With a
+            dump, {name in the dump: name in the model}. It may have endings, and several names for a fused module:
             {"*.qkv_proj": ("*.q_proj", "*.k_proj", "*.v_proj")}.
-        eps: ratios p / q outside of 1 - eps to 1 + eps are counted.
+        eps: the report counts ratios p / q outside of 1 - eps to 1 + eps.
         attribution: "both", "back" (half of the passes) or "none".
-        seed: of stochastic rounding and of the intervals.
-        progress: called after each pass.
+        seed: the seed of stochastic rounding and of the intervals.
+        progress: a function that is called after each pass.
 
     Returns:
-        A `Mismatch`, which prints as a report. At most 2 n + 20 passes for n modules; in one of them each module runs
-        once for each level of nesting.
+        A `Mismatch`, which prints as a report. It takes at most 2 n + 20 passes for n modules. In one of them each
+        module runs once for each level of nesting.
 
     Raises:
         TypeError: for a value that is not a module, or not a batch.
-        ValueError: for logits of other shapes or that are NaN, batches that predict nothing, and models that have no
-            name of a module in common.
+        ValueError: for logits of other shapes or with NaN, batches that predict nothing, and models without a common
+            module name.
 
     >>> class Tiny(nn.Module):
     ...     def __init__(self):
@@ -307,7 +308,7 @@ def mismatch(
     for name, function in (("logits", logits), ("tokens", tokens), ("mask", mask), ("progress", progress)):
         if function is not None:
             require_callable(name, function, "lambda output: output.logits")
-    # A program of torch.compile calls no inner modules, so that none could be replaced: its original is run.
+    # A compiled model calls no inner modules, so none could be replaced: the original model is run.
     models = (getattr(model, "_orig_mod", model) for model in sides)
     one, other = (model.module if isinstance(model, WRAPPERS) else model for model in models)
     if one is other:
@@ -337,28 +338,28 @@ def _with_dump(
 
 
 class _Runs:
-    """The runs of a pair over all batches, and their figures beside a's."""
+    """The runs of a pair over all batches, and their figures compared with a."""
 
     def __init__(self, pair: Pair, batches: list[Any], readers: Any, eps: float, progress: Any) -> None:
         self.pair, self.batches, self.eps, self._progress = pair, batches, eps, progress
         self._logits, tokens, mask = readers
         self.read = [read_batch(batch, tokens, mask) for batch in batches]
         self.of_a: list[Likelihoods] = []
-        self.kept: dict[str, Kept] = {}  # of the first batch, by side
+        self.kept: dict[str, Kept] = {}  # the modules' outputs for the first batch, by side
 
     def told(self) -> None:
         if self._progress is not None:
             self._progress()
 
     def likelihoods(self, i: int, side: str, *args: Any, **kwargs: Any) -> Likelihoods:
-        # Of a hybrid both embeddings are asked, and a's stands for them: they have one vocabulary.
+        # A hybrid may use either embedding. Both have the same vocabulary, so a's is checked.
         with ids_told(self.pair.models["b" if side == "b" else "a"], self.read[i][0], side):
             out = self.pair.run(self.batches[i], *args, **kwargs)
         self.told()
         return likelihoods(out, *self.read[i], self._logits, side)
 
     def figures(self, choice: Any, mode: Any = None) -> Figures:
-        """Return the figures of a run of all batches beside a."""
+        """Return the figures of a run of all batches, compared with a."""
         parts = [
             compared(self.of_a[i], self.likelihoods(i, "a hybrid", choice, mode=mode), self.eps)
             for i in range(len(self.batches))
@@ -366,21 +367,21 @@ class _Runs:
         return joined(parts)
 
     def figures_with(self, side: str, changed: Collection[str]) -> Figures:
-        """Return the figures, beside a, of one side with the other's own code in some modules."""
+        """Return the figures, compared with a, of one side with the other's own code in some modules."""
         other = "a" if side == "b" else "b"
         parts = []
         for i in range(len(self.batches)):
-            # Outputs are kept for the first batch only: it resumes at the first of these modules.
+            # Outputs are kept for the first batch only. Its run resumes at the first changed module.
             resume = Resume(self.kept[side].outputs, changed) if i == 0 else None
             found = self.likelihoods(i, "a hybrid", lambda n: other if n in changed else side, resume=resume)
             parts.append(compared(self.of_a[i], found, self.eps))
         return joined(parts)
 
     def kl_with(self, side: str, changed: Collection[str]) -> np.ndarray[Any, Any]:
-        """The sums of KL by sequence of `figures_with`; NaN where such a hybrid of two engines computes NaN.
+        """Return the KL sums by sequence of `figures_with`; NaN if this hybrid of two engines computes NaN.
 
-        Each engine alone computes numbers. A module of one that multiplies by 2**20 what its neighbour divides again
-        makes infinities inside of the other, whose neighbour does not.
+        Each engine alone computes numbers. Suppose that in one of them a module multiplies by 2**20, and the next one
+        divides by it. If only the first of these is in the hybrid, the result may be infinite.
         """
         try:
             return self.figures_with(side, changed).by_sequence[:, 0]
@@ -388,7 +389,7 @@ class _Runs:
             return np.full(sum(len(ids) for ids, _ in self.read), math.nan)
 
     def one_by_one(self, side: str) -> Figures | None:
-        """Return the figures of each sequence alone beside its batch; None for batches whose parts are not known."""
+        """Compare runs of each sequence alone with runs of its batch; None if a batch's parts are not known."""
         parts = []
         for i, batch in enumerate(self.batches):
             ids, valid = self.read[i]
@@ -399,7 +400,7 @@ class _Runs:
                 one = {k: _row(v, r, n) for k, v in batch.items()} if isinstance(batch, Mapping) else batch[r : r + 1]
                 out = self.pair.run(one, side)
                 rows.append(likelihoods(out, ids[r : r + 1], valid[r : r + 1], self._logits, side))
-            # Together they are one pass over the batch.
+            # Together these runs count as one pass over the batch.
             self.pair.passes -= n - 1
             self.told()
             together = Likelihoods(*(torch.cat([getattr(row, name) for row in rows]) for name in Likelihoods._fields))
@@ -408,7 +409,7 @@ class _Runs:
 
 
 def _row(x: Any, r: int, n: int) -> Any:
-    """Return the part that an argument of n sequences has of the r-th one; an argument of all as it is."""
+    """Return the r-th sequence of an argument with n sequences; any other argument as it is."""
     return x[r : r + 1] if isinstance(x, Tensor) and x.dim() and len(x) == n else x
 
 
@@ -435,7 +436,7 @@ def _found(
     total, floor = result.figures, result.floor
     assert total is not None
     assert floor is not None
-    # Nobody would see such a difference beside another order of sums.
+    # Such a difference is negligible compared with that of another order of sums.
     if total.mean_dlogp <= BELOW * floor.mean_dlogp:
         places = []
     for place in places:
@@ -456,13 +457,13 @@ def _found(
 
 
 def _compare_outputs(runs: _Runs, result: Mismatch) -> tuple[Measured, Measured, tuple[list[Decision], list[Decision]]]:
-    """Run both engines, and a with sums in another order."""
+    """Run both engines, then run a with sums in another order."""
     pair, made = runs.pair, ([], [])  # type: ignore[var-annotated]
     noting = [partial(Choices, of_side, lambda: pair.running) for of_side in made]
     parts, floors, changes = [], [], []
     for i in range(len(runs.batches)):
         valid, kept = runs.read[i][1], Kept()
-        # Modules and decisions are compared in the first batch alone, whose activations fill memory twice.
+        # Modules and decisions are compared in the first batch only, because both sides' activations stay in memory.
         runs.of_a.append(runs.likelihoods(i, "a", "a", kept, noting[0] if i == 0 else None))
         measured, floor = Measured(kept, valid, keeps=i == 0), Measured(kept, valid)
         of_b = runs.likelihoods(i, "b", "b", measured, noting[1] if i == 0 else None)
@@ -475,7 +476,7 @@ def _compare_outputs(runs: _Runs, result: Mismatch) -> tuple[Measured, Measured,
         floors.append(compared(runs.of_a[i], runs.likelihoods(i, "a", "a", floor, Permuted), runs.eps))
     result.figures, result.weights = joined(parts), truncated(torch.cat(changes))
     candidates = [joined(floors), runs.figures("a", Split)]
-    # a scale of a whole tensor, or random numbers, are others for a part of the batch, and no order of sums
+    # A part of a batch has another scale for the tensor, and other random numbers. That is no other order of sums.
     alone = None if pair.has_drawn or has_scales_of_tensors(pair.models["a"]) else runs.one_by_one("a")
     candidates += [] if alone is None else [alone]
     result.floor = max(candidates, key=lambda f: f.mean_dlogp)
@@ -492,7 +493,7 @@ def _local_places(runs: _Runs) -> list[Place]:
 
 
 def _name_first(result: Mismatch, measured: Measured, floors: Measured, places: list[Place]) -> None:
-    """Note the first and the last module whose outputs are beyond the floor."""
+    """Set the first and the last module whose outputs are beyond the floor."""
     beyond = [
         (name, measured.relative[name], floors.relative.get(name, 0.0))
         for name in measured.order
@@ -503,11 +504,11 @@ def _name_first(result: Mismatch, measured: Measured, floors: Measured, places: 
 
 
 def _attribute(runs: _Runs, result: Mismatch, total: Figures, attribution: str, seed: int) -> None:
-    """Measure the share of KL that each place explains: gone with a's code there, and made by b's code alone."""
+    """Measure each place's share of KL: the part that is gone with a's code there, and the KL of a with b's there."""
     whole = total.by_sequence[:, 0]
     for row in result:
         name = row["module"]
-        # b with a's code at the only place is a
+        # If there is only one place, b with a's code there is a.
         without = np.zeros_like(whole) if len(result) == 1 else runs.kl_with("b", {name})
         row["put_back"] = float((whole - without).sum() / whole.sum()) if whole.sum() else 0.0
         row["put_back_interval"] = interval(whole - without, whole, seed)
@@ -520,7 +521,7 @@ def _attribute(runs: _Runs, result: Mismatch, total: Figures, attribution: str, 
 
 
 def _halve(runs: _Runs, result: Mismatch, total: Figures) -> None:
-    """Put places back, the one that explains most first, until half of the KL is gone."""
+    """Put places back, from the one that explains most on, until half of the KL is gone."""
     back: list[str] = []
     for row in result[:MOST_BACK]:
         back.append(row["module"])
@@ -550,7 +551,7 @@ def _parts(runs: _Runs, result: Mismatch, total: Figures) -> None:
             with changed_policies(runs.pair.models["b"], change) as is_other:
                 if not is_other:
                     continue
-                # A mixture of two engines may overflow where neither of them does.
+                # A mixture of two engines may overflow although neither of them does.
                 with suppress(NotNumbersError):
                     kl = runs.figures("b").kl
                     result.parts.append((row["module"], words, 1 - kl / total.kl if total.kl else 0.0))
@@ -577,7 +578,7 @@ def _remedies(runs: _Runs, result: Mismatch, measured: Measured) -> None:
         return
     vocabulary = runs.of_a[0].all.shape[-1]
     weights = {name: next(iter(door.module.parameters(recurse=False)), None) for name, door in pair.doors["b"].items()}
-    # The embedding has a weight of that shape too, and is not the last one.
+    # The embedding has a weight of that shape too, but it is not the last such module.
     heads = [n for n in measured.order if (w := weights.get(n)) is not None and w.dim() == 2 and vocabulary in w.shape]
     head = heads[-1] if heads else None
     routers = {row["module"] for row in result.decisions if row["module"]}
@@ -588,7 +589,7 @@ def _remedies(runs: _Runs, result: Mismatch, measured: Measured) -> None:
         with changed_policies(model, change) as is_other:
             if not is_other:
                 continue
-            # A policy may be too small for the activations, as fp16 is for those beyond 65504.
+            # A format may be too small for the activations, as fp16 is for those beyond 65504.
             try:
                 figures = runs.figures("b")
             except NotNumbersError:

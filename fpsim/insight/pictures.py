@@ -1,4 +1,4 @@
-"""Pictures of where a step breaks, drawn with matplotlib and without pyplot's global state."""
+"""Draw pictures of the tools' results with matplotlib, without pyplot's global state."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ __all__ = [
 ]
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"  # Okabe and Ito 2008
-LABELS = 72  # sites that are named on an axis
-MOST_NAMED_LINES = 10  # a legend of more hides the picture
+LABELS = 72  # how many sites are named on an axis
+MOST_NAMED_LINES = 10  # a legend of more lines hides the picture
 
 _is_apart = ContextVar("_is_apart", default=False)
 
 
 class Picture(Figure):
-    """A figure that a notebook shows, once."""
+    """A figure that a notebook shows exactly once."""
 
     def _repr_png_(self) -> bytes:
         content = io.BytesIO()
@@ -53,18 +53,19 @@ class Picture(Figure):
         from IPython.display import display
 
         display({"image/png": base64.b64encode(self._repr_png_()).decode(), "text/plain": repr(self)}, raw=True)
-        # The inline backend shows all open figures at the end of a cell, and would show this one twice.
+        # The inline backend shows all open figures at the end of a cell. It would show this figure a second time.
         pyplot = sys.modules.get("matplotlib.pyplot")
         if pyplot is not None and "inline" in pyplot.get_backend():
             pyplot.close(self)
 
 
 def new_picture(width: float, height: float) -> Picture:
-    """Return an empty figure. If pyplot is in use, it becomes pyplot's current one, which `plt.show` shows.
+    """Return an empty figure. If pyplot is in use, this becomes pyplot's current figure, which `plt.show` shows.
 
     width, height: in inches.
     """
-    # Looked up and not imported: pyplot keeps its figures alive until they are closed, so only its users get them.
+    # pyplot is looked up rather than imported. It keeps its figures alive until they are closed, so only code that
+    # uses pyplot should get such figures.
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is None or _is_apart.get():
         return Picture(figsize=(width, height), layout="constrained")
@@ -73,7 +74,7 @@ def new_picture(width: float, height: float) -> Picture:
 
 
 def new_axes(width: float, height: float, grid: Literal["", "x", "y", "both"] = "") -> tuple[Picture, Any]:
-    """Return a new picture and its only axes, without a frame above and on the right.
+    """Return a new picture and its only axes, without the upper and the right line of the frame.
 
     grid: the axes with lines across the picture.
     """
@@ -96,13 +97,13 @@ def apart_from_pyplot() -> Iterator[None]:
 
 
 def _name_sites(axes: Any, sites: Sequence[str], marked: int | None = None) -> None:
-    """Name the sites along the vertical axis, from the top; only some of very many, and the marked one always."""
-    # Names closer than `every` to the marked one are left out: they would be printed over it.
+    """Name the sites along the vertical axis, from the top; if they are many, only some of them and the marked one."""
+    # Names closer than `every` to the marked name are left out, because they would be printed over it.
     every = max(-(-len(sites) // LABELS), 1)
     places = [i for i in range(0, len(sites), every) if marked is None or i == marked or abs(i - marked) >= every]
     if marked is not None and marked not in places:
         places = sorted([*places, marked])
-    # Between two dollar signs matplotlib sets mathematics.
+    # matplotlib typesets text between two dollar signs as mathematics.
     axes.set_yticks(places, [sites[i].replace("$", r"\$") for i in places], fontsize=6.5)
     axes.set_ylim(len(sites) - 0.4, -0.6)
     if marked is not None:
@@ -110,7 +111,7 @@ def _name_sites(axes: Any, sites: Sequence[str], marked: int | None = None) -> N
 
 
 def _label(axes: Any, **options: Any) -> None:
-    """Add a legend; without anything to name matplotlib would warn."""
+    """Add a legend, if there is anything to name: matplotlib warns of an empty legend."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, **options)
 
@@ -145,9 +146,9 @@ def plot_errors(rows: Sequence[Mapping[str, Any]]) -> Figure:
 def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | None) -> Figure:
     """Plot the amax of each result and gradient of a `Diagnosis` in the order of the forward pass.
 
-    Crosses on the right show those that are not finite.
+    Crosses on the right show tensors that are not finite.
 
-    cause: its line is marked, and the end of its format; None where nothing broke.
+    cause: the row whose line is marked, with the end of its format; None if nothing broke.
     """
     picture, axes = new_axes(7.2, 1.3 + 0.13 * min(len(rows), LABELS), grid="x")
     for name, colour, marker, words in (("", BLUE, "o", "result"), ("gradient_", ORANGE, "s", "its gradient")):
@@ -170,7 +171,7 @@ def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | No
         places = [i + offset for n, i in lost if n == name]
         if places:
             colour = ORANGE if name else BLUE
-            # They have no magnitude: x is a fraction of the axes here, just beyond the right edge.
+            # Non-finite numbers have no magnitude. Here x is a fraction of the axes, just beyond the right edge.
             edge: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "clip_on": False}
             axes.plot([1.015] * len(places), places, "x", color=colour, markersize=5, label=words, **edge)
     _name_sites(axes, [row["site"] for row in rows], marked)
@@ -180,9 +181,9 @@ def plot_ranges(rows: Sequence[Mapping[str, Any]], cause: Mapping[str, Any] | No
 
 
 def plot_watch(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Figure:
-    """Plot a value of a `Watch` by site and step, as colours; grey where a site was not seen.
+    """Plot a value of a `Watch` by site and step, as colours; grey if a site was not seen in a step.
 
-    rows: of one role and one format.
+    rows: the rows of one role and one format.
     """
     sites, steps = [*dict.fromkeys(row["site"] for row in rows)], sorted({row["step"] for row in rows})
     values = np.full((len(sites), len(steps)), np.nan)
@@ -193,11 +194,11 @@ def plot_watch(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
     is_share = value in ("underflow", "overflow", "nonfinite")
     limits: dict[str, Any] = {"vmin": 0.0, "vmax": 1.0} if is_share else {}
     if value == "amax":
-        # A logarithmic scale has no colour for 0, and no limits if nothing else is there.
+        # A logarithmic scale has no colour for 0, and no limits if all values are 0.
         values[values == 0] = np.nan
         limits["norm"] = "linear" if np.isnan(values).all() else "log"
     axes.set_facecolor("0.85")
-    # NaN is replaced before the maximum: NumPy warns of rows that hold nothing else, as an amax of zeros does.
+    # NaN is replaced before the maximum is taken, because NumPy warns of rows in which all values are NaN.
     hottest = int(np.nanargmax(np.nanmax(np.nan_to_num(values, nan=-np.inf), axis=1))) if len(sites) > LABELS else None
     drawn = axes.imshow(values, aspect="auto", cmap="cividis", interpolation="nearest", **limits)
     every = -(-len(steps) // 10)
@@ -210,9 +211,9 @@ def plot_watch(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
 
 
 def plot_costs(rows: Sequence[Mapping[str, Any]], whole: float) -> Figure:
-    """Plot the cost in loss of each module of a `Sensitivity`, alone in the small formats and beside all others.
+    """Plot the cost in loss of each module of a `Sensitivity`: alone in the small formats, and with all others.
 
-    whole: what all of them add; a line marks it where it is finite.
+    whole: the cost of all modules together; a line marks it if it is finite.
     """
     picture, axes = new_axes(7.2, 1.6 + 0.17 * min(len(rows), LABELS), grid="x")
     axes.axvline(0, color="0.5", linewidth=0.8)
@@ -225,7 +226,7 @@ def plot_costs(rows: Sequence[Mapping[str, Any]], whole: float) -> Figure:
             axes.plot([0, value], [y, y], color=colour, linewidth=1.2, alpha=0.6)
         if points:
             axes.plot(*np.array(points).T, marker, color=colour, markersize=4, label=words)
-    # Costs that are not finite become arrows at the edges. The limits are kept, or the arrows would widen them.
+    # Costs that are not finite become arrows at the edges. The limits are fixed, else the arrows would widen them.
     low, high = axes.get_xlim()
     for name, colour, _, offset, words in kinds:
         for end, edge, marker in ((math.inf, high, ">"), (-math.inf, low, "<")):
@@ -244,20 +245,20 @@ def plot_costs(rows: Sequence[Mapping[str, Any]], whole: float) -> Figure:
 def plot_sites(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Figure:
     """Plot a value of a `Recording` by site, as bars, from the top.
 
-    rows: of one role, from input to output.
+    rows: the rows of one role, from input to output.
     """
     is_share = all(isinstance(row[value], float) and 0 <= row[value] <= 1 for row in rows) and value != "amax"
     picture, axes = new_axes(7.2, 1.1 + 0.17 * min(len(rows), LABELS))
     values = [row[value] if row[value] is not None and math.isfinite(row[value]) else 0.0 for row in rows]
     axes.barh(range(len(rows)), [100 * v if is_share else v for v in values], color=BLUE)
-    # No bar has the length of inf, such as an SQNR where nothing was lost: it is written out.
+    # No bar can be infinitely long, as for an SQNR where nothing was lost: the value is written instead.
     for i, row in enumerate(rows):
         if row[value] is None or not math.isfinite(row[value]):
             axes.text(0, i, f" {'-' if row[value] is None else row[value]}", va="center", fontsize=8)
     several = len({row["role"] for row in rows}) > 1
     _name_sites(axes, [f"{row['site']} {row['role']}" if several else row["site"] for row in rows])
     axes.set_xlabel(f"{value.replace('_', ' ')}{' in %' * is_share}")
-    # Around zeros alone matplotlib centres the axis, and would show shares below zero.
+    # If all values are zero, matplotlib centres the axis, and would show shares below zero.
     if is_share and not any(values):
         axes.set_xlim(0, 1)
     axes.set_title(title, fontsize=9)
@@ -267,9 +268,9 @@ def plot_sites(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> Fig
 def plot_magnitudes(
     counts: Mapping[int, int], lost: Mapping[int, int], limits: Mapping[str, float], title: str
 ) -> Figure:
-    """Plot the number of magnitudes of a tensor with each exponent, and of those that rounding made zero.
+    """Plot how many magnitudes of a tensor have each exponent, and how many of these became zero by rounding.
 
-    counts, lost: by exponent.
+    counts, lost: these two numbers, by exponent.
     limits: {name: log2 of a magnitude}, drawn as lines.
     """
     picture, axes = new_axes(7.2, 3.2)
@@ -290,7 +291,7 @@ def plot_magnitudes(
 def plot_lost(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Plot the share of lost updates of each parameter against the step.
 
-    rows: of `LostUpdates`.
+    rows: the rows of a `LostUpdates`.
     """
     picture, axes = new_axes(7.2, 3.2)
     names = list(dict.fromkeys(row["parameter"] for row in rows))
@@ -298,13 +299,13 @@ def plot_lost(rows: Sequence[Mapping[str, Any]]) -> Figure:
         points = [
             (row["step"], 100 * row["lost"]) for row in rows if row["parameter"] == name and row["lost"] is not None
         ]
-        # Markers: a record of one step has no line.
+        # Markers are drawn, because a record of one step has no line.
         axes.plot(
             [x for x, _ in points], [y for _, y in points], label=name, linewidth=1, marker="." * (len(points) < 20)
         )
     axes.set_xlabel("step")
     axes.set_ylabel("lost updates in %")
-    # A little beyond 0 and 100, or a line of either value would lie under the frame.
+    # The limits are a little beyond 0 and 100, else a line at 0 or 100 would lie under the frame.
     axes.set_ylim(-2, 102)
     if 0 < len(names) <= MOST_NAMED_LINES:
         axes.legend(fontsize=7, frameon=False)

@@ -1,4 +1,4 @@
-"""Ranges: the finite range of a tensor, its inf and NaN; and the result of a format for a number."""
+"""Ranges: the finite range of a tensor with its counts of inf and NaN, and the range of a format or a dtype."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ __all__ = [
 class Glance:
     """Statistics of a tensor from one pass over it.
 
-    count, nonzero: how many numbers there are, and how many of them are not zero.
-    low, high: the smallest and the largest finite number, 0 without one.
-    nan, plus, minus: how many are NaN, inf and -inf.
-    ends: how many are the largest number of float32 or its negative, which masks; `low` and `high` leave them out.
-    largest: where the dtype ends.
+    count, nonzero: the number of elements, and of those that are not zero.
+    low, high: the smallest and the largest finite number; 0 if there is none.
+    nan, plus, minus: the numbers of NaN, inf and -inf.
+    ends: the number of elements that are float32's largest number or its negative. These are masks, and `low` and
+        `high` leave them out.
+    largest: the largest number of the dtype.
     """
 
     count: int
@@ -64,7 +65,7 @@ class Glance:
 
     @property
     def worst(self) -> str:
-        """Name the kind of the non-finite numbers: one of them, if there are several."""
+        """The kind of the non-finite numbers; if there are several kinds, NaN comes before inf, and inf before -inf."""
         return "NaN" if self.nan else "inf" if self.plus else "-inf"
 
     @property
@@ -82,9 +83,9 @@ class Glance:
 
 
 def glance(x: Tensor) -> Glance:
-    """Return a glance at a tensor of numbers; of an empty one all is 0."""
+    """Return a glance at a tensor of numbers; for an empty tensor all values are 0."""
     x = x.detach()
-    # The zeros that a sparse gradient leaves out are not numbers that underflowed.
+    # A sparse gradient leaves out zeros that have not underflowed, so they are not counted.
     if x.layout is not torch.strided:
         x = x.coalesce().values() if x.layout is torch.sparse_coo else x.to_dense()
     if not x.is_floating_point():
@@ -93,9 +94,9 @@ def glance(x: Tensor) -> Glance:
     if not x.numel():
         return Glance(0, 0, 0.0, 0.0, largest=largest)
     count, nonzero, (low, high) = x.numel(), int(torch.count_nonzero(x)), map(float, torch.aminmax(x))
-    # In float32 `torch.finfo(x.dtype).min` masks, as -inf does, and passes every format unchanged.
+    # In float32 `torch.finfo(x.dtype).min` is a mask, as -inf is, and no format changes it.
     beyond = largest if x.dtype is torch.float32 else math.inf
-    # One pass is enough for most tensors. aminmax returns NaN if any element is NaN, and then this is False.
+    # One pass is enough for most tensors. If any element is NaN, aminmax returns NaN, and this condition is False.
     if -beyond < low and high < beyond:
         return Glance(count, nonzero, low, high, largest=largest)
     is_finite = x.isfinite()
@@ -107,7 +108,7 @@ def glance(x: Tensor) -> Glance:
 
 
 def are_passed_on(result: Tensor, operands: list[Tensor]) -> bool:
-    """True if each infinity of an element-wise result is one of an operand, possibly with the other sign."""
+    """True if each infinity of an element-wise result is also in an operand, possibly with the other sign."""
     try:
         shape = torch.broadcast_shapes(*(x.shape for x in operands))
     except RuntimeError:
@@ -121,7 +122,7 @@ def are_passed_on(result: Tensor, operands: list[Tensor]) -> bool:
 
 
 def first_index(where: Tensor) -> str:
-    """Return the index of the first true element, "3, 7"; "" for a scalar, or without one."""
+    """Return the index of the first true element, "3, 7"; "" for a scalar, or if no element is true."""
     places = where.nonzero()
     return ", ".join(map(str, places[0].tolist())) if len(places) else ""
 
@@ -142,70 +143,70 @@ class Ends:
 
     @classmethod
     def of_spec(cls, spec: Spec, scale: float | None = None) -> Ends:
-        """Ends of a format; with shared scales, those at the tensor's scale, or 0 and inf if it is unknown."""
+        """Return the ends of a format; with a shared scale, the ends at this scale, or 0 and inf if it is unknown."""
         fmt = spec.fmt
         if isinstance(fmt, BlockFormat) and scale is not None:
             return cls(str(fmt), fmt.largest / scale, float(getattr(fmt.element, "smallest", 0.0)) / scale, None)
-        # Each block has a range of its own, so no number is known to be outside.
+        # Each block has a range of its own, so it is not known which numbers are outside of it.
         if isinstance(fmt, BlockFormat):
             return cls(str(fmt), math.inf, 0.0, None)
         return cls(str(fmt), fmt.largest, float(getattr(fmt, "smallest", 0.0)), spec)
 
     @property
     def epsilon(self) -> float:
-        """Relative distance of its numbers; 0 for formats that share scales."""
+        """The relative distance of neighbouring numbers; 0 for formats that share scales."""
         if isinstance(self.holder, torch.dtype):
             return torch.finfo(self.holder).eps
         return 0.0 if self.holder is None else epsilon_of(self.holder)
 
     def holds(self, value: float) -> bool:
-        """True if a number that is not zero is not rounded to zero."""
+        """True if this non-zero number is not rounded to zero."""
         return self.rounded(value) != 0
 
     def rounded(self, value: float) -> float:
-        """Round a number to the nearest of the format; unchanged if the scale is unknown."""
+        """Round a number to the nearest one of the format; return it unchanged if the scale is unknown."""
         if self.holder is None:
             return value
-        # From float64: a float32 tensor would round the number once more, before the cast.
+        # The tensor is float64, because a float32 tensor would round the number a first time before the cast.
         if isinstance(self.holder, torch.dtype):
             return float(torch.tensor(value, dtype=torch.float64).to(self.holder))
         return float(round_to(torch.tensor(value), self.holder.fmt, "nearest_even"))
 
 
 def epsilon_of(spec: Spec) -> float:
-    """Relative distance of the numbers of a format, or of its elements; 0 where they are at equal distances."""
+    """Return the relative distance of a format's numbers, or its elements; 0 if the absolute distances are equal."""
     return float(getattr(getattr(spec.fmt, "element", spec.fmt), "epsilon", 0.0))
 
 
 def expected_error(spec: Spec | torch.dtype, count: int = 1) -> float:
-    """Relative error, of the Euclidean norm, of rounding `count` numbers that are in the range of a format.
+    """Return the expected relative error, in the Euclidean norm, of rounding `count` numbers in a format's range.
 
-    Shared scales add no error: a value is element times scale.
+    Shared scales add no error, because a value is an element times its scale.
 
     >>> from fpsim.tensors.spec import any_spec
     >>> round(expected_error(any_spec("e2m1fn")), 3), round(expected_error(any_spec("int8 per 32 fp32")), 4)
     (0.094, 0.0059)
     """
-    # 28 = 12 * 7 / 3: rounding to nearest has a mean square error of ulp**2 / 12, and numbers spread evenly over the
-    # binade from 1 on have a mean square of 7/3.
+    # 28 = 12 * 7 / 3: the mean square error of rounding to nearest is ulp**2 / 12, and the mean square of numbers that
+    # are uniform in the binade from 1 to 2 is 7/3.
     if isinstance(spec, torch.dtype):
         return torch.finfo(spec).eps / math.sqrt(28)
     element = spec.fmt.element if isinstance(spec.fmt, BlockFormat) else spec.fmt
-    # The mean square error of stochastic rounding is twice as large, that of rounding down or up four times.
+    # The mean square error of stochastic rounding is twice as large, that of rounding down or up four times as large.
     more = 1.0 if spec.rounding.startswith("nearest") else math.sqrt(2) if spec.rounding == "stochastic" else 2.0
     if isinstance(element, FloatFormat):
         return more * element.epsilon / math.sqrt(28)
     if isinstance(spec.fmt, BlockFormat):
         rows, columns = spec.fmt.tile
         count = rows * columns or count
-    # At equal distances the error depends on the largest number: of `count` normal ones it is about
-    # sqrt(2 log(count)) deviations, and is taken to be the largest value of the format.
+    # If the numbers of a format are at equal distances, the error depends on the largest number. For `count` normally
+    # distributed numbers this is about sqrt(2 log(count)) deviations; it is taken for the format's largest value.
     levels = len(element.finite) if isinstance(element, Codebook) else 2**element.word_length
     return more * 2 / levels / math.sqrt(12) * math.sqrt(2 * math.log(max(count, 2)))
 
 
 def binades_in(exponents: Mapping[int, int]) -> int:
-    """Number of binades from the 0.5th to the 99.5th percentile of the magnitudes, inclusive; 0 for zeros."""
+    """Return the number of binades from the 0.5th to the 99.5th percentile of magnitudes, inclusive; 0 for zeros."""
     total, seen, inside = sum(exponents.values()), 0, []
     for exponent in sorted(exponents):
         before, seen = seen, seen + exponents[exponent]

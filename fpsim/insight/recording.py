@@ -1,4 +1,4 @@
-"""Effects of the formats on a running model: a tally of every site and role."""
+"""Record the effects of the formats on a running model: a tally of every site and role."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ SUMS = ("counts", "sums", "exponents", "shape")  # the tensors of an Accumulator
 
 
 def is_of_role(name: str, role: str) -> bool:
-    """True if a row belongs to a role. Those of "error" include gradients of activations as operands."""
+    """True if a row belongs to a role. The rows of "error" include gradients of activations as operands."""
     return name == role or (role == "error" and name.endswith(".dy"))
 
 
 def _loaded(
     state: Mapping[str, Any],
 ) -> tuple[int, Counter[tuple[str, str]], dict[tuple[str, str, Spec], Accumulator]]:
-    """Read a state: `every`, the calls that were seen, and the sums. Raises ValueError and others."""
+    """Return the parts of a state: `every`, the calls that were seen, and the sums. Raises ValueError and others."""
     require_whole("state['every']", state["every"], 1)
     seen: Counter[tuple[str, str]] = Counter()
     for site, role, count in state["seen"]:
@@ -95,7 +95,7 @@ def _require_words(site: object, role: object) -> None:
 
 
 class Recording:
-    """Tallies per site and role of a running model; see `record`. It prints as a table, and becomes a DataFrame.
+    """Tallies of a running model by site and role; see `record`. It prints as a table, and converts to a DataFrame.
 
     updates: the lost updates of each quantised optimizer of the model; see `lost_updates`.
     """
@@ -109,13 +109,13 @@ class Recording:
 
     def wants(self, site: str, role: str) -> bool:
         """True if this call of a site is tallied."""
-        # The emulation asks once for each call, so that asking counts them.
+        # The emulation asks once for each call, so this method counts the calls.
         self._seen[site, role] += 1
         return (self._seen[site, role] - 1) % self._every == 0
 
     def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
-        """Tally a tensor before and after it is rounded; called by the emulation for each one that is wanted."""
-        # A model on device meta has nothing to count.
+        """Tally a tensor before and after it is rounded; the emulation calls this for each call that is wanted."""
+        # Tensors on device meta have no numbers to count.
         if not holds_numbers(before):
             return
         key = (site, role, spec)
@@ -130,7 +130,7 @@ class Recording:
         self._every, self._seen, self._sums = other._every, other._seen, other._sums
 
     def state_dict(self) -> dict[str, Any]:
-        """The statistics so far, in tensors, numbers and strings: `torch.load(..., weights_only=True)` reads it."""
+        """Return the statistics so far: tensors, numbers and strings, for `torch.load(..., weights_only=True)`."""
         sums = [
             {
                 "site": site,
@@ -148,12 +148,12 @@ class Recording:
         return {"every": self._every, "seen": [(*key, count) for key, count in self._seen.items()], "sums": sums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the recording whose `state_dict` this is. A state that is refused changes nothing.
+        """Continue the recording of which `state` is the `state_dict`. A state that is refused changes nothing.
 
-        Raises TypeError for anything but a mapping, ValueError for one that is not the state of a recording.
+        Raises TypeError for anything but a mapping, ValueError for a mapping that is not the state of a recording.
         """
         require_mapping("state", state, "what state_dict() returns")
-        # Nothing is assigned before all of it has been checked.
+        # Nothing is assigned before the whole state has been checked.
         try:
             self._every, self._seen, self._sums = _loaded(state)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
@@ -168,17 +168,17 @@ class Recording:
         self._sums.clear()
 
     def tallies(self) -> dict[tuple[str, str, str], Tally]:
-        """{(site, role, rounding): Tally}, in the order in which the sites were first met."""
+        """Return {(site, role, rounding): Tally}, in the order in which the sites were first called."""
         return {(site, role, str(spec)): sums.result() for (site, role, spec), sums in self._sums.items()}
 
     def rows(self) -> Rows:
-        """A row for each site and role; they print as a table. Copies the numbers to the host.
+        """Return a row for each site and role; the rows print as a table. Copies the numbers to the host.
 
         count, nonzero, blocks, zero_blocks: counts of numbers, and of blocks that share a scale.
-        underflow: share of the non-zero numbers that became zero. subnormal, overflow, nonfinite, exact: share of all
-        numbers. scale_underflow, scale_overflow: share of all blocks. Each has its count too: `underflow_count`.
-        amax, sqnr_db, scale_bias, log2_scale_spread: as in a `Tally`. row_bias, kurtosis: likewise, of gradients of
-        activations. scale_share, dead_zone_share, grid_share: the `error_shares` of a `Tally`.
+        underflow: share of the non-zero numbers that became zero. subnormal, overflow, nonfinite, exact: shares of all
+        numbers. scale_underflow, scale_overflow: shares of all blocks. Each share has its count too: `underflow_count`.
+        amax, sqnr_db, scale_bias, log2_scale_spread: as in a `Tally`. row_bias, kurtosis: also as in a `Tally`, but
+        only for gradients of activations. scale_share, dead_zone_share, grid_share: the `error_shares` of a `Tally`.
         """
         rows = Rows()
         for (site, role, spec), sums in self._sums.items():
@@ -200,18 +200,18 @@ class Recording:
         return len(self._sums)
 
     def __bool__(self) -> bool:
-        # `__len__` is 0 before the first call, but `if recording:` asks whether there is one.
+        # `__len__` is 0 before the first call, but `if recording:` asks whether there is a recording.
         return True
 
     def to_frame(self) -> Any:
-        """The rows as a pandas.DataFrame."""
+        """Return the rows as a pandas.DataFrame."""
         return self.rows().to_frame()
 
     def plot(self, role: str = "error", value: str = "underflow") -> Any:
         """Plot a value of the rows by site, from input to output; needs matplotlib.
 
-        role, value: of the rows.
-        Raises ValueError where no row has the role or the value.
+        role: the role whose rows are plotted. value: the column.
+        Raises ValueError if no row has the role or the value.
         """
         if not isinstance(role, str):
             raise TypeError(f"role={shown(role)} is not a string. Expected: the role of a row, such as 'error'.")
@@ -239,16 +239,17 @@ class Recording:
 def record(model: nn.Module, every: int = 1, into: Recording | None = None) -> AbstractContextManager[Recording]:
     """Tally the effects of rounding at every site of a quantised model, while the block runs it forward and backward.
 
-    A site is a module's name and the operation in it ("layer1.conv1:conv2d"); a role is "weight", "activation", "error"
+    A site is a module's name and the operation in it ("layer1.conv1:conv2d"). A role is "weight", "activation", "error"
     or "weight_grad", or an operand of a product: "fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x",
-    and "output" for its result. Rows have the fields of a `Tally`, counts as shares too; of a format whose numbers
-    share scales also what became of the scales. Of parameters that a quantised optimizer has, `updates` tells which of
-    each n-th step's updates were lost, unless `lost_updates` records them. Recording changes no result.
+    and "output" for its result. Rows have the fields of a `Tally`, and each count as a share too. For a format whose
+    numbers share scales they also have the effects on the scales. If a quantised optimizer has the model's parameters,
+    `updates` counts the lost updates of each n-th step, unless `lost_updates` records them. Recording changes no
+    result.
 
     Args:
-        model: from `fpsim.quantize`.
+        model: a model that `fpsim.quantize` returned.
         every: tally each n-th call of a site.
-        into: a recording that goes on, with its own `every`.
+        into: an earlier recording to continue, with its own `every`.
 
     Raises:
         ValueError: for a model that is not quantised, and for one that is being recorded already.
@@ -270,7 +271,7 @@ def _record(model: nn.Module, every: int, into: Recording | None, undo: Undo) ->
     recording = Recording(every) if into is None else into
     observe(model, recording, undo)
     for quantized in unrecorded(quantized_optimizers(model)):
-        # A recording that goes on keeps the counts of its earlier block.
+        # A recording that is continued keeps the counts of its earlier blocks.
         known = next((lost for lost in recording.updates if lost.is_of(quantized)), None)
         lost = LostUpdates(quantized, recording._every) if known is None else known
         undo.by(lost.detach)
@@ -292,14 +293,14 @@ def observe(model: nn.Module, observer: Observer, undo: Undo) -> None:
             "This model is being recorded already. Leave the other `with fpsim.record(...)` or "
             "`with fpsim.snapshots(...)` block first."
         )
-    # Registered before the change, so that an interrupt between the two leaves no observer behind.
+    # The undo is registered before the change, so an interrupt between the two leaves no observer behind.
     undo.by(partial(_leave, registered, observer))
     for listener in registered:
         listener.observer = observer
 
 
 def _leave(registered: list[Listeners], observer: Observer) -> None:
-    # This may run twice, and another block may have begun since: its observer stays.
+    # This may run twice. If another block has begun in the meantime, its observer stays.
     for listener in registered:
         if listener.observer is observer:
             listener.observer = None

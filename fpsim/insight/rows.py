@@ -14,8 +14,8 @@ class Rows(list[dict[str, Any]]):
     """Rows with the same keys."""
 
     def to_frame(self) -> Any:
-        """A pandas.DataFrame. Raises ImportError without pandas."""
-        # Imported on use: pandas belongs to the extra `lab`, and rows print without it.
+        """Return a pandas.DataFrame. Raises ImportError without pandas."""
+        # pandas is imported only here: it belongs to the extra `lab`, and rows print without it.
         try:
             import pandas as pd
         except ImportError:
@@ -27,7 +27,7 @@ class Rows(list[dict[str, Any]]):
 
 
 def largest_of(rows: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    """Return the largest value of a column, of the rows that have one."""
+    """Return the largest value of a column among the rows that have one; None if no row has one."""
     return max((row[name] for row in rows if row[name] is not None), default=None)
 
 
@@ -39,7 +39,7 @@ def number(value: object) -> str:
 
 
 def text_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format rows as columns beneath their heads.
+    """Format rows as columns below their heads.
 
     >>> print(text_table(["site", "amax"], [["fc", "3"]]))
     site  amax

@@ -1,6 +1,6 @@
 """sensitivity(model, loss, policy): rank the modules by the cost of small formats.
 
-`last_layers` names those whose product the loss reads through no other product.
+`last_layers` names the modules whose product reaches the loss without another product in between.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from fpsim.undoing import Undo, undone
 
 __all__ = ["Sensitivity", "last_layers", "sensitivity"]
 
-MOST_PAIRS = 66  # pairs that are tried if no module repairs the loss alone: those of 12 modules
-MOST_TRIED = 12  # modules that are tried instead of one whose float32 result breaks its readers
+MOST_PAIRS = 66  # how many pairs are tried if no module repairs the loss alone: as many as 12 modules have
+MOST_TRIED = 12  # how many modules are tried instead of one whose float32 result breaks its readers
 
 
 class Sensitivity(Rows):
-    """A row for each module, the one that costs most first; see `sensitivity`.
+    """A row for each module, from the largest cost to the smallest; see `sensitivity`.
 
-    float32, quantised: the loss of the whole model in float32 and under the policy.
-    pair: two modules that repair a loss together that is not finite, where none does alone; None elsewhere.
+    float32, quantised: the loss of the whole model in float32, and under the policy.
+    pair: two modules that together repair a loss that is not finite, if no module repairs it alone; else None.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -56,11 +56,11 @@ class Sensitivity(Rows):
         self.pair: tuple[str, str] | None = None
 
     def policy(self, k: int) -> Policy:
-        """Return the policy with the k modules that cost most left in float32.
+        """Return the policy that leaves the k modules with the largest costs in float32.
 
-        A module's float32 result may be too large for the format of its reader, although with all modules in the
-        formats the loss is finite. Then modules without parameters, such as a relu, are left in float32 too, if that
-        repairs the loss; otherwise the next module in the ranking is taken instead.
+        A module's float32 result may be too large for the format of its reader, even if the loss is finite with all
+        modules in the formats. Then modules without parameters, such as a relu, are left in float32 too, if that
+        repairs the loss. Otherwise the next module in the ranking is taken instead.
 
         Raises ValueError for more modules than there are, and if no k modules that were tried leave the loss finite.
         """
@@ -75,9 +75,9 @@ class Sensitivity(Rows):
         return self._leaving(wide)
 
     def _leaving(self, names: list[str]) -> Policy:
-        """Return the policy with these modules in float32; of one with modules inside only its own operations."""
+        """Return the policy with these modules in float32; for a module with others inside, only its own operations."""
         whole = [name for name in names if not _has_inside(name, self._by_module)]
-        # The user's policy with a few lines more is easier to read than one that names each module.
+        # The user's policy with a few additional lines is easier to read than a policy that names each module.
         if len(whole) == len(names):
             return replace(self._policy, overrides={**self._policy.overrides, **dict.fromkeys(names)})
         wanted = {name: Policy() if name in names else own for name, own in self._by_module.items()}
@@ -98,7 +98,7 @@ class Sensitivity(Rows):
     __repr__ = __str__
 
     def plot(self) -> Any:
-        """Plot the cost of each module, alone and beside all others; needs matplotlib."""
+        """Plot the cost of each module, alone and together with all others; needs matplotlib."""
         from fpsim.insight.pictures import plot_costs
 
         return plot_costs(self, _excess(self.quantised, self.float32))
@@ -106,38 +106,39 @@ class Sensitivity(Rows):
 
 @keeps_grad_mode
 def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 0) -> Sensitivity:
-    """Rank modules by cost: the loss with each alone in the small formats, and with each alone left in float32.
+    """Rank modules by cost: the loss with only this module in the small formats, and with only this one in float32.
 
-    A module is one without modules inside that has parameters, or the own operations of one with modules inside, such
-    as the products of an attention; if none repairs a loss that is not finite, others without parameters too. Each row
-    has:
+    A row stands for a module that has parameters and no modules inside, or for the own operations of a module with
+    others inside, such as the products of an attention. If none of these repairs a loss that is not finite, modules
+    without parameters have rows too. Each row has:
 
     - module, type: the name, "" for the model's own operations, and the class.
     - cost: the larger of `alone` and `without`.
-    - alone: the loss with this module alone quantised, minus float32's. It finds modules that break by themselves.
-    - without: the loss under the policy, minus that with this module alone in float32. It finds those breaking others.
-    - loss_alone, loss_without: both losses.
-    - own: whether it stands for the own operations of a module with others inside.
+    - alone: the loss if only this module is quantised, minus the loss in float32. It finds modules that break alone.
+    - without: the loss under the policy, minus the loss if only this module is in float32. It finds modules that break
+      others.
+    - loss_alone, loss_without: these two losses.
+    - own: whether the row stands for the own operations of a module with others inside.
 
-    A loss that is not finite costs inf, and minus another such one NaN. There are 2 runs for each module, and 2 more;
-    `loss` decides how much data one takes. If the loss with all modules in the formats is finite, one more run for each
-    `policy(k)` makes sure that its own is. If no module alone repairs a loss that is not finite, pairs are tried, at
-    most 66.
+    If a loss is not finite, the cost is inf; the difference of two such losses is NaN. There are 2 runs for each
+    module, and 2 more; `loss` decides how much data a run takes. If the loss with all modules in the formats is finite,
+    one more run for each `policy(k)` makes sure that its loss is finite too. If no module alone repairs a loss that is
+    not finite, at most 66 pairs are tried.
 
-    `model` stays as it is: a copy is run, with the same dropout and noise each time. A step runs the model itself,
-    whose formats, parameters, buffers and gradients are restored.
+    With a function of the model, `model` stays as it is: a copy is run, with the same dropout and noise each time. A
+    step runs the model itself, whose formats, parameters, buffers and gradients are restored.
 
     Args:
         model: any module, quantised or not.
-        loss: from a model to its loss, on the data that is to decide. Called under torch.no_grad(), unless it enables
-            gradients itself. Or as in the other tools a step, a function without arguments that returns the loss; or a
-            batch, where the output has a `.loss`.
+        loss: a function from a model to its loss, on the data that is to decide. It is called under torch.no_grad(),
+            unless it enables gradients itself. Or, as in the other tools, a step: a function without arguments that
+            returns the loss, or a batch for a model whose output has a `.loss`.
         policy: the small formats, as for `quantize`.
-        seed: of dropout and noise.
+        seed: the seed of dropout and noise.
 
     Raises:
-        ValueError: for a model none of whose modules has parameters, for one whose loss is not finite in float32, and
-            as from `quantize`.
+        ValueError: for a model without modules that have parameters, for a model whose loss is not finite in float32,
+            and as in `quantize`.
 
     >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     >>> with torch.no_grad():
@@ -166,12 +167,12 @@ def sensitivity(model: nn.Module, loss: Any, policy: FormatLike, *, seed: int = 
 
 
 class _Losses:
-    """The loss under one policy after another. calls: the modules whose own operations computed something."""
+    """The losses under different policies. calls: the modules whose own operations have computed something."""
 
     def __init__(self, model: nn.Module, plain: nn.Module, loss: Any, seed: int, undo: Undo) -> None:
         self.seed, self.calls = seed, set[str]()
         self._is_of_model = is_function(loss) and required_arguments(loss) == 1
-        # One copy, whose formats are switched for each run.
+        # There is only one copy, and its formats are switched for each run.
         if self._is_of_model:
             self.model = quantize(plain, None)
             self._set: Callable[[FormatLike], None] = partial(try_policy, self.model)
@@ -195,7 +196,7 @@ class _Losses:
             return number_of("loss(model)" if self._is_of_model else "step()", total)
 
         value = undone(seeded)
-        # A run in training mode moves running statistics, and the next one must begin with the same.
+        # A run in training mode changes running statistics, but each run must begin with the same ones.
         self.model.load_state_dict(self._state)
         return value
 
@@ -207,7 +208,7 @@ class _Losses:
         pass
 
     def noted(self, policy: Policy) -> float:
-        """Return the loss under a policy, and note the modules whose operations computed."""
+        """Return the loss under a policy, and note the modules whose own operations ran."""
 
         def run(undo: Undo) -> float:
             traced(self.model, self, "sensitivity", undo)
@@ -234,7 +235,7 @@ def _rank(ranking: Sensitivity, losses: _Losses, plain: nn.Module, wanted: Polic
             only, but = losses.under(policy_of_modules(alone)), losses.under(ranking._leaving([name]))
             row: dict[str, Any] = {"module": name, "type": type(modules[name]).__name__, "cost": 0.0}
             row |= {"alone": _excess(only, ranking.float32), "without": _excess(ranking.quantised, but)}
-            # NaN compares with nothing: it would leave the order of the rows to chance.
+            # Comparisons with NaN are false, so with a NaN the order of the rows would be left to chance.
             row["cost"] = max((x for x in (row["alone"], row["without"]) if not math.isnan(x)), default=0.0)
             row |= {"loss_alone": only, "loss_without": but}
             ranking.append({**row, "own": _has_inside(name, modules)})
@@ -242,7 +243,7 @@ def _rank(ranking: Sensitivity, losses: _Losses, plain: nn.Module, wanted: Polic
     layers = [n for n, m in modules.items() if n and not any(m.children()) and _has_numbers(m)]
     containers = [n for n, m in modules.items() if any(m.children()) and n in losses.calls]
     add([n for n in modules if n in layers or n in containers])
-    # Modules without parameters cost two runs each, so that they are tried only if no other repairs the loss.
+    # Modules without parameters cost two runs each, so they are tried only if no other module repairs the loss.
     if _is_broken(ranking):
         add([n for n in modules if n in losses.calls and n not in layers and n not in containers])
     ranking.sort(key=lambda row: -row["cost"])
@@ -261,7 +262,7 @@ def _is_broken(ranking: Sensitivity) -> bool:
 def _find_pair(ranking: Sensitivity, losses: _Losses) -> None:
     """Try pairs of modules in float32; a pair that repairs the loss is ranked first."""
     names = [row["module"] for row in ranking]
-    # Rows are sorted by cost, so that a small sum of indices is a pair that costs much.
+    # Rows are sorted by cost, so a pair with a small sum of indices has a large cost.
     pairs = sorted(combinations(range(len(names)), 2), key=sum)
     for i, j in pairs[:MOST_PAIRS]:
         if math.isfinite(losses.under(ranking._leaving([names[i], names[j]]))):
@@ -272,9 +273,9 @@ def _find_pair(ranking: Sensitivity, losses: _Losses) -> None:
 
 
 def _keep_finite(ranking: Sensitivity, losses: _Losses, bare: list[str]) -> None:
-    """Note which modules replace the first k, where these in float32 leave a loss that is not finite.
+    """Note which modules replace the first k, if the loss is not finite with these in float32.
 
-    bare: the modules without a row, such as relus, which round their results all the same.
+    bare: the modules without a row, such as relus. They round their results too.
     """
     names = [row["module"] for row in ranking]
     without = {row["module"]: row["loss_without"] for row in ranking}
@@ -283,12 +284,12 @@ def _keep_finite(ranking: Sensitivity, losses: _Losses, bare: list[str]) -> None
         return math.isfinite(without[wide[0]] if len(wide) == 1 else losses.under(ranking._leaving(wide)))
 
     def repaired(wide: list[str]) -> list[str] | None:
-        """Return these modules, and as few of the bare ones as make the loss finite; None if all do not."""
+        """Return these modules and as few bare ones as make the loss finite; None if even all bare ones do not."""
         if is_finite(wide):
             return wide
         if not bare or not is_finite([*wide, *bare]):
             return None
-        # Each of them alone may not be enough, so that all are taken first, and then one after the other is dropped.
+        # One bare module may not be enough, so all are taken first, and then one after the other is dropped.
         beside = [*bare]
         for name in bare:
             fewer = [other for other in beside if other != name]
@@ -305,7 +306,7 @@ def _keep_finite(ranking: Sensitivity, losses: _Losses, bare: list[str]) -> None
             if found is not None:
                 taken = [*taken, name]
                 break
-        # A larger k may be finite again, with the modules that this one lacks.
+        # With a larger k the loss may be finite again, because of the additional modules.
         if found is None:
             taken = names[:k]
         if found != names[:k]:
@@ -317,12 +318,12 @@ def _has_numbers(module: nn.Module) -> bool:
 
 
 def _has_inside(name: str, names: Iterable[str]) -> bool:
-    """True if a module has others inside; all are inside of the model itself, which is named ""."""
+    """True if a module has others inside. All modules are inside of the model itself, which is named ""."""
     return any(other != name and (not name or other.startswith(f"{name}.")) for other in names)
 
 
 def _excess(a: float, b: float) -> float:
-    """Return the excess of a loss over another. One that is not finite is larger than any that is."""
+    """Return the excess of a loss over another. A loss that is not finite is larger than any finite one."""
     if math.isfinite(a) and math.isfinite(b):
         return a - b
     if math.isfinite(a) == math.isfinite(b):
@@ -337,27 +338,28 @@ _PRODUCTS = {*CALLS, *OPERATIONS}
 def last_layers(model: nn.Module, step: Any, *, loss: Callable[[Any], Tensor] | None = None) -> list[str]:
     """Name the layers whose product with a weight reaches the loss without another such product.
 
-    Of a classifier or a language model that is its head; of a detector, each of its heads; of a model whose head shares
-    the embedding's weight, the module that multiplies by it. The gradient that comes to them is that of the loss:
-    a few large elements, and many small ones that add up to as much. Rounded to nearest in 4 bits the small ones are
-    lost and the sum is wrong at any scale. A model that keeps these layers in a wider format trains:
+    For a classifier or a language model this is the head, for a detector each head. If the head shares the embedding's
+    weight, it is the module that multiplies by this weight. The gradient that arrives at these layers is the gradient
+    of the loss: a few large elements, and many small ones whose sum is as large. If it is rounded to nearest in 4 bits,
+    the small elements are lost, and sums are wrong at any scale. A model that keeps these layers in a wider format
+    trains:
 
         policy = fpsim.Policy(error="e2m1fn", overrides=dict.fromkeys(fpsim.last_layers(model, step), "bf16"))
 
-    The step runs once, in float32. Parameters, buffers, gradients and random numbers are as they were afterwards.
+    The step runs once, in float32. Parameters, buffers, gradients and random numbers are restored afterwards.
 
     Args:
         model: any module, quantised or not.
-        step: a function without arguments that returns the loss, or a batch, where the output has a `.loss` or with
-            `loss`.
-        loss: from the output of a batch to its loss.
+        step: a function without arguments that returns the loss, or a batch. With a batch, the model's output has a
+            `.loss`, or `loss` computes it.
+        loss: a function from the model's output to the loss, for a batch.
 
     Returns:
-        Names as in `model.named_modules()`, in the order they were called; "" for operations of the model itself.
+        The names, as in `model.named_modules()`, in the order of the calls; "" for operations of the model itself.
 
     Raises:
         TypeError: for a step that does not return a tensor.
-        ValueError: where no product leads to the loss.
+        ValueError: if no product leads to the loss.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -384,7 +386,7 @@ def last_layers(model: nn.Module, step: Any, *, loss: Callable[[Any], Tensor] | 
 
 
 class _Listed:
-    """Visitor that notes the operations whose weight is computed, as torch's prune and parametrizations do."""
+    """Visitor that notes the operations with a computed weight, as with torch's pruning and parametrizations."""
 
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
         scope = None if active.emulation is None else active.emulation.scope
@@ -402,7 +404,7 @@ def _last(trace: Trace, total: Tensor) -> list[str]:
         if operation is None or id(operation) in known:
             continue
         known.add(id(operation))
-        # Nothing behind a product is looked at: what lies there reaches the loss through it.
+        # The search stops at a product: all operations before it reach the loss through it.
         has_weight = operation.notes.get("has_weight") or any(map(_is_of_parameters, operation.sources))
         if operation.name in _PRODUCTS and has_weight:
             layers[operation.index] = operation.module
@@ -417,8 +419,8 @@ def _last(trace: Trace, total: Tensor) -> list[str]:
 
 
 def _is_of_parameters(operation: Operation | None) -> bool:
-    """True if a tensor follows from parameters alone: a weight, a view of one, or a result computed from weights."""
-    # A row of an embedding depends on its indices, which are data.
+    """True if a tensor depends only on parameters: a weight, a view of a weight, or a result computed from weights."""
+    # A row of an embedding also depends on its indices, which are data.
     if operation is None or operation.name in LOOK_UPS:
         return False
     return operation.name == "parameter" or (bool(operation.sources) and all(map(_is_of_parameters, operation.sources)))

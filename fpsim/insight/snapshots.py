@@ -1,4 +1,4 @@
-"""Whole tensors of chosen sites, before and after they are rounded: a safetensors file for each n-th call."""
+"""Keep whole tensors of chosen sites, before and after they are rounded: a safetensors file for each n-th call."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from fpsim.undoing import Block, Undo
 
 __all__ = ["Snapshot", "Snapshots", "safetensors_package", "snapshots", "write_tensors"]
 
-NAMED = 12  # sites that a warning names
+NAMED = 12  # how many sites a warning names
 
 
 class Snapshot(NamedTuple):
     """A tensor of one site, before and after it was rounded.
 
-    site, role: where, as in `record`.
-    format, rounding: to which format, and how.
+    site, role: those of the tensor, as in `record`.
+    format, rounding: the format to which it was rounded, and the rounding.
     call: the number of the site's call, from 1 on.
-    before, after: the tensor; gradients have their true size, also where they are rounded at a scale.
+    before, after: the tensor. Gradients have their true size, even if they are rounded at a scale.
     """
 
     site: str
@@ -68,7 +68,7 @@ class Snapshot(NamedTuple):
             ) from None
 
     def plot(self) -> Any:
-        """Plot the number of magnitudes by power of two, and of those that rounding made zero; needs matplotlib."""
+        """Plot how many magnitudes each power of two has, and how many of them became zero; needs matplotlib."""
         from fpsim.insight.pictures import plot_magnitudes
 
         before = self.before.double().abs()
@@ -84,7 +84,7 @@ class Snapshot(NamedTuple):
 
 
 def _range_of(fmt: Format) -> dict[str, float]:
-    """log2 of the magnitudes between which a format has numbers; {} for one whose numbers share scales."""
+    """Return log2 of a format's smallest and largest magnitude; {} for a format whose numbers share scales."""
     if not all(hasattr(fmt, name) for name in ("smallest", "largest")):
         return {}
     return {"smallest": math.log2(fmt.smallest), "largest": math.log2(fmt.largest)}  # type: ignore[union-attr]
@@ -93,8 +93,8 @@ def _range_of(fmt: Format) -> dict[str, float]:
 class Snapshots:
     """The files that a block of `snapshots` writes.
 
-    folder: where they are.
-    files: their paths, in the order of their calls.
+    folder: the folder of the files.
+    files: the files' paths, in the order of the calls.
     """
 
     def __init__(self, folder: Path, sites: tuple[str, ...], roles: tuple[str, ...], every: int) -> None:
@@ -104,7 +104,7 @@ class Snapshots:
 
     def wants(self, site: str, role: str) -> bool:
         """True if this call of a site is kept."""
-        # Calls are counted at sites that nobody chose too: `warn_if_empty` names them.
+        # Calls are counted at all sites, because `warn_if_empty` names those that were not chosen.
         self._seen[site, role] += 1
         is_due = (self._seen[site, role] - 1) % self._every == 0
         return is_due and self._is_chosen(site, role)
@@ -114,18 +114,18 @@ class Snapshots:
         return is_of_roles and any(fnmatchcase(site, pattern) for pattern in self._sites)
 
     def __call__(self, site: str, role: str, before: Tensor, after: Tensor, spec: Spec, cut: Cut | None = None) -> None:
-        """Write a tensor before and after it is rounded; called by the emulation for each one that is wanted."""
+        """Write a tensor before and after it is rounded; the emulation calls this for each call that is wanted."""
         if not holds_numbers(before):
             return
         call = self._seen[site, role]
         words = {"site": site, "role": role, "format": repr(spec.fmt), "rounding": spec.rounding, "call": str(call)}
-        # Sites hold characters that some file systems refuse, such as the colon before an operation.
+        # Names of sites have characters that some file systems refuse, such as the colon before an operation.
         path = self.folder / f"{quote(site, safe=' ')}.{role}.{call:06d}.safetensors"
         write_tensors(path, words, {"before": before, "after": after})
         self.files.append(path)
 
     def warn_if_empty(self) -> None:
-        """Warn if sites ran and none of them was chosen."""
+        """Warn if sites ran, but none of them was chosen."""
         if not self._seen or any(self._is_chosen(*key) for key in self._seen):
             return
         seen = sorted({f"{site} {role}" for site, role in self._seen})
@@ -133,7 +133,7 @@ class Snapshots:
         warnings.warn(
             f"No snapshot was written: sites={list(self._sites)} with roles={list(self._roles)} match none of those "
             f"that ran: {', '.join(seen[:NAMED])}{more}.",
-            stacklevel=5,  # at the end of the user's block, which three functions of `fpsim.undoing` leave
+            stacklevel=5,  # the end of the user's block: three functions of `fpsim.undoing` are in between
         )
 
     def __len__(self) -> int:
@@ -157,16 +157,17 @@ def snapshots(
 
     Each file is written whole or not at all, and named by site, role and call: "layer1.conv1%3Aconv2d.error.000001
     .safetensors" has the tensors `before` and `after`, and site, role, format, rounding and call as its metadata. The
-    safetensors package reads it, and `fpsim.Snapshot.load`, which plots a histogram. The host waits for each tensor
-    that is kept; the others cost nothing. Snapshots change no result.
+    safetensors package reads the file, and so does `fpsim.Snapshot.load`, whose result can plot a histogram. The host
+    waits for each tensor that is kept; other tensors cost nothing. Snapshots change no result.
 
     Args:
-        model: from `fpsim.quantize`.
-        folder: where the files are written; it is made if it is missing. Files of the same names are replaced.
-        sites: which sites: names as `record` has them, with * for any characters; one or several.
-        roles: "weight", "activation", "error", "weight_grad", or operands of products such as "dgrad.dy"; one or
-            several. "error" is those of gradients of activations too.
-        every: keep the first call of a site and each n-th after it: in a training, of each n-th step.
+        model: a model that `fpsim.quantize` returned.
+        folder: the folder for the files; it is made if it does not exist. Files with the same names are replaced.
+        sites: one or several names of sites, as in `record`, with * for any characters.
+        roles: one or several of "weight", "activation", "error", "weight_grad", or operands of products such as
+            "dgrad.dy". "error" includes gradients of activations that enter products as operands.
+        every: keep the first call of a site and each n-th call after it; in a training, these are the calls of each
+            n-th step.
 
     Raises:
         ValueError: for a model that is not quantised, and for one that is being recorded already.
@@ -196,7 +197,7 @@ def _snapshots(model: nn.Module, folder: Any, sites: Any, roles: Any, every: int
 
 
 def _words(name: str, given: Any, example: str) -> tuple[str, ...]:
-    """Return the strings of an argument that is one string or several; raise for anything else."""
+    """Return the strings of an argument that is one string or several. Raises an error for anything else."""
     words = (given,) if isinstance(given, str) else tuple(require_iterable(name, given, example))
     for word in words:
         if not isinstance(word, str):
@@ -219,12 +220,12 @@ def safetensors_package() -> Any:
 
 def write_tensors(path: Path, words: dict[str, str], tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file, whole or not at all."""
-    # Copies: safetensors refuses tensors that share memory, and if nothing was rounded both are one tensor.
+    # Copies are written: safetensors refuses tensors that share memory. If nothing was rounded, both are one tensor.
     own = {name: x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for name, x in tensors.items()}
     content = safetensors_package().torch.save(own, words)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside the target and renamed, so that a reader finds a whole file or none. fsync comes first: the rename
-    # may reach the disk before the content does, and a crash between them would leave an empty file.
+    # The file is written next to the target and then renamed, so that a reader finds a whole file or none. fsync comes
+    # before the rename: else the rename may reach the disk before the content, and a crash would leave an empty file.
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:

@@ -1,4 +1,4 @@
-"""The step that a tool runs: a function without arguments, or a batch; and the state that it changes, restored."""
+"""Run the step of a tool, a function without arguments or a batch, and restore the state that it changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def is_function(value: object) -> bool:
-    """True if a value is called rather than given to the model. Modules are callable, but a step is not one."""
+    """True if a value is a function to call rather than a batch. Modules are callable, but a module is not a step."""
     return callable(value) and not isinstance(value, Tensor | nn.Module)
 
 
@@ -47,8 +47,9 @@ def as_step(
 ) -> Callable[..., Any]:
     """Return a function that runs a step.
 
-    step: a function of so many arguments, or a batch for a model whose output has a `.loss` or with `loss`.
-    verb: the public function that runs it, for error messages.
+    step: a function, or a batch. With a batch, the model's output has a `.loss`, or `loss` computes it.
+    arguments: how many arguments the function takes.
+    verb: the public function that runs the step, for error messages.
     Raises TypeError for anything else, and for `loss` with a function; ValueError for a lazy model that never ran.
     """
     require_initialised(model)
@@ -81,7 +82,7 @@ def as_step(
                 f"Got a batch, and the output of {type(model).__name__} for it has no `loss`. "
                 f"Expected loss=lambda output: ..., or a step: {example}."
             )
-        # Not of a frozen model, and not under no_grad, where torch refuses a backward pass.
+        # torch refuses a backward pass if the model is frozen, or under no_grad.
         if total.requires_grad:
             total.backward()
         return total
@@ -90,7 +91,7 @@ def as_step(
 
 
 def nothing_ran(model: nn.Module, verb: str) -> ValueError:
-    """Return the error for a step in which a tool saw nothing."""
+    """Return the error for a step in which a tool saw no operation."""
     return ValueError(
         f"fpsim.{verb} saw no operation of {type(model).__name__} in the step. Expected: a step that calls this model, "
         f"and not a copy of it or its compiled form: fpsim.{verb}(model, lambda: loss(model(x)).backward())."
@@ -98,14 +99,14 @@ def nothing_ran(model: nn.Module, verb: str) -> ValueError:
 
 
 def called(model: nn.Module, batch: Any) -> Any:
-    """Call a model with a batch: a tensor, a tuple of arguments, or a mapping of named ones."""
+    """Call a model with a batch: a tensor, a tuple of arguments, or a mapping of keyword arguments."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
-    """Return the loss of an output; None without one. Raises TypeError for anything but a tensor of one element."""
+    """Return the loss of an output; None if it has none. Raises TypeError for a loss that is not one element."""
     total = loss(output) if loss is not None else getattr(output, "loss", None)
     if total is not None and (not isinstance(total, Tensor) or total.numel() != 1):
         raise TypeError(f"loss returned {shown(total)}. Expected: a tensor of one element.")
@@ -113,11 +114,11 @@ def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
 
 
 def preserve(model: nn.Module, undo: Undo) -> None:
-    """Restore, when undone, a model as `Kept` does, optimizers that step it meanwhile, and random numbers."""
+    """Let `undo` restore a model as `Kept` does, the optimizers that step it in the meantime, and random numbers."""
     kept = Kept(model)
     undo.by(kept.restore)
 
-    # A step closes over its optimizers, which are known only when they step.
+    # The optimizers of a step are in its closure. They become known only when they step.
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         kept.know(optimizer)
 
@@ -137,10 +138,10 @@ class WatchingVisitor(Visitor, Observer, Protocol):
     trace: Trace | None
 
     def keeps(self, x: Tensor) -> bool:
-        """True if a tensor is copied before a call writes to it."""
+        """True if a tensor must be copied before a call writes to it."""
 
     def cast(self, operation: Operation, integers: Tensor) -> None:
-        """Visit the integers that a call casts the result of an operation to."""
+        """Visit the integers to which a call casts the result of an operation."""
 
 
 def traced(model: nn.Module, visitor: Visitor, verb: str, undo: Undo, edit: Edit | None = None) -> Trace:
@@ -150,8 +151,8 @@ def traced(model: nn.Module, visitor: Visitor, verb: str, undo: Undo, edit: Edit
     outside of the model too.
 
     verb: the public function that runs the step, for error messages.
-    Raises RuntimeError if another thread runs a step of this model, ValueError for a watching visitor of a model that
-    is being recorded.
+    Raises RuntimeError if another thread runs a step of this model, ValueError if the visitor watches and the model is
+    being recorded.
     """
     is_emulated = any(emulated_forwards(model))
     keeps = visitor.keeps if isinstance(visitor, WatchingVisitor) else None
@@ -160,7 +161,7 @@ def traced(model: nn.Module, visitor: Visitor, verb: str, undo: Undo, edit: Edit
     trace.install_alone()
     if isinstance(visitor, WatchingVisitor):
         visitor.trace, trace.on_integers = trace, visitor.cast
-        # A model has one observer: the visitor would replace that of a recording.
+        # A model has only one observer: the visitor would replace that of a recording.
         registered = listeners(model) if is_emulated else []
         require_unrecorded(registered)
         undo.by(partial(_observe, registered, None))
@@ -181,19 +182,19 @@ def _observe(registered: Iterable[Listeners], observer: Observer | None) -> None
 def switching(model: nn.Module, undo: Undo) -> Callable[[FormatLike], None]:
     """Return a function that switches the formats of `model` itself, until it is undone.
 
-    A step closes over its model, so that a copy in other formats would not be run.
+    A step runs the model in its closure, so a copy of the model in other formats would not be run.
     """
     if any(emulated_forwards(model)):
         undo.by(partial(install_policies, model, policies_of(model)))
     else:
-        # Only a quantised model has formats to switch: in None it computes as before.
+        # Only a quantised model has formats to switch. With format None the model computes as before.
         undo.by(partial(_plain_again, model))
         quantize(model, None, inplace=True)
     return partial(try_policy, model)
 
 
 def _plain_again(model: nn.Module) -> None:
-    # The undo may run twice, or after `quantize` was interrupted, and `dequantize` refuses a plain model.
+    # The undo may run twice, or after an interrupt of `quantize`. Then the model is plain, and `dequantize` refuses it.
     if any(emulated_forwards(model)):
         dequantize(model, inplace=True)
 
@@ -201,9 +202,10 @@ def _plain_again(model: nn.Module) -> None:
 class Kept:
     """The kept state of a model, its optimizers and a scaler; `restore` puts it back.
 
-    Of the model: parameters, buffers, gradients, the history of delayed scales, and which modules train. Of a quantised
-    optimizer: its copies of weights too.
-    optimizers: those whose states are kept.
+    The model's state is its parameters, buffers, gradients, the history of delayed scales, and which modules are in
+    training mode. A quantised optimizer's state includes its copies of weights.
+
+    optimizers: the optimizers whose states are kept.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> None:
@@ -219,14 +221,14 @@ class Kept:
         self.gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
         histories = [listener.histories for listener in listeners(model)] if any(emulated_forwards(model)) else []
         self._histories = [(history, history.state_dict()) for history in histories]
-        # Not its `state_dict`, which lacks the stage of each optimizer, such as whether its gradients are unscaled.
+        # The `state_dict` lacks the stage of each optimizer, such as whether its gradients are unscaled.
         self._scaler_state = copy.deepcopy(vars(scaler)) if isinstance(scaler, torch.amp.GradScaler) else None
         if optimizer is not None:
             self.know(optimizer)
 
     def know(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the state of an optimizer of the model too, unless it is kept."""
-        # Hooks see the steps of all optimizers in the process, those of other models too.
+        """Keep the state of an optimizer too, if it has parameters of the model and is not kept yet."""
+        # Hooks see the steps of all optimizers in the process, including those of other models.
         own = {id(p) for p in self.model.parameters()}
         is_own = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
         if not is_own or any(optimizer is known for known in self.optimizers):
@@ -242,7 +244,7 @@ class Kept:
         """Keep the state of an optimizer, and pause records of its lost updates until `restore`."""
         self.know(optimizer)
         quantized = quantized_optimizer_of(optimizer)
-        # The steps of a tool are not steps of the training, which alone the records count.
+        # The records count the steps of the training only, and not those of a tool.
         if quantized is not None and any(optimizer is known for known in self.optimizers):
             quantized.observers = []
 
@@ -251,11 +253,11 @@ class Kept:
         """Restore all that was kept."""
         for module, training in self._modules:
             module.training = training
-        # A forward may assign a new tensor to a buffer instead of writing into it.
+        # A forward may assign a new tensor to a buffer rather than write into it.
         for module, name, buffer in self._buffers:
             if getattr(module, name) is not buffer:
                 setattr(module, name, buffer)
-        # Equal tensors are not written to: a write raises their version, and with it breaks graphs that saved them.
+        # Equal tensors are not written to: a write raises their version, and breaks graphs that have saved them.
         for tensor, value in self.tensors:
             if not _same(tensor, value):
                 tensor.copy_(value)
@@ -277,12 +279,12 @@ class Kept:
 def _restore_optimizer(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], states: dict[Any, _KeptState]
 ) -> None:
-    # A step may have added a group, as for layers that it begins to train.
+    # A step may have added a parameter group, such as one for layers that it begins to train.
     del optimizer.param_groups[len(groups) :]
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             group[key] = _copied(value)
-    # A state that only the step has made is removed, so that the next step initialises it again.
+    # A state that did not exist before the step is removed, so that the next step initialises it again.
     for parameter in [p for p in optimizer.state if p not in states]:
         del optimizer.state[parameter]
     for parameter, saved_state in states.items():
@@ -290,14 +292,14 @@ def _restore_optimizer(
 
 
 class _KeptState:
-    """The state of one parameter: its tensors with their numbers, however deep they lie, and their containers."""
+    """The state of one parameter: its tensors with their numbers, at any depth, and their containers."""
 
     def __init__(self, state: dict[Any, Any]) -> None:
         self.tensors = [(found.x, found.x.detach().clone()) for found in states_in(state)]
         self.held = _copied_but_tensors(state)
 
     def restore(self, state: dict[Any, Any]) -> None:
-        """Restore it, into the same tensors."""
+        """Restore the state, in place in the same tensors."""
         for x, value in self.tensors:
             if not _same(x, value):
                 x.copy_(value)
@@ -306,8 +308,8 @@ class _KeptState:
 
 
 def _copied_but_tensors(value: Any) -> Any:
-    """Copy a state, with the original tensors in it."""
-    # Exact types: subclasses may need other arguments than their items, as named tuples do.
+    """Copy the containers of a state, with the original tensors in them."""
+    # Only exact types are copied: subclasses may need other arguments than their items, as named tuples do.
     if type(value) is dict:
         return {key: _copied_but_tensors(x) for key, x in value.items()}
     if type(value) is list:

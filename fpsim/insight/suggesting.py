@@ -30,17 +30,17 @@ __all__ = [
     "worst_of",
 ]
 
-ENOUGH_SITES = 0.9  # the share of a role's sites at which its format must do in a planned policy
-UPDATES_LOST = 0.5  # the share of updates that may change nothing in parameters of a format
-NOISE = 2.0**-20  # gradients of a bias that are smaller than this times its weight's are rounding noise
+ENOUGH_SITES = 0.9  # the share of a role's sites at which a format must suffice to become the role's format
+UPDATES_LOST = 0.5  # the largest share of updates that may change nothing in parameters of a format
+NOISE = 2.0**-20  # a bias's gradients are rounding noise if they are smaller than this times its weight's gradients
 TRIALS = 24
-SHOWN = 4  # names of modules in a line
+SHOWN = 4  # how many names of modules a line has
 Worst = dict[tuple[str, str, str], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits for a format: the largest shares of underflow and overflow, and the least signal to noise."""
+    """Limits for a format: the largest shares of underflow and overflow, and the least signal-to-noise ratio."""
 
     underflow: float
     overflow: float
@@ -54,18 +54,18 @@ class Limits:
 
 @dataclass
 class Called:
-    """A call of the model that was watched: its inputs, detached, and the gradients that reached its outputs."""
+    """A watched call of the model: its detached inputs, and the gradients that reached its outputs."""
 
     step: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    gradients: dict[int, Tensor] = field(default_factory=dict)  # of the n-th tensor of the output
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # by the position of the output's tensor
 
     def __post_init__(self) -> None:
         self.args, self.kwargs = map_leaves(_detached, (self.args, self.kwargs))
 
     def keep_gradient(self, position: int, gradient: Tensor) -> None:
-        """Keep the gradient of the n-th tensor of the output."""
+        """Keep the gradient of the output's tensor at this position."""
         self.gradients[position] = gradient.detach().clone()
 
 
@@ -77,8 +77,8 @@ def _detached(value: Any) -> Any:
 class Suggestion:
     """A policy, and the outcome of its trial.
 
-    policy: the suggestion. is_tried: whether it was run on a watched step, and nothing broke.
-    words: the trial in words, or why there was no trial.
+    policy: the suggested policy. is_tried: whether it was run on a watched step, and nothing broke.
+    words: the outcome of the trial, or the reason why there was none.
     """
 
     policy: Policy
@@ -87,7 +87,7 @@ class Suggestion:
 
 
 def worst_of(rows: Iterable[Mapping[str, Any]]) -> Worst:
-    """Return the worst of all steps, by site, role and format."""
+    """Return the worst values of all steps, by site, role and format."""
     worst: Worst = {}
     for row in rows:
         key = row["site"], row["role"], row["format"]
@@ -96,14 +96,14 @@ def worst_of(rows: Iterable[Mapping[str, Any]]) -> Worst:
             known[name] = max(known[name], row[name])
         for name, better in (("sqnr_db", min), ("lost", max), ("row_bias", max), ("kurtosis", max)):
             known[name] = better((r[name] for r in (known, row) if r[name] is not None), default=None)
-        # A GradScaler skips the steps whose gradients are not finite, so that for these the best step counts.
+        # A GradScaler skips the steps whose gradients are not finite, so for gradients the best step counts.
         pick = min if row["role"] in ("error", "weight_grad") else max
         known["nonfinite"] = pick(known["nonfinite"], row["nonfinite"])
     return worst
 
 
 def does(row: Mapping[str, Any], limits: Limits) -> bool:
-    """True if a format would do. For zeros alone each would, for numbers that are not finite none."""
+    """True if a format would suffice. For zeros every format suffices, for numbers that are not finite none does."""
     is_clear = row["sqnr_db"] is None or row["sqnr_db"] >= limits.sqnr_db
     is_moved = row["lost"] is None or row["lost"] <= UPDATES_LOST
     fits = row["underflow"] <= limits.underflow and row["overflow"] <= limits.overflow
@@ -112,25 +112,25 @@ def does(row: Mapping[str, Any], limits: Limits) -> bool:
 
 @dataclass
 class Plan:
-    """A policy in the making: the formats of each role by default, and by module."""
+    """A policy under construction: the default format of each role, and the formats of each module."""
 
     base: dict[str, Any]
     modules: dict[str, dict[str, Any]]
 
     def policy(self) -> Policy:
-        """Return the policy, whose formats outside of all overrides are those of the model's own operations."""
+        """Return the policy. Outside of all overrides it has the formats of the model's own operations."""
         root = self.modules.get("", self.base)
-        # Parents first, as `policy_of_modules` takes them.
+        # Parents come first, as `policy_of_modules` expects.
         names = sorted((name for name in self.modules if name), key=lambda name: name.count("."))
-        # If the model's own operations differ, modules without statistics still have the formats of their roles.
+        # If the model's own operations have other formats, modules without statistics still have the default ones.
         around = {} if root == self.base else {name.partition(".")[0]: self.base for name in names}
         formats = {"": root, **around, **{name: self.modules[name] for name in names}}
         return policy_of_modules({name: Policy(**own) for name, own in formats.items()})
 
     def widen(self, diagnosis: Diagnosis) -> bool:
         """Leave more in float32, as little as possible; return False if there is nothing left to leave."""
-        # First the places that broke, then all roles of the module of the cause, then those of the modules that it
-        # reads from.
+        # First the places that broke, then all roles of the module of the cause, then all roles of the modules whose
+        # results that module reads.
         changed = [
             self._widen(_module_of(row["site"]), row["role"] if row["role"] in ROLES else "activation")
             for row in diagnosis
@@ -153,17 +153,17 @@ class Plan:
 
 
 def _module_of(site: str) -> str:
-    """Return the module of a site: of an operation, "fc:linear", or of a parameter, "fc.weight"."""
+    """Return the module of a site, which is an operation, "fc:linear", or a parameter, "fc.weight"."""
     return site.rpartition(":")[0] if ":" in site else site.rpartition(".")[0]
 
 
 def planned(worst: Worst, specs: Iterable[Spec], limits: Limits) -> Plan:
-    """Return the plan that the statistics suggest: the smallest formats that would do, by role and by module."""
-    # A role has no format whose numbers share scales: those are for operands of products.
+    """Return the plan that the statistics suggest: the smallest formats that suffice, by role and by module."""
+    # Formats whose numbers share scales are for operands of products, and not for roles.
     formats = [spec.fmt for spec in specs if not isinstance(spec.fmt, BlockFormat)]
     # The sort is stable: among formats of equal size the user's order decides.
     formats.sort(key=lambda fmt: fmt.bits)
-    did: dict[str, dict[str, dict[str, list[bool]]]] = {}  # by module, role and format, at each site
+    did: dict[str, dict[str, dict[str, list[bool]]]] = {}  # by module, role, format: is it enough at each site?
     for (site, role, fmt), row in worst.items():
         if role in ROLES and not _is_noise(worst, row):
             by_format = did.setdefault(_module_of(site), {}).setdefault(role, {})
@@ -179,7 +179,7 @@ def planned(worst: Worst, specs: Iterable[Spec], limits: Limits) -> Plan:
 
 
 def _is_noise(worst: Worst, row: Mapping[str, Any]) -> bool:
-    """True if a bias has gradients that are zero in theory and noise in practice, as that of an attention's keys."""
+    """True if a bias's gradients are zero in theory and noise in practice, such as the bias of an attention's keys."""
     module, _, name = row["site"].rpartition(".")
     of_weight = worst.get((f"{module}.weight", "weight_grad", row["format"]))
     is_bias = row["role"] == "weight_grad" and name == "bias" and of_weight is not None
@@ -191,7 +191,7 @@ def _share(flags: list[bool]) -> float:
 
 
 def _first(by_format: Mapping[str, list[bool]] | None, base: Any, formats: list[Any]) -> Any:
-    """Return the format of a role in a module: that of the role if it would do there, else the first that would."""
+    """Return a role's format in a module: its default if that suffices there, else the first format that suffices."""
     if by_format is None or (base is not None and all(by_format[str(base)])):
         return base
     return next((fmt for fmt in formats if all(by_format[str(fmt)])), None)
@@ -202,7 +202,7 @@ def suggested(model: nn.Module, plan: Plan, called: Called | None) -> Suggestion
     if called is None:
         return Suggestion(plan.policy(), False, "not tried: no call of the model was watched")
     try:
-        # In float32 first: a step that breaks there says nothing about formats.
+        # The step runs in float32 first: if it breaks there, it says nothing about formats.
         copy = quantize(model, None).float()
         run = _again(copy, called)
         if (diagnosis := diagnose(copy, run)).cause is not None:
@@ -216,7 +216,8 @@ def suggested(model: nn.Module, plan: Plan, called: Called | None) -> Suggestion
                 return Suggestion(policy, True, f"tried on step {called.step} ({times}): all is finite, none saturates")
             if not plan.widen(diagnosis):
                 break
-    # The suggestion stands without its trial: an error of the model, or of memory for its copy, goes into the words.
+    # The suggestion is valid without its trial: an error of the model, or too little memory for its copy, is reported
+    # in the words.
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         return Suggestion(plan.policy(), False, f"not tried: {type(error).__name__}: {reason}")
@@ -231,7 +232,7 @@ def _again(model: nn.Module, called: Called) -> Callable[[], None]:
     def step() -> None:
         outputs = output_tensors(model(*args, **kwargs))
         pairs = [(outputs[i], g.to(outputs[i].dtype)) for i, g in called.gradients.items() if i < len(outputs)]
-        # Outputs may differ from the watched call, which had other random numbers: only gradients that fit are used.
+        # The watched call had other random numbers, so the outputs may differ: only gradients that fit are used.
         pairs = [(out, g) for out, g in pairs if out.requires_grad and out.shape == g.shape]
         if pairs:
             torch.autograd.backward([out for out, _ in pairs], [g for _, g in pairs])
@@ -250,7 +251,7 @@ def _widened(value: Any) -> Any:
 
 
 def in_lines(policy: Policy) -> list[str]:
-    """Describe a policy: a line for each set of formats, with the names of its modules."""
+    """Describe a policy: a line for each set of formats, with the names of the modules that have it."""
     names: dict[str, list[str]] = {}
     for pattern, inner in policy.overrides.items():
         formats = {role: fmt for role in ROLES if (fmt := getattr(inner, role)) is not None}

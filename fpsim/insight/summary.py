@@ -1,4 +1,4 @@
-"""summary(model): the formats of each module of a quantised model, and how a large model prints."""
+"""summary(model): list the formats of each module of a quantised model, and print large models in few lines."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from fpsim.torch_internals import is_compiled_wrapper
 __all__ = ["Summary", "SummaryRow", "grouped", "summary"]
 
 FLOAT32, REMAINDER = 32, 16  # bits
-SHORT = 20  # rows that print one by one
-WIDTH = 100  # columns
+SHORT = 20  # up to this many rows print one by one
+WIDTH = 100  # columns of the printed table
 DEFAULT = " nearest_even"
 SIZES = ("weight", "copies", "states", "scales")
 
@@ -50,15 +50,15 @@ class SummaryRow(NamedTuple):
 
 
 class Summary(list[SummaryRow]):
-    """Rows with the formats of each module; prints as a table of 100 columns, equal modules on one line."""
+    """Rows with the formats of each module; prints as a table of 100 columns, with one line for equal modules."""
 
     def __init__(self, rows: Iterable[SummaryRow] = (), without_products: Iterable[str] = ()) -> None:
         super().__init__(rows)
-        # Modules that multiply by no weight have the products of the policy around them, which are not printed again.
+        # Modules that multiply by no weight have the products of the module around them, which are not repeated.
         self._without = set(without_products)
 
     def to_frame(self) -> Any:
-        """A pandas.DataFrame. Raises ImportError without pandas."""
+        """Return a pandas.DataFrame. Raises ImportError without pandas."""
         return Rows(row._asdict() for row in self).to_frame()
 
     def __str__(self) -> str:
@@ -81,21 +81,22 @@ def summary(model: QuantizedOptimizer) -> Rows: ...
 
 
 def summary(model: nn.Module | QuantizedOptimizer) -> Summary | Rows:
-    """Formats of each module of a quantised model, by role; prints as a table.
+    """Return the formats of each module of a quantised model, by role; the result prints as a table.
 
-    Modules without operations of their own pass their formats on. Modules that were added later run under the formats
-    around them; parametrizations, which compute weights, in float32. If there are any, three more columns have the
-    quantised operands of products, for modules that multiply by a weight; the operations that ran in float32 on purpose
-    when the model was last called, such as `x.float().pow(2)`; and the rounding of stored keys and values.
+    Modules without operations of their own pass their formats on to the modules inside. Modules that were added later
+    run under the formats of the module around them. Parametrizations, which compute weights, run in float32. Three more
+    columns appear if they have entries: the quantised operands of products, for modules that multiply by a weight; the
+    operations that ran in float32 on purpose in the last call of the model, such as `x.float().pow(2)`; and the
+    rounding of stored keys and values.
 
     A table of more than 20 rows has one line for modules whose names differ only in their numbers, `blocks.0-11.fc`.
-    Words that make it wider than 100 columns stand below it. The rows are those of all modules.
+    Words that would make the table wider than 100 columns stand below it. The rows themselves are those of all modules.
 
-    For a quantised optimizer: the bytes of each parameter in its formats, of the weight, its copies, its states and
-    their scales, and the bytes that float32 takes.
+    For a quantised optimizer, the rows have the bytes of each parameter in its formats, for the weight, its copies, its
+    states and their scales, and the bytes in float32.
 
     Args:
-        model: from `quantize`, or what `quantize_optimizer` returned.
+        model: a model that `quantize` returned, or the object that `quantize_optimizer` returned.
 
     Raises:
         ValueError: for a model that is not quantised.
@@ -142,13 +143,13 @@ def summary(model: nn.Module | QuantizedOptimizer) -> Summary | Rows:
 def _under(
     module: nn.Module, name: str, around: RoleSpecs | None, products: Products | None, seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module, RoleSpecs, Products | None]]:
-    """Yield the name, formats and products of each module that runs emulated.
+    """Yield the name, the module, the formats and the products of each module that runs emulated.
 
-    name: as sites are named, even if another library has moved the module.
-    around: the formats of the module around; None where that is not quantised.
-    products: those of the module around.
+    name: the module's name in sites, even if another library has moved the module.
+    around: the formats of the module around; None if that is not quantised.
+    products: the products of the module around.
     """
-    # A module that is registered under two names runs under one policy, and has one row.
+    # A module that is registered under two names runs under one policy, and has only one row.
     if module in seen:
         return
     seen.add(module)
@@ -157,7 +158,7 @@ def _under(
         name, around, products = forward.name, forward.specs, forward.products
     elif isinstance(module, ParametrizationList):
         around, products = around and NO_SPECS, None
-    # The wrapper of torch.compile is not a module of the user; the module inside of it has its row.
+    # The wrapper of torch.compile is not a module of the user; the wrapped module has a row.
     if around is not None and not is_compiled_wrapper(module):
         yield name, module, around, products
     for child_name, child in module.named_children():
@@ -165,7 +166,7 @@ def _under(
 
 
 def _stored_bytes(quantized: QuantizedOptimizer) -> Rows:
-    """Rows of bytes in the formats and in float32: one for each parameter, and one for all.
+    """Return rows of bytes in the formats and in float32: one for each parameter, and one for all.
 
     Before its first step an optimizer has no states.
     """
@@ -176,7 +177,7 @@ def _stored_bytes(quantized: QuantizedOptimizer) -> Rows:
 
 
 def _sizes(store: ParameterStore, states: dict[str, Any]) -> dict[str, int]:
-    """Count the bytes of one parameter, each kind rounded up to whole ones."""
+    """Count the bytes of one parameter; the number of each kind is rounded up."""
     x = store.parameter
     parts: list[tuple[str, tuple[int, int]]] = [("weight", _bits(x, store.weight))]
     parts += [("copies", bits) for bits in _copies(store)]
@@ -196,7 +197,7 @@ def _sizes(store: ParameterStore, states: dict[str, Any]) -> dict[str, int]:
 def _copies(store: ParameterStore) -> Iterator[tuple[int, int]]:
     """Yield the bits of the numbers and of the scales of each copy of a weight."""
     for name, x in store.kept.items():
-        # Of a master whose upper half is the weight, only the lower 16 bits are stored.
+        # If the weight is the upper half of the master copy, only the lower 16 bits are stored.
         if name == MASTER and store.update.compensation == "remainder16":
             yield REMAINDER * x.numel(), 0
         elif name == MASTER:
@@ -212,7 +213,7 @@ def _bits(x: Tensor, storage: Storage | None) -> tuple[int, int]:
     fmt = storage.spec.fmt
     if not isinstance(fmt, BlockFormat):
         return int(fmt.bits) * x.numel(), 0
-    # The second, float32 scale belongs to the whole tensor, or to each n of its elements.
+    # The second scale is float32. It belongs to the whole tensor, or to each n of its elements.
     n = fmt.tensor_scale
     seconds = int(n) if isinstance(n, bool) else _blocks(x, replace(fmt, block=n, tensor_scale=False))
     return int(fmt.element.bits) * x.numel(), _blocks(x, fmt) * fmt.scale.bits + FLOAT32 * seconds
@@ -220,7 +221,7 @@ def _bits(x: Tensor, storage: Storage | None) -> tuple[int, int]:
 
 def _blocks(x: Tensor, fmt: BlockFormat) -> int:
     """Count the scales of a tensor."""
-    # Blocks of a number of elements run through the memory of a tensor, whatever its shape.
+    # Blocks of a number of elements are consecutive in the memory of a tensor of any shape.
     if isinstance(fmt.block, int):
         return math.ceil(x.numel() / fmt.block)
     if fmt.block == "tensor" or x.dim() < 2:
@@ -266,8 +267,8 @@ def grouped(lines: Iterable[Line]) -> list[Line]:
 
 
 def _boxes(places: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
-    """Split tuples into products of sets."""
-    # A line with two ranges means all pairs of their numbers. So only first numbers with the same rest share a line.
+    """Split tuples into Cartesian products of sets."""
+    # A line with two ranges means all pairs of their numbers. So first numbers share a line only if the rest is equal.
     if not places[0]:
         return [()]
     behind: dict[int, list[tuple[int, ...]]] = {}
@@ -291,9 +292,9 @@ def _runs(values: Sequence[int]) -> str:
 
 
 def shown_in(lines: Sequence[Line], roles: Sequence[str]) -> str:
-    """Return the table, in at most WIDTH columns if possible: longer words go below it."""
+    """Return the table, in at most WIDTH columns if possible: long words are moved below it."""
     notes: list[str] = []
-    # Each step leaves less in the table than the one before, so it is taken only if the table is still too wide.
+    # Each step shortens the table further. It is taken only if the table is still too wide.
     text = _table(lines, roles)
     if _width(text) > WIDTH:
         lines, below = _lettered(lines, "products", string.ascii_uppercase)
@@ -344,7 +345,7 @@ def _table(lines: Sequence[Line], roles: Sequence[str]) -> str:
 
 
 def _lettered(lines: Sequence[Line], field: str, letters: str) -> tuple[list[Line], list[str]]:
-    """Replace the words of a column by letters; return the lines, and the words, each behind its letter."""
+    """Replace the words of a column by letters; return the lines, and the words, each after its letter."""
     words = [word for word in dict.fromkeys(getattr(line, field) for line in lines) if word]
     named = {word: letters[i] if i < len(letters) else f"{letters[i % 26]}{i // 26}" for i, word in enumerate(words)}
     kept = [Line(**line._asdict() | {field: named.get(getattr(line, field), "")}) for line in lines]
@@ -352,12 +353,12 @@ def _lettered(lines: Sequence[Line], field: str, letters: str) -> tuple[list[Lin
 
 
 def _note(letter: str, words: str) -> str:
-    # Long words are names of operations and formats, which nobody would find in two pieces.
+    # Long words are names of operations and formats, which could not be found if they were broken.
     return textwrap.fill(f"{letter}: {words}", WIDTH, subsequent_indent=" " * (len(letter) + 2), break_long_words=False)
 
 
 def _cut(name: str, length: int) -> str:
-    # The middle goes: the begin says which part of the model it is, the end which layer.
+    # The middle is left out: the beginning tells the part of the model, and the end tells the layer.
     if len(name) <= length:
         return name
     head = (length - 3) // 2

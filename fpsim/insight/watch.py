@@ -48,10 +48,10 @@ __all__ = ["Watch", "watch"]
 
 FORMATS = ("e4m3fn", "e5m2", "fp16", "bf16")
 EVERY = 1000  # a watched step takes up to 18 plain ones, see `benchmarks/report.py --only watching`
-# When a format would do: shares of the numbers, and a ratio in dB. In range e5m2 has 25 dB, e4m3fn 31 dB.
+# Limits within which a format suffices: shares of the numbers, and a ratio in dB. In range e5m2 has 25, e4m3fn 31 dB.
 UNDERFLOW, OVERFLOW, SQNR_DB = 0.01, 0.0, 20.0
-OPERANDS = ("activation", "error", "weight")  # the roles of what enters a product
-MOST_NAMED = 8  # parameters in a line
+OPERANDS = ("activation", "error", "weight")  # the roles of tensors that enter products
+MOST_NAMED = 8  # how many parameters a line names
 Key = tuple[int, str, str, Spec]
 
 
@@ -70,25 +70,25 @@ def watch(
     No bit of the run changes. Each `every`-th call of the model in training, from the first one on, is watched: the
     results of its operations (role "activation"), their gradients ("error"), the parameters ("weight"), their gradients
     ("weight_grad"); with an optimizer also its tensors ("state") and the change of the parameters in a step ("update").
-    Gradients are measured as they are in the backward pass, times the scale of a GradScaler. Recomputation in a
+    Gradients are measured as they are in the backward pass, including the scale of a GradScaler. Recomputation in a
     checkpoint and operations outside of the model are not seen. With DistributedDataParallel, watch the wrapped module.
     If several threads run the model, only the first one to call it is watched; copies of the model are not. The watch
-    also ends when its result is garbage-collected. Watch a model after `model.compile()`; calls of torch's own
-    containers under `torch.compile` are not seen.
+    also ends when its result is garbage-collected. If the model is compiled with `model.compile()`, watch it after
+    that; calls of torch's own containers under `torch.compile` are not seen.
 
-    Two forms: `with watch(model, formats) as watching:` around a training, and `watch(model, step)`, which runs the
-    step once, restores the state from before, and ends.
+    There are two forms: `with watch(model, formats) as watching:` around a training, and `watch(model, step)`, which
+    runs the step once, restores the state from before, and ends.
 
     Args:
-        model: not quantised; a quantised one is recorded by `fpsim.record`.
-        step: a function without arguments, or a batch where the output has a `.loss` or with `loss`. Formats may be
-            given instead.
+        model: a model that is not quantised; `fpsim.record` records quantised models.
+        step: a function without arguments, or a batch. With a batch, the model's output has a `.loss`, or `loss`
+            computes it. The formats may be the second argument instead of a step.
         loss: a function from the model's output to a scalar, for a batch.
-        formats: the candidates, rounded to the nearest; one whose numbers share scales has its blocks along the last
-            axis.
+        formats: the candidates, with rounding to nearest. A format whose numbers share scales has its blocks along the
+            last axis.
         every: the calls 1, 1 + every, and so on are watched.
-        optimizer: whose states and updates are watched. For a quantised one, `updates` has the lost updates; see
-            `fpsim.lost_updates`.
+        optimizer: the optimizer whose states and updates are watched. If it is quantised, `updates` has the lost
+            updates; see `fpsim.lost_updates`.
 
     Raises:
         ValueError: for a model that is quantised or compiled, for a step of a model in eval mode, and for invalid
@@ -122,10 +122,10 @@ def watch(
 
 
 def _are_formats(value: object) -> bool:
-    """True if the second argument of `watch` is not a step or a batch, but the formats."""
+    """True if the second argument of `watch` is the formats rather than a step or a batch."""
     if isinstance(value, list | tuple | set | frozenset):
         return all(isinstance(item, str | Format) for item in value)
-    # Anything else that can be neither, such as a generator or a number, is checked as formats are.
+    # A value that can be neither a step nor a batch, such as a generator or a number, is checked as formats are.
     return not callable(value) and not isinstance(value, Tensor | Mapping)
 
 
@@ -149,18 +149,18 @@ class Watch:
             raise ValueError(f"formats={shown(formats)} is empty. Expected: at least one format, such as ['fp16'].")
         if optimizer is not None:
             require_optimizer(optimizer)
-            # The wrapper of Accelerate does not pass hooks on to the optimizer that it steps.
+            # Accelerate's wrapper does not pass hooks on to the wrapped optimizer.
             while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
                 optimizer = inner
-        self.every, self.steps, self._watched = every, 0, 0  # calls in training, and the last that was watched
+        self.every, self.steps, self._watched = every, 0, 0  # `steps` counts calls in training
         self._is_watching = self._was_without_numbers = False
-        self.is_inside = False  # of a block
+        self.is_inside = False  # whether a block of this context manager is running
         self._rows = Rows()
         self._sums: dict[Key, Accumulator] = {}
         self._parameters = dict(model.named_parameters())
-        self._lost: dict[Key, tuple[int, int]] = {}  # of the updates, how many would change nothing, of how many
-        self._called: Called | None = None  # the last call that was watched
-        self._hidden: dict[str, str] = {}  # by format: where it would make a number of an infinity
+        self._lost: dict[Key, tuple[int, int]] = {}  # updates that would change nothing, and all updates
+        self._called: Called | None = None  # the last watched call
+        self._hidden: dict[str, str] = {}  # by format: where it would turn an infinity into a number
         self._broken: set[int] = set()  # the steps whose output is not finite
         self._optimizer = optimizer
         self._steps = _WatchedSteps(optimizer, every)
@@ -180,13 +180,13 @@ class Watch:
             self._trace.install()
             if optimizer is not None:
                 hook_steps(optimizer, eye.before_step, eye.after_step)
-        # BaseException: Ctrl-C between the two must not leave hooks behind either.
+        # BaseException includes Ctrl-C, which must not leave hooks behind either.
         except BaseException:
             self.detach()
             raise
 
     def detach(self) -> None:
-        """Stop watching, also a call that is running; the statistics stay."""
+        """Stop watching, even during a call; the statistics stay."""
         self._is_watching = False
         self._trace.remove()
         if self._optimizer is not None:
@@ -195,7 +195,7 @@ class Watch:
         self._steps.detach()
 
     def __del__(self) -> None:
-        # Python calls this also if `__init__` refused its arguments.
+        # Python also calls this if `__init__` refused its arguments.
         if "_trace" in vars(self):
             self.detach()
 
@@ -216,7 +216,7 @@ class Watch:
         self.detach()
 
     def _all_versions(self) -> int:
-        """Number of writes to the parameters so far."""
+        """Return the number of writes to the parameters so far."""
         # An inference tensor has no version counter.
         return sum(version_of(p) for p in self._parameters.values() if not p.is_inference())
 
@@ -225,27 +225,27 @@ class Watch:
     def _begin_step(self) -> bool:
         if not (torch.is_grad_enabled() and self._trace.model.training and self._trace.claim()):
             return False
-        # Gradients that parameters get from here on belong to another step.
+        # Gradients that reach parameters from here on belong to another step.
         if self._is_watching:
             self._trace.clear()
         self._is_watching = self.steps % self.every == 0
         self.steps += 1
         if self._is_watching:
-            # The sums of the last watched step become rows before they are dropped: rows are numbers, sums are tensors.
+            # The sums of the last watched step are tensors. They become rows of numbers before they are dropped.
             self._rows, self._sums, self._lost, self._watched = self.rows(), {}, {}, self.steps
-            # Read again: parameters may have been replaced since the last step.
+            # The parameters are read again, because they may have been replaced since the last step.
             self._parameters = dict(self._trace.model.named_parameters())
             for name, parameter in self._parameters.items():
                 self._add(name, "weight", parameter)
         return self._is_watching
 
     def _begin_part(self) -> bool:
-        """Begin a part of the model that a step calls by itself; return whether it is watched."""
-        # The further parts that a watched step calls belong to it.
+        """Begin a part of the model that a step calls directly; return whether it is watched."""
+        # All parts that a watched step calls are watched.
         return torch.is_grad_enabled() and self._trace.claim() if self._is_watching else self._begin_step()
 
     def _keep_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Keep the inputs and, when they arrive, the gradients of the outputs: a policy is tried on them."""
+        """Keep a call's inputs and, when they arrive, the gradients of its outputs: a policy is tried on these."""
         self._called = called = Called(self.steps, args, kwargs)
         outputs = output_tensors(out)
         if not outputs or any(map(_is_broken, outputs)):
@@ -256,7 +256,7 @@ class Watch:
 
     def _forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
         values, options = self._trace.arguments
-        # Also for views, which compute nothing: a mask reaches its softmax through them.
+        # Masks are noted for views too, which compute nothing: a mask may reach its softmax through views.
         operation.notes["masked"] = masked = masked_in(operation, operands, (*values, *options.values()), result)
         if operation.computes:
             self._add(operation.site, "activation", result if masked is None else result.masked_fill(masked, 0.0))
@@ -286,7 +286,7 @@ class Watch:
         if x.layout is not torch.strided or not x.numel() or not holds_numbers(x):
             self._was_without_numbers |= is_stand_in(x)
             return
-        # The smallest number of a dtype masks. Counted as a number, it would be the amax.
+        # The lowest number of a dtype is a mask. If it counted as a number, it would be the amax.
         if role == "activation" and bool((least := torch.finfo(x.dtype).min) == x.amin()):
             x = x.masked_fill(x == least, 0.0)
         x = x if x.dtype in (torch.float32, torch.float64) else x.float()
@@ -294,7 +294,7 @@ class Watch:
             key = self._watched, site, role, spec
             if key not in self._sums:
                 self._sums[key] = Accumulator(spec, x.device)
-            # A block format that saturates makes a number of an infinity, so its statistics would look clean.
+            # A block format that saturates turns an infinity into a number, so its statistics would look good.
             hides = isinstance(spec, BlockSpec) and spec.fmt.nonfinite == "saturate" and role in OPERANDS
             if hides and bool(x.isinf().any()):
                 self._hidden.setdefault(str(spec.fmt), f"in step {self._watched} at {site} ({role})")
@@ -315,12 +315,12 @@ class Watch:
     # Results
 
     def rows(self) -> Rows:
-        """A row for each watched step, site, role and format.
+        """Return a row for each watched step, site, role and format.
 
         underflow: share of the non-zero numbers that would become zero. overflow: share of all that would saturate or
-        become inf. sqnr_db: signal to quantisation noise. amax: the largest finite magnitude. spread: the binades that
-        hold 99 % of the non-zero numbers. nonfinite: share of inf and NaN; what masks is left out. lost: of an update,
-        the share that would change nothing in parameters of the format. row_bias, kurtosis: of "error", see `Tally`.
+        become inf. sqnr_db: signal to quantisation noise. amax: the largest finite magnitude. spread: the number of
+        binades that hold 99 % of the non-zero numbers. nonfinite: share of inf and NaN, without masks. lost: share of
+        the updates that would change nothing in parameters of the format. row_bias, kurtosis: for "error", see `Tally`.
         """
         if self._trace.is_replaced:
             warnings.warn(
@@ -345,15 +345,15 @@ class Watch:
         return Rows([*self._rows, *new])
 
     def to_frame(self) -> Any:
-        """The rows as a pandas.DataFrame."""
+        """Return the rows as a pandas.DataFrame."""
         return self.rows().to_frame()
 
     def table(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Rows:
         """Count the sites at which each format suffices: a row for each role and format, with the worst of all steps.
 
-        do: at how many of the `sites` the format would do in every watched step. It would not if numbers are not
-            finite, or if more than half of the updates would change nothing (`lost`).
-        underflow, overflow: the largest share that is allowed. sqnr_db: the least signal to noise.
+        do: the number of the `sites` at which the format suffices in every watched step. It does not suffice if numbers
+            are not finite, or if more than half of the updates would change nothing (`lost`).
+        underflow, overflow: the largest share that is allowed. sqnr_db: the least signal-to-noise ratio.
         """
         limits = Limits(underflow, overflow, sqnr_db)
         worst, table = worst_of(self.rows()), Rows()
@@ -377,12 +377,14 @@ class Watch:
         return table
 
     def policy(self, underflow: float = UNDERFLOW, overflow: float = OVERFLOW, sqnr_db: float = SQNR_DB) -> Policy:
-        """A policy that the statistics suggest, without scaling of gradients.
+        """Return a policy that the statistics suggest, without scaling of gradients.
 
-        A role gets the smallest of the formats that would do at 90 % of its sites, or float32; a module where that
-        would not do at each of its sites gets the smallest that would. Formats whose numbers share scales are left out:
-        no role has one. The policy is then tried on the last watched call, with the same inputs and gradients and the
-        current parameters; sites with inf, NaN or saturation stay float32. Warns if it could not be tried.
+        A role gets the smallest of the formats that suffice at 90 % of its sites, or float32. If that format does not
+        suffice at all sites of a module, the module gets the smallest format that does. Formats whose numbers share
+        scales are left out, because a role cannot have one. The policy is then tried on the last watched call, with the
+        same inputs and gradients and the current parameters; sites with inf, NaN or saturation stay float32. Warns if
+        the policy could not be tried.
+
         underflow, overflow, sqnr_db: as in `table`.
         """
         suggestion = self.suggest(underflow, overflow, sqnr_db)
@@ -397,18 +399,18 @@ class Watch:
         return suggested(self._trace.model, plan, self._called)
 
     def never_moved(self) -> list[str]:
-        """Names of the parameters that had a gradient, not all zero, and that no watched step changed at all."""
+        """Return the names of parameters that had a non-zero gradient, and that no watched step changed at all."""
         return self._steps.never_moved()
 
     @property
     def updates(self) -> list[LostUpdates]:
-        """Lost updates of a quantised optimizer, unless `lost_updates` records them."""
+        """Return the lost updates of a quantised optimizer, unless `lost_updates` records them."""
         return self._steps.updates
 
     def plot(self, role: str = "error", value: str = "underflow", fmt: str | Format | None = None) -> Any:
         """Plot a value of the rows by site and step; needs matplotlib.
 
-        role, value: of the rows. fmt: one of the formats; None takes the first.
+        role: the role whose rows are plotted. value: the column. fmt: one of the formats; None takes the first.
         """
         if not isinstance(role, str):
             raise TypeError(f"role={shown(role)} is not a string. Expected: the role of a row, such as 'error'.")
@@ -447,7 +449,7 @@ class _Eye:
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls a method if its object is still alive, and returns None otherwise."""
-    # A hook that held the Watch would keep it alive, and it ends when it is garbage-collected.
+    # A hook with a reference to the Watch would keep it alive, but a Watch must end when it is garbage-collected.
     weak = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
@@ -459,13 +461,13 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 class _WatchedSteps:
     """The steps of an optimizer that follow watched calls of a model.
 
-    updates: lost updates of a quantised optimizer, unless they are recorded already.
+    updates: the lost updates of a quantised optimizer, unless they are recorded already.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, every: int) -> None:
         self._before: dict[str, Tensor] = {}
-        self._moved: dict[str, bool] = {}  # of parameters that had a gradient
-        self._left: dict[int, tuple[int, int]] = {}  # of weights with a gradient: how many stayed the same, of how many
+        self._moved: dict[str, bool] = {}  # whether a step changed it, for parameters that had a gradient
+        self._left: dict[int, tuple[int, int]] = {}  # by step: unchanged weights with a gradient, and all of these
         quantized = None if optimizer is None else quantized_optimizer_of(optimizer)
         self.updates = [LostUpdates(q, every) for q in unrecorded([] if quantized is None else [quantized])]
 
@@ -503,7 +505,7 @@ class _WatchedSteps:
         self._left[step] = left, of
 
     def never_moved(self) -> list[str]:
-        """Names of the parameters that had a gradient, not all zero, and that no step changed at all."""
+        """Return the names of parameters that had a non-zero gradient, and that no step changed at all."""
         return [name for name, has_moved in self._moved.items() if not has_moved]
 
     def lines(self) -> list[str]:
@@ -528,7 +530,7 @@ def _rounded(x: Tensor, spec: Spec) -> Tensor:
 
 
 def _watched_row(step: int, site: str, role: str, spec: Spec, t: Tally, lost: tuple[int, int] | None) -> dict[str, Any]:
-    """Return a row: the effect of a format on the tensors of a role at a site, in a watched step."""
+    """Return the row of a step, site, role and format: the effect of the format on the tensors."""
     return {
         "step": step,
         "site": site,
@@ -554,10 +556,10 @@ def _is_broken(x: Tensor) -> bool:
 
 
 def _breaks(rows: Rows, broken: set[int], hidden: Mapping[str, str]) -> list[str]:
-    """Name the first operation that each format would break, and the first one that is not finite without a format.
+    """Name the first operation that each format would break, and the first operation that breaks without a format.
 
     broken: the steps whose output is not finite.
-    hidden: where each format would turn an infinity into a number.
+    hidden: the place where each format would turn an infinity into a number.
     """
     lines = []
     for fmt in dict.fromkeys(row["format"] for row in rows):
@@ -567,7 +569,7 @@ def _breaks(rows: Rows, broken: set[int], hidden: Mapping[str, str]) -> list[str
         if fmt in hidden:
             lines.append(f"{fmt} would hide an infinity {hidden[fmt]}: a finite number follows, which no scaler sees.")
     nonfinite = [row for row in rows if row["nonfinite"] and row["role"] not in ("error", "weight_grad")]
-    # If the output is finite, an activation that is not had no effect on it, as behind a `where`.
+    # If the output is finite, a non-finite activation had no effect on it, for example because of a `where`.
     bad = next((row for row in nonfinite if row["role"] != "activation" or row["step"] in broken), None)
     if bad is not None:
         lines.append(

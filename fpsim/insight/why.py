@@ -23,17 +23,17 @@ from fpsim.torch_modes import keeps_grad_mode
 __all__ = ["Why", "why"]
 
 LINES = 15
-WIDTH = 200  # characters of a line of operations
+WIDTH = 200  # how many characters a line of operations has
 
 
 class Why(Rows):
     """Causes of a failing step: a row for each finding, the cause first; see `why`.
 
-    cause: the first row; None where nothing was found. Its `stage`, `place`, `role` and `kind` describe it.
-    tried: rows of the remedies that were run on this step and worked, with the loss that each gave.
-    read: rows of the operands there. chain: the sites from there to the loss.
-    run: rows of all operations: finite amax, and the share that is not finite, of the result and of its gradient.
-    loss, float32: the loss of the step, and of the step in float32 where that was run.
+    cause: the first row; None if nothing was found. It has a `stage`, `place`, `role` and `kind`.
+    tried: rows of the remedies that were run on this step and worked, each with its loss.
+    read: rows of the operands of the cause. chain: the sites from the cause to the loss.
+    run: rows of all operations: the finite amax and the non-finite share of the result, and of its gradient.
+    loss, float32: the loss of the step, and the loss of the step in float32, if that was run.
     checked: the checks that were made, in words. runs: how often the step was run.
     """
 
@@ -52,7 +52,7 @@ class Why(Rows):
         self._calls, self._unfed = finding.calls, finding.unfed
 
     def policy(self) -> Policy:
-        """Return the policy of the first remedy that is one. Raises ValueError without such a remedy."""
+        """Return the policy of the first remedy that is a policy. Raises ValueError without such a remedy."""
         for remedy in self._remedies:
             if remedy.policy is not None:
                 return remedy.policy
@@ -72,7 +72,7 @@ class Why(Rows):
         if self.loss is not None:
             words = f"loss {self.loss:.6g}"
             words += f", {self.float32:.6g} in float32" if self.float32 is not None else ""
-            # A finite loss would say that all is well in float32, though a gradient or a buffer is not finite there.
+            # A finite loss would suggest that float32 works, although a gradient or a buffer is not finite there.
             is_hidden = self.float32 is not None and math.isfinite(self.float32) and self._float32_bad
             lines.append(words + (f"; not finite there: {self._float32_bad[0]}" if is_hidden else ""))
         others = [f"{row['kind']} at {row['place']}" for row in self[1:4]]
@@ -93,7 +93,7 @@ class Why(Rows):
         total = 1 if at is None else self._calls.get(at.site, 1)
         if at is not None and total > 1:
             line += f", call {at.call + 1} of {total}"
-        # As a rule the name of a module says who calls it: the module around it.
+        # Usually the name of a module tells its caller, which is the module around it.
         if at is not None and at.module and at.caller and not at.module.startswith(at.caller):
             line += f", called by {at.caller}"
         return line + (f", in batch {event.batch}" if event.batch is not None else "") + "."
@@ -130,7 +130,7 @@ class Why(Rows):
         return picture
 
     def _repr_png_(self) -> bytes | None:
-        # Without matplotlib a notebook shows the words.
+        # Without matplotlib a notebook shows the text.
         try:
             return self.plot()._repr_png_()  # type: ignore[no-any-return]
         except ImportError:
@@ -142,14 +142,14 @@ def _article(role: str) -> str:
 
 
 def _cut(sites: list[str]) -> str:
-    # Both ends stay: the place that broke, and the loss.
+    # Both ends of the chain are kept: the place that broke, and the loss.
     shown = sites if len(sites) <= 9 else [*sites[:5], "...", *sites[-3:]]
     line = " -> ".join(shown)
     return line if len(line) <= WIDTH else f"{line[: WIDTH // 2]} ... {line[-WIDTH // 2 :]}"
 
 
 def _advice(event: Event, float32: float | None, float32_bad: list[str], unfed: list[str]) -> str:
-    """Advise where no remedy worked.
+    """Return advice if no remedy worked.
 
     unfed: the parameters that had no gradient under the change that made the step finite.
     """
@@ -164,7 +164,7 @@ def _advice(event: Event, float32: float | None, float32_bad: list[str], unfed: 
 
 
 def _said(event: Event, float32: float | None, float32_bad: list[str]) -> str:
-    """Return advice by the kind of an event, and a word on whether a format is to blame; "" if none is known."""
+    """Return advice for the kind of an event, and whether a format is to blame; "" if there is no advice."""
     is_bad = float32 is not None and (bool(float32_bad) or not math.isfinite(float32))
     blame = "No format is to blame: float32 gives NaN or inf too. " if is_bad else ""
     if is_bad and event.fmt in ("float16", "bfloat16"):
@@ -176,7 +176,7 @@ def _said(event: Event, float32: float | None, float32_bad: list[str]) -> str:
             return "call optimizer.zero_grad() before the step."
         load = "load an earlier checkpoint; why() on the step before it tells which update wrote it."
         if event.fmt and not event.kind.startswith("NaN") and event.role in ("parameter", "buffer"):
-            # An infinity that is there before the step was made by a cast, or by an update.
+            # An infinity that exists before the step was made by a cast, or by an update.
             cast, largest = {"float16": "half"}.get(event.fmt, event.fmt), torch.finfo(getattr(torch, event.fmt)).max
             made = f"{blame}A cast such as .{cast}() turns numbers beyond {largest:.6g} into inf: keep them in float32."
             return f"{made} If an update made it, {load}" if event.remedy == "update" else made
@@ -214,32 +214,33 @@ def why(
 ) -> Why:
     """Find the cause of a failing step: its place, role and kind, the numbers, and a remedy that was tried on it.
 
-    It looks in this order, and reports the first problem: inputs, parameters, buffers, gradients and states of the
-    optimizer before the step; each result forward; the loss; each gradient backward, and those that are wholly lost;
-    the gradients after accumulation; the optimizer's step, and the share of its updates that changed nothing; buffers
-    afterwards; at last the step against float32.
+    It checks in this order, and reports the first problem: inputs, parameters, buffers, gradients and states of the
+    optimizer before the step; each result of the forward pass; the loss; each gradient of the backward pass, and
+    gradients that are completely lost; the gradients after accumulation; the optimizer's step, and the share of its
+    updates that changed nothing; buffers after the step; finally, the step compared with float32.
 
-    The step is run several times, and must be the same each time: `why` runs it twice first. The model, the optimizer,
-    the scaler and random numbers are restored afterwards. The model may be float32, half, bfloat16, under autocast or
-    quantised.
+    The step is run several times, and must be the same each time: `why` first runs it twice to check this. The model,
+    the optimizer, the scaler and random numbers are restored afterwards. The model may be float32, half, bfloat16,
+    under autocast or quantised.
 
     Args:
-        model: whose step it is.
-        step: runs forward and backward, and the optimizer's step if it includes that. Called without arguments. Or a
-            batch, where the model's output has a `.loss` or with `loss`.
-        optimizer: whose step follows, if `step` does not take it; its states are looked at.
+        model: the model of the step.
+        step: a function without arguments that runs forward and backward, and may include the optimizer's step; or a
+            batch. With a batch, the model's output has a `.loss`, or `loss` computes it.
+        optimizer: the optimizer whose states are checked. It steps after `step`, if `step` does not call it.
         scaler: the GradScaler that `step` uses.
-        batches: how many batches there are; `step(i)` is then called for each i below it.
-        loss: from the model's output to a scalar, for a batch.
+        batches: the number of batches; `step(i)` is then called for each i below it.
+        loss: a function from the model's output to a scalar, for a batch.
 
     Returns:
-        A `Why`: prints at most fifteen lines; rows, `to_frame()`, `plot()`, `policy()` where a remedy is a policy.
+        A `Why`, which prints at most fifteen lines. It has rows, `to_frame()`, `plot()`, and `policy()` if a remedy is
+        a policy.
 
     Raises:
         TypeError: for a model, step or optimizer of another kind.
-        ValueError: for a step that gives another loss the second time, a step of which nothing was seen, and a model
+        ValueError: for a step whose loss differs the second time, a step in which no operation was seen, and a model
             that is being recorded.
-        Exception: the step's own error, if nothing became inf or NaN before.
+        Exception: the step's own error, if nothing became inf or NaN before it.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     >>> with torch.no_grad():
@@ -249,7 +250,7 @@ def why(
     ('1.weight', 'parameter', 'NaN came in')
     """
     _require(model, optimizer, batches)
-    # Any object with these methods will do: other libraries have scalers of their own.
+    # Any object with these methods is accepted, because other libraries have scalers of their own.
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("scale", "step", "update")):
         raise TypeError(f"Got {type(scaler).__name__} as the scaler. Expected a GradScaler that `step` uses, or None.")
     run = as_step(model, step, loss, "why", 0 if batches is None else 1)

@@ -25,9 +25,9 @@ from fpsim.tensors.accumulators import ACCUMULATORS, Accumulator, as_accumulator
 
 __all__ = ["Attention", "for_each_query_head", "scaled_and_masked"]
 
-OPERANDS = ("q", "k", "v", "p", "do", "ds")  # of the six products
-RESULTS = ("s", "diff", "exp", "o", "dp")  # numbers that enter no product there
-IN_BLOCKS = ("p", "v", "do")  # operands of the products that a block of keys is one of
+OPERANDS = ("q", "k", "v", "p", "do", "ds")  # operands of the six products
+RESULTS = ("s", "diff", "exp", "o", "dp")  # points whose numbers enter no product
+IN_BLOCKS = ("p", "v", "do")  # with `block_kv`, the operands of products that run for each block of keys
 
 
 @known_arguments()
@@ -35,7 +35,7 @@ IN_BLOCKS = ("p", "v", "do")  # operands of the products that a block of keys is
 class Attention:
     """The points at which an attention rounds: `Products(attention=Attention(q="e4m3fn", ...))`.
 
-    It computes
+    The attention computes
 
         s = q k^T                          dp = do v^T
         diff = s - max(s)                  ds = p (dp - sum(do o))
@@ -43,35 +43,35 @@ class Attention:
         p = exp / sum(exp)                 dk = ds^T q
         o = p v                            dv = p^T do
 
-    and each name is a point. `q`, `k`, `v`, `p`, `do`, `ds` are rounded as they enter their products, so that blocks
-    lie along the axis that a product sums over; their other uses are float32. `s`, `diff`, `exp`, `o` and `dp` are
-    rounded when they are computed, to a format of single numbers. The scale of the scores and the mask come between `s`
-    and `diff`, in float32, or as the model's own code has them; the gradient `ds` has that scale as it enters its
-    products. A point left at None rounds nothing. The roles of a policy round the same tensors too, after these.
+    and each name is a point. `q`, `k`, `v`, `p`, `do`, `ds` are rounded as they enter their products, so blocks lie
+    along the axis over which the product sums; their other uses are float32. `s`, `diff`, `exp`, `o` and `dp` are
+    rounded when they are computed, to a format of single numbers. Between `s` and `diff` the scores are scaled and
+    masked, in float32, or as in the model's own code; the gradient `ds` has that scale as it enters its products. A
+    point left at None rounds nothing. The roles of a policy round the same tensors too, after these points.
 
-    By default all keys are one block and `p` is divided before its product, as in torch's unfused code. With `block_kv`
-    the order is that of flash-attention (Dao 2023, algorithm 1): for one block of keys after the other, the maximum so
-    far is subtracted, `p` is exp itself, sums and `o` are multiplied by exp(old maximum - new one) in float32, and `o`
-    is divided at the end. Its backward pass computes `p` again at the final maximum, divided by the sum. `diff` and
-    `exp` are natural logarithms and powers of e.
+    By default all keys are one block, and `p` is divided by the sum before its product, as in torch's unfused code.
+    With `block_kv` the order is that of flash-attention (Dao 2023, algorithm 1). For one block of keys after the other,
+    the maximum so far is subtracted, and `p` is exp itself. Sums and `o` are multiplied by exp(old maximum - new one)
+    in float32, and `o` is divided at the end. The backward pass computes `p` again at the final maximum, divided by the
+    sum. `diff` and `exp` are natural logarithms and powers of e.
 
-    It holds for `scaled_dot_product_attention`, `nn.MultiheadAttention`, and code that calls `matmul`, `bmm`,
-    `baddbmm` or `einsum` around `softmax`: of two products of activations the one that no softmax, and nothing
-    computed from a product of activations, enters is `q k^T`, the other one `p v`. A softmax of other numbers, as of a
-    router, is left alone. Dropout between softmax and product is torch's own.
+    The points apply to `scaled_dot_product_attention`, `nn.MultiheadAttention`, and code that calls `matmul`, `bmm`,
+    `baddbmm` or `einsum` around `softmax`. Among the products of two activations, `q k^T` is the product whose operands
+    come from no softmax and from no product of activations; the other one is `p v`. A softmax of other numbers, such as
+    that of a router, is left alone. Dropout between softmax and product is torch's own.
 
     Args:
         q, k, v, p, do, ds: a format of single numbers or of blocks, its name, an `Operand`, or a function `f(x, axis)`.
         s, diff, exp, o, dp: a format of single numbers, its name, or an `Operand` with one.
-        block_kv: keys in a block; the last one may be shorter. None for all keys.
-        p_scale: a power of two by which `p` is multiplied before it is rounded, and its product divided: 256 uses the
-            range of E4M3, whose largest value is 448, for numbers up to 1.
+        block_kv: the number of keys in a block; the last block may be shorter. None is all keys.
+        p_scale: a power of two. `p` is multiplied by it before it is rounded, and the product with `p` is divided by
+            it: 256 uses the range of E4M3, whose largest value is 448, for numbers up to 1.
         accumulator: the accumulator of all six products, as in `Products`.
 
     Raises:
         ValueError: for a value that is no operand, a block format at a point of single numbers, a transform, a source,
-            a `p_scale` that is not a power of two or has no `p`, and, with `block_kv`, delayed scales and `ste="clip"`
-            of `p`, `v` and `do`.
+            a `p_scale` that is not a power of two or is given without `p`, and, with `block_kv`, delayed scales and
+            `ste="clip"` of `p`, `v` and `do`.
         TypeError: as `Operand` does.
 
     >>> print(Attention(q="e4m3fn", k="e4m3fn", v="e4m3fn", p="e4m3fn", p_scale=256, block_kv=128))
@@ -137,17 +137,17 @@ class Attention:
 
     @property
     def is_plain(self) -> bool:
-        """True if it says nothing: an attention with no point is torch's own."""
+        """True if no point is set: the attention is then torch's own."""
         is_rounded = any(getattr(self, name) is not None for name in (*OPERANDS, *RESULTS))
         return not is_rounded and self.block_kv is None and self.accumulator is None
 
     @property
     def is_delayed(self) -> bool:
-        """True if the scale of any operand follows from earlier steps."""
+        """True if the scale of any operand depends on earlier steps."""
         return any(o is not None and o.is_delayed for o in self._operands(*OPERANDS))
 
     def point(self, name: str) -> Operand | None:
-        """The operand at one of the points, such as "q"; ValueError for another name."""
+        """Return the operand at a point, such as "q". Raises ValueError for any other name."""
         require_word("name", name, (*OPERANDS, *RESULTS))
         return self._operands(name)[0]
 
@@ -165,22 +165,22 @@ class Attention:
 
     @cached_property
     def qk(self) -> ProductSpecs:
-        """The specs of s = q k^T, and of its gradients."""
+        """The specs of s = q k^T, and of the products of its gradients."""
         return self._specs("q k", "ds k", "ds q", "s", None)
 
     @cached_property
     def pv(self) -> ProductSpecs:
-        """The specs of o = p v, and of its gradients."""
+        """The specs of o = p v, and of the products of its gradients."""
         return self._specs("p v", "do v", "do p", "o", "dp")
 
     def with_rounding(self, rounding: str) -> Attention:
-        """The same points, with another rounding of each."""
+        """Return the same points, with another rounding of each."""
         names = (*OPERANDS, *RESULTS)
         changed = [with_rounding(o, rounding) for o in self._operands(*names)]
         return replace(self, **dict(zip(names, changed, strict=True)))  # type: ignore[arg-type]
 
     def with_stochastic_gradients(self, most_bits: int) -> Attention:
-        """The same points, with do and ds rounded stochastically in a format of at most so many bits."""
+        """Return the same points, with do and ds rounded stochastically in formats of at most `most_bits` bits."""
         require_whole("most_bits", most_bits, 1)
         do, ds = (stochastic(o, most_bits) for o in self._operands("do", "ds"))
         return replace(self, do=do, ds=ds)
@@ -194,11 +194,11 @@ class Attention:
         return ", ".join(words)
 
 
-# Parts of `scaled_dot_product_attention` that are the same in every emulation of it
+# The parts of `scaled_dot_product_attention` that all emulations of it have in common
 
 
 def for_each_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values with the heads of the queries, as `enable_gqa` repeats them."""
+    """Return keys and values with as many heads as the queries, repeated as by `enable_gqa`."""
     repeated = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     return next(repeated), next(repeated)
 
@@ -206,7 +206,7 @@ def for_each_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
 def scaled_and_masked(
     scores: Tensor, head_size: int, attn_mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
-    """Return what the softmax reads: q k^T times its scale, with -inf or the mask's own numbers where it hides keys."""
+    """Return the operand of the softmax: q k^T times its scale, with -inf or the mask's numbers at hidden keys."""
     scores = scores * (1 / math.sqrt(head_size) if scale is None else scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

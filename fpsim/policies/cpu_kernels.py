@@ -17,19 +17,20 @@ from fpsim.policies.attention import for_each_query_head, scaled_and_masked
 
 __all__ = ["CPU_KERNELS", "fast_exp", "flash_attention", "power", "rsqrt"]
 
-# kv_split_size of all instances of cpu_flash_attention in libtorch_cpu.so. How many queries are in a block changes no
-# row's sums.
+# kv_split_size of all instances of cpu_flash_attention in libtorch_cpu.so. The number of queries in a block changes the
+# sums of no row.
 KEYS_IN_BLOCK = 512
-LANES = {"AVX512": 16, "AVX2": 8}  # float32 in a vector; the last ones of a row, which fill none, have std::exp
-LEAST_LOG = -87.33654  # of float32's least normal number, below which the result is 0
-# Coefficients of Malossi et al. 2015 for 2**f - 1 - f, as in `Vectorized<float>::fexp_u20`, of f**0 to f**3
+LANES = {"AVX512": 16, "AVX2": 8}  # float32 numbers in a vector; a row's last ones, which fill none, use std::exp
+LEAST_LOG = -87.33654  # the logarithm of float32's least normal number; below it, the result is 0
+# Coefficients of f**0 to f**3 in Malossi et al. 2015 for 2**f - 1 - f, as in `Vectorized<float>::fexp_u20`
 EXP2 = (0.00010703434948458272, 0.30354260500649682, -0.22433836478672356, -0.079204240219773236)
 
 
 def fast_exp(x: Tensor) -> Tensor:
-    """exp(x) of float32 numbers up to 0, off by up to 1e-4 of it: the exponent and a cubic, put together as bits.
+    """Return exp(x) of float32 numbers up to 0, with a relative error of up to 1e-4.
 
-    torch's `fexp_u20`, which its attention on the CPU uses for results of 16 bits. The gradient is exp(x).
+    The exponent and a cubic are put together as bits. This is torch's `fexp_u20`, which torch's attention on the CPU
+    uses for results of 16 bits. The gradient is exp(x).
 
     >>> fast_exp(torch.tensor([0.0, -1.0]))
     tensor([0.9999, 0.3679])
@@ -40,7 +41,8 @@ def fast_exp(x: Tensor) -> Tensor:
     bits = (scaled - (((part * c3 + c2) * part + c1) * part + c0) + 127) * 2.0**23
     fast = bits.clamp(min=0).to(torch.int32).view(torch.float32).masked_fill(x < LEAST_LOG, 0.0)
     exact = torch.exp(x)
-    # Exact: numbers this near have a difference of float32, so that the sum is `fast`, and the gradient that of exp.
+    # The result is exactly `fast`, because the difference of two numbers as near as these is exact in float32. The
+    # gradient is that of exp.
     return exact + (fast - exact).detach()
 
 
@@ -54,14 +56,14 @@ def flash_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """`scaled_dot_product_attention` as torch's `cpu_flash_attention` computes it for bfloat16.
+    """Compute `scaled_dot_product_attention` as torch's `cpu_flash_attention` does for bfloat16.
 
-    Scores, their sums and the result are float32; exponentials are rounded to the dtype before their product with the
-    values, and added up before. In torch's vector code they come from `fast_exp`, but for the last of a row, which fill
-    no vector; in its scalar code they are exact.
+    Scores, sums and the result are float32. Exponentials are added up in float32, and rounded to bfloat16 before their
+    product with the values. In torch's vector code the exponentials come from `fast_exp`, except for the last ones of a
+    row, which fill no vector; in its scalar code they are exact.
 
-    Returns NotImplemented for other dtypes, and where torch takes its other kernel, which rounds once: with dropout, or
-    heads of other sizes.
+    Returns NotImplemented for other dtypes, and if torch uses its other kernel, which rounds once: with dropout, or if
+    the head sizes differ.
     """
     if query.dtype != torch.bfloat16 or dropout_p or query.dim() != 4:
         return NotImplemented
@@ -71,7 +73,7 @@ def flash_attention(
         return NotImplemented
     if enable_gqa:
         key, value = for_each_query_head(query, key, value)
-    # to(bfloat16) rounds inputs and buffers, which are said to have that dtype and are stored as they were given.
+    # Inputs and buffers report dtype bfloat16, but hold the numbers that were given. to(bfloat16) rounds these.
     query, key, value = (x.to(torch.bfloat16).float() for x in (query, key, value))
     scores = query @ key.mT
     scores = scaled_and_masked(scores, query.shape[-1], attn_mask, is_causal, scale)
@@ -80,14 +82,14 @@ def flash_attention(
         one = scores[..., start : start + KEYS_IN_BLOCK]
         above = one.amax(-1, keepdim=True)
         above = above if largest is None else torch.maximum(largest, above)
-        shift = above.masked_fill(above == -math.inf, 0.0)  # of a row in which all is hidden until here
+        shift = above.masked_fill(above == -math.inf, 0.0)  # in a row in which all keys so far are hidden
         powers = _exponentials(one - shift)
         sums = powers.sum(-1, keepdim=True)
         product = powers.to(torch.bfloat16).float() @ value[..., start : start + KEYS_IN_BLOCK, :]
         if total is None or out is None or largest is None:
             total, out = sums, product
         else:
-            # std::exp in torch too: one number for each row fills no vector.
+            # torch uses std::exp here too, because one number for each row fills no vector.
             decay = torch.exp(largest - shift)
             total, out = total * decay + sums, out * decay + product
         largest = above
@@ -106,10 +108,10 @@ def _exponentials(x: Tensor) -> Tensor:
 
 
 def power(input: Any, exponent: Any, *, out: Tensor | None = None) -> Any:
-    """x ** 3 and x ** -2, whose products are rounded one by one; any other exponent is rounded to x's dtype first."""
+    """Compute x ** 3 and x ** -2 with each product rounded; round any other exponent to x's dtype first."""
     if out is not None or not isinstance(input, Tensor) or not isinstance(exponent, int | float):
         return NotImplemented
-    # Both in float32 too, where these products are what torch computes.
+    # This applies to float32 too: torch computes these products there.
     if exponent == 3:
         return input * input * input
     if exponent == -2:
@@ -126,7 +128,7 @@ def _rounded(number: float) -> float:
 
 
 def rsqrt(input: Any, *, out: Tensor | None = None) -> Any:
-    """1 / sqrt(x), of which scalar code rounds both steps, and vector code the result."""
+    """Compute 1 / sqrt(x): torch's scalar code rounds both steps, and its vector code only the result."""
     if out is not None or not isinstance(input, Tensor) or input.dtype != torch.bfloat16 or not _is_scalar():
         return NotImplemented
     return 1 / input.sqrt()

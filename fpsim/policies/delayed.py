@@ -1,4 +1,4 @@
-"""Delayed scaling: the largest magnitudes of earlier steps, kept on their device, and the scales that follow."""
+"""Delayed scaling: keep the largest magnitudes of earlier steps on their device, and compute scales from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["AmaxHistory", "Histories", "loaded"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_NOTHING = -1.0  # stands where no amax was recorded in this step
+_NOTHING = -1.0  # in the place of an amax that was not recorded in this step
 _TENSORS = ("amaxes", "scale", "pending")
 _LARGEST_SCALE, _SMALLEST_SCALE = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
@@ -29,8 +29,8 @@ _LARGEST_SCALE, _SMALLEST_SCALE = torch.finfo(torch.float32).max, torch.finfo(to
 def _out_of_sight(function: Function) -> Function:
     """Run `function` with all modes off, so that the tensors it makes are plain and can be changed later.
 
-    The modes are on again at once after any exception, a KeyboardInterrupt too: a generator that holds a block would
-    put gradients off again as late as its traceback is forgotten.
+    The modes are restored at once after any exception, also a KeyboardInterrupt. With a context manager made of a
+    generator, the traceback could keep the generator alive, and gradients would be disabled again when it is freed.
     """
 
     @functools.wraps(function)
@@ -43,10 +43,10 @@ def _out_of_sight(function: Function) -> Function:
 
 
 class AmaxHistory:
-    """The amaxes of one operand at one site in earlier steps, and its scale. Made by `Histories.of`.
+    """The amaxes of one operand at one site in earlier steps, and its scale. `Histories.of` returns it.
 
-    What `scale` gives and `record` takes stays on the device. The history is that of the step until `begin_step` of its
-    `Histories`; amaxes recorded more than once in a step count as the largest of them.
+    The result of `scale` and the argument of `record` stay on the device. The history changes only in `begin_step` of
+    its `Histories`. If several amaxes are recorded in a step, the largest of them counts.
     """
 
     __slots__ = ("largest", "row", "rule", "table")
@@ -61,7 +61,7 @@ class AmaxHistory:
     def scale(self) -> Tensor:
         """Return the scale of the operand in this step: a float32 without dimensions, which later steps do not change.
 
-        1 until an amax that is finite and not zero was recorded in an earlier step.
+        The scale is 1 until a finite amax other than zero has been recorded in an earlier step.
         """
         with without_torch_function():
             return self.table.scales[self.row]
@@ -70,31 +70,31 @@ class AmaxHistory:
     def record(self, amax: Tensor) -> None:
         """Remember the largest magnitude of the operand, for the scales of later steps.
 
-        amax: of one element, float32 or float64, on the history's device. An amax that is not finite counts as inf.
-        A forward pass without gradients is not a step of a training: do not record there.
+        amax: a tensor of one element, float32 or float64, on the history's device. NaN counts as inf.
+        Do not record in a forward pass without gradients, because it is not a training step.
         """
         pending = self.table.pending[self.row]
         pending.copy_(torch.maximum(pending, amax.detach().reshape(()).nan_to_num(nan=torch.inf, posinf=torch.inf)))
 
 
 class _Table:
-    """The histories of one rule on one device, side by side: a step takes a few operations, however many there are."""
+    """The histories of one rule on one device, in one tensor: a step takes a few operations for any number of them."""
 
     def __init__(self, rule: Delayed, device: torch.device) -> None:
         self.rule = rule
         self.names: list[str] = []
         self.amaxes = torch.zeros(0, rule.history, dtype=torch.float32, device=device)
         self.scales, self.pending, self.largest = (self.amaxes.new_zeros(0) for _ in range(3))
-        self.position = torch.zeros(0, dtype=torch.int64, device=device)  # of the oldest amax, which goes next
+        self.position = torch.zeros(0, dtype=torch.int64, device=device)  # the column of the oldest amax
 
     def add(self, name: str, largest: float) -> int:
-        """The row of a new history."""
+        """Add a history, and return its row."""
         amaxes = torch.cat([self.amaxes, self.amaxes.new_zeros(1, self.rule.history)])
         position = torch.cat([self.position, self.position.new_zeros(1)])
         columns = ((self.scales, 1.0), (self.pending, _NOTHING), (self.largest, largest))
         grown = [torch.cat([column, column.new_full((1,), value)]) for column, value in columns]
         names = [*self.names, name]
-        # at once: an interrupt between two of these would leave columns of different lengths
+        # One assignment: an interrupt between several would leave columns of different lengths.
         self.names, self.amaxes, self.position, (self.scales, self.pending, self.largest) = (
             names,
             amaxes,
@@ -104,27 +104,27 @@ class _Table:
         return len(self.names) - 1
 
     def step(self) -> None:
-        """Move the recorded amax to the history, and compute the scales from it."""
+        """Move the recorded amaxes to the histories, and compute the scales from these."""
         rule, amax = self.rule, self.pending
         has_amax = amax != _NOTHING
         place = self.position.unsqueeze(1)
         self.amaxes.scatter_(
             1, place, torch.where(has_amax.unsqueeze(1), amax.unsqueeze(1), self.amaxes.gather(1, place))
         )
-        # The amax of the last step is in the history by now, so the new scales include it.
+        # The amax of the last step is in the history now, so the new scales take it into account.
         if rule.amax == "max":
             amax = self.amaxes.amax(1)
-        # NVIDIA TransformerEngine, _default_sf_compute; a scale beyond float32 becomes the largest there, as here
+        # As in _default_sf_compute of NVIDIA TransformerEngine, a scale beyond float32 becomes the largest float32.
         scales = (self.largest / amax / 2.0**rule.margin).clamp(_SMALLEST_SCALE, _LARGEST_SCALE)
         is_usable = has_amax & (amax > 0) & (amax < torch.inf)
-        scales = torch.where(is_usable, scales, self.scales)  # a new tensor: this step's may be in use still
+        scales = torch.where(is_usable, scales, self.scales)  # a new tensor: this step's may still be in use
         position = torch.where(has_amax, (self.position + 1) % rule.history, self.position)
         pending = torch.full_like(self.pending, _NOTHING)
-        # at once: a step that is interrupted before this is made again
+        # One assignment: if the step is interrupted before it, the step can be repeated.
         self.scales, self.position, self.pending = scales, position, pending
 
     def state(self, row: int) -> dict[str, Tensor]:
-        """Copies of one history's tensors; its amaxes from the oldest to the newest."""
+        """Return copies of one history's tensors; the amaxes are in order, from the oldest to the newest."""
         order = (self.position[row] + torch.arange(self.rule.history, device=self.position.device)) % self.rule.history
         return {
             "amaxes": self.amaxes[row][order],
@@ -134,20 +134,20 @@ class _Table:
 
     def set_state(self, row: int, state: Mapping[str, Tensor]) -> None:
         self.amaxes[row], self.position[row] = state["amaxes"], 0
-        self.scales = self.scales.clone()  # this step's may be in use still
+        self.scales = self.scales.clone()  # this step's may still be in use
         self.scales[row], self.pending[row] = state["scale"], state["pending"]
 
 
 class Histories:
     """The amax histories of one quantised model.
 
-    A step begins where the outermost quantised module is called with gradients enabled, and not from inside of a
-    backward pass. The amax recorded until then, forward and backward, moves to the history at that moment. Where
-    torch.distributed is initialised, all ranks of `group` take the largest amax of them then, and so have equal scales.
-    They call the same products in the same order. Ranks whose new products differ get an error; where only some have
-    new ones, they wait for each other, as in any collective operation that not all take part in.
+    A step begins when the outermost quantised module is called with gradients enabled, and not from inside of a
+    backward pass. At that moment the amaxes recorded before, forward and backward, move to the histories. If
+    torch.distributed is initialised, all ranks of `group` then take the largest amax of any rank, so their scales are
+    equal. All ranks must call the same products in the same order. Ranks whose new products differ get an error. If
+    only some ranks have new products, these wait for the others, as in any collective operation that some do not join.
 
-    group: of torch.distributed; None for all ranks.
+    group: a process group of torch.distributed; None for all ranks.
     """
 
     def __init__(self) -> None:
@@ -155,20 +155,20 @@ class Histories:
         self._tables: dict[tuple[Delayed, torch.device], _Table] = {}
         self._histories: dict[str, AmaxHistory] = {}
         self._agreed = 0  # how many histories the ranks have compared
-        self._unasked: set[str] = set()  # of those that were loaded, until the second step
-        self._begun = 0  # how many steps, since they were loaded
+        self._unasked: set[str] = set()  # loaded histories that no product has asked for; empty from the second step on
+        self._begun = 0  # the number of steps since histories were loaded
 
     def __len__(self) -> int:
         return len(self._histories)
 
     def of(self, site: str, operand: str, rule: Delayed, largest: float, device: torch.device) -> AmaxHistory:
-        """The history of an operand at a site; a new one if it has none. Ask for it in each call.
+        """Return the history of an operand at a site; a new one if it has none. Call this in each call of the site.
 
-        site: the site's name, "layer1.conv1:conv2d".
-        operand: which of the products' operands, "fprop.x".
-        rule: length of the history, margin, and which amax counts.
+        site: the site's name, such as "layer1.conv1:conv2d".
+        operand: the name of the operand, such as "fprop.x".
+        rule: the length of the history, the margin, and which amax counts.
         largest: the largest value of the operand's format.
-        device: where the operand is; a history moves there.
+        device: the operand's device; a history on another device moves there.
         Raises NotImplementedError under torch.compile, torch.export, fake tensors and transforms of torch.func.
         """
         _require_plain_call(site)
@@ -189,12 +189,12 @@ class Histories:
         return history
 
     def begin_call(self) -> None:
-        """Begin a step as the model is called from outside, unless this is an evaluation or a recomputation."""
+        """Begin a step when the model is called from outside, unless this is an evaluation or a recomputation."""
         if self._histories and torch.is_grad_enabled() and current_graph_task() < 0:
             self.begin_step()
 
     def begin_step(self) -> None:
-        """Move the recorded amax to the history; all ranks agree on it first.
+        """Move the recorded amaxes to the histories; all ranks agree on them first.
 
         Raises NotImplementedError as `of` does, and while a CUDA graph is captured.
         """
@@ -206,7 +206,7 @@ class Histories:
         self._begin_step()
 
     def _tell_unasked(self) -> None:
-        """Warn of loaded histories that no product asked for in the first step since: they may be another model's."""
+        """Warn of loaded histories for which no product asked in the next step: they may be those of another model."""
         self._begun += 1
         if self._begun < 2:
             return
@@ -225,21 +225,21 @@ class Histories:
 
     @_out_of_sight
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Copies of everything, by site and operand: tensors, numbers and words, which torch.save keeps."""
+        """Return copies of all histories, by site and operand: tensors, numbers and strings, for torch.save."""
         return {
             name: {**h.table.state(h.row), "largest": h.largest, "rule": asdict(h.rule)}
             for name, h in self._histories.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on from a `state_dict`: its histories replace all present ones.
+        """Resume from a `state_dict`: its histories replace all present ones.
 
-        Raises ValueError for other values.
+        Raises ValueError for any other value.
         """
         self.take(loaded(state))
 
     def take(self, fresh: Histories) -> None:
-        """Replace all histories by those of another object."""
+        """Replace all histories by those of `fresh`."""
         self._tables, self._histories, self._agreed = fresh._tables, fresh._histories, 0
         self._unasked, self._begun = {*fresh._histories}, 0
 
@@ -260,7 +260,7 @@ class Histories:
 
     @_out_of_sight
     def _move(self, name: str, device: torch.device) -> None:
-        """Move a history to its operand's device; a table is dropped with its last history."""
+        """Move a history to its operand's device; a table without histories is dropped."""
         old = self._histories[name]
         state = old.table.state(old.row)
         history = self._add(name, old.rule, old.largest, device)
@@ -273,8 +273,8 @@ class Histories:
         """Take the largest amax of all ranks for each history."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self.group) <= 1:
             return
-        # Names are compared only when there are new ones: all_reduce of tables in another order would mix operands
-        # without an error.
+        # all_reduce of tables in another order would mix operands without an error, so the ranks compare their names.
+        # This is needed only if there are new ones.
         if self._agreed != len(self._histories):
             self._require_equal_names()
             self._agreed = len(self._histories)
@@ -282,7 +282,7 @@ class Histories:
             dist.all_reduce(table.pending, dist.ReduceOp.MAX, group=self.group)
 
     def _require_equal_names(self) -> None:
-        """Raise RuntimeError where ranks would add up the histories of different operands."""
+        """Raise RuntimeError if ranks would combine the histories of different operands."""
         own = [name for table in self._tables.values() for name in table.names]
         gathered: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(gathered, own, group=self.group)
@@ -318,7 +318,7 @@ def _require_no_capture() -> None:
 
 @_out_of_sight
 def loaded(state: Mapping[str, Mapping[str, Any]]) -> Histories:
-    """The histories of a `state_dict`. Raises ValueError for other values."""
+    """Return the histories of a `state_dict`. Raises ValueError for any other value."""
     fresh = Histories()
     for name, entry in state.items():
         rule, largest = _checked(name, entry)
@@ -328,7 +328,7 @@ def loaded(state: Mapping[str, Mapping[str, Any]]) -> Histories:
 
 
 def _checked(name: str, entry: Any) -> tuple[Delayed, float]:
-    """The rule and the largest value of an entry of a state."""
+    """Return the rule and the largest value in an entry of a state."""
     try:
         rule, largest = Delayed(**entry["rule"]), float(entry["largest"])
         shapes = [tuple(entry[k].shape) for k in _TENSORS]

@@ -28,7 +28,7 @@ __all__ = [
     "with_rounding",
 ]
 
-SOURCES = ("original", "fprop")  # of an operand of the backward pass
+SOURCES = ("original", "fprop")  # sources of an operand of the backward pass
 STES = ("pass", "clip")  # straight-through estimators
 _NO_WORDS = (None, None, None, "A")  # rounding, overflow, random bits and variant of an operand that has no format
 
@@ -38,25 +38,27 @@ class Operand:
     """Quantisation of one operand of a product.
 
     Args:
-        fmt: a format of single numbers or of blocks, or its name; None, for what comes from the forward product, leaves
-            it as it was there. Or a function of your own, `f(x, axis)`: it is given a float32 of the operand's shape,
-            without gradients, and the axis that the product sums over, and returns a float32 of that shape.
-        rounding: as in `round_to`; None is nearest-even, but for gradients of few bits under a scaling: see `Policy`.
+        fmt: a format of single numbers or of blocks, or its name. None is for source="fprop": the operand stays as it
+            was in the forward product. Or a function of your own, `f(x, axis)`: its arguments are a float32 tensor of
+            the operand's shape, without gradients, and the axis over which the product sums; it returns a float32
+            tensor of that shape.
+        rounding: as in `round_to`; None is nearest-even. Gradients of few bits under a scaling are an exception, see
+            `Policy`.
         overflow, random_bits, variant: as in `round_to`.
-        hadamard: how it is transformed before, along the axis that the product sums over; the other operand of the
-            product alike. An axis whose length the size does not divide is padded with zeros, which adds nothing to the
-            product.
-        source: of an operand of the backward pass, w of dgrad or x of wgrad, the tensor that is rounded: the "original"
-            tensor, or "fprop", the numbers that the forward product used, which are then rounded to `fmt`, if there is
-            one, along the axis of this product (double quantisation).
-        name: of a function of your own, where it is shown; unless given, the function's.
-        ste: of an operand of the forward product, what its gradient does at elements that saturated (beyond the largest
-            value by half an ulp): "pass", or "clip", which makes it zero, as torch's fake quantisation does. A function
-            of your own then returns a pair: the numbers, and a bool tensor, True where the gradient passes.
+        hadamard: the transform before the rounding, along the axis over which the product sums. The other operand of
+            the product must have the same one. If the size does not divide the axis, the axis is padded with zeros,
+            which add nothing to the product.
+        source: the tensor that is rounded, for an operand of the backward pass (w of dgrad or x of wgrad). "original"
+            is the original tensor. "fprop" is the numbers that the forward product used; if there is a `fmt`, they are
+            then rounded to it along the axis of this product (double quantisation).
+        name: the name by which a function of your own is shown; None takes the function's name.
+        ste: the gradient at elements that saturated (beyond the largest value by half an ulp), for an operand of the
+            forward product: "pass" passes it, and "clip" makes it zero, as torch's fake quantisation does. With "clip",
+            a function of your own returns a pair: the numbers, and a bool tensor, True where the gradient passes.
 
     Raises:
-        ValueError: as `round_to` does, and for a source that is not known, or that nothing would use.
-        TypeError: as `round_to` does, and for anything but a `Hadamard`.
+        ValueError: as `round_to` does, and for a source that is unknown, or that has no effect.
+        TypeError: as `round_to` does, and for a `hadamard` that is not a `Hadamard`.
 
     >>> print(Operand("e5m2", "stochastic", random_bits=8))
     e5m2 stochastic 8 random bits
@@ -121,14 +123,14 @@ class Operand:
 
     @property
     def is_own(self) -> bool:
-        """True if a function of the user's rounds it."""
+        """True if a function of the user rounds the operand."""
         return isinstance(self.fmt, OwnFormat)
 
     def __str__(self) -> str:
         return self._text
 
     @cached_property
-    def _text(self) -> str:  # by which a kept weight is looked up in every product
+    def _text(self) -> str:  # the key by which every product looks up a kept weight
         words = ["as" if self.fmt is None else str(self.fmt) if self.is_own else str(self.spec())]
         if self.source == "fprop":
             words.append("in fprop" if self.fmt is None else "of what fprop used")
@@ -137,23 +139,23 @@ class Operand:
 
     @property
     def is_delayed(self) -> bool:
-        """True if its scale follows from earlier steps."""
+        """True if the operand's scale depends on earlier steps."""
         return isinstance(self.fmt, BlockFormat) and self.fmt.is_delayed
 
     @property
     def words(self) -> tuple[str, str | None, int | None, str]:
-        """Rounding, overflow, random bits and variant."""
+        """The rounding, the overflow, the random bits and the variant."""
         rounding = "nearest_even" if self.rounding is None else self.rounding
         return rounding, self.overflow, self.random_bits, self.variant
 
     @cached_property
-    def _spec(self) -> Spec | None:  # looked up in every product: hashing a block format takes as long as a small one
+    def _spec(self) -> Spec | None:  # cached, because every product reads it, and hashing a block format is slow
         if self.fmt is None:
             return None
         return own_spec(self.fmt) if isinstance(self.fmt, OwnFormat) else any_spec(self.fmt, *self.words)  # type: ignore[arg-type]
 
     def spec(self) -> Spec | None:
-        """The checked rounding; None where nothing is rounded again."""
+        """Return the checked rounding; None if nothing is rounded again."""
         return self._spec
 
 
@@ -174,11 +176,11 @@ Pair = tuple[Operand | None, Operand | None]
 
 
 class ProductSpecs(NamedTuple):
-    """The operands of the three products, the rounding of the forward product's result, and in what sums are made.
+    """The operands of the three products, the rounding of the forward product's result, and the accumulators.
 
-    accumulators: of the three, with the formats of their operands; None where all are torch's.
-    scaled: the same where dy is rounded at a scale, so that its exponents are not those of the format.
-    result, error: how y and dx are rounded inside of the product, where it is one of an attention.
+    accumulators: those of the three products, with the formats of their operands; None if all are torch's.
+    scaled: the same for a dy that is rounded at a scale, so that its exponents are not those of the format.
+    result, error: the rounding of y and dx inside of the product, if it is a product of an attention.
     """
 
     fprop: Pair
@@ -192,7 +194,7 @@ class ProductSpecs(NamedTuple):
 
     @property
     def unordered(self) -> ProductSpecs:
-        """The same for products without a known order of operands."""
+        """The same specs for products whose operands have no known order."""
         if self.accumulators is None:
             return self
         one, two, three = (a if a.group is None else replace(a, operands=None) for a in self.accumulators)
@@ -200,7 +202,7 @@ class ProductSpecs(NamedTuple):
 
 
 def in_accumulators(each: Three, fprop: Pair, dgrad: Pair, wgrad: Pair) -> tuple[Three, Three] | tuple[None, None]:
-    """The `accumulators` and `scaled` of products with these operands."""
+    """Return the `accumulators` and `scaled` of products with these operands."""
     if all(accumulator.is_torch for accumulator in each):
         return None, None
     one, two, three = map(_knowing, each, (fprop, dgrad, wgrad), (fprop, fprop, fprop[::-1]))
@@ -208,9 +210,9 @@ def in_accumulators(each: Three, fprop: Pair, dgrad: Pair, wgrad: Pair) -> tuple
 
 
 def _knowing(accumulator: Accumulator, pair: Pair, used: Pair) -> Accumulator:
-    """The accumulator of a product with the formats of its operands, where it aligns groups.
+    """Return the accumulator of a product; if it aligns groups, with the formats of the operands.
 
-    used: replaces an operand with source="fprop": the operand that the forward product had.
+    used: the operands of the forward product. They replace operands with source="fprop".
     """
     if accumulator.group is None:
         return accumulator
@@ -218,7 +220,7 @@ def _knowing(accumulator: Accumulator, pair: Pair, used: Pair) -> Accumulator:
     for operand, of_fprop, own in zip(pair, used, accumulator.operand_formats, strict=True):
         if operand is not None and operand.fmt is None:
             operand = of_fprop
-        # shared scales move the exponents of a block, and a function of the user's may
+        # Shared scales shift the exponents of a block, and a function of the user may do so too.
         fmt = own if operand is None else operand.fmt
         formats.append(fmt if isinstance(fmt, FloatFormat) else None)
     return replace(accumulator, operands=tuple(formats))  # type: ignore[arg-type]
@@ -231,19 +233,19 @@ def _at_a_scale(accumulator: Accumulator) -> Accumulator:
 
 
 def with_rounding(operand: Operand | None, rounding: str) -> Operand | None:
-    """The same operand with another rounding, if a format rounds it."""
+    """Return the same operand with another rounding, if a format rounds it."""
     if operand is None or operand.fmt is None or operand.is_own:
         return operand
     return replace(operand, rounding=rounding, random_bits=None, variant="A")
 
 
 def is_of_few_bits(dy: Operand | None, most_bits: int) -> bool:
-    """True if a gradient is rounded, number by number, to a format of at most so many bits by a default rule."""
+    """True if a gradient's format has single numbers, at most `most_bits` bits, and the default rounding."""
     if dy is None or dy.rounding is not None or not isinstance(dy.fmt, Element) or dy.is_own:
         return False
     return dy.fmt.bits <= most_bits
 
 
 def stochastic(dy: Operand | None, most_bits: int) -> Operand | None:
-    """A gradient that is rounded stochastically where `is_of_few_bits`."""
+    """Return the operand of a gradient, with stochastic rounding if `is_of_few_bits`."""
     return replace(dy, rounding="stochastic") if dy is not None and is_of_few_bits(dy, most_bits) else dy

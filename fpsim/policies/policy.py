@@ -40,13 +40,13 @@ __all__ = [
 RoleFormat = str | Format | torch.dtype | np.dtype[Any] | type[np.generic]
 ROLES = ("weight", "activation", "error", "weight_grad")
 GRADIENTS = ("error", "weight_grad")
-CACHED = ("k", "v")  # what a cache of keys and values stores
-FEW_BITS = 6  # up to here nearest rounding makes zeros of most of a gradient, whatever its scale
+CACHED = ("k", "v")  # the tensors that a cache of keys and values stores
+FEW_BITS = 6  # with at most this many bits, rounding to nearest makes most of a gradient zero at any scale
 _HOMES_OF_OPERATIONS = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft)
 
 
 class RoleSpecs(NamedTuple):
-    """Rounding of the tensors of each role at one place of a model; None leaves them in float32."""
+    """Rounding of each role's tensors at one place of a model; None leaves a role's tensors in float32."""
 
     weight: RoundingSpec | None = None
     activation: RoundingSpec | None = None
@@ -61,12 +61,12 @@ class RoleSpecs(NamedTuple):
 
 
 def _names_its_role(policy: type[Policy]) -> type[Policy]:
-    """Warn of `Policy("e4m3fn")`, which is for weights alone: `quantize(model, "e4m3fn")` takes every role."""
+    """Warn of `Policy("e4m3fn")`, which rounds only weights; `quantize(model, "e4m3fn")` rounds every role."""
     made = policy.__init__
 
     @wraps(made)
     def checked(self: Policy, *formats: Any, **options: Any) -> None:
-        if len(formats) == 1:  # two and more are a list of roles, which nobody writes for a single format
+        if len(formats) == 1:  # several formats without names are meant as roles in their order
             given = shown(formats[0])
             warnings.warn(
                 f"Policy({given}) is a format for weights alone, and an error from 1.0 on. Expected: "
@@ -86,45 +86,47 @@ def _names_its_role(policy: type[Policy]) -> type[Policy]:
 class Policy:
     """A format for each role, and other policies for some modules.
 
-    A role left at None stays float32. Name the roles: a single format without a name is that of weights alone, and
-    warns.
+    A role left at None stays float32. Name the roles: a single format without a name applies only to weights, and
+    causes a warning.
 
     Args:
-        weight: parameters, where they are used.
-        activation: results of operations.
-        error: gradients of activations.
-        weight_grad: gradients of parameters, where they arrive.
-        rounding: as in `round_to`; one for all roles, or a mapping from role to rounding. None, and a role that the
-            mapping leaves out, is nearest-even; gradients in formats of at most 6 bits are rounded stochastically then
-            while an `ada_loss.AdaLossScaled` chooses their scales by "approx_range" or "current".
+        weight: the format of parameters, rounded where they are used.
+        activation: the format of the results of operations.
+        error: the format of gradients of activations.
+        weight_grad: the format of gradients of parameters, rounded where they arrive.
+        rounding: as in `round_to`; one for all roles, or a mapping from role to rounding. None is nearest-even, also
+            for a role that the mapping leaves out. There is one exception: without a rounding, gradients in formats of
+            at most 6 bits are rounded stochastically while an `ada_loss.AdaLossScaled` chooses their scales by
+            "approx_range" or "current".
         overflow: as in `round_to`; one for all roles, or a mapping from role to overflow.
         random_bits: as in `round_to`; one for all roles, or a mapping from role to bits. Only stochastic roles use it.
         overrides: {pattern: format, Policy or None}; None leaves those modules in float32. A pattern is a module's name
             ("lm_head"), a name with wildcards for single parts ("blocks.*.attn"), or a module class (nn.BatchNorm2d).
-            It holds for what is inside the module too. Of several that match the last one wins.
+            It applies to all modules inside too. If several patterns match, the last one wins.
         float32: names of operations ("softmax", "cross_entropy") whose results and gradients are not rounded, and whose
             operands are not quantised.
-        products: how the operands of matrix products are quantised, besides the roles: what a role has rounded enters a
-            product in the operand's format. None leaves products alone.
+        products: the quantisation of the operands of matrix products, in addition to the roles: a tensor that its role
+            has rounded is then quantised to the operand's format as it enters a product. None leaves products alone.
         variant: as in `round_to`; one for all roles, or a mapping from role to variant. Only stochastic roles use it.
-        cache: in what transformers' caches of keys and values store them: {"k": operand, "v": operand}, each as in
-            `Products` (a format, an `Operand`, a function), or one for both. Keys are rounded after the rotary code,
-            each once, as it enters the cache, and attention reads what was stored. Numbers that share a scale lie along
-            the last axis, of one token and head. Without a cache, as in training, keys and values are rounded at the
-            same place. The gradient passes. Of overrides, the one holds of the module whose forward calls `update`. A
-            call of the model that stores nothing is an error then.
-        fused: whether a module is one kernel: what its code computes, and the modules inside that are fused too, is
-            float32, of rounded weights and of inputs as they come, and what leaves it is rounded once. `products` and
-            `kernels` hold inside too.
-        kernels: {name of an operation: function}, for operations that an engine computes in other steps than torch's
-            single rounding: the function is called with the arguments of the call, and what it computes is emulated,
-            operation by operation, as if the model's code said it; `x.float()` and `x.to(dtype)` choose where it
-            rounds. Operations in it are torch's own. With NotImplemented it leaves the call as it is. Names are those
-            of `float32`: an operation in place, "add_", has its own.
+        cache: the formats in which transformers' caches store keys and values: {"k": operand, "v": operand}, each as in
+            `Products` (a format, an `Operand`, a function), or one for both. Keys are rounded after the rotary code.
+            Each key and value is rounded once, as it enters the cache, and attention reads the stored numbers. Numbers
+            that share a scale lie along the last axis, and belong to one token and head. Without a cache, as in
+            training, keys and values are rounded at the same place. The gradient passes straight through. The policy
+            of the module whose forward calls `update` applies. With a `cache`, a call of the whole model that stores
+            no keys and values is an error.
+        fused: whether a module is one kernel. Its code, and that of fused modules inside, computes in float32 from
+            rounded weights and from inputs as they come; its result is rounded once. `products` and `kernels` apply
+            inside too.
+        kernels: {name of an operation: function}, for operations that an engine does not compute with torch's single
+            rounding. The function is called with the arguments of the call. Its operations are emulated one by one, as
+            if they were the model's code; `x.float()` and `x.to(dtype)` choose where it rounds. Operations in it do not
+            call kernels again. If it returns NotImplemented, the call is left as it is. Names are as in `float32`; an
+            in-place operation has a name of its own, "add_".
 
     Raises:
         ValueError: for unknown roles, names and invalid roundings.
-        TypeError: for what is not a pattern, a truth value or a function.
+        TypeError: for a value that is not a pattern, a truth value or a function.
 
     >>> p = Policy(weight="e4m3fn", activation="e4m3fn", error="e5m2", overrides={"head": None})
     >>> print(p.specs())
@@ -166,7 +168,7 @@ cache: k=e4m3fn nearest_even, v=int4 per row fp32 nearest_even
                 what = f"{name} names {shown(unknown[0])}, which is not a role"
                 raise ValueError(refuse(what, ROLES, word=unknown[0]))
         for bits in self.random_bits.values() if isinstance(self.random_bits, Mapping) else (self.random_bits,):
-            rounding_spec("fp32", "stochastic", None, bits)  # checked where nothing is stochastic, too
+            rounding_spec("fp32", "stochastic", None, bits)  # the bits are checked even if nothing is stochastic
         self._require_products()
         object.__setattr__(self, "cache", _cached(self.cache))
         self.specs()
@@ -210,17 +212,17 @@ cache: k=e4m3fn nearest_even, v=int4 per row fp32 nearest_even
 
     @property
     def cached(self) -> dict[str, Operand] | None:
-        """How keys ("k") and values ("v") are stored, those of them that are rounded; None where neither is."""
-        return self.cache  # type: ignore[return-value]  # as __post_init__ has left it
+        """The operands by which stored keys ("k") and values ("v") are rounded; None if neither is."""
+        return self.cache  # type: ignore[return-value]  # __post_init__ has converted it
 
     @property
     def has_cache(self) -> bool:
-        """Whether keys or values are rounded as they are stored, under this policy or an override."""
+        """True if keys or values are rounded as they are stored, under this policy or an override."""
         policies = [self, *map(self._resolve, self.overrides.values())]
         return any(policy.cache is not None for policy in policies)
 
     def specs(self) -> RoleSpecs:
-        """The checked roundings of this policy's roles, overrides aside."""
+        """The checked roundings of this policy's roles, without its overrides."""
 
         def of(option: object, role: str, default: object) -> Any:
             return option.get(role, default) if isinstance(option, Mapping) else option
@@ -232,7 +234,7 @@ cache: k=e4m3fn nearest_even, v=int4 per row fp32 nearest_even
             is_stochastic = isinstance(rounding, str) and rounding == "stochastic"
             bits = of(self.random_bits, role, None) if is_stochastic else None
             variant = of(self.variant, role, "A")
-            require_variant(variant, True, 1)  # a word that exists, used or not
+            require_variant(variant, True, 1)  # the word must exist, even if no role uses it
             variant = variant if is_stochastic else "A"
             overflow = of(self.overflow, role, None) if fmt is not None else None
             spec = rounding_spec("fp32" if fmt is None else fmt, rounding, overflow, bits, variant)
@@ -240,18 +242,18 @@ cache: k=e4m3fn nearest_even, v=int4 per row fp32 nearest_even
         return RoleSpecs(*specs)
 
     def _resolve(self, inner: FormatLike) -> Policy:
-        """The policy of an override: a bare format takes this policy's rounding for every role."""
+        """Return the policy of an override: a bare format gets this policy's rounding for every role."""
         if inner is None or isinstance(inner, Policy):
             return policy_of_format(inner)
         policy = policy_of_format(inner)
         if policy.products is not None:
             return policy.with_rounding(self.rounding) if isinstance(self.rounding, str) else policy
-        overflow = None  # the format's own: what one format's overflow gives, another may not have
+        overflow = None  # the format's own overflow: this policy's may not be possible in the override's format
         bits, variant = self.random_bits, self.variant
         return replace(policy, rounding=self.rounding, random_bits=bits, variant=variant, overflow=overflow)
 
     def with_rounding(self, rounding: str | Mapping[str, str]) -> Policy:
-        """This policy with another rounding of its roles; without any role, of all operands of its products.
+        """Return this policy with another rounding of its roles; if it has no role, of all operands of its products.
 
         >>> str(policy_of_format("mxfp4").with_rounding("stochastic"))
         'products: mxfp4 stochastic'
@@ -266,9 +268,10 @@ cache: k=e4m3fn nearest_even, v=int4 per row fp32 nearest_even
         return replace(self, products=self.products.with_rounding(rounding))
 
     def with_stochastic_gradients(self, most_bits: int) -> Policy:
-        """This policy with stochastic rounding of gradients in formats of at most so many bits, where none was named.
+        """Return this policy with stochastic rounding of gradients in formats of at most `most_bits` bits.
 
-        Blocks that share scales stay as they are: their rounding belongs to the format.
+        A rounding that the user has named stays, and so do blocks that share scales: their rounding belongs to the
+        format.
 
         >>> print(Policy(weight="e2m1fn", error="e2m1fn").with_stochastic_gradients(6))
         weight=e2m1fn nearest_even, activation=float32, error=e2m1fn stochastic, weight_grad=float32
@@ -298,7 +301,7 @@ cache: k=e4m3fn nearest_even, v=int4 per row fp32 nearest_even
         return ", ".join([*words, *([f"kernels: {' '.join(self.kernels)}"] if self.kernels else [])])
 
     def for_modules(self, model: nn.Module) -> dict[str, Policy]:
-        """The policy of every module of `model` by name, overrides resolved.
+        """Return the policy of every module of `model` by name, with overrides resolved.
 
         Raises ValueError for a pattern that matches no module.
         """
@@ -317,7 +320,7 @@ cache: k=e4m3fn nearest_even, v=int4 per row fp32 nearest_even
 
 
 def _operation_names(field: str, names: object) -> tuple[str, ...]:
-    """The names of `Policy(float32=...)` or of `kernels`, each an operation of torch."""
+    """Return the checked names of `Policy(float32=...)` or of `kernels`, each an operation of torch."""
     if isinstance(names, str):
         raise TypeError(f"{field} is the string {shown(names)}. Write a tuple of names: ({shown(names)},).")
     try:
@@ -328,7 +331,7 @@ def _operation_names(field: str, names: object) -> tuple[str, ...]:
         ) from None
     homes = (*_HOMES_OF_OPERATIONS, *operation_homes())
     for name in listed:
-        # no home is asked for what cannot be a name: those of torch.ops raise errors of their own
+        # Only valid identifiers are looked up, because torch.ops raises its own errors for other names.
         known = isinstance(name, str) and name.isascii() and name.isidentifier()
         if not known or not any(hasattr(home, n) for home in homes for n in (name, f"__{name}__")):
             raise ValueError(
@@ -339,7 +342,7 @@ def _operation_names(field: str, names: object) -> tuple[str, ...]:
 
 
 def _kernels(value: object) -> dict[str, Callable[..., Any]]:
-    """`Policy(kernels=...)`: functions by the names of operations."""
+    """Return the checked `Policy(kernels=...)`: functions by the names of operations."""
     if not isinstance(value, Mapping):
         raise TypeError(
             f"kernels is {shown(value)}. Expected: a mapping from names of operations to functions, such as "
@@ -358,7 +361,7 @@ FormatLike = RoleFormat | Policy | None
 
 
 def describe(specs: RoleSpecs, products: Products | None, cached: Mapping[str, Operand] | None = None) -> str:
-    """Return in words what a policy rounds."""
+    """Describe what a policy rounds."""
     words = [str(specs)] if any(specs) or (products is None and not cached) else []
     words += [] if products is None else [f"products: {products}"]
     words += [f"cache: {describe_cached(cached)}"] if cached else []
@@ -366,12 +369,12 @@ def describe(specs: RoleSpecs, products: Products | None, cached: Mapping[str, O
 
 
 def describe_cached(cached: Mapping[str, Operand]) -> str:
-    """Return in words how keys and values are stored."""
+    """Describe how keys and values are stored."""
     return ", ".join(f"{name}={operand}" for name, operand in cached.items())
 
 
 def _cached(value: object) -> dict[str, Operand] | None:
-    """`Policy(cache=...)` as operands by name; None where nothing is rounded."""
+    """Return `Policy(cache=...)` as operands by name; None if nothing is rounded."""
     if value is None:
         return None
     given = value if isinstance(value, Mapping) else dict.fromkeys(CACHED, value)
@@ -396,9 +399,9 @@ def _cached(value: object) -> dict[str, Operand] | None:
 
 
 def policy_of_format(fmt: FormatLike) -> Policy:
-    """A policy from a format (for every role), a policy, or None (all float32).
+    """Return the policy of a format (for every role), of a policy, or of None (all float32).
 
-    A format whose numbers share scales is that of all operands of all products, and every role stays float32.
+    A format whose numbers share scales applies to all operands of all products, and every role stays float32.
 
     >>> policy_of_format("fp16").error
     'fp16'
@@ -416,11 +419,11 @@ def policy_of_format(fmt: FormatLike) -> Policy:
 
 
 def policy_of_modules(by_module: Mapping[str, Policy]) -> Policy:
-    """One policy from those of modules by name, parents first: the inverse of `Policy.for_modules`.
+    """Return one policy from those of modules by name, parents first: the inverse of `Policy.for_modules`.
 
-    An override is written only where a module differs from the one around it. A module without a policy has that of the
-    module around it; `by_module[""]` is that of the model itself, float32 if it is missing. Overrides of the policies
-    are ignored.
+    It has an override only for a module whose policy differs from that of the module around it. A module without a
+    policy has the policy of the module around it. `by_module[""]` is the policy of the model itself, float32 if it is
+    missing. Overrides of the given policies are ignored.
 
     >>> list(policy_of_modules({"": Policy(weight="bf16"), "body": Policy(weight="bf16"), "head": Policy()}).overrides)
     ['head']
@@ -444,7 +447,7 @@ def matches(pattern: str | type[nn.Module], name: str, module: nn.Module) -> boo
 
 
 def no_match(pattern: str | type[nn.Module], modules: Mapping[str, nn.Module]) -> str:
-    """The error for a pattern of overrides that means no module."""
+    """Return the error message for a pattern of overrides that matches no module."""
     names = [name for name in modules if name]
     if isinstance(pattern, type):
         kinds = sorted({type(m).__name__ for name, m in modules.items() if name})

@@ -1,10 +1,10 @@
 """Products: the formats in which the operands of a layer's three matrix products are quantised.
 
-`y = x w^T` is the forward product, `dx = dy w` gives the data gradient, `dw = dy^T x` the weight gradient. Each has two
-operands, and each operand is quantised along the axis that its product sums over, from the tensor as it was before any
-quantisation: the copy of w for dx is not the transpose of the copy for y. An operand's `source` changes that: with
-"fprop", as where a single copy is stored or in quantisation-aware training, the backward pass reuses the forward
-operands.
+`y = x w^T` is the forward product, `dx = dy w` is the data gradient, and `dw = dy^T x` is the weight gradient. Each
+product has two operands. Each operand is quantised along the axis over which its product sums, from the tensor as it
+was before any quantisation. So the copy of w for dx is not the transpose of the copy for y. An operand's `source` can
+change that: with "fprop" the backward pass reuses the forward operands, as in quantisation-aware training, or if only
+one copy is stored.
 """
 
 from __future__ import annotations
@@ -41,30 +41,31 @@ BACKWARDS = ("original", "dequantized", "float32")
 class Products:
     """The operands of a layer's three matrix products.
 
-    An operand is given as a format, its name, an `Operand`, or None, which leaves it as it comes.
+    An operand is given as a format, its name, an `Operand`, or None, which does not quantise it.
 
     Args:
         fprop: (x, w), the operands of y = x w^T.
         dgrad: (dy, w), those of dx = dy w.
         wgrad: (dy, x), those of dw = dy^T x.
-        output: the format of y, where the policy has none for activations; a format of single numbers. Its gradient
+        output: the format of y, if the policy has none for activations; a format of single numbers. The gradient of y
             passes straight through.
         accumulator: the accumulator of all three products: an `Accumulator` or its name, such as "fp16" or
-            "hopper_fp8"; None leaves them to torch, in float32. The bias is added there too. A tuple of three gives
-            each product its own, in their order (all are in float32 then, even in a float64 model): a layer whose terms
-            lie on four ranks in fprop has `(Accumulator("fp32", order="torch", splits=4, split_format="bf16"), None,
-            None)`. An accumulator that aligns groups takes the operands' formats from here; its own apply to operands
-            left as they come. Operands with scales, shared or of a gradient, count with the exponents of their leading
-            bits.
-        backward: the source of w in dgrad and of x in wgrad; dy is as given there. "original" takes the operands of
-            `dgrad` and `wgrad`; the others replace them: "dequantized" by the operands that the forward product used,
-            as in quantisation-aware training, "float32" by the tensor as it comes. With `Products.all`, dy comes as it
-            is too: the backward pass is in float32, as with TransformerEngine's `backward_override`.
-        attention: whether products of two activations are quantised too. Without it they are left alone: attention's
+            "hopper_fp8". None leaves the sums to torch, in float32. The bias is added in the accumulator too. A tuple
+            of three has an accumulator for each product, in their order; then all products are in float32, even in a
+            float64 model. For example, a layer whose terms lie on four ranks in fprop has
+            `(Accumulator("fp32", order="torch", splits=4, split_format="bf16"), None, None)`. An accumulator that
+            aligns groups takes the formats of the operands given here; its own formats apply to operands that are not
+            quantised. Operands with scales, shared or of a gradient, count with the exponents of their leading bits.
+        backward: the source of w in dgrad and of x in wgrad. dy is as given in `dgrad` and `wgrad`. "original" takes
+            the operands of `dgrad` and `wgrad`. "dequantized" replaces them by the operands that the forward product
+            used, as in quantisation-aware training, and "float32" by the tensors without quantisation. With
+            `Products.all`, the latter two do not quantise dy either: the backward pass is in float32, as with
+            TransformerEngine's `backward_override`.
+        attention: whether products of two activations are quantised too. If False, these are left alone: attention's
             two products, inside of `scaled_dot_product_attention` or written as `q @ k`, and any other matmul, bmm or
-            einsum none of whose operands is a parameter or a view of one. `linear`, `bilinear` and convolutions always
-            count as products with a weight. An `Attention` has operands and points of its own for them, and products
-            with a weight keep those given here.
+            einsum in which no operand is a parameter or a view of a parameter. `linear`, `bilinear` and convolutions
+            always count as products with a weight. An `Attention` has its own operands and points for attention;
+            products with a weight keep the operands given here.
 
     Raises:
         ValueError: for anything but an operand, by its value.
@@ -111,7 +112,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         if self.points is not None and self.points.is_plain:
             object.__setattr__(self, "attention", False)
         _require_equal_transforms(self)
-        self.specs  # noqa: B018  # a block format as an output is an error now, not in a forward pass
+        self.specs  # noqa: B018  # raises an error for a block format as an output now, not in a forward pass
 
     @classmethod
     def all(
@@ -123,28 +124,28 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
         variant: str = "A",
         **rest: Any,
     ) -> Products:
-        """All operands of all products in one format.
+        """Return products whose operands are all in one format.
 
         fmt, rounding, overflow, random_bits, variant: as in `Operand`.
-        rest: `output`, `accumulator`, `attention`, `backward`, and products that differ.
+        rest: `output`, `accumulator`, `attention`, `backward`, and products with other operands.
 
         >>> print(Products.all("mxfp4", wgrad=(None, None)).dgrad[0])
         mxfp4 nearest_even
         """
         is_whole = isinstance(fmt, Operand | None)
         one = fmt if is_whole else Operand(fmt, rounding, overflow, random_bits, None, variant)  # type: ignore[arg-type]
-        # With another `backward` the backward pass has no operands of its own, so only fprop takes the format.
+        # If `backward` is not "original", the backward pass has no operands of its own, so only fprop has the format.
         names = PRODUCTS if rest.get("backward", "original") == "original" else ("fprop",)
         return cls(**{**dict.fromkeys(names, (one, one)), **rest})
 
     @classmethod
     def by_operand(cls, x: OperandLike = None, w: OperandLike = None, dy: OperandLike = None, **rest: Any) -> Products:
-        """An operand in the same format in both of its products.
+        """Return products in which each operand has the same format in both of its products.
 
-        x: the input, of fprop and wgrad.
-        w: the weight, of fprop and dgrad.
-        dy: the gradient of the result, of dgrad and wgrad.
-        rest: `output`, `attention`, `backward` and `accumulator`, where there is one.
+        x: the input, in fprop and wgrad.
+        w: the weight, in fprop and dgrad.
+        dy: the gradient of the result, in dgrad and wgrad.
+        rest: `output`, `attention`, `backward` and `accumulator`, if any.
 
         >>> print(Products.by_operand(dy="e5m2").dgrad[0], Products.by_operand(dy="e5m2").fprop)
         e5m2 nearest_even (None, None)
@@ -167,25 +168,25 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
 
     @property
     def points(self) -> Attention | None:
-        """The points of an attention; None if it has none."""
+        """The points of attention; None if `attention` is not an `Attention`."""
         return self.attention if isinstance(self.attention, Attention) else None
 
     @property
     def is_delayed(self) -> bool:
-        """True if the scale of any operand follows from earlier steps."""
+        """True if the scale of any operand depends on earlier steps."""
         is_one = any(o is not None and o.is_delayed for p in PRODUCTS for o in getattr(self, p))
         return is_one or (self.points is not None and self.points.is_delayed)
 
     def with_rounding(self, rounding: str) -> Products:
-        """The same products, with another rounding of every operand."""
+        """Return the same products, with another rounding of every operand."""
         fprop, dgrad, wgrad = ((with_rounding(a, rounding), with_rounding(b, rounding)) for a, b in self.specs[:3])
         attention = self.points.with_rounding(rounding) if self.points else self.attention
         return replace(self, fprop=fprop, dgrad=dgrad, wgrad=wgrad, attention=attention)
 
     def with_stochastic_gradients(self, most_bits: int) -> Products:
-        """The same products, with dy rounded stochastically in a format of at most so many bits, where none was named.
+        """Return the same products, with dy rounded stochastically in formats of at most `most_bits` bits.
 
-        Blocks that share scales stay as they are.
+        A rounding that the user has named stays, and so do blocks that share scales.
         """
         require_whole("most_bits", most_bits, 1)
         (_, dgrad, wgrad), attention = self.specs[:3], self.attention
@@ -216,7 +217,7 @@ wgrad=(e5m2 nearest_even, e4m3fn nearest_even)
 def _three(
     given: Sequence[Accumulator | FloatFormat | str | None],
 ) -> tuple[Accumulator | None, ...] | Accumulator | None:
-    """The accumulators of the three products; the one where all are equal."""
+    """Return the accumulators of the three products; a single one if all are equal."""
     if len(given) != len(PRODUCTS):
         raise ValueError(
             f"accumulator={shown(given)} has {len(given)}. Expected: one for all products, or three in the order of "
@@ -227,7 +228,7 @@ def _three(
 
 
 def _take_backward(products: Products) -> None:
-    """Resolve `backward` to operands, and reset it."""
+    """Convert `backward` to operands, and reset it."""
     require_word("backward", products.backward, BACKWARDS)
     if products.backward == "original":
         return
@@ -244,7 +245,7 @@ def _take_backward(products: Products) -> None:
 
 
 def _require_sources(products: Products) -> None:
-    """Raise ValueError for a source that is not there, or whose numbers are those of another product."""
+    """Raise ValueError for a source that does not exist, or that an operand of this product cannot have."""
     specs = {product: getattr(products, product) for product in PRODUCTS}
     for product, pair in specs.items():
         if product != "fprop" and any(o is not None and o.ste == "clip" for o in pair):

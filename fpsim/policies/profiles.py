@@ -1,4 +1,4 @@
-"""Profiles of engines: where a model's bfloat16 rounds in one engine or another, as policies by name."""
+"""Profiles of engines: policies by name, for the places at which a bfloat16 model is rounded in an engine."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["ProfileRow", "profile", "profiles"]
 
 Policies = dict[str, Policy]
 Kernels = dict[str, Callable[..., Any]]
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}  # of gates
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}  # activation functions of gates
 
 _BF16 = Policy(weight="bf16", activation="bf16", error="bf16")
-_SATURATING = Operand(as_format("e4m3fn"), overflow="saturate")  # as the casts of cards
+_SATURATING = Operand(as_format("e4m3fn"), overflow="saturate")  # as casts on cards do
 
 
 class ProfileRow(NamedTuple):
     """One profile in words.
 
-    name: what `profile` takes.
-    description: where it rounds.
-    source: the code that computes in this way.
+    name: the profile's name, for `profile`.
+    description: the places at which it rounds.
+    source: the engine or the formula that computes in this way.
     """
 
     name: str
@@ -44,10 +44,12 @@ class ProfileRow(NamedTuple):
 
 @dataclass(frozen=True)
 class _Profile:
-    """Words, and what changes the policies of a model's modules; it returns how many it has changed, None for all.
+    """The words of a profile, and `change`, which changes the policies of a model's modules.
 
-    of: which modules it is about, for errors.
-    buffers: in which dtype buffers are, for profiles that say it.
+    `change` returns the number of modules that it has changed; None for all.
+
+    of: the modules that it changes, in words, for errors.
+    buffers: the dtype of buffers, if the profile sets it.
     """
 
     description: str
@@ -58,22 +60,23 @@ class _Profile:
 
 
 def profile(names: str | Sequence[str], model: nn.Module) -> Policy:
-    """The policy by which a model computes as an engine does in bfloat16, for `fpsim.quantize`.
+    """Return the policy with which a model computes as an engine does in bfloat16, for `fpsim.quantize`.
 
-    `fpsim.profiles()` lists them; `docs/mismatch.md` says how near each comes. Each profile is bfloat16, rounded where
-    the model's own operations round, with the difference that it names; several are one engine that has all of them.
+    `fpsim.profiles()` lists the profiles; `docs/mismatch.md` tells the accuracy of each. A profile is bfloat16, rounded
+    after each of the model's own operations, except for the differences in its description. Several profiles stand for
+    one engine that has all of these differences.
 
     Args:
-        names: of one profile, or of several.
-        model: a causal language model of transformers, or one whose modules are built alike.
+        names: the name of one profile, or the names of several.
+        model: a causal language model of transformers, or a model with modules of the same structure.
 
     Returns:
         A Policy with overrides for the modules of this model.
 
     Raises:
-        ValueError: for an unknown name, a model without the modules that a profile is about, and two profiles that say
-            different things of the same operation.
-        TypeError: for what is no name or no module.
+        ValueError: for an unknown name, a model without the modules that a profile changes, and two profiles that
+            contradict each other about the same operation.
+        TypeError: for a value that is no name, or no module.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4), nn.Linear(4, 8))
     >>> print(profile(("fused_norm", "logits_fp32"), model))
@@ -92,7 +95,7 @@ def profile(names: str | Sequence[str], model: nn.Module) -> Policy:
     if len(of_buffers) > 1:
         words = " and ".join(f"{dtype} ({name})" for dtype, name in of_buffers.items())
         raise ValueError(f"Two of the profiles say what buffers are: {words}. Expected: one of them.")
-    # One policy for each module first, and patterns of names at the end: profiles change modules one after another.
+    # Profiles change single modules, so each module first has its own policy. Overrides by name are made at the end.
     policies = dict.fromkeys((name for name, _ in model.named_modules()), _BF16)
     for name in dict.fromkeys(given):
         entry = _PROFILES[name]
@@ -105,7 +108,7 @@ def profile(names: str | Sequence[str], model: nn.Module) -> Policy:
 
 
 def profiles() -> list[ProfileRow]:
-    """Return all profiles, with where they round and what computes in this way.
+    """Return all profiles, with the places at which they round, and the engine that computes in this way.
 
     >>> [row.name for row in profiles()][:2]
     ['hf_bf16', 'hf_eager_bf16']
@@ -133,17 +136,17 @@ def _on_the_cpu(policies: Policies, model: nn.Module) -> None:
 
 
 def _floating_buffers(model: nn.Module) -> dict[str, list[Tensor]]:
-    """The floating-point buffers of each module that has some of its own."""
+    """Return the floating-point buffers of each module that has its own ones."""
     found = {n: [b for b in m.buffers(recurse=False) if b.is_floating_point()] for n, m in model.named_modules()}
     return {name: buffers for name, buffers in found.items() if buffers}
 
 
 @dataclass(frozen=True)
 class _RowsOfBuffers:
-    """Rows of a buffer that from_pretrained leaves in float32: what is computed with them is float32 too.
+    """Kernel for rows of a buffer that from_pretrained leaves in float32, so that computation with them is float32 too.
 
-    A buffer is known by its shape, as `quantize` copies the model. An object with a value, so that layers built alike
-    have equal policies, and one that can be pickled.
+    A buffer is known by its shape, because `quantize` copies the model. The kernel is an object that compares by value,
+    so that layers with the same structure have equal policies, and that can be pickled.
     """
 
     shapes: frozenset[torch.Size]
@@ -159,7 +162,7 @@ def _with_wide_buffers(policies: Policies, model: nn.Module) -> None:
 
 
 def _stored(x: Tensor) -> bool:
-    """Return True for a tensor in bfloat16, and False for one that the code made float32 on purpose."""
+    """Return True for a tensor in bfloat16, and False for a tensor that the code made float32 on purpose."""
     return x.dtype == torch.bfloat16
 
 
@@ -191,7 +194,7 @@ def _fuse_norms(policies: Policies, model: nn.Module) -> int:
 
 
 def _sum_of_residual(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return the float32 sum of both as stored: a norm reads it as it is, the next sum reads it rounded."""
+    """Return the float32 sum of both tensors as stored: a norm reads it without rounding, the next sum rounded."""
     if args or kwargs or not (isinstance(x, Tensor) and isinstance(y, Tensor)) or x.shape != y.shape:
         return NotImplemented
     if not (x.is_floating_point() and y.is_floating_point()):
@@ -236,12 +239,12 @@ def _fuse_gates(policies: Policies, model: nn.Module) -> int:
 
 
 def _kept_wide(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Leave float32 alone: products with it are float32 too."""
+    """Leave a float32 tensor alone: products with it are float32 too."""
     return x if x.dtype == torch.float32 else NotImplemented
 
 
 def _sum_of_turned(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Round the sum of two float32 tensors: in attention, it ends a rotation."""
+    """Round the sum of two float32 tensors, which is the last operation of a rotary code in attention."""
     is_wide = all(isinstance(z, Tensor) and z.dtype == torch.float32 for z in (x, y))
     return (x + y).to(torch.bfloat16) if is_wide and not (args or kwargs) else NotImplemented
 
@@ -265,8 +268,8 @@ def _keep_logits(policies: Policies, model: nn.Module) -> int:
 
 
 def _multiplying(model: nn.Module) -> list[str]:
-    """The layers whose weights an engine stores in FP8: all but the head and what chooses among experts."""
-    # Experts of one tensor (experts, out, in) are layers too, though no module of theirs is an nn.Linear.
+    """Return the layers whose weights an engine stores in FP8: all but the head and the routers of experts."""
+    # Experts in one tensor (experts, out, in) are layers too, although none of them is an nn.Linear.
     head = layers_in(model)[-1:]
     experts = [n for n, m in model.named_modules() if n and any(p.dim() == 3 for p in m.parameters(recurse=False))]
     names = [n for n in (*layers_in(model), *experts) if n not in head and not is_gate(model, n)]

@@ -1,4 +1,4 @@
-"""Today's recipes: in which formats hardware trains, as policies whose every part stays open."""
+"""Today's recipes: the formats in which hardware trains, as policies of which every part can be changed."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = [
     "recipes",
 ]
 
-MOST_USED = ("fp8_current", "fp8_delayed")  # named first where a name is cut short
-RECIPE_PREFIX = "recipe:"  # before a recipe's name where a format may stand
+MOST_USED = ("fp8_current", "fp8_delayed")  # suggested first for an incomplete name
+RECIPE_PREFIX = "recipe:"  # stands before a recipe's name in the place of a format
 
 
 class RecipeRow(NamedTuple):
     """One recipe in words.
 
-    name: what `recipe` takes.
-    description: what is quantised, and how.
-    source: where it comes from.
+    name: the recipe's name, for `recipe`.
+    description: the tensors that are quantised, and their formats.
+    source: the recipe's origin.
     """
 
     name: str
@@ -50,11 +50,11 @@ class RecipeRow(NamedTuple):
 
 @dataclass(frozen=True)
 class _Recipe:
-    """A recipe: its words, its policy without a model, and which layers of a model stay in high precision.
+    """A recipe: its words, its policy without a model, and the layers of a model that stay in high precision.
 
-    keeps_last: besides embeddings, norms and the head, so many percent of the other layers, rounded up, from the last
-        one; None keeps nothing.
-    keeps_gates: besides these, what chooses among experts.
+    keeps_last: None keeps no layer in high precision. A number keeps embeddings, norms and the head, and this
+        percentage of the other layers, rounded up, counted from the last one.
+    keeps_gates: whether the modules that choose among experts stay in high precision too.
     """
 
     description: str
@@ -65,21 +65,22 @@ class _Recipe:
 
 
 def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
-    """The policy of a recipe, for `fpsim.quantize`. `fpsim.recipes()` lists them; `docs/recipes.md` explains them.
+    """Return the policy of a recipe, for `fpsim.quantize`.
 
-    Operands of products are quantised as the recipe says; what is left is bf16: results of operations, gradients of
-    activations, weights where they are used. Weights themselves, their gradients and the optimizer's state stay
-    float32. Attention's two products stay in bf16 unless `attention=True`.
+    `fpsim.recipes()` lists the recipes; `docs/recipes.md` explains them. Operands of products are quantised as the
+    recipe says. Everything else is bf16: results of operations, gradients of activations, weights where they are used.
+    Stored weights, their gradients and the optimizer's state stay float32. Attention's two products stay in bf16 unless
+    `attention=True`.
 
     Args:
-        name: the recipe's.
-        model: whose layers the recipe keeps in bf16 by name: embeddings, norms, the head, the last layers and gates of
-            experts, for the recipes that keep any. A layer is a module without modules inside that has a weight of two
-            axes or more; the head is the last of them. Without a model every product of every layer is quantised.
+        name: the recipe's name.
+        model: the model in which the recipe keeps layers in bf16 by name: embeddings, norms, the head, the last layers
+            and gates of experts, if the recipe keeps any. A layer is a module without modules inside that has a weight
+            of two axes or more; the head is the last layer. Without a model every product of every layer is quantised.
         changes: fields of `Policy` or of its `Products` to be replaced. `overrides` are added to the recipe's own.
 
     Raises:
-        ValueError: for an unknown name or field, and what `Policy` and `Products` raise.
+        ValueError: for an unknown name or field, and as in `Policy` and `Products`.
 
     >>> p = recipe("fp8_current", dgrad=("e5m2", "e4m3fn"))
     >>> print(p.products.fprop[0], "|", p.products.dgrad[0], "|", p.activation)
@@ -116,7 +117,7 @@ def recipe(name: str, model: nn.Module | None = None, **changes: Any) -> Policy:
 
 
 def _hint(name: object) -> str:
-    """The recipes near to a name; the most used first of those that begin with it.
+    """Return a hint with the recipes near to a name. Of those that begin with it, the most used come first.
 
     >>> _hint("fp8")
     " Did you mean 'fp8_current' or 'fp8_delayed'?"
@@ -128,7 +129,7 @@ def _hint(name: object) -> str:
 
 
 def recipes() -> list[RecipeRow]:
-    """All recipes, with what they do and where they come from.
+    """Return all recipes, with their descriptions and their sources.
 
     >>> [row.name for row in recipes()][:3]
     ['fp8_delayed', 'fp8_current', 'fp8_row']
@@ -143,15 +144,15 @@ def as_policy(
     overflow: str | Mapping[str, str | None] | None = None,
     model: nn.Module | None = None,
 ) -> Policy:
-    """The policy that a format stands for, as `fpsim.quantize` reads it. Without a model, it checks a format's name.
+    """Return the policy that a format stands for in `fpsim.quantize`. Without a model, it only checks a format's name.
 
-    A format is that of every role. A format whose numbers share scales is that of all operands of matrix products, and
+    A format applies to every role. A format whose numbers share scales applies to all operands of matrix products, and
     every role stays float32. A policy is returned as it is, and None is float32.
 
     Args:
         fmt: a format by name or as an object, a Policy, the name of a recipe after "recipe:", or None.
-        rounding: the rounding of every role, or of all operands where every role is float32. None keeps the policy's.
-        overflow: what becomes of numbers beyond the largest value in every role, as in `round_to`. None keeps the
+        rounding: the rounding of every role; if every role is float32, of all operands. None keeps the policy's.
+        overflow: the handling of numbers beyond the largest value in every role, as in `round_to`. None keeps the
             policy's.
         model: the model that a recipe is for; some recipes keep its last layers in high precision.
 
@@ -160,7 +161,8 @@ def as_policy(
 
     Raises:
         ValueError: for an unknown format, recipe or rounding.
-        TypeError: for what is not a format, or not a module. A mapping of roles is `fpsim.Policy(**mapping)`.
+        TypeError: for a value that is not a format, or not a module. For a mapping of roles use
+            `fpsim.Policy(**mapping)`.
 
     >>> as_policy("fp16").error
     'fp16'
@@ -179,7 +181,7 @@ def as_policy(
     policy = policy if rounding is None else policy.with_rounding(rounding)
     if overflow is None:
         return policy
-    if not any(policy.specs()):  # blocks saturate already: OCP MX v1.0, 6.3
+    if not any(policy.specs()):  # blocks already saturate: OCP MX v1.0, 6.3
         raise ValueError(
             f"overflow={shown(overflow)} was given with {shown(fmt)}, in which every role is float32. Expected: a "
             f"format of single numbers, such as 'e3m4'; for operands of products, fpsim.Operand(fmt, overflow=...)."
@@ -203,15 +205,15 @@ def _policy_named(fmt: FormatLike, model: nn.Module | None) -> Policy:
         raise ValueError(f"{error} Near it is a recipe, '{RECIPE_PREFIX}{near[0]}'.") from None
 
 
-# Which layers of a model a recipe keeps in high precision
+# The layers of a model that a recipe keeps in high precision
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_LAYERS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, *_CONVOLUTIONS)  # whatever computes their weights inside
+_LAYERS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, *_CONVOLUTIONS)  # even if inner modules compute their weights
 
 
 def _in_high_precision(model: nn.Module, entry: _Recipe) -> Iterator[str]:
-    """The names of embeddings, norms, the last layers, the head and gates, in the order of the model."""
+    """Yield the names of embeddings, norms, the last layers, the head and gates, in the order of the model."""
     assert entry.keeps_last is not None
     named, layers = _named_modules(model), layers_in(model)
     body, head = layers[:-1], layers[-1:]
@@ -222,7 +224,7 @@ def _in_high_precision(model: nn.Module, entry: _Recipe) -> Iterator[str]:
 
 
 def layers_in(model: nn.Module) -> list[str]:
-    """The names of the layers that multiply by a weight, in the order of the model; the head is the last as a rule."""
+    """Return the names of layers that multiply by a weight, in the order of the model; usually the head is the last."""
     layers: list[str] = []
     for name, module in _named_modules(model):
         if is_layer(module) and not (layers and name.startswith(f"{layers[-1]}.")):
@@ -235,7 +237,7 @@ def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def is_gate(model: nn.Module, name: str) -> bool:
-    """Return True if this module chooses among experts: by its name, beside one that is called so."""
+    """Return True if this module chooses among experts: it has such a name, and so has a module next to it."""
     around, _, own = name.rpartition(".")
     return own in ("gate", "router") and hasattr(model.get_submodule(around), "experts")
 
@@ -249,7 +251,7 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True if this normalises: its class says so, and it has neither a matrix nor a module inside."""
+    """Return True if this module is a norm by its class name, and has neither a matrix nor a module inside."""
     is_leaf = next(module.children(), None) is None
     return "norm" in type(module).__name__.lower() and is_leaf and not _has_matrix(module)
 
@@ -258,7 +260,7 @@ def _has_matrix(module: nn.Module) -> bool:
     return any(p.dim() >= 2 for p in module.parameters(recurse=False))
 
 
-# The recipes. Those of TransformerEngine have formats in which an infinity saturates, as it does there.
+# The recipes. As in TransformerEngine, an infinity saturates in the formats of its recipes.
 
 _BF16 = Policy(weight="bf16", activation="bf16", error="bf16")
 
@@ -268,7 +270,7 @@ def _with(fprop: Any, dgrad: Any, wgrad: Any) -> Policy:
 
 
 def _hybrid(scale: str) -> Policy:
-    """e4m3fn forward and e5m2 for gradients; what exceeds a scale that was predicted saturates, as it does in casts."""
+    """Return e4m3fn forward and e5m2 for gradients; numbers too large for a predicted scale saturate, as in casts."""
     forward, gradient = (
         Operand(as_format(f"{e} per tensor {scale} saturate"), overflow="saturate") for e in ("e4m3fn", "e5m2")
     )
@@ -280,7 +282,7 @@ def _everywhere(fmt: str) -> Policy:
 
 
 def _fp8_tile() -> Policy:
-    part, tile = "e4m3fn per 128 ceil saturate", "e4m3fn per 128x128 ceil saturate"  # the least power that holds amax
+    part, tile = "e4m3fn per 128 ceil saturate", "e4m3fn per 128x128 ceil saturate"  # the least power that fits amax
     return _with((part, tile), (part, tile), (part, part))
 
 
@@ -299,18 +301,18 @@ def _nvfp4() -> Policy:
 
 
 def _aware(x: str | None, w: str) -> Policy:
-    """Quantisation-aware training: the graph whose operands are rounded, with the gradient passed straight through."""
+    """Return quantisation-aware training: operands are rounded, and their gradients pass straight through."""
     return replace(_BF16, products=Products((x, w), backward="dequantized"))
 
 
 def _ternary(w: Tensor, axis: int) -> Tensor:
-    """-1, 0 and 1 times the mean magnitude of the tensor, as BitNet's `weight_quant` computes it."""
+    """Round to -1, 0 and 1 times the mean magnitude of the tensor, as BitNet's `weight_quant` does."""
     scale = 1.0 / w.abs().mean().clamp(min=1e-5)
     return (w * scale).round().clamp(-1, 1) / scale
 
 
 def _token_in_int8(x: Tensor, axis: int) -> Tensor:
-    """-128 to 127 times a scale for each row along which the product sums, as BitNet's `activation_quant` does."""
+    """Round to -128 to 127 times a scale for each row along the summed axis, as BitNet's `activation_quant` does."""
     scale = 127.0 / x.abs().amax(axis, keepdim=True).clamp(min=1e-5)
     return (x * scale).round().clamp(-128, 127) / scale
 
@@ -321,9 +323,9 @@ def _bitnet() -> Policy:
 
 
 def _flushed_fp16(x: Tensor, axis: int) -> Tensor:
-    """fp16 without subnormals, as an instruction reads it: what lies below the least normal number becomes zero."""
+    """Round to fp16 without subnormals, as an instruction reads operands: smaller numbers become zero."""
     rounded = round_to(x, "fp16")
-    is_below = rounded.abs() < 2.0**-14  # never of a NaN, which stays
+    is_below = rounded.abs() < 2.0**-14  # False for NaN, which stays
     return torch.where(is_below, rounded * 0.0, rounded)
 
 

@@ -41,10 +41,10 @@ WEIGHT, MASTER = "weight", "master"
 
 @dataclass(frozen=True)
 class Storage:
-    """Storage of one tensor: its rounding, and the rule of the scale where a library has its own.
+    """Storage of one tensor: its rounding, and the rule of its scale if a library has a rule of its own.
 
-    spec: the format, and how numbers are rounded to it.
-    library_scale: of UPDATE_SCALES, "amax_torchao" or "amax_te"; None for the scale of the format itself.
+    spec: the format, and the rounding to it.
+    library_scale: "amax_torchao" or "amax_te" of UPDATE_SCALES; None for the format's own rule.
     """
 
     spec: Spec
@@ -58,12 +58,12 @@ class Storage:
         return not isinstance(self.spec, RoundingSpec)
 
     def rounded_by(self, rounding: str) -> Storage:
-        """The same format with another rounding than a stochastic one."""
+        """Return a storage in the same format, with a rounding that is not stochastic."""
         return replace(self, spec=any_spec(self.spec.fmt, rounding, self.spec.overflow))
 
     @property
     def bits(self) -> float:
-        """Bits of an element and its part of the scale; the scale of a row or a tensor counts nothing."""
+        """Bits of an element and its part of a block's scale. The scale of a row or a tensor is not counted."""
         fmt = self.spec.fmt
         return fmt.bits_per_value if isinstance(fmt, BlockFormat) else fmt.bits
 
@@ -73,37 +73,37 @@ class Storage:
 class Update:
     """Formats in which an optimizer stores weights and states. None stands for float32.
 
-    With arithmetic="float32" the optimizer computes its step in float32, and rounds once, when it stores. That is
-    what torchao, bitsandbytes, MS-AMP and TransformerEngine do.
+    With arithmetic="float32" the optimizer computes its step in float32, and rounds once, when it stores the results,
+    as torchao, bitsandbytes, MS-AMP and TransformerEngine do.
 
     Args:
         weight: the format of parameters; None leaves them in float32, or in the format of the master copy.
-        rounding: of the weight, as in `round_to`; or a mapping from "weight", "master" and names of states to
-            roundings. Names that are missing are rounded to nearest even.
+        rounding: the rounding of the weight, as in `round_to`; or a mapping from "weight", "master" and names of states
+            to roundings. Tensors whose names are missing are rounded to nearest even.
         random_bits: as in `round_to`, for stochastic roundings.
-        compensation: how the rounding error of the weight is kept: None, "kahan", "pair" (two numbers of the
-            weight's format) or "remainder16" (the 16 bits that a bfloat16 lacks of a float32).
-        lost: what becomes of an update after which rounding to nearest gives the old number again: None, nothing;
-            "least", the number goes to its neighbour in the direction of the update, as 0 to the least magnitude. That
-            is biased: updates however small count as a whole spacing. `rounding="stochastic"` is not. For the copy
-            where there is one, else for the weight, in formats of single numbers.
-        master: the format of a copy of the weights that the optimizer updates in their place.
-        states: {name: format}, with names as in `optimizer.state[parameter]` and * for any characters; one format for
-            all states that have the parameter's shape, or its number of elements where they lie in a dict or a list.
-        min_size: states of parameters with fewer elements stay float32.
+        compensation: the way in which the rounding error of the weight is kept: None, "kahan", "pair" (two numbers of
+            the weight's format) or "remainder16" (the lower 16 bits of a float32, which a bfloat16 does not have).
+        lost: the handling of an update that is lost because rounding to nearest returns the old number. None loses it.
+            "least" moves the number to its neighbour in the direction of the update, for example 0 to the least
+            magnitude. This is biased, because even a tiny update counts as a whole spacing; `rounding="stochastic"` is
+            not biased. It applies to the master copy if there is one, else to the weight, in formats of single numbers.
+        master: the format of a copy of the weights, which the optimizer updates instead of the weights.
+        states: {name: format}, with names as in `optimizer.state[parameter]` and * for any characters; or one format
+            for all states that have the parameter's shape, or its number of elements if they are in a dict or a list.
+        min_size: the states of parameters with fewer elements stay float32.
         arithmetic: "float32"; "format": each operation of the step is rounded to the weight's format, and so are
-            learning rate and coefficients; "torch": the same, with coefficients as torch's bfloat16 kernels have them,
-            in float32 but, on the CPU, for those of sums.
-        decay: where decoupled weight decay is applied with such an arithmetic: "inside" of the update, which a
-            compensation sees, or "before_uncompensated", as a product of its own before it, as torch does. None takes
-            "inside" for "pair", and "before_uncompensated" for the others.
-        scale: how the scales of block formats follow from amax, instead of the formats' own rules: one of
+            learning rate and coefficients; "torch": the same, except that coefficients are float32, as in torch's
+            bfloat16 kernels. On the CPU the coefficients of sums are rounded there too.
+        decay: the place of decoupled weight decay with "format" or "torch": "inside" of the update, where a
+            compensation takes it into account, or "before_uncompensated", as a separate product before the update, as
+            in torch. None takes "inside" for the compensation "pair", and "before_uncompensated" otherwise.
+        scale: the rule by which the scales of block formats depend on amax, instead of the formats' own rules: one of
             UPDATE_SCALES.
         overrides: {pattern: Update, name or None} for some parameters; None leaves them in float32. A pattern is the
-            name of a parameter or a module ("head"), with * for single parts ("blocks.*.norm"), or a module class. Of
-            several that match the last one wins.
+            name of a parameter or a module ("head"), with * for single parts ("blocks.*.norm"), or a module class. If
+            several patterns match, the last one wins.
 
-    Numbers of a block are neighbours in memory order, as in bitsandbytes and torchao; rows and tiles are those of the
+    The numbers of a block are neighbours in memory, as in bitsandbytes and torchao; rows and tiles are those of the
     tensor.
 
     Raises:
@@ -161,7 +161,7 @@ class Update:
 
     @property
     def state_patterns(self) -> dict[str, RoleFormat | None]:
-        """Formats by names of states, which may have wildcards."""
+        """The formats by names of states, which may have wildcards."""
         if isinstance(self.states, Mapping):
             return dict(self.states)
         return {"*": self.states}
@@ -188,14 +188,14 @@ class Update:
 
     @property
     def weight_storage(self) -> Storage | None:
-        """Storage of the weight that the model reads."""
+        """The storage of the weight that the model reads."""
         if self.compensation == "remainder16":
-            return Storage(any_spec("bf16", "nearest_away"))  # by the sign of the remainder: a tie goes away from zero
+            return Storage(any_spec("bf16", "nearest_away"))  # because of the remainder's sign, ties go away from zero
         return self._storage(WEIGHT, self.weight)
 
     @property
     def master_storage(self) -> Storage | None:
-        """Storage of the copy that the optimizer updates."""
+        """The storage of the copy that the optimizer updates."""
         return self._storage(MASTER, self.master)
 
     @property
@@ -210,7 +210,7 @@ class Update:
 
     @property
     def decays_inside(self) -> bool:
-        """True if decoupled weight decay is part of the update, where that is not computed in float32."""
+        """True if decoupled weight decay is part of the update; used if the update is not computed in float32."""
         return self.decay == "inside" if self.decay is not None else self.compensation == "pair"
 
     @property
@@ -245,8 +245,9 @@ UpdateLike = Update | str | None
 
 
 def state_storage(update: Update, name: str) -> Storage | None:
-    """Storage of the state of this name; None where it stays float32."""
-    # The first pattern that fits, as in a shell's case; overrides of parameters take the last one, as a policy's do.
+    """Return the storage of the state with this name; None if it stays float32."""
+    # The first pattern that matches is taken, as in a shell's `case`. For overrides of parameters the last one is
+    # taken, as in a policy.
     fmt = next((f for pattern, f in update.state_patterns.items() if fnmatchcase(name, pattern)), None)
     return update._storage(name, fmt)
 
@@ -256,7 +257,7 @@ def _is_exact(storage: Storage) -> bool:
 
 
 def _with_scale(fmt: BlockFormat, scale: str) -> BlockFormat:
-    """The format with another rule for its scales."""
+    """Return the format with another rule for its scales."""
     # Libraries store one scale for each block, so a second scale of the tensor and its gain are dropped.
     if scale == "amax":
         return replace(fmt, scale=CATALOGUE["fp32"], scale_rule="amax", tensor_scale=False, gain=1.0)
@@ -274,7 +275,7 @@ def _require_roundings(update: Update) -> None:
                     f"'weight', 'master', or a state of states=."
                 )
     elif update.weight is None and update.rounding != "nearest_even":
-        any_spec("fp32", update.rounding)  # which raises for an unknown word
+        any_spec("fp32", update.rounding)  # raises an error for an unknown word
         raise ValueError(
             f"rounding={update.rounding!r} is the weight's, and weight is None. Name its format, weight='bf16', or "
             f"what is rounded so: rounding={{'master': {update.rounding!r}}}."
@@ -360,7 +361,7 @@ def _require_arithmetic(update: Update) -> None:
 
 
 def _require_lost(update: Update) -> None:
-    """Raise ValueError where no update is lost, or where a number has no neighbour that is known before the step."""
+    """Raise ValueError for a `lost` with which no update is lost, or a number's neighbour is not known in advance."""
     if update.lost is None:
         return
     given = f"lost={update.lost!r}"
@@ -407,7 +408,7 @@ def _require_overrides(update: Update) -> None:
 
 
 def as_update(update: Any) -> Update:
-    """An update from one, from a name of UPDATES, or from None (everything float32).
+    """Return the `Update` of an `Update`, of a name of UPDATES, or of None (everything float32).
 
     >>> print(as_update("bf16_sr"))
     weight=bf16 stochastic, *=bf16 nearest_even
@@ -426,7 +427,7 @@ def as_update(update: Any) -> Update:
     raise TypeError(f"The update is {shown(update)}. Expected: a fpsim.Update, or a name such as 'bf16_sr'.")
 
 
-# Each reproduces what its name says, see docs/updates.md and tests/fpsim/test_update_presets.py.
+# Each update reproduces the library or method of its name, see docs/updates.md and tests/fpsim/test_update_presets.py.
 UPDATES: dict[str, Update] = {
     "bf16": Update(weight="bf16", arithmetic="torch"),
     "bf16_sr": Update(weight="bf16", rounding="stochastic", states="bf16"),
@@ -456,19 +457,19 @@ UPDATES: dict[str, Update] = {
 }
 
 
-# Which parameter gets which update: the patterns of `Update.overrides`
+# The update of each parameter: the patterns of `Update.overrides`
 
 
 def updates_of(update: Update, names: list[str], classes: Mapping[str, list[type]]) -> list[Update]:
-    """The update of each parameter by its name, overrides resolved.
+    """Return the update of each parameter by its name, with overrides resolved.
 
     Args:
-        update: of the optimizer.
-        names: of the parameters, "blocks.0.norm.weight".
-        classes: the classes of the modules by name; empty without a model.
+        update: the update of the optimizer.
+        names: the names of the parameters, such as "blocks.0.norm.weight".
+        classes: the classes of the modules, by name; empty without a model.
 
     Raises:
-        ValueError: for a pattern that matches none.
+        ValueError: for a pattern that matches no parameter.
     """
     updates = [replace(update, overrides={})] * len(names)
     for pattern, inner in update.overrides.items():

@@ -1,1 +1,1 @@
-"""Parts of `mismatch`: two models run module by module, in each other's places."""
+"""Parts of `mismatch`: run two models module by module, with modules of one in the places of the other's."""

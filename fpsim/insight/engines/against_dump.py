@@ -1,4 +1,4 @@
-"""A model beside a dump: figures of the tokens, the places whose own code differs, and what each of them explains."""
+"""Compare a model with a dump: the figures of the tokens, the places whose own code differs, and what each explains."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from fpsim.undoing import Undo, undone
 
 __all__ = ["Asked", "compare_with_dump"]
 
-# A relative difference that other kernels of exp or rsqrt make, with the same sums: an ulp of float32 in some elements,
-# and in a narrow dtype the few roundings that it turns over.
+# The relative difference between the results of two kernels of exp or rsqrt: in float32 it is an ulp in some elements.
+# In a narrow dtype it comes from the few elements that such an ulp rounds to another neighbour.
 KERNELS = {torch.float64: 2.0**-40, torch.float32: 2.0**-21, torch.float16: 2.0**-16, torch.bfloat16: 2.0**-13}
-BELOW = 0.1  # of the floor's mean |dlogp|, up to which no module is named
-FAR = 4.0  # times closer: what a change has to leave at most to explain a place
-CLOSE = 1.5  # times the best: an earlier change, which is simpler, is taken
+BELOW = 0.1  # no module is named while mean |dlogp| is at most this times the floor's
+FAR = 4.0  # a change explains a place if it divides the difference there by more than this
+CLOSE = 1.5  # the simplest change is taken whose remaining difference is at most this times the smallest one
 HALF, MOST_BACK, MOST_TRIED = 0.5, 8, 3
 NOT_TOLD = "not told"
 
@@ -62,7 +62,7 @@ class Asked(NamedTuple):
 
 @dataclass
 class Site:
-    """A module whose own code, on the inputs that the engine had, gives something else than was recorded."""
+    """A module whose own code computes other numbers than the recorded ones from the engine's inputs."""
 
     module: str
     targets: list[Target]
@@ -73,7 +73,7 @@ class Site:
 
 
 def compare_with_dump(model: nn.Module, dump: Dump, asked: Asked, result: Any) -> None:
-    """Fill a `Mismatch` with what a dump tells of a model."""
+    """Fill a `Mismatch` with the results of comparing a model with a dump."""
     if dump.is_statistics:
         undone(partial(_statistics, model, dump, asked, result))
         return
@@ -85,7 +85,7 @@ def compare_with_dump(model: nn.Module, dump: Dump, asked: Asked, result: Any) -
 def _found(model: nn.Module, dump: Dump, asked: Asked, result: Any, undo: Undo) -> tuple[_Runs, Recorded, list[Site]]:
     keep_random_numbers(undo)
     steps, batch = _same_tokens(model, dump, asked)
-    # A pair, for its doors and its threads; the second side is empty, and every run is the model's.
+    # Only the doors and the threads of a pair are needed: its second side is empty, and every run is the model's.
     pair = Pair(model, nn.Identity(), {}, asked.seed, undo)
     known = {name: door.module for name, door in pair.doors["a"].items()}
     sources, alone = _mapped(dump, known, asked)
@@ -100,7 +100,7 @@ def _found(model: nn.Module, dump: Dump, asked: Asked, result: Any, undo: Undo) 
     _grow(runs, recorded, result)
     judged = Judged(recorded)
     runs.run(judged, lambda: Choices(made[1], lambda: pair.running))
-    # Again on the same recorded inputs, with the terms of each sum permuted: the floor of each place.
+    # The second run has the same recorded inputs, and permutes the terms of each sum: it measures each place's floor.
     runs.run(Judged(recorded, judged.targets), Permuted)
     result.unlike = recorded.unlike
     if not judged.judged:
@@ -141,7 +141,7 @@ def _tell_sides(result: Any, asked: Asked, of_dump: list[str], of_model: list[st
 
 
 def _same_tokens(model: nn.Module, dump: Dump, asked: Asked) -> tuple[Steps, Any]:
-    """The tokens of the dump, and what the model is called with. Raises ValueError where the tokens are others."""
+    """Return the dump's tokens and the model's arguments. Raises ValueError if the batch has other tokens."""
     steps, batch = dump.steps(), asked.batch
     if steps is not None and not bool((steps.mask[:, :-1] & steps.mask[:, 1:]).any()):
         raise ValueError(
@@ -174,7 +174,7 @@ def _same_tokens(model: nn.Module, dump: Dump, asked: Asked) -> tuple[Steps, Any
 
 
 def _batch_of(model: nn.Module, steps: Steps) -> Any:
-    """Return the arguments of a model for the tokens of a dump: by name where its forward has transformers' names."""
+    """Return the arguments of a model for a dump's tokens, by name if its forward has the names of transformers."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     known: Mapping[str, Any] = {}
     with suppress(TypeError, ValueError):  # a forward without a signature
@@ -196,7 +196,7 @@ def _batch_of(model: nn.Module, steps: Steps) -> Any:
 
 
 class _Runs:
-    """Runs of the model, and their log-probabilities beside the dump's where it has some."""
+    """Runs of the model, and the comparison of their log-probabilities with the dump's, if it has any."""
 
     def __init__(self, pair: Pair, batch: Any, steps: Steps, asked: Asked, eps: float) -> None:
         self.pair, self.batch, self.steps, self.eps = pair, batch, steps, eps
@@ -206,10 +206,10 @@ class _Runs:
         self.logits: Tensor | None = None
         self.of_dump: Likelihoods | None = None
         self.figures_of_dump: Figures | None = None
-        self.words = ""  # whose logits they are, in the dump
+        self.words = ""  # the name of the dump's tensor that holds the logits or log-probabilities
 
     def run(self, visitor: Any = None, mode: Any = None, pair: Pair | None = None, choice: Any = "a") -> Tensor:
-        """The logits of a run. Raises ValueError where they are not (batch, time, vocabulary)."""
+        """Return the logits of a run. Raises ValueError if their shape is not (batch, time, vocabulary)."""
         pair = pair or self.pair
         with ids_told(pair.models["a"], self.steps.tokens, "the model"):
             output = pair.run(self.batch, choice, visitor, mode)
@@ -230,7 +230,7 @@ class _Runs:
         self.logits = self.run(self.seen, mode)
 
     def told(self, logits: Tensor) -> Likelihoods:
-        """Log-probabilities where the dump has them."""
+        """Return the log-probabilities at the places for which the dump has them too."""
         logs = logits[:, :-1].detach().cpu().double().log_softmax(-1)
         following = self.steps.tokens[:, 1:].masked_fill(~(self.steps.mask[:, :-1] & self.steps.mask[:, 1:]), 0)
         chosen = logs.gather(-1, following.unsqueeze(-1)).squeeze(-1)
@@ -242,9 +242,9 @@ class _Runs:
         return self.told(self.logits)
 
     def read_dump(self, recorded: Recorded) -> None:
-        """The dump's logits, of its root or of the last module that gives some; else its log-probabilities."""
+        """Read the dump's logits, from its root or the last module that returns some; else its log-probabilities."""
         assert self.logits is not None
-        # The root first, then the modules from the last on: an engine may compute logits in a module of its own.
+        # The root comes first, then the modules from last to first: an engine may compute logits in its own module.
         for name in ("", *dict.fromkeys(reversed([name for name, _ in self.seen.outputs]))):
             for path, value in recorded.values(name, 0).items():
                 there = value.like(self.logits, recorded.tokens) if value.rows is not None else None
@@ -282,14 +282,14 @@ class _Runs:
         return compared(dump, model, self.eps) if self.is_a else compared(model, dump, self.eps)
 
     def floors(self, recorded: Recorded) -> tuple[Figures, Measured]:
-        """Return how far sums in another order move the figures, and each module's result."""
+        """Return by how much another order of sums changes the figures, and each module's result."""
         measured = Measured(self.seen, recorded.steps.mask)
         runs = [self.run(measured, Permuted), self.run(None, Split)]
         return max((compared(self.own, self.told(x), self.eps) for x in runs), key=lambda f: f.mean_dlogp), measured
 
 
 def _grow(runs: _Runs, recorded: Recorded, result: Any) -> None:
-    """The floors, and the first and the last module whose result in the model's own run is beyond them."""
+    """Set the floor, and the first and the last module whose result in the model's own run is beyond its floor."""
     result.floor, measured = runs.floors(recorded)
     beyond: dict[str, tuple[str, float, float]] = {}
     for (name, call), out in runs.seen.outputs.items():
@@ -306,12 +306,12 @@ def _grow(runs: _Runs, recorded: Recorded, result: Any) -> None:
 
 
 def _threshold(target: Target) -> float:
-    """Up to where a difference is another order of sums, or another kernel of a function."""
+    """Return the largest difference that another order of sums, or another kernel of a function, can make."""
     return max(MARGIN * target.floor, KERNELS.get(target.dtype, 2.0**-13), TINY)
 
 
 def _sites(judged: Judged, result: Any) -> list[Site]:
-    """Modules beyond the floor, as they ran; none where nobody would see them beside another order of sums."""
+    """Return the modules beyond the floor; none if the log-probabilities differ far less than their own floor."""
     if result.figures is not None and result.figures.mean_dlogp <= BELOW * result.floor.mean_dlogp:
         return []
     by_module: dict[str, list[Target]] = {}
@@ -324,7 +324,7 @@ def _sites(judged: Judged, result: Any) -> list[Site]:
 def _decide(
     runs: _Runs, recorded: Recorded, made: tuple[list[Decision], list[Decision]], is_a: bool, result: Any
 ) -> None:
-    """The choices of experts that the model makes, beside those of the dump: recorded, or made of its numbers."""
+    """Compare the model's choices of experts with the dump's: recorded ones, or those that its numbers lead to."""
     calls: dict[str, int] = {}
     for decision in made[1]:
         call = calls.get(decision.module, 0)
@@ -343,7 +343,7 @@ def _decide(
 
 
 def _of_tokens(decision: Decision, valid: Tensor) -> Decision:
-    """A decision without the rows of padding."""
+    """Return a decision without the rows of padding."""
     if len(decision.indices) != len(valid):
         return decision
     rows = valid.to(decision.indices.device)
@@ -353,10 +353,10 @@ def _of_tokens(decision: Decision, valid: Tensor) -> Decision:
 
 
 def _attribute(runs: _Runs, sites: list[Site], asked: Asked, result: Any) -> None:
-    """The share of KL of each place, by adding what the dump's code does otherwise there, or everywhere else.
+    """Measure each place's share of the KL: add the dump's difference to the model there, or everywhere else.
 
-    A model with all differences added computes the dump's numbers; with all but one it is the engine with the model's
-    own code at that place.
+    A model to which all differences are added computes the dump's numbers. A model to which all but one are added
+    stands for the engine with the model's own code at that place.
     """
     every = [t for site in sites for t in site.targets]
     own = runs.own
@@ -364,7 +364,7 @@ def _attribute(runs: _Runs, sites: list[Site], asked: Asked, result: Any) -> Non
     def with_(targets: list[Target]) -> Likelihoods:
         return runs.told(runs.run(Injected(targets, tuple(runs.steps.tokens.shape)))) if targets else own
 
-    # Without logits the engine's distribution is that of the model into which all of its numbers are forced.
+    # If the dump has no logits, the model with all differences added stands for the engine.
     base = runs.of_dump or with_(every)
     first = base if asked.is_a else own  # every KL is of the first side
 
@@ -372,7 +372,10 @@ def _attribute(runs: _Runs, sites: list[Site], asked: Asked, result: Any) -> Non
         return compared(first, with_(targets), runs.eps)
 
     def but(names: set[str], is_back: bool) -> list[Target]:
-        """The targets of the second side with the first one's code in some places, or the other way round."""
+        """Return the differences to add for one side with the other's code in some places.
+
+        is_back: the second side with the first one's code there; else the first side with the second one's.
+        """
         return [t for t in every if (t.module in names) == (is_back == asked.is_a)]
 
     total = compared(first, own if asked.is_a else base, runs.eps)
@@ -437,7 +440,7 @@ def _note(dump: Dump, runs: _Runs, judged: Judged, sites: list[Site], result: An
 
 
 def _explain(model: nn.Module, runs: _Runs, recorded: Recorded, sites: list[Site], asked: Asked, result: Any) -> None:
-    """Try changes of the model: one that gives what was recorded at a place names its kind, and is a remedy."""
+    """Try changes of the model: one that comes near a place's recorded numbers names its kind, and is a remedy."""
     before = {site.module: site.worst.local for site in sites}
     enough = {site.module: _threshold(site.worst) for site in sites}
     found: dict[str, list[tuple[Change, float]]] = {name: [] for name in before}
@@ -445,13 +448,13 @@ def _explain(model: nn.Module, runs: _Runs, recorded: Recorded, sites: list[Site
     for change in changes(model, before):
         try:
             left = undone(partial(_left, change, runs, recorded, before, asked, result))
-        except Exception as error:  # raised by code of the model that cannot take a change; told below
+        except Exception as error:  # the model's code cannot run with this change; a note below says so
             failed.append(f"{change.words} ({type(error).__name__})")
             continue
         for name, now in left.items():
             if now < before[name] / FAR:
                 found[name].append((change, now))
-        # Simple changes come first: where all places are explained, the others are not tried.
+        # Simple changes come first: once they explain all places, the others are not tried.
         if all(any(now <= enough[name] for _, now in of) for name, of in found.items()):
             break
     remedies: dict[str, tuple[Change, list[str]]] = {}
@@ -477,7 +480,7 @@ def _explain(model: nn.Module, runs: _Runs, recorded: Recorded, sites: list[Site
 def _left(
     change: Change, runs: _Runs, recorded: Recorded, places: Iterable[str], asked: Asked, result: Any, undo: Undo
 ) -> dict[str, float]:
-    """Return how far the places are apart with a changed model."""
+    """Return the difference that is left at each place with a changed model."""
     keep_random_numbers(undo)
     with change.make([]) as changed:
         judged = Judged(recorded)
@@ -493,7 +496,7 @@ def _left(
 def _remedy(
     model: nn.Module, change: Change, names: list[str], runs: _Runs, asked: Asked, result: Any, undo: Undo
 ) -> None:
-    """The figures of the model with a change at the places that it explains, beside the dump."""
+    """Compare the model, with a change at the places that the change explains, with the dump."""
     keep_random_numbers(undo)
     assert runs.of_dump is not None
     with change.make(names) as changed:
@@ -513,7 +516,7 @@ def _remedy(
 
 
 def statistics_of(x: Tensor) -> dict[str, float]:
-    """Statistics of a tensor as msprobe has them, and the root of the mean square as the scale of differences."""
+    """Return the statistics that msprobe records of a tensor, and its root mean square as the scale of differences."""
     wide = x.detach().float()
     norm = float(wide.norm())
     found = {"Max": float(wide.max()), "Min": float(wide.min()), "Mean": float(wide.mean()), "Norm": norm}
@@ -521,7 +524,10 @@ def statistics_of(x: Tensor) -> dict[str, float]:
 
 
 def statistics_apart(own: Mapping[str, float], other: Mapping[str, float]) -> float:
-    """The largest difference of two statistics: of norms relative to the norm, of others to the root mean square."""
+    """Return the largest relative difference of two tensors' statistics.
+
+    The difference of the norms is relative to the norm, that of the others to the root mean square.
+    """
     worst = 0.0
     for name in STATISTICS:
         if name not in other or not own["Norm"] or not math.isfinite(own[name]):
@@ -533,7 +539,7 @@ def statistics_apart(own: Mapping[str, float], other: Mapping[str, float]) -> fl
 
 
 class _Statistics(Seen):
-    """A visitor that keeps the statistics of what each module gives, and not the tensors."""
+    """A visitor that keeps the statistics of each module's results instead of the tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -547,7 +553,7 @@ class _Statistics(Seen):
 
 
 def _statistics(model: nn.Module, dump: Dump, asked: Asked, result: Any, undo: Undo) -> None:
-    """Compare statistics of results: where they part, and how that grows. The batch is what the engine ran."""
+    """Compare statistics of results on the engine's batch: where they differ first, and how the difference grows."""
     if asked.batch is None:
         raise ValueError(
             f"{dump.path.name} has statistics alone, which do not tell the tokens. Expected: batch=..., what the "

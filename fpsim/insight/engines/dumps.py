@@ -1,4 +1,4 @@
-"""Dumps: the activations of a run in a file, written from any torch model and read as one side of `mismatch`."""
+"""Dumps: files with the activations of a run, written from any torch model and read as one side of `mismatch`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ __all__ = ["LOGPROBS", "MASK", "TOKENS", "Dump", "dump", "opened"]
 VERSION = 1
 METADATA = "fpsim_dump"  # the key of the JSON in the metadata of the file
 TOKENS, MASK = "tokens", "mask"
-LOGPROBS = "logprobs"  # of each token given those before it, from engines that return no logits
-# "<module>.in0", ".in.hidden_states", ".out0.1", "@2" for the third call. The longest name of a module wins: a module
-# may be called `out`.
+LOGPROBS = "logprobs"  # of each token, given the tokens before it; for engines that return no logits
+# "<module>.in0", ".in.hidden_states", ".out0.1", "@2" for the third call. The longest possible module name is taken,
+# because a module may be called `out`.
 KEY = re.compile(r"(?:(?P<module>.+)\.)?(?P<path>(?:in|out)(?:\d+(?:\.\w+)*|(?:\.\w+)+))(?:@(?P<call>\d+))?")
-WORDS = {  # of safetensors' headers
+WORDS = {  # from the dtypes of safetensors' headers to torch's
     word: getattr(torch, name)
     for word, name in (
         pair.split("=")
@@ -45,7 +45,7 @@ WORDS = {  # of safetensors' headers
     )
 }
 DTYPES = {*WORDS.values()}
-MOVES = {  # of a cache, after which a row's next call does not follow its last one
+MOVES = {  # methods of a cache after which a row's next call does not continue its last one
     "reorder_cache": "Beam search moves sequences from row to row between calls",
     "crop": "Assisted decoding takes tokens back between calls",
 }
@@ -61,7 +61,7 @@ class Key(NamedTuple):
 
 
 def key_of(name: str) -> Key | None:
-    """The parts of a tensor's name; None for another name.
+    """Return the parts of a tensor's name; None for any other name.
 
     >>> key_of("model.layers.0.mlp.out0@2")
     Key(module='model.layers.0.mlp', path='out0', call=2)
@@ -79,21 +79,21 @@ def named(key: Key) -> str:
 
 @keeps_grad_mode
 def dump(model: nn.Module, batch: Any, file: str | os.PathLike[str], *, engine: str = "torch") -> Dump:
-    """Write what goes into each module of a model and what comes out of it, as one side of `fpsim.mismatch`.
+    """Write the inputs and the outputs of each module of a model, as one side of `fpsim.mismatch`.
 
     The file is a safetensors file. A tensor is named after its module: "model.norm.in0" is the first argument,
-    "model.norm.in.hidden_states" a named one, "model.norm.out0" the result; further calls end with "@1", "@2". `tokens`
-    and `mask` are those of the run. The metadata has JSON under "fpsim_dump": the version of this layout, the engine,
-    the model's dtype, the modules in the order of their calls, and tensors that the format cannot hold. The file is
-    there whole or not at all.
+    "model.norm.in.hidden_states" a keyword argument, "model.norm.out0" the result. The names of further calls end with
+    "@1", "@2". `tokens` and `mask` are those of the run. The metadata has JSON under "fpsim_dump": the version of this
+    layout, the engine, the model's dtype, the modules in the order of their calls, and the tensors that the format
+    cannot hold. The file is written whole or not at all.
 
-    The model runs in eval mode, without gradients, and is left as it was. Everything is held in memory until it is
-    written: choose a batch that is short.
+    The model runs in eval mode, without gradients, and is left as it was. All tensors stay in memory until the file is
+    written, so choose a short batch.
 
     Args:
         model: any module, quantised by fpsim or not.
-        batch: what the model is called with, as for `mismatch`; or a function that calls it, such as
-            `lambda: model.generate(ids, max_new_tokens=8)`, whose calls follow one another in time.
+        batch: the arguments of the model, as for `mismatch`; or a function that calls the model, such as
+            `lambda: model.generate(ids, max_new_tokens=8)`, whose calls continue one another.
         file: the path; a file there is replaced.
         engine: a word for the metadata.
 
@@ -101,8 +101,8 @@ def dump(model: nn.Module, batch: Any, file: str | os.PathLike[str], *, engine: 
         The opened `Dump`.
 
     Raises:
-        TypeError: for what is not a module, a path or a batch.
-        ValueError: for a function that never calls the model, and for a generation whose calls do not follow one
+        TypeError: for an argument that is not a module, a path or a batch.
+        ValueError: for a function that never calls the model, and for a generation whose calls do not continue one
             another: beam search, assisted decoding, use_cache=False.
 
     >>> import tempfile
@@ -124,7 +124,8 @@ def dump(model: nn.Module, batch: Any, file: str | os.PathLike[str], *, engine: 
     path = _path(file)
     recorder = _Recorder()
     undone(partial(_run, model, batch, recorder))
-    # The hooks are this object's: generate of a compiled or copied model runs others, and would leave an empty file.
+    # The hooks are on this model's modules. A compiled or copied model has other modules, so its `generate` would
+    # leave an empty file.
     if not recorder.calls.get(""):
         raise ValueError(
             f"The function never called {type(model).__name__} itself. Expected: one that calls this model, and not a "
@@ -147,7 +148,7 @@ def dump(model: nn.Module, batch: Any, file: str | os.PathLike[str], *, engine: 
 
 
 class _Recorder:
-    """Hooks that keep what goes in and comes out, copied at once: code may write into it later."""
+    """Hooks that keep inputs and outputs. They are copied at once, because code may write into them later."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -168,9 +169,10 @@ class _Recorder:
         self._keep(name, call, inputs_of(args, kwargs))
 
     def _watch(self, *given: Any) -> None:
-        """Have the caches among the arguments raise ValueError for what a dump of calls cannot tell.
+        """Make the caches among the arguments raise ValueError in the methods of MOVES, which a dump cannot represent.
 
-        In their own attributes: the classes are those of a library that this module does not import.
+        The methods are replaced in the objects, because their classes are of a library that this module does not
+        import.
         """
         for cache in given:
             if isinstance(cache, Tensor) or not callable(getattr(cache, "reorder_cache", None)):
@@ -181,7 +183,7 @@ class _Recorder:
                     self._watched.append((vars(cache), verb))
 
     def leave(self) -> None:
-        """Leave the caches as they were."""
+        """Restore the caches."""
         for own, verb in self._watched:
             own.pop(verb, None)
 
@@ -206,12 +208,12 @@ def _refuse_to_move(words: str, *args: Any, **kwargs: Any) -> None:
 
 
 def _require_new_tokens(tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError where a call of the model has the tokens of the call before it again."""
+    """Raise ValueError if a call of the model repeats the tokens of the call before it."""
     by_call = {k.call: x for n, x in tensors.items() if (k := key_of(n)) and not k.module and _has_ids(k, x)}
     ids = [by_call[call] for call in sorted(by_call)]
     for before, after in pairwise(ids):
         n = before.shape[1]
-        # rows may have moved, as in a beam search
+        # The rows may be in another order, as in a beam search.
         if after.shape[1] > n and {*map(tuple, after[:, :n].tolist())} <= {*map(tuple, before.tolist())}:
             raise ValueError(
                 f"A call with {after.shape[1]} tokens in a row begins with the {n} of the call before it, and a dump "
@@ -231,7 +233,7 @@ def _run(model: nn.Module, batch: Any, recorder: _Recorder, undo: Undo) -> None:
         undo.by(partial(setattr, module, "training", module.training))
         module.training = False
         for handle in (
-            # before the module's own hooks, whose casts are part of the module
+            # This hook runs before the module's own hooks, whose casts are part of the module.
             module.register_forward_pre_hook(partial(recorder.before, name), with_kwargs=True, prepend=True),
             module.register_forward_hook(partial(recorder.after, name), with_kwargs=True),
         ):
@@ -252,7 +254,7 @@ def _path(file: Any) -> Path:
     if not isinstance(file, str | os.PathLike) or not os.fspath(file):
         raise TypeError(f"file is {shown(file)}. Expected: a path, such as 'rollout.safetensors'.")
     path = Path(file)
-    if "\0" in os.fsdecode(file):  # is_dir answers False, and the error would come after the run
+    if "\0" in os.fsdecode(file):  # is_dir returns False for it, so the error would come only after the run
         raise ValueError(f"file={shown(file)} has a null byte. Expected: a path for a new file.")
     try:
         is_taken = path.is_dir()
@@ -269,17 +271,17 @@ def _path(file: Any) -> Path:
 class Dump:
     """An opened dump: a safetensors file of `dump` or of a hook, or msprobe's dump.json with its tensors.
 
-    `dump[name]` reads a tensor. Iterating gives the names.
+    `dump[name]` reads a tensor. Iteration yields the names.
 
-    path: of the file. engine, dtype, version: of its metadata; None where it has none.
+    path: the file's path. engine, dtype, version: from its metadata; None if it has none.
     modules: names in the order of their first calls, as far as the file tells.
-    left_out: tensors that the writer could not keep, each with why.
-    is_statistics: whether it has extremes, means and norms alone.
+    left_out: the tensors that the writer could not keep, each with the reason.
+    is_statistics: whether the dump has only extremes, means and norms.
 
     Raises:
-        TypeError: for what is not a path.
-        FileNotFoundError: for a path where nothing is.
-        ValueError: for a file that is not a dump, or has a dtype that torch has not.
+        TypeError: for a value that is not a path.
+        FileNotFoundError: for a path that does not exist.
+        ValueError: for a file that is not a dump, or that has a dtype unknown to torch.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -348,13 +350,13 @@ class Dump:
         return len(self.entries)
 
     def of(self, module: str) -> dict[Key, Entry]:
-        """The entries of a module, of all its calls."""
+        """Return the entries of a module, of all its calls."""
         return self._by_module.get(module, {})
 
     def steps(self) -> Steps | None:
-        """The tokens of each call of the model; None where the dump does not tell."""
+        """Return the tokens of each call of the model; None if the dump does not tell them."""
         found = None
-        # the module that is called with ids and positions: the root, or the model inside that an engine calls
+        # Look for the module that is called with ids and positions: the root, or the inner model that an engine calls.
         for module in sorted(self.modules, key=lambda name: name.count(".") + bool(name)):
             entries = {k: e for k, e in self.of(module).items() if k.path.startswith("in")}
             ints = {k: e.read() for k, e in entries.items() if e.read is not None and not e.dtype.is_floating_point}
@@ -388,12 +390,12 @@ class Dump:
 
 
 def opened(side: Any) -> Any:
-    """A `Dump` of a path; everything else as it is."""
+    """Return the `Dump` at a path; any other value as it is."""
     return Dump(side) if isinstance(side, str | os.PathLike) else side
 
 
 def _read(path: Path, name: str) -> Tensor:
-    """A tensor of a safetensors file, alone: a dump may be larger than memory."""
+    """Read one tensor of a safetensors file, and no other: a dump may be larger than memory."""
     package = safetensors_package()
     try:
         with package.safe_open(path, "pt") as file:
@@ -405,7 +407,7 @@ def _read(path: Path, name: str) -> Tensor:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file. Raises ValueError for another file, and for an unknown dtype."""
+    """Return the header of a safetensors file. Raises ValueError for any other file, and for an unknown dtype."""
     expected = "Expected: a file that fpsim.dump(model, batch, file) has written, or the dump.json of msprobe."
     if path.is_dir():
         raise ValueError(f"{shown(str(path))} is a folder without a dump.json. {expected}")
@@ -431,7 +433,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _metadata(path: Path, given: Any) -> dict[str, Any]:
-    """Return the writer's own words of its file; an empty mapping for a hook that has none."""
+    """Return the metadata that `dump` wrote; an empty mapping if the file is of a hook that wrote none."""
     text = given.get(METADATA) if isinstance(given, Mapping) else None
     if text is None:
         return {}
@@ -452,9 +454,9 @@ def _metadata(path: Path, given: Any) -> dict[str, Any]:
 
 
 def _steps_of_calls(root: Mapping[Key, Tensor], needs_positions: bool = False) -> Steps | None:
-    """The tokens of each call of a module, from its arguments; None where it has no ids.
+    """Return the tokens of each call of a module, from its arguments; None if it has no ids.
 
-    needs_positions: whether tokens in one row have to come with positions: a module inside may get ids alone.
+    needs_positions: whether positions must come with tokens in one row. An inner module may get ids without them.
     """
     calls: dict[int, dict[str, Tensor]] = {}
     for key, x in root.items():

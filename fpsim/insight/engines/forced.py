@@ -1,7 +1,7 @@
-"""A model run through a dump: each module gets what the engine's module got, and answers what that answered.
+"""Run a model on a dump: each module gets the inputs of the engine's module, and its result is replaced by that one's.
 
-A module's own code, what it computes beside the modules that it calls, is so judged on the engine's numbers: by what it
-gives to the modules inside, and by what it makes of their recorded results.
+A module's own code is its computation without the modules that it calls. In this way it is compared on the engine's
+numbers: by the arguments that it passes to the modules inside, and by what it computes from their recorded results.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from fpsim.torch_modes import without_torch_function
 
 __all__ = ["Change", "Injected", "Judged", "Seen", "Target", "apart", "changes"]
 
-EVERYTHING = torch.ones(0, dtype=torch.bool)  # the mask of rows that are chosen already
+EVERYTHING = torch.ones(0, dtype=torch.bool)  # the mask for tensors whose rows are selected already
 
 
 class Seen(Kept):
-    """A visitor that keeps what each module gives, and the shapes of its floating-point results."""
+    """A visitor that keeps each module's results, and the shapes of its floating-point ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,11 +48,12 @@ class Seen(Kept):
 
 @dataclass
 class Target:
-    """A place at which a module's own code is compared: its result, or what it gives to a module inside.
+    """A tensor by which a module's own code is compared: its result, or an argument of a module inside.
 
-    module: whose own code it is. at: the module at whose door it is seen; call, path: of that one.
-    own, known: the model's tensor, and the recorded one in its shape, where the rows were recorded.
-    floor: how far the model's own is from itself with sums in another order.
+    module: the module whose own code computes it. at: the module whose result or argument it is.
+    call, path: the number of that module's call, and the tensor's path in it.
+    own, known: the model's tensor, and the recorded one in its shape. rows: the rows that were recorded.
+    floor: the relative difference that another order of sums makes in `own`.
     """
 
     module: str
@@ -96,10 +97,10 @@ class _Visitor:
             return self._exchanged(out, [*outputs_of(out)], name, name, call)
 
     def begin(self, name: str, call: int) -> None:
-        """Called before each call."""
+        """Prepare for a call of a module."""
 
     def _exchanged(self, tree: Any, leaves: list[tuple[str, Tensor]], owner: str, at: str, call: int) -> Any:
-        """A tree with other tensors in it. Equal ones stay: emulation knows of them what a copy would lose."""
+        """Return a tree with exchanged tensors. A tensor that is equal stays: a copy would lose its format."""
         found = self.exchange(leaves, owner, at, call)
         new = {id(x): y for x, y in found if not torch.equal(x, y)}
         return map_leaves(lambda x: new.get(id(x), x), tree) if new else tree
@@ -111,10 +112,11 @@ class _Visitor:
 
 
 class Judged(_Visitor):
-    """Puts the dump's numbers before each module and instead of its results; keeps where its own code differs.
+    """Replaces each module's arguments and results by the dump's, and keeps the tensors in which its own code differs.
 
-    known: the targets of an earlier run, whose floors this run measures: the same code with sums in another order.
-    targets: by module at whose door, call and path. judged: modules whose own code was compared.
+    known: the targets of an earlier run. This run has the same code with sums in another order, and measures their
+        floors.
+    targets: by `at`, `call` and `path`. judged: the modules whose own code was compared.
     """
 
     def __init__(self, recorded: Recorded, known: dict[tuple[str, int, str], Target] | None = None) -> None:
@@ -133,7 +135,7 @@ class Judged(_Visitor):
         is_result = any(path.startswith("out") for path, _ in leaves)
         values = self._values.pop((at, call), {}) if is_result else self._values.get((at, call), {})
         if at == "" and not is_result:
-            return  # nothing of a model's comes before its own arguments
+            return  # no code of the model computes the model's own arguments
         for path, x, value in matched(leaves, values, self.recorded.tokens):
             there = value.like(x, self.recorded.tokens)
             if there is None:
@@ -171,13 +173,13 @@ def _epsilon(x: Tensor) -> float:
 
 
 def _lead(x: Tensor, rows: Tensor, tokens: tuple[int, ...]) -> Tensor:
-    """A mask of rows that broadcasts over a model's tensor."""
+    """Return a mask of rows in a shape that broadcasts over a model's tensor."""
     lead = rows.reshape(x.shape[:2] if x.shape[:2] == tokens else x.shape[:1]).to(x.device)
     return lead.reshape(*lead.shape, *[1] * (x.dim() - lead.dim()))
 
 
 def apart(a: Tensor, b: Tensor, rows: Tensor | None, valid: Tensor) -> float:
-    """Return |b - a| / |a| at rows that were recorded and are not padding; everywhere without rows."""
+    """Return |b - a| / |a| over the recorded rows that are not padding; over the whole tensor if `rows` is None."""
     if rows is None:
         return relative_of([a], [b], EVERYTHING)
     kept = rows & valid
@@ -188,7 +190,7 @@ def apart(a: Tensor, b: Tensor, rows: Tensor | None, valid: Tensor) -> float:
 def matched(
     leaves: list[tuple[str, Tensor]], values: Mapping[str, Value], tokens: tuple[int, ...]
 ) -> Iterator[tuple[str, Tensor, Value]]:
-    """The tensors of a call, each with the recorded one: by path, else where one of each is left."""
+    """Yield a call's tensors, each with its recorded one: the one at its path, or the only one left on both sides."""
     side = "out" if any(path.startswith("out") for path, _ in leaves) else "in"
     there = {path: value for path, value in values.items() if path.startswith(side)}
     left: list[tuple[str, Tensor]] = []
@@ -203,14 +205,14 @@ def matched(
         elif x.is_floating_point() and is_of_rows(x, tokens):
             left.append((path, x))
     fits = {path: value for path, value in there.items() if value.rows is not None and value.rows.is_floating_point()}
-    if len(left) == 1 and len(fits) == 1:  # by position on one side and by name on the other
+    if len(left) == 1 and len(fits) == 1:  # one side may pass it by position, and the other by name
         yield left[0][0], left[0][1], next(iter(fits.values()))
     else:
         yield from ((path, x, fits[path]) for path, x in left if path in fits)
 
 
 class Injected(_Visitor):
-    """Adds to a model what the dump's code does otherwise in some modules; a choice of experts is the dump's."""
+    """Adds the dump's differences to a model's tensors in some modules; choices of experts become the dump's."""
 
     def __init__(self, targets: Iterable[Target], tokens: tuple[int, ...]) -> None:
         super().__init__()
@@ -227,23 +229,23 @@ class Injected(_Visitor):
             if not x.is_floating_point():
                 yield x, target.known.to(x.device, x.dtype).clone()
                 continue
-            # The difference is added, and not the dump's number put in: with other changes before this place the model
-            # has other numbers here, and the effect of those has to go on. Equal infinities, as of a mask, add nothing.
+            # The difference is added rather than the dump's number put in: changes before this place have changed the
+            # model's numbers here, and that effect has to stay. Equal infinities, as in a mask, add nothing.
             delta = torch.nan_to_num(target.known.double() - target.own.double(), 0.0, 0.0, 0.0)
             yield x, (x.double() + delta.to(x.device)).to(x.dtype)
 
 
-# Changes of a model that may give what was recorded
+# Changes of a model that may explain the recorded numbers
 
 EPSILONS = (1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 NAMES_OF_EPSILONS = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps", "layer_norm_epsilon")
 
 
 class Change(NamedTuple):
-    """A change of a model: its kind, in words, and what gives the changed model inside of a block.
+    """A change of a model: its kind, its description in words, and a function that makes it.
 
-    make: takes names of modules. It returns a copy that is changed everywhere, or the model itself under other policies
-        in these modules, or in all if there are none.
+    make: returns a context manager for the changed model, given names of modules. The model is a copy that is changed
+        everywhere, or the model itself with other policies in the named modules; in all modules if none is named.
     """
 
     kind: str
@@ -255,7 +257,7 @@ def _products(x: str | None, w: str | None) -> dict[str, Any]:
     return {"products": Products(fprop=(x, w))}
 
 
-# In the order of how simple they are: of two that explain a place alike, the first is told.
+# From simple to complex: if two changes explain a place equally well, the first one is reported.
 POLICIES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (ROUNDING, "results of products in bfloat16", {"products": Products(output="bf16")}),
     (ROUNDING, "bfloat16", {"weight": "bf16", "activation": "bf16"}),
@@ -284,7 +286,7 @@ POLICIES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 def changes(model: nn.Module, places: Iterable[str]) -> Iterator[Change]:
-    """Changes of code, of dtype and of formats, the simple ones first."""
+    """Yield changes of code, of dtype and of formats, from simple to complex."""
     is_emulated = any(True for _ in emulated_forwards(model))
     yield from _of_attention(model)
     if is_emulated:
@@ -304,7 +306,7 @@ def changes(model: nn.Module, places: Iterable[str]) -> Iterator[Change]:
 
 
 def _of_attention(model: nn.Module) -> Iterator[Change]:
-    """transformers' other attention."""
+    """Yield the other attention implementation of transformers."""
     own = getattr(getattr(model, "config", None), "_attn_implementation", None)
     for other in ("eager", "sdpa"):
         if own is None or other == own or not hasattr(model, "set_attn_implementation"):

@@ -1,4 +1,4 @@
-"""Name how two modules' own code differs: formula, rounding point, format, accumulator, state or weights."""
+"""Name how the own code of two modules differs: formula, rounding point, format, accumulator, state or weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fpsim.torch_modes import without_torch_function
 
 __all__ = ["KINDS", "STATE", "described", "has_scales_of_tensors", "kind_of", "policies_of"]
 
-# What gives numbers that are there already, in another shape.
+# Functions that return existing numbers in another shape.
 _VIEWS = frozenset(
     "__get__ __getitem__ chunk clone contiguous detach expand expand_as flatten narrow permute repeat "
     "repeat_interleave reshape select split squeeze t transpose unbind unflatten unsqueeze view view_as".split()
@@ -42,7 +42,7 @@ class _Step(NamedTuple):
 
 
 class _Steps(TorchFunctionMode):
-    """Keeps what each function of torch gives while `is_asked`."""
+    """Keeps the results of each function of torch while `is_asked`."""
 
     def __init__(self, is_asked: Callable[[], bool]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _Steps(TorchFunctionMode):
 
 
 def first_step_apart(pair: Pair, place: Place, valid: Tensor) -> str:
-    """Return the first function of a place whose results differ on both sides, as words; "" where none is seen."""
+    """Describe the first function of a place whose results differ between the sides; "" if none is found."""
     steps = []
     for side in "ab":
         mode = _Steps(lambda: pair.running == place.name)
@@ -76,7 +76,7 @@ def first_step_apart(pair: Pair, place: Place, valid: Tensor) -> str:
 
 
 def _unknown(steps: list[_Step], others: list[_Step], valid: Tensor, margin: float) -> list[_Step]:
-    """The steps with a result that none of the others has, in their order."""
+    """Return the steps with a result that is not among the others' results, in their order."""
 
     def is_there(x: Tensor) -> bool:
         same = (y for step in others for y in step.results if y.shape == x.shape)
@@ -88,18 +88,18 @@ def _unknown(steps: list[_Step], others: list[_Step], valid: Tensor, margin: flo
 FORMULA, ROUNDING, FORMAT = "formula", "rounding point", "format or scale of an operand"
 ORDER, STATE, WEIGHTS = "accumulator or order", "cache or state", "weights"
 KINDS = (FORMULA, ROUNDING, FORMAT, ORDER, STATE, WEIGHTS)
-# Relative differences up to which two computations in a dtype are the same formula.
+# Up to this relative difference two computations in a dtype are taken for the same formula.
 EXACT = {torch.float64: 1e-9, torch.float32: 2.0**-16}
-FEW_BITS = 0.005  # an error that takes more than one rounding to 8 bits of significand
-COARSE = 2.0**-6  # an error from which on something has few bits
-NATIVE = {  # what a module does that is not emulated, by the dtype of its parameters
+FEW_BITS = 0.005  # a larger error than one rounding to 8 bits of significand makes
+COARSE = 2.0**-6  # from this error on, something is rounded to few bits
+NATIVE = {  # the policy that stands for a module without emulation, by the dtype of its parameters
     dtype: Policy(weight=word, activation=word) for dtype, word in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
 }
-ALIKE = 0.6  # the correlation from which on a difference follows its input smoothly, as a formula's does
+ALIKE = 0.6  # above this correlation a difference follows its input smoothly, as that of two formulas does
 
 
 def kind_of(pair: Pair, place: Place, valid: Tensor) -> tuple[str, str]:
-    """The kind of a place's difference, and a line that says what was found."""
+    """Return the kind of a place's difference, and a line that says how it was found."""
     a, b = (pair.doors[side][place.name].module for side in "ab")
     found = _of_tensors(pair, place, valid, a, b)
     if found is not None:
@@ -117,7 +117,7 @@ def kind_of(pair: Pair, place: Place, valid: Tensor) -> tuple[str, str]:
 
 
 def _of_tensors(pair: Pair, place: Place, valid: Tensor, a: nn.Module, b: nn.Module) -> tuple[str, str] | None:
-    """Weights or state, where the difference vanishes with a's."""
+    """Return the kind weights or state, if the difference vanishes with a's tensors in b; else None."""
     for kind, tensors in ((WEIGHTS, nn.Module.named_parameters), (STATE, nn.Module.named_buffers)):
         mine, others = (dict(tensors(m, recurse=False)) for m in (a, b))
         changed = [
@@ -149,7 +149,7 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 
 def _tied(pair: Pair, place: Place, changed: list[str]) -> str:
-    """Return words for a weight that one of the models alone ties to another module's."""
+    """Say that only one of the models ties this weight to another module's; "" otherwise."""
     shared = {}
     for side in "ab":
         mine = dict(pair.doors[side][place.name].module.named_parameters(recurse=False))
@@ -167,7 +167,7 @@ def _tied(pair: Pair, place: Place, changed: list[str]) -> str:
 
 
 def _again(pair: Pair, place: Place, valid: Tensor) -> float:
-    """The difference of b's own code, as it is now."""
+    """Return the relative difference between a's own code and the present one of b."""
     results = []
     for side in "ab":
         torch.manual_seed(pair.seed)
@@ -177,9 +177,9 @@ def _again(pair: Pair, place: Place, valid: Tensor) -> float:
 
 
 def policies_of(pair: Pair, name: str) -> tuple[Policy, Policy] | None:
-    """The policies of a module on both sides; None where neither is emulated.
+    """Return the policies of a module on both sides; None if neither is emulated.
 
-    A side in native bfloat16 or float16 beside an emulated one has the policy of that dtype.
+    If one side is emulated and the other is native bfloat16 or float16, the native one has the policy of its dtype.
     """
     modules = [pair.doors[side][name].module for side in "ab"]
     found = [emulated_forward(module) for module in modules]
@@ -209,7 +209,10 @@ def _of_policies(pair: Pair, place: Place, valid: Tensor) -> tuple[str, str] | N
 
 
 def _stores(pair: Pair, place: Place, valid: Tensor, of_a: Policy) -> bool:
-    """Return True if a's cache changes the results of b's own code: all modules have the policy, and few store."""
+    """Return True if a's cache changes the results of b's own code here.
+
+    All modules have the policy's cache, but only a few of them store keys and values.
+    """
     wanted = emulated_forward(pair.doors["b"][place.name].module)
     if wanted is None:
         return False
@@ -220,7 +223,7 @@ def _stores(pair: Pair, place: Place, valid: Tensor, of_a: Policy) -> bool:
 
 
 def differences(a: Policy, b: Policy) -> list[tuple[str, str]]:
-    """The fields in which two policies of a module differ, each with its kind."""
+    """Return the fields in which two policies of a module differ, each with its kind."""
     found = []
     for role, x, y in zip(("weight", "activation"), a.specs(), b.specs()):
         if x != y:
@@ -262,7 +265,7 @@ def _of_attention(p: Products, q: Products) -> list[tuple[str, str]]:
     return found
 
 
-# Code that differs: in float64, without what rounds
+# Code that differs: run in float64, without the functions that round
 
 
 _ROUND = ("round", "floor", "ceil", "trunc", "fix", "rint")
@@ -272,11 +275,11 @@ _TO_CODES = ("char", "byte")
 
 
 class _Exact(TorchFunctionMode):
-    """Runs code in one wide dtype: a cast to another float or to codes of few bits gives it, and nothing is rounded.
+    """Runs code in one wide dtype, without rounding: casts to other floats or to codes of few bits return this dtype.
 
-    clamps: whether upper bounds hold; a quantiser has some, and so have formulas.
-    rounds: whether anything rounds to few bits: casts to float8 or to bytes, and functions such as torch.round.
-    products: how many products of matrices there were; has_operands: whether one came after such a rounding.
+    clamps: whether upper bounds hold. Quantisers have them, and some formulas too.
+    rounds: whether the code rounds to few bits, by a cast to float8 or to bytes, or a function such as torch.round.
+    products: the number of matrix products. has_operands: whether any of them came after such a rounding.
     """
 
     def __init__(self, wide: torch.dtype, clamps: bool = True) -> None:
@@ -298,7 +301,7 @@ class _Exact(TorchFunctionMode):
             self.rounds = True
             return x
         if is_float and name in _CLAMP and not self.clamps and (len(args) > 2 or "max" in kwargs):
-            return x  # a lower bound alone stays: it keeps a scale from zero
+            return x  # a clamp with only a lower bound stays: it keeps a scale from being zero
         if name in ("type_as", "to") and len(args) > 1 and isinstance(args[1], Tensor):
             return x.to(self.wide) if args[1].is_floating_point() else func(*args, **kwargs)  # type: ignore[union-attr]
         changed = tuple(self._widened(y, is_float) for y in args)
@@ -309,7 +312,7 @@ class _Exact(TorchFunctionMode):
         return out.to(self.wide) if is_narrow and name != "__get__" else out
 
     def _widened(self, x: Any, is_float: bool) -> Any:
-        """Return the wide dtype instead of another that holds floats or the codes of floats."""
+        """Replace a dtype of floats, or of the codes of floats, by the wide one."""
         if not isinstance(x, torch.dtype):
             return x
         is_codes = is_float and x in (torch.int8, torch.uint8)
@@ -325,7 +328,7 @@ def _widened(module: nn.Module, wide: torch.dtype) -> nn.Module:
 
 
 class _Codes:
-    """The own code of both sides in a wide dtype, with a's modules inside and a's tensors."""
+    """The own code of both sides in a wide dtype; both have a's inner modules and a's tensors."""
 
     def __init__(self, pair: Pair, place: Place, valid: Tensor, wide: torch.dtype) -> None:
         self._pair, self._place, self._valid, self.wide = pair, place, valid, wide
@@ -337,10 +340,10 @@ class _Codes:
             for name, x in chain(mine.named_parameters(recurse=False), mine.named_buffers(recurse=False)):
                 own = getattr(other, name, None)
                 if isinstance(own, Tensor) and own.shape == x.shape:
-                    own.copy_(x)  # that tensors differ was asked before
+                    own.copy_(x)  # `_of_tensors` has asked before whether the tensors make the difference
         self._modules = mine, other
-        self.rounds = self.has_operands = False  # whether anything in them rounds to few bits, and before a product
-        self.products: list[int] = []  # of each
+        self.rounds = self.has_operands = False  # whether either side's code rounds to few bits, also before a product
+        self.products: list[int] = []  # the number of matrix products of each side
 
     def outputs(self, inputs: Any, clamps: bool = True) -> tuple[list[Tensor], list[Tensor]]:
         found = []
@@ -363,7 +366,10 @@ class _Codes:
         return x.to(self.wide) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     def follows(self, size: float) -> float:
-        """Return the correlation of the differences at the inputs and near them: 1 for a formula, 0 for rounding."""
+        """Return the correlation of the differences at the inputs and at inputs near them.
+
+        It is near 1 for another formula, and near 0 for rounding.
+        """
         generator = torch.Generator().manual_seed(0)
 
         def off(x: Any) -> Any:
@@ -389,7 +395,7 @@ class _Codes:
 
 def _of_code(pair: Pair, place: Place, valid: Tensor) -> tuple[str, str]:
     for wide, least in EXACT.items():
-        with suppress(Exception):  # code that computes in no float64, as grouped products of experts
+        with suppress(Exception):  # some code does not run in float64, such as grouped products of experts
             return _of_codes(_Codes(pair, place, valid, wide), place, least)
     kind = FORMULA if place.local > COARSE else ROUNDING
     return kind, f"its own code differs by {place.local:.2g}, and ran in no wider dtype"
@@ -408,7 +414,7 @@ def _of_codes(codes: _Codes, place: Place, least: float) -> tuple[str, str]:
         return ROUNDING, f"equal {where}; {place.local:.2g} with them"
     if codes.rounds and codes.difference(clamps=False) <= least:
         return FORMAT, f"equal {where}, roundings and bounds; {place.local:.2g} with them, to few bits"
-    # rounding by functions that no mode sees, as a kernel's: an error that does not follow its input
+    # No mode sees a rounding inside of a kernel, but its error does not follow the input smoothly.
     if not codes.rounds and math.isfinite(far) and codes.follows(min(4 * far, 0.1)) <= ALIKE:
         kind = FORMAT if far >= COARSE else ROUNDING
         return kind, f"its code rounds: {far:.2g} {where} too, which does not follow the input smoothly"
@@ -416,7 +422,7 @@ def _of_codes(codes: _Codes, place: Place, least: float) -> tuple[str, str]:
 
 
 def described(model: nn.Module) -> str:
-    """Return the class of a model with its policy, or with its dtype where it has none."""
+    """Return the class of a model with its policy, or with its dtype if it has none."""
     policies = [emulated.policy for _, emulated in emulated_forwards(model)]
     if policies:
         words = str(policies[0])
@@ -426,7 +432,7 @@ def described(model: nn.Module) -> str:
 
 
 def has_scales_of_tensors(model: nn.Module) -> bool:
-    """Return True if any operand of a product has a scale that the whole batch decides."""
+    """Return True if the scale of any operand of a product depends on the whole batch."""
     for _, emulated in emulated_forwards(model):
         products = None if emulated.policy is None else emulated.policy.products
         for operand in () if products is None else products.fprop:

@@ -1,4 +1,4 @@
-"""Compare two engines on the same tokens: log-probabilities, divergences, intervals, and which experts they choose."""
+"""Compare two engines on the same tokens: log-probabilities, divergences, intervals, and choices of experts."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class NotNumbersError(ValueError):
 class Likelihoods(NamedTuple):
     """Log-probabilities of one engine.
 
-    chosen: of the token that came next, (batch, time - 1) float64.
-    all: of every token at the places of `valid`, (places, vocabulary) float64.
-    valid: (batch, time - 1) bool: places whose token and next token are no padding.
-    top: the likeliest token at the places of `valid`.
+    chosen: those of the next tokens in the batch, (batch, time - 1) float64.
+    all: those of the whole vocabulary at the places of `valid`, (places, vocabulary) float64.
+    valid: places where neither the token nor the next one is padding, (batch, time - 1) bool.
+    top: the likeliest token at each place of `valid`.
     """
 
     chosen: Tensor
@@ -59,17 +59,18 @@ class Likelihoods(NamedTuple):
 class Figures(NamedTuple):
     """Distances of one engine's log-probabilities from another's, over all places with a next token.
 
-    With p of a (the trainer) and q of b (the rollout) of the chosen token, and r = p / q:
+    The probability of the chosen token is p in a (the trainer) and q in b (the rollout), and r = p / q.
 
-    mean_dlogp, largest_dlogp: of |log p - log q|.
-    k1, k3: the estimators of KL(q | p) from tokens that q has sampled, the means of -log r and r - 1 - log r
+    mean_dlogp, largest_dlogp: the mean and the largest |log p - log q|.
+    k1, k3: the estimators of KL(q | p) from tokens that q has sampled: the means of -log r and of r - 1 - log r
         (Schulman 2020).
-    kl: KL(p | q) over the whole vocabulary, the mean in nats.
+    kl: the mean of KL(p | q) over the whole vocabulary, in nats.
     outside: the share of r outside of 1 - eps to 1 + eps.
-    perplexities: of a and of b.
+    perplexities: those of a and of b.
     flips: the share of places whose likeliest token differs.
-    by_sequence: the sum of the KL of each sequence, and its places: (batch, 2).
-    by_position: the mean |log p - log q| at each position; NaN where all is padding. at_position: its places.
+    by_sequence: the sum of the KL of each sequence, and the number of its places: (batch, 2).
+    by_position: the mean |log p - log q| at each position; NaN where all is padding.
+    at_position: the number of places at each position.
     """
 
     mean_dlogp: float
@@ -86,7 +87,7 @@ class Figures(NamedTuple):
 
 
 def batches_of(batch: Any) -> list[Any]:
-    """The batches, each of which a model can be called with."""
+    """Return the batches, each as the arguments of one call of a model."""
     if isinstance(batch, Tensor | tuple | list | Mapping):
         return [batch]
     if not isinstance(batch, Iterable):
@@ -98,11 +99,11 @@ def batches_of(batch: Any) -> list[Any]:
 
 
 def read_batch(batch: Any, tokens: Any, mask: Any) -> tuple[Tensor, Tensor]:
-    """The ids of a batch and a bool mask of those that are no padding, (batch, time) each.
+    """Return the ids of a batch, and a bool mask that is true where they are no padding, (batch, time) each.
 
-    tokens, mask: functions of the batch; None takes `input_ids` and `attention_mask` of a mapping, or the first integer
-    tensor and no padding.
-    Raises TypeError where there are no ids, ValueError for shapes that do not fit.
+    tokens, mask: functions of the batch. None takes `input_ids` and `attention_mask` of a mapping; of any other batch
+        the first integer tensor, without padding.
+    Raises TypeError for a batch without ids, ValueError for shapes that do not fit.
     """
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
     named = batch if isinstance(batch, Mapping) else {}
@@ -134,12 +135,12 @@ def read_batch(batch: Any, tokens: Any, mask: Any) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def ids_told(model: nn.Module, ids: Tensor, side: str) -> Iterator[None]:
-    """Raise ValueError for an IndexError of an embedding that has no row for some of the ids."""
+    """Turn the IndexError of an embedding that has no row for some of the ids into a ValueError that says so."""
     try:
         yield
     except IndexError as error:
         low, high = int(ids.min()), int(ids.max())
-        # Of several embeddings that of tokens is the largest; an id below its size has not caused the error.
+        # The embedding of tokens is taken to be the largest one. Ids below its size have not caused the error.
         rows = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=high + 1)
         if low >= 0 and high < rows:
             raise
@@ -150,9 +151,10 @@ def ids_told(model: nn.Module, ids: Tensor, side: str) -> Iterator[None]:
 
 
 def has_known_parts(batch: Any, ids: Tensor) -> bool:
-    """Return True if a batch says which of its numbers belong to which sequence.
+    """Return True if it is known which of a batch's numbers belong to which sequence.
 
-    A cache of keys and values does not, nor does one axis that is as long as the batch and as a sequence, as positions.
+    It is not known for a cache of keys and values, nor for a tensor of one axis, such as positions, in a batch with as
+    many sequences as positions.
     """
     if not isinstance(batch, Mapping):
         return isinstance(batch, Tensor)
@@ -168,7 +170,7 @@ def has_known_parts(batch: Any, ids: Tensor) -> bool:
 def likelihoods(
     output: Any, ids: Tensor, valid: Tensor, logits: Callable[[Any], Tensor] | None, side: str
 ) -> Likelihoods:
-    """The log-probabilities in a model's output. Raises ValueError for logits of another shape, or that are NaN."""
+    """Return the log-probabilities of a model's output. Raises ValueError for logits of another shape, and for NaN."""
     named = output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
     found = logits(output) if logits is not None else named
     found = found[0] if isinstance(found, tuple | list) and found else found
@@ -179,7 +181,7 @@ def likelihoods(
             f"(vocabulary,), in output.logits, as the output itself, or by logits=lambda output: ..."
         )
     both = valid[:, :-1] & valid[:, 1:]
-    # float64: KL of two engines is about 1e-12 at the floor, below what float32's logarithms of probabilities resolve.
+    # In float64, because the KL of two engines at the floor is about 1e-12, which float32 logarithms do not resolve.
     wide = found[:, :-1].double()
     if bool(wide[both].isnan().any()):
         raise NotNumbersError(
@@ -187,7 +189,7 @@ def likelihoods(
             f"or fpsim.diagnose says where a model becomes NaN."
         )
     logs = wide.log_softmax(-1)
-    # Padding may have ids that no vocabulary has, such as -100, and counts nowhere.
+    # Padding may have ids outside of the vocabulary, such as -100. It counts nowhere.
     following = ids[:, 1:].masked_fill(~both, 0)
     if int(following.max()) >= wide.shape[-1] or int(following.min()) < 0:
         raise ValueError(
@@ -199,7 +201,7 @@ def likelihoods(
 
 
 def require_vocabulary(a: Likelihoods, b: Likelihoods) -> None:
-    """Raise ValueError for two engines that tell of vocabularies of different sizes."""
+    """Raise ValueError for two engines with vocabularies of different sizes."""
     sizes = [x.all.shape[-1] for x in (a, b)]
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -209,12 +211,12 @@ def require_vocabulary(a: Likelihoods, b: Likelihoods) -> None:
 
 
 def change_of(a: Likelihoods, b: Likelihoods) -> Tensor:
-    """log p - log q of the chosen tokens, at the places of a's `valid`."""
+    """Return log p - log q of the chosen tokens, at the places of a's `valid`."""
     return torch.where(a.chosen == b.chosen, 0.0, a.chosen - b.chosen)[a.valid]  # -inf in both is no difference
 
 
 def compared(a: Likelihoods, b: Likelihoods, eps: float) -> Figures:
-    """The figures of b beside a."""
+    """Return the figures of b compared with a."""
     valid = a.valid
     change = change_of(a, b)
     ratio = change.exp()
@@ -275,11 +277,14 @@ def joined(parts: list[Figures]) -> Figures:
 
 
 def interval(part: np.ndarray[Any, Any], whole: np.ndarray[Any, Any], seed: int) -> tuple[float, float]:
-    """The central 95 % of sum(part) / sum(whole) over sequences drawn with replacement; both are sums by sequence."""
+    """Return the central 95 % of sum(part) / sum(whole) over sequences drawn with replacement.
+
+    part, whole: sums by sequence.
+    """
     n = len(part)
-    if n < 2 or bool(np.isnan(part).any()):  # NaN: of a hybrid that computes no numbers
+    if n < 2 or bool(np.isnan(part).any()):  # NaN comes from a hybrid of two engines that computes NaN
         return math.nan, math.nan
-    # Sequences are drawn and not tokens: tokens of one sequence have errors that depend on one another.
+    # Sequences are drawn rather than tokens, because the errors of tokens in one sequence depend on one another.
     drawn = np.random.default_rng(seed).integers(0, n, (BOOTSTRAPS, n))
     totals = whole[drawn].sum(1)
     shares = part[drawn].sum(1) / np.where(totals == 0, np.nan, totals)
@@ -292,14 +297,14 @@ _ARGMAX = (torch.argmax, Tensor.argmax)
 
 
 class Decision:
-    """One call of topk or argmax over the last axis: (rows, k) indices, and by how much the last was ahead."""
+    """One call of topk or argmax over the last axis: its indices (rows, k), and the last one's margin to the next."""
 
     def __init__(self, indices: Tensor, margin: Tensor) -> None:
         self.indices, self.margin, self.module = indices, margin, ""
 
 
 class Choices(TorchFunctionMode):
-    """Notes the decisions of a run, in their order."""
+    """Records the decisions of a run, in their order."""
 
     def __init__(self, made: list[Decision], where: Callable[[], str]) -> None:
         super().__init__()
@@ -331,7 +336,7 @@ def _decision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 
 
 class Replayed(TorchFunctionMode):
-    """Gives the choices of another run, with this one's values at them."""
+    """Replaces the choices of this run by another run's; the values there are this run's."""
 
     def __init__(self, made: Iterator[Decision]) -> None:
         super().__init__()
@@ -353,7 +358,7 @@ class Replayed(TorchFunctionMode):
 
 
 def compared_choices(a: list[Decision], b: list[Decision]) -> list[dict[str, Any]]:
-    """A row for each decision of both runs: the share of rows that differ, and the margins in a of those and of all."""
+    """Return a row for each decision: the share of rows that differ, and the median margin in a of these and of all."""
     rows = []
     for x, y in zip(a, b):
         if x.indices.shape != y.indices.shape:

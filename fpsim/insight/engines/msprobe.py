@@ -1,4 +1,4 @@
-"""Reading the dumps of msprobe (MindStudio probe): a dump.json of statistics, with or without files of tensors.
+"""Read the dumps of msprobe (MindStudio probe): a dump.json of statistics, with or without files of tensors.
 
 The layout is that of https://gitcode.com/Ascend/mstt, msprobe's docs/27.dump_json_instruction.md, levels L0 and mix.
 """
@@ -22,13 +22,13 @@ __all__ = ["STATISTICS", "is_msprobe", "read_msprobe"]
 
 FILE, TENSORS = "dump.json", "dump_tensor_data"
 STATISTICS = ("Max", "Min", "Mean", "Norm")
-KINDS = ("Module", "Cell")  # of PyTorch and of MindSpore; other entries are of functions
+KINDS = ("Module", "Cell")  # modules of PyTorch and of MindSpore; other entries are functions
 SIDES = (("input_args", "in"), ("input_kwargs", "in."), ("output", "out"))
-NUMPY = {"Float": "float32", "Float16": "float16", "Half": "float16", "BFloat16": "bfloat16"}  # MindSpore's own words
+NUMPY = {"Float": "float32", "Float16": "float16", "Half": "float16", "BFloat16": "bfloat16"}  # MindSpore's names
 
 
 class Found(NamedTuple):
-    """Contents of a dump.json. left_out: entries that are not of the forward pass of a module, each with why."""
+    """Contents of a dump.json. left_out: entries other than a module's forward pass, each with the reason."""
 
     entries: dict[str, Entry]
     engine: str
@@ -37,12 +37,12 @@ class Found(NamedTuple):
 
 
 def is_msprobe(path: Path) -> bool:
-    """Return True if a path is a file of JSON, or a folder with msprobe's."""
+    """Return True if a path is a JSON file, or a folder with a dump.json of msprobe."""
     return path.suffix == ".json" or (path / FILE).is_file()
 
 
 def read_msprobe(path: Path) -> Found:
-    """The tensors of modules in a dump.json. Raises ValueError for JSON of another kind, and for an unknown dtype."""
+    """Read the tensors of modules in a dump.json. Raises ValueError for any other JSON, and for an unknown dtype."""
     file = path / FILE if path.is_dir() else path
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -73,7 +73,7 @@ def read_msprobe(path: Path) -> Found:
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """The descriptions of tensors, each with its path: numbers of a list, keys of a mapping."""
+    """Yield the descriptions of tensors, each with its path of list indices and mapping keys."""
     if isinstance(tree, dict):
         if str(tree.get("type", "")).endswith(".Tensor"):
             yield path, tree
@@ -98,7 +98,8 @@ def _entry(leaf: dict[str, Any], key: str, file: Path, folders: list[Path]) -> E
     name = leaf.get("data_name")
     read: Callable[[], Tensor] | None = None
     if isinstance(name, str) and name not in ("", "-1"):
-        read = partial(_read, Path(name).name, key, dtype, folders)  # a name alone: it may not lead elsewhere
+        # Only the file's name is used: a path in the dump must not lead to another folder.
+        read = partial(_read, Path(name).name, key, dtype, folders)
     return Entry(tuple(leaf.get("shape") or ()), dtype, read, found)
 
 

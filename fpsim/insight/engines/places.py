@@ -1,6 +1,6 @@
-"""Find where two engines part: each module's output beside the other's, and its own code on the same inputs.
+"""Find where two engines differ: compare each module's outputs, and the results of its own code on the same inputs.
 
-The same sums in another order are the floor below which a difference says nothing.
+The floor is the difference that another order of the same sums makes. A difference below it says nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fpsim.torch_modes import without_torch_function
 
 __all__ = ["PRODUCTS_OF_TORCH", "Kept", "Local", "Measured", "Permuted", "Place", "Split", "relative_of"]
 
-PRODUCTS_OF_TORCH: dict[Any, tuple[int, int, int, int]] = {  # positions of a and b, and along which axis each is summed
+PRODUCTS_OF_TORCH: dict[Any, tuple[int, int, int, int]] = {  # positions of a and b, and the axis that is summed of each
     F.linear: (0, 1, -1, -1),
     torch.matmul: (0, 1, -1, -2),
     Tensor.matmul: (0, 1, -1, -2),
@@ -37,7 +37,7 @@ PRODUCTS_OF_TORCH: dict[Any, tuple[int, int, int, int]] = {  # positions of a an
 
 
 class _Products(TorchFunctionMode):
-    """Runs products of matrices in another way; it is around an emulation, which has brought operands into formats."""
+    """Computes matrix products in another way. It sees operands that an emulation inside has rounded already."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -62,9 +62,9 @@ def _with(args: tuple[Any, ...], places: tuple[int, int, int, int], move: Callab
 
 
 class Permuted(_Products):
-    """The terms of each sum in an order of their own.
+    """Permutes the terms of the sums in each product.
 
-    is_asked: whether what runs now is of interest; changed: how many products were while it was.
+    is_asked: whether products that run now are counted. changed: the number of counted products.
     """
 
     def __init__(self, is_asked: Callable[[], bool] = lambda: True) -> None:
@@ -84,7 +84,7 @@ class Permuted(_Products):
 
 
 class Split(_Products):
-    """Each sum as that of two halves, which are added in float32: what another split of K does."""
+    """Splits each sum into two halves, and adds their results in float32, as a kernel with another split of K does."""
 
     def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], places: Any) -> Any:
         length = args[places[0]].shape[places[2]]
@@ -100,13 +100,13 @@ class Split(_Products):
         return (parts[0] + parts[1]).to(args[places[0]].dtype)
 
 
-FEW = 0.005  # of a result's numbers, up to which they may be those that lie between two neighbours of a format
-MARGIN = 4.0  # times the floor, from which on a difference is no matter of the order of sums
-TINY = 2.0**-40  # below every dtype's rounding of a sum: a floor of zero is one of numbers that were lucky
+FEW = 0.005  # below this share, the numbers that differ may be those near the middle of two neighbours of a format
+MARGIN = 4.0  # a difference above this times the floor is not explained by the order of sums
+TINY = 2.0**-40  # the least floor, below every dtype's rounding of a sum: a measured floor of zero is luck
 
 
 class Kept:
-    """A visitor that keeps what each call of each module gives, by its name and the number of the call."""
+    """A visitor that keeps the results of each call of each module, by the module's name and the call's number."""
 
     def __init__(self) -> None:
         self.outputs: dict[tuple[str, int], Any] = {}
@@ -128,7 +128,7 @@ class Kept:
 
 
 class Measured(Kept):
-    """A visitor that compares what each call gives with what another run has kept, and keeps it where it `keeps`."""
+    """A visitor that compares each call's results with another run's. keeps: whether it keeps these results too."""
 
     def __init__(self, kept: Kept, valid: Tensor, keeps: bool = False) -> None:
         super().__init__()
@@ -159,13 +159,13 @@ def floats_of(out: Any) -> list[Tensor]:
 
 
 def relative_of(a: list[Tensor], b: list[Tensor], valid: Tensor) -> float:
-    """|b - a| / |a| of the worst of several tensors, at places that are no padding; inf where b alone is not finite."""
+    """Return the largest |b - a| / |a| of several tensors, without padding; inf if only b has a non-finite number."""
     worst = 0.0
     for x, y in zip(a, b, strict=True):
         x, y = x.double(), y.double()
         if x.shape[: valid.dim()] == valid.shape:
             x, y = x[valid], y[valid]
-        # Masks are -inf or the dtype's least number, of which a relative difference says nothing.
+        # Masks hold -inf or the dtype's least number. A relative difference of these says nothing.
         mask = x.isfinite() & (x.abs() < 1e37)
         if bool((~y.isfinite() & mask).any()):
             return math.inf
@@ -176,14 +176,14 @@ def relative_of(a: list[Tensor], b: list[Tensor], valid: Tensor) -> float:
 
 
 def share_of(a: list[Tensor], b: list[Tensor], valid: Tensor) -> float:
-    """The share of numbers that differ at all, or less where it is one of them or two."""
+    """Return the share of the numbers that differ at all; two of them are not counted."""
     differ = count = 0
     for x, y in zip(a, b, strict=True):
         if x.shape[: valid.dim()] == valid.shape:
             x, y = x[valid], y[valid]
         differ += int((x != y).sum())
         count += x.numel()
-    # One number or two of a small result may lie between two neighbours of a narrow format by chance.
+    # By chance one or two numbers of a small result may lie near the middle of two neighbours of a narrow format.
     return max(differ - 2, 0) / max(count, 1)
 
 
@@ -191,9 +191,10 @@ def share_of(a: list[Tensor], b: list[Tensor], valid: Tensor) -> float:
 class Place:
     """A module whose own code differs.
 
-    local: the relative difference of its own code on the same inputs. floor: what another order of sums does there.
-    is_lucky: whether so few numbers differ that another order of sums may do that, too, where it happens to change none
-        in the floor: a sum that lies between two numbers of a narrow format is rounded to the one or the other.
+    local: the relative difference of its own code on the same inputs.
+    floor: the relative difference that another order of sums makes there.
+    is_lucky: whether so few numbers differ that another order of sums may explain them, although the floor shows none.
+        A sum near the middle of two numbers of a narrow format is rounded to one or the other.
     """
 
     name: str
@@ -205,12 +206,12 @@ class Place:
 
     @property
     def is_beyond(self) -> bool:
-        """True if it is more than another order of sums."""
+        """True if the difference is more than another order of sums makes."""
         return self.local > max(MARGIN * self.floor, TINY) and not self.is_lucky
 
 
 class Local:
-    """A visitor of a run of a: after each module, b's own code runs on the same inputs, with a's modules inside."""
+    """A visitor of a run of a: after each module it runs b's own code on the same inputs, with a's modules inside."""
 
     def __init__(self, pair: Pair, valid: Tensor, told: Callable[[], object]) -> None:
         self._pair, self._valid, self._told = pair, valid, told
@@ -247,7 +248,8 @@ class Local:
             local = relative_of(known, found, self._valid)
         floor, is_lucky = 0.0, False
         if 0 < local < math.inf:
-            # a's own code apart too, on copies: what an emulation tracks of this run's tensors would differ.
+            # a's own code is run again on copies, as b's is: an emulation may know more of this run's tensors than of
+            # their copies.
             known = quietly(door)
             local = relative_of(known, found, self._valid)
             mode = Permuted(lambda: self._pair.running == name)
@@ -268,6 +270,6 @@ def _have_equal_tensors(a: nn.Module, b: nn.Module) -> bool:
 
 
 def _narrowed(x: Tensor, y: Tensor) -> Tensor:
-    """A tensor in the narrower of two dtypes: native weights are the emulated ones rounded."""
+    """Round a tensor to the narrower of two dtypes: native weights are the emulated ones, rounded."""
     is_wider = x.is_floating_point() and y.is_floating_point() and x.itemsize > y.itemsize
     return (x.to(y.dtype) if is_wider else x).double()

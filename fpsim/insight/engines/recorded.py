@@ -1,4 +1,4 @@
-"""The tensors of a dump: whose module they are, which tokens their rows are of, and how a model's tensors look."""
+"""Assign the tensors of a dump to a model's modules, and their rows to tokens, in the shapes of the model's tensors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = [
     "require_dump_names",
 ]  # fmt: skip
 
-# Modules that vLLM and SGLang fuse along the last axis, and the one that computes their logits. Applied only where the
-# model has no module of the fused name itself, as Phi-3 of transformers has.
+# The modules that vLLM and SGLang fuse along the last axis, and the module that computes their logits. These names are
+# used only if the model has no module of the fused name itself; Phi-3 of transformers has one.
 FUSED: dict[str, str | tuple[str, ...]] = {
     "*.qkv_proj": ("*.q_proj", "*.k_proj", "*.v_proj"),
     "*.gate_up_proj": ("*.gate_proj", "*.up_proj"),
@@ -28,7 +28,7 @@ ENGINES = ("vllm", "sglang")
 
 
 class Entry(NamedTuple):
-    """A tensor of a dump. read: gives it; None where the dump has statistics alone, which are in `statistics`."""
+    """A tensor of a dump. read: returns it; None if the dump has only its statistics, which are in `statistics`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
 
 
 def leaves_of(tree: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in tuples, lists and mappings, each with the path to it."""
+    """Yield the tensors in tuples, lists and mappings, each with its path."""
     if isinstance(tree, Tensor):
         yield path, tree
     elif isinstance(tree, Mapping):
@@ -49,14 +49,14 @@ def leaves_of(tree: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def inputs_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors among the arguments of a call: "in0", "in.mask"."""
+    """Yield the tensors among the arguments of a call, each with its path: "in0", "in.mask"."""
     for i, value in enumerate(args):
         yield from leaves_of(value, f"in{i}")
     yield from leaves_of(kwargs, "in")
 
 
 def outputs_of(output: Any) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of what a call returns: "out0", or "out.logits" of an object with fields."""
+    """Yield the tensors that a call returns, each with its path: "out0", or "out.logits" for an object with fields."""
     if isinstance(output, Tensor):
         yield "out0", output
     elif isinstance(output, Mapping):
@@ -74,7 +74,8 @@ def outputs_of(output: Any) -> Iterator[tuple[str, Tensor]]:
 class Step(NamedTuple):
     """The tokens of one call of a model.
 
-    places: of each token in the batch, sequence * length + position. ends: places of the last token of each sequence.
+    places: the place of each token in the batch, sequence * length + position.
+    ends: the places of the last token of each sequence.
     shape: (batch, time) of the call; None for tokens in one row.
     """
 
@@ -84,7 +85,7 @@ class Step(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The tokens of a run. tokens, mask: (batch, time). positions: as the engine numbered them, or None."""
+    """The tokens of a run. tokens, mask: (batch, time). positions: the engine's numbers of the tokens, or None."""
 
     tokens: Tensor
     mask: Tensor
@@ -93,7 +94,7 @@ class Steps(NamedTuple):
 
 
 def batched_steps(ids: Sequence[Tensor], mask: Tensor | None = None, positions: Sequence[Tensor | None] = ()) -> Steps:
-    """Calls with ids (batch, time) each, one after the other in time."""
+    """Return the tokens of calls with ids (batch, time) each, where each call continues the one before it."""
     tokens = torch.cat([*ids], 1)
     batch, length = tokens.shape
     steps, begin = [], 0
@@ -104,7 +105,7 @@ def batched_steps(ids: Sequence[Tensor], mask: Tensor | None = None, positions: 
         begin += time
     kept = torch.ones_like(tokens, dtype=torch.bool)
     if mask is not None and mask.dim() == 2 and len(mask) == batch:
-        # generate's last mask ends with the last call's tokens, or one later
+        # The last mask of `generate` ends at the last call's tokens, or one token later.
         n = min(mask.shape[1], length)
         kept[:, :n] = mask[:, :n].bool()
     known = [x.expand(batch, -1) for x in positions if x is not None and x.dim() == 2]
@@ -113,10 +114,10 @@ def batched_steps(ids: Sequence[Tensor], mask: Tensor | None = None, positions: 
 
 
 def flat_steps(ids: Sequence[Tensor], positions: Sequence[Tensor | None]) -> Steps | None:
-    """Calls with the tokens of all sequences in one row, told apart by their positions, as vLLM and SGLang have them.
+    """Return the tokens of calls with all sequences in one row, as in vLLM and SGLang; positions separate sequences.
 
-    A position 0 begins a sequence; another one goes on with the first sequence that is so long. None where positions
-    fit no sequence, as with a cache of prefixes that an earlier request has filled.
+    Position 0 begins a sequence. Another position that does not continue the current sequence continues the first one
+    of that length. Returns None if a position fits no sequence, as with a prefix cache that an earlier request filled.
     """
     sequences: list[list[int]] = []
     calls: list[list[tuple[int, int]]] = []
@@ -156,10 +157,10 @@ def flat_steps(ids: Sequence[Tensor], positions: Sequence[Tensor | None]) -> Ste
 
 @dataclass
 class Value:
-    """A recorded tensor with its tokens in rows.
+    """A recorded tensor, with a row for each token.
 
-    rows: (batch * time, ...); present: which of them were recorded. raw: the tensor as it is, if it has no such rows.
-    is_short: whether a call had fewer tokens than ids, which are taken to be the last ones.
+    rows: (batch * time, ...). present: which rows were recorded. raw: the tensor of the only call, in its own shape.
+    is_short: whether it has fewer tokens than its call had ids; they are taken to be the last ones.
     """
 
     name: str
@@ -169,13 +170,13 @@ class Value:
     is_short: bool = False
 
     def like(self, x: Tensor, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor | None] | None:
-        """The recorded numbers in the shape of a model's tensor, and the rows that they have; None if they do not fit.
+        """Return the recorded numbers in the shape of a model's tensor, and the recorded rows; None if they do not fit.
 
-        The rows are None for a tensor without rows of tokens, of which everything is compared.
+        The rows are None for a tensor without rows of tokens: it is compared as a whole.
         """
         if self.rows is not None and is_of_rows(x, tokens):
             rest = x.shape[2:] if x.shape[:2] == tokens else x.shape[1:]
-            if self.rows[0].numel() == rest.numel():  # heads may be apart, or together
+            if self.rows[0].numel() == rest.numel():  # heads may have an axis of their own, or not
                 return self.rows.reshape(x.shape), self.present
         if self.raw is not None and self.raw.shape == x.shape:
             return self.raw, None
@@ -183,7 +184,7 @@ class Value:
 
     @property
     def words(self) -> str:
-        """Its shape, for a report."""
+        """The shape in words, for a report."""
         if self.rows is not None:
             return f"{tuple(self.rows.shape[1:])} for each token"
         return "other shapes in each step" if self.raw is None else f"{tuple(self.raw.shape)}"
@@ -195,9 +196,9 @@ def is_of_rows(x: Tensor, tokens: tuple[int, ...]) -> bool:
 
 
 def placed(name: str, calls: Sequence[tuple[Step, Tensor]], steps: Steps) -> Value:
-    """Tensors of one path of a module, with the step of each, put where their tokens are."""
+    """Return the tensors of one path of a module, one for each step, with each row at the place of its token."""
     raw = calls[0][1] if len(calls) == 1 else None
-    # torch cannot write into a part of a tensor of powers of two
+    # torch cannot assign to rows of a tensor of float8_e8m0fnu.
     wide = ((step, x.float() if x.dtype is torch.float8_e8m0fnu else x) for step, x in calls)
     parts = [part for step, x in wide if (part := _rows(step, x, steps)) is not None]
     if len(parts) < len(calls) or any(x.shape[1:] != parts[0][1].shape[1:] for _, x in parts):
@@ -212,14 +213,14 @@ def placed(name: str, calls: Sequence[tuple[Step, Tensor]], steps: Steps) -> Val
 
 
 def _rows(step: Step, x: Tensor, steps: Steps) -> tuple[Tensor, Tensor] | None:
-    """The places and the rows of a tensor of one call; None where its axes are not of tokens."""
+    """Return the places and the rows of a tensor of one call; None if none of its axes is that of tokens."""
     n, shape = len(step.places), step.shape
     if shape is not None and x.dim() >= 2:
         if tuple(x.shape[:2]) == shape:
             return step.places, x.reshape(n, *x.shape[2:])
-        if x.shape[0] == shape[0] and x.shape[1] < shape[1] and x.dim() == 3:  # of the last tokens, as logits are
+        if x.shape[0] == shape[0] and x.shape[1] < shape[1] and x.dim() == 3:  # only the last tokens
             return step.places.view(shape)[:, -x.shape[1] :].reshape(-1), x.reshape(-1, *x.shape[2:])
-        if x.shape[0] == 1 and x.shape[1] == shape[1]:  # one for all sequences, as angles of positions
+        if x.shape[0] == 1 and x.shape[1] == shape[1]:  # all sequences share it, as rotary angles
             return step.places, x.expand(*shape, *x.shape[2:]).reshape(n, *x.shape[2:])
     if x.shape[:1] == (n,):
         return step.places, x
@@ -235,9 +236,9 @@ def _rows(step: Step, x: Tensor, steps: Steps) -> tuple[Tensor, Tensor] | None:
 
 
 class Source(NamedTuple):
-    """Home of a module's tensors: a module of the dump, and the part of the last axis of its results.
+    """Source of a module's tensors: a module of the dump, and a part of the last axis of its results.
 
-    before: the modules whose results come first on that axis.
+    before: the modules whose results come before this part on that axis.
     """
 
     module: str
@@ -246,7 +247,7 @@ class Source(NamedTuple):
 
 
 def require_dump_names(names: Any) -> dict[str, str | tuple[str, ...]]:
-    """The mapping of a dump's names. Raises TypeError for another one.
+    """Return the mapping of a dump's names. Raises TypeError for anything else.
 
     >>> require_dump_names({"*.qkv_proj": ["*.q_proj", "*.k_proj", "*.v_proj"]})
     {'*.qkv_proj': ('*.q_proj', '*.k_proj', '*.v_proj')}
@@ -266,9 +267,9 @@ def require_dump_names(names: Any) -> dict[str, str | tuple[str, ...]]:
 def mapped(
     modules: Iterable[str], known: Iterable[str], names: Mapping[str, str | tuple[str, ...]], engine: str | None
 ) -> tuple[dict[str, Source], list[str]]:
-    """The source of each of a model's modules that a dump has, and the dump's modules that the model has not.
+    """Return the source of each module that model and dump have, and the names of modules that only the dump has.
 
-    modules: of the dump; known: of the model.
+    modules: the dump's names. known: the model's names.
     """
     modules, there = [*modules], {*known}
     for key in names:
@@ -293,7 +294,7 @@ def mapped(
 
 
 def _targets(module: str, names: Mapping[str, str | tuple[str, ...]]) -> tuple[str, ...]:
-    """A dump's module in the model's names: by a whole name or an ending, else by the longest beginning."""
+    """Return the model's names of a dump's module: by a whole name or an ending, else by the longest prefix."""
     beginnings = {key: value for key, value in names.items() if isinstance(value, str) and not key.startswith("*.")}
     for key, value in names.items():
         parts = (value,) if isinstance(value, str) else value
@@ -306,10 +307,11 @@ def _targets(module: str, names: Mapping[str, str | tuple[str, ...]]) -> tuple[s
 
 
 class Recorded:
-    """The tensors of a dump under a model's names, with their tokens where the model has them.
+    """The tensors of a dump by the model's names, with their rows at the places of the model's tokens.
 
-    shapes: of the floating-point results of each of the model's modules. leaves: its modules without modules inside.
-    unlike: what cannot be compared, each with why. short: tensors with fewer tokens than their calls.
+    shapes: the shapes of the floating-point results of each of the model's modules.
+    leaves: the model's modules without modules inside.
+    unlike: the modules that cannot be compared, each with the reason. short: tensors with fewer tokens than their call.
     """
 
     def __init__(
@@ -336,7 +338,7 @@ class Recorded:
         n = len(self.steps.steps)
         for path, of in calls.items():
             count = max(of) + 1
-            # A module may run several times in a step, as a shared one does, but as often in each.
+            # A module may run several times in a step, as a shared one does, but it must run equally often in each.
             if count % n:
                 self.unlike.setdefault(name, f"the dump has {count} calls of it in {n} steps")
                 return {}
@@ -361,13 +363,13 @@ class Recorded:
                 )
 
     def _as_model(self, name: str, source: Source, found: dict[str, Value]) -> dict[str, Value]:
-        """The values of a module that adds a residual, or that fuses several, as the model's module has them."""
+        """Return the recorded values in the model's form, if the engine's module adds a residual or fuses several."""
         floats = {p: v.rows for p, v in found.items() if v.rows is not None and v.rows.is_floating_point()}
         ins, outs = ([p for p in floats if p.startswith(side)] for side in ("in", "out"))
         shapes = self._shapes.get(name) or [(0,)]
         own = sum(shape[:2] == self.tokens or shape[:1] == (len(self.valid),) for shape in shapes)
         if len(outs) == 2 and own == 1 and len({floats[p].shape for p in (*ins, *outs)}) == 1 and len(ins) <= 2:
-            # (x, residual) -> (y, x + residual), as fused norms and the layers around them have it in vLLM and SGLang
+            # Fused norms, and the layers around them, map (x, residual) to (y, x + residual) in vLLM and SGLang.
             first, second = (found[p] for p in outs)
             if name in self._leaves:
                 return {"in0": second, "out0": first}
@@ -381,7 +383,7 @@ class Recorded:
 
 
 def _sum(*values: Value) -> Value:
-    """The sum in the dtype of the dump, as the engine rounds it when it is added."""
+    """Return the sum, rounded to the dump's dtype as the engine rounds it."""
     if len(values) == 1:
         return values[0]
     first, second = values

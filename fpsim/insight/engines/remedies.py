@@ -1,4 +1,4 @@
-"""Remedies for a mismatch: the rollout's policy changed, and run again."""
+"""Remedies for a mismatch: change the rollout's policy, and run it again."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class Tried(NamedTuple):
 
 
 class Truncated(NamedTuple):
-    """Importance weights p / q that are cut off at a limit, as numbers: nothing is trained.
+    """Statistics of importance weights p / q that are truncated at a limit; nothing is trained with them.
 
-    share: of weights that are cut. mean: of the weights that are left. effective: sample size over the size, 0 to 1.
+    share: the share of weights beyond the limit. mean: the mean of the weights once they are truncated.
+    effective: the effective sample size over the sample size, 0 to 1.
     """
 
     limit: float
@@ -41,7 +42,7 @@ class Truncated(NamedTuple):
 
 
 def truncated(change: Tensor, limit: float = 2.0) -> Truncated:
-    """change: log p - log q of the chosen tokens."""
+    """Return the truncated importance weights. change: log p - log q of the chosen tokens."""
     weights = change.exp()
     cut = weights.clamp(max=limit)
     n = max(weights.numel(), 1)
@@ -50,14 +51,14 @@ def truncated(change: Tensor, limit: float = 2.0) -> Truncated:
 
 
 def largest_share(row: Mapping[str, Any]) -> float:
-    """Return the key that sorts the rows of places: the larger of both shares first, and last those of no number."""
+    """Return a row's key for sorting places by the larger of their two shares, rows without a finite share last."""
     shares = (row["put_back"], row["added"])
     return -max((x for x in shares if x is not None and math.isfinite(x)), default=-math.inf)
 
 
 @contextmanager
 def changed_policies(model: nn.Module, change: Change) -> Iterator[bool]:
-    """A model under other policies inside of the block; yields whether any module's is another one."""
+    """Change the policies of a model's modules inside of the block; yield whether any of them has changed."""
     before = [(emulated, emulated.policy) for _, emulated in emulated_forwards(model)]
     is_other = False
     try:
@@ -77,7 +78,7 @@ def changed_policies(model: nn.Module, change: Change) -> Iterator[bool]:
 def remedies_for(
     a: nn.Module, head: str | None, routers: set[str], halving: list[str], names: Callable[[str], str]
 ) -> list[tuple[str, Change]]:
-    """Return the remedies to try, in words, with the change of each module's policy. names: a's name of b's module."""
+    """Return the remedies to try, in words, each with its change of modules' policies. names: from b's names to a's."""
     of_a = {emulated.name: emulated.policy for _, emulated in emulated_forwards(a)}
 
     def wide(chosen: Callable[[str], bool]) -> Change:
@@ -105,7 +106,7 @@ def remedies_for(
         return replace(policy, products=replace(policy.products, attention=attention))
 
     found.append(("attention as in a", attention_of_a))
-    if halving not in ([], [head]):  # the head alone is tried already
+    if halving not in ([], [head]):  # the head alone has already been tried
         found.append((f"{', '.join(halving)} in float32", wide(lambda name: name in halving)))
     return found
 
@@ -120,10 +121,11 @@ def _in_fp16(policy: Policy) -> Policy:
 
 
 def fields_of(a: Policy, b: Policy) -> list[tuple[str, Policy]]:
-    """The parts in which b's policy of a module differs, each with b's policy with a's part put back."""
+    """Return the parts in which b's policy of a module differs from a's, each with b's policy with that part of a."""
     found: list[tuple[str, Policy]] = []
     p, q = a.products or Products(), b.products or Products()
-    # both round results of products, and a policy has one of them: where each side has its own, they go together
+    # `activation` and `output` both round results of products, and a policy can have only one of them. If a has one
+    # and b the other, both are exchanged together.
     are_one = None not in (a.activation, q.output) or None not in (b.activation, p.output)
     for role in ("weight", "activation"):
         if getattr(a, role) != getattr(b, role) and not (are_one and role == "activation"):

@@ -1,8 +1,8 @@
-"""Two models that call one another's modules: whose own code runs is chosen for each module of a run.
+"""Two models that call one another's modules: for each module, a run chooses the side whose own code is executed.
 
-A module's *own code* is what its forward computes beside the modules that it calls. Each module of both models has a
-door in its call slot. Where a run chose the other side, the door calls the other side's module with the same arguments,
-and the modules which that calls come back through doors of their own.
+A module's *own code* is the computation of its forward without the modules that it calls. Each module of both models
+has a door in its call slot. If a run has chosen the other side, the door calls the other side's module with the same
+arguments. The modules which that one calls have doors too, and these choose again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIDES = ("a", "b")
 class Door:
     """Stand-in for the call of a module.
 
-    side: "a" or "b". name: of the module, as the first side calls it.
+    side: "a" or "b". name: the module's name on the first side.
     """
 
     def __init__(self, pair: Pair, side: str, name: str, module: nn.Module) -> None:
@@ -50,17 +50,17 @@ class Door:
         return self.pair.come(self, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's call, whose inner modules have doors of their own."""
+        """Call the module. Its inner modules have doors of their own."""
         return self._inside(*args, **kwargs)
 
 
 class Pair:
-    """The models of both sides, and who runs where.
+    """The models of both sides, and the choice of the side that runs in each module.
 
-    names: of the modules that both have, in the order of the first one's.
-    alone: names of modules that one side has alone, by side.
-    dtypes: of most of each side's numbers.
-    training: modules that one side alone has in training mode inside of a model in eval mode, each with the side.
+    names: the names of the modules that both sides have, in the order of the first side.
+    alone: the names of the modules that only one side has, by side.
+    dtypes: by side, the dtype of most of its numbers.
+    training: {name: side} of modules that are in training mode on one side only, while both models are in eval mode.
     """
 
     def __init__(self, a: nn.Module, b: nn.Module, names: Mapping[str, str], seed: int, undo: Undo) -> None:
@@ -79,9 +79,9 @@ class Pair:
         self.names = [name for name in self.doors["a"] if name in self.doors["b"]]
         self.alone = {side: [n for n in self.doors[side] if n not in self.doors[other]] for side, other in ("ab", "ba")}
         self.passes = self.resumed = 0
-        self.has_drawn = False  # whether any run drew random numbers, which a resumed one would draw at other places
-        self.running = ""  # the module whose own code runs
-        self.is_mixed = False  # whether runs are of both sides, or of changed policies
+        self.has_drawn = False  # whether any run drew random numbers: a resumed run would draw others at each place
+        self.running = ""  # the module whose own code runs now
+        self.is_mixed = False  # whether runs mix both sides, or have changed policies
         self._chosen: Choice = lambda name: "a"
         self._resume: Resume | None = None
         self._visitor: Visitor | None = None
@@ -111,12 +111,12 @@ class Pair:
         mode: Callable[[], Any] | None = None,
         resume: Resume | None = None,
     ) -> Any:
-        """The output of a batch.
+        """Return the output for a batch.
 
-        choice: whose own code runs in the module of a name; "a" or "b" for one side everywhere.
+        choice: a function from a module's name to the side whose own code runs there; "a" or "b" for every module.
         visitor: runs each module, given its door and arguments; None calls `door.run`.
-        mode: makes a mode of torch functions that is around all of it.
-        resume: what another run has computed already; ignored where runs draw random numbers.
+        mode: makes a mode of torch functions that is active during the whole run.
+        resume: the results that another run has computed already; ignored if runs draw random numbers.
         """
         self.passes += 1
         resume = None if self.has_drawn else resume
@@ -125,14 +125,14 @@ class Pair:
         root = self.models[chosen("")]
 
         def seeded(undo: Undo) -> Any:
-            undo.by(self._restore)  # a run may write to them
+            undo.by(self._restore)  # a run may write to buffers
             keep_random_numbers(undo)
             torch.manual_seed(self.seed)
             state = _random_state()
             undo.by(partial(setattr, self, "_resume", None))
             self._resume = resume
             with self._choosing(chosen, visitor), self._inside(mode):
-                # Modes and emulation are the thread's: in a new one neither side's are active before its model runs.
+                # Modes and emulation belong to a thread. In a new thread those of neither side are active.
                 out = self._apart(lambda: called(root, _as_given(batch)))
             self.has_drawn |= not all(map(torch.equal, state, _random_state()))
             return out
@@ -146,7 +146,7 @@ class Pair:
                     buffer.copy_(value)
 
     def come(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of a module by its own side's code, or the other side's, and return its result."""
+        """Run a call of a module with its own side's code or the other side's, and return the result."""
         if self._resume is not None:
             is_known, out = self._resume.look_up(door.name)
             if is_known:
@@ -159,9 +159,9 @@ class Pair:
         return self.crossed(self._apart(lambda: self._visited(other, given, named)), wanted, door.side)
 
     def quietly(self, door: Door, choice: Choice, given: Any, mode: Any = None) -> Any:
-        """A call of one module under a choice of its own that nobody visits.
+        """Call one module under its own choice, without a visitor.
 
-        given: arguments and named ones, as a's module takes them; the result is as a's too.
+        given: positional and keyword arguments, in the form in which a's module takes them. The result has a's form.
         """
         args, kwargs = self.crossed(given, "a", door.side)
         around, self.running = self.running, door.name
@@ -172,9 +172,9 @@ class Pair:
             self.running = around
 
     def crossed(self, tree: Any, before: str, after: str) -> Any:
-        """Arguments or results for a side, in its own dtype, and as well known there as on the side that they leave.
+        """Return arguments or results for the other side, in its dtype, with the marks that an emulation gave them.
 
-        Tensors in the dtype of one model are cast to that of the other; a mask stays finite.
+        Tensors in the dtype of one model are cast to that of the other; the finite numbers of a mask stay finite.
         """
         from_dtype, to_dtype = self.dtypes[before], self.dtypes[after]
 
@@ -182,21 +182,21 @@ class Pair:
             if not isinstance(x, Tensor):
                 return x
             if from_dtype is to_dtype or x.dtype is not from_dtype:
-                # without its mark, what is float32 on purpose would be rounded in mixed runs and in no other
+                # Without its mark, a tensor that is float32 on purpose would be rounded, and only in mixed runs.
                 return alike(x, x.detach())
             wide = x.detach()
-            # The least number of float32, as masks have it, would be -inf in float16, and -inf less -inf is NaN.
+            # Masks hold the least number of float32. It would become -inf in float16, and -inf minus -inf is NaN.
             ends = torch.finfo(to_dtype)
             if ends.max < torch.finfo(from_dtype).max:
                 wide = torch.where(wide.isinf(), wide, wide.clamp(ends.min, ends.max))
             return wide.to(to_dtype)
 
-        with without_torch_function():  # the mode of the side that calls would say other dtypes
+        with without_torch_function():  # the calling side's mode would report other dtypes
             return map_leaves(move, tree)
 
     def _visited(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         around, self.running = self.running, door.name
-        counted.updates += self.is_mixed  # the module that stores keys and values may be the other side's
+        counted.updates += self.is_mixed  # the other side's module may store the keys and values
         try:
             return door.run(*args, **kwargs) if self._visitor is None else self._visitor(door, args, kwargs)
         finally:
@@ -221,7 +221,7 @@ class Pair:
             self._modes = before
 
     def _apart(self, function: Callable[[], Result]) -> Result:
-        """Run a function in a thread of its own: the modes of torch and the emulation of the caller are not there."""
+        """Run a function in its own thread, in which the caller's torch modes and emulation are not active."""
         results: list[Result] = []
         errors: list[BaseException] = []
 
@@ -229,7 +229,7 @@ class Pair:
             try:
                 with ExitStack() as stack:
                     stack.enter_context(torch.no_grad())
-                    stack.enter_context(noise_of_torch())  # which all threads share
+                    stack.enter_context(noise_of_torch())  # the generator that all threads share
                     for autocast in self._autocast:
                         stack.enter_context(autocast())
                     for mode in self._modes:
@@ -239,25 +239,25 @@ class Pair:
                 errors.append(error)
             stored.append(counted.updates)
 
-        stored: list[int] = []  # how many caches of keys and values were written to
+        stored: list[int] = []  # the number of writes to caches of keys and values in the thread
         thread = threading.Thread(target=run, name="fpsim.mismatch", daemon=True)
-        emulation, active.emulation = active.emulation, None  # or it would warn of work that it gives to a thread
+        emulation, active.emulation = active.emulation, None  # else it would warn of the work in another thread
         try:
             thread.start()
         finally:
             active.emulation = emulation
         thread.join()
-        counted.updates += sum(stored)  # or the model around would say that it stored nothing
+        counted.updates += sum(stored)  # else the model around would report that it stored nothing
         if errors:
             raise errors[0]
         return results[0]
 
 
 class Resume:
-    """Cached results of the modules before the first that a run changes.
+    """Cached results of the modules that run before the first changed one.
 
-    kept: by name and number of the call, what each module gave in a run on the side of the modules around those.
-    changed: the modules whose own code is another side's in this run.
+    kept: the results of each module, by name and number of the call, in a run in which no module was changed.
+    changed: the modules whose own code is the other side's in this run.
     """
 
     def __init__(self, kept: Mapping[tuple[str, int], Any], changed: Iterable[str]) -> None:
@@ -278,7 +278,7 @@ class Resume:
 
 
 def _as_given(batch: Any) -> Any:
-    """A batch whose objects with a state, as a cache of keys and values, are copies: a run writes into them."""
+    """Return a batch with copies of objects that have a state, such as a key-value cache: a run writes into them."""
     if isinstance(batch, Mapping):
         return {name: x if isinstance(x, Tensor) else cloned(x) for name, x in batch.items()}
     return tuple(x if isinstance(x, Tensor) else cloned(x) for x in batch) if isinstance(batch, tuple | list) else batch
@@ -289,7 +289,7 @@ def _random_state() -> list[Tensor]:
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
-    """The first side's name of a module of the second: the longest prefix of whole parts that is renamed."""
+    """Return the first side's name of a module of the second: replace the longest prefix of whole parts in `names`."""
     parts = name.split(".") if name else []
     for n in range(len(parts), -1, -1):
         prefix = ".".join(parts[:n])
@@ -299,12 +299,12 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def is_beginning(prefix: str, name: str) -> bool:
-    """Return True if the parts of a module's name begin with those of another."""
+    """Return True if the parts of a module's name begin with the parts of `prefix`."""
     return not prefix or name == prefix or name.startswith(f"{prefix}.")
 
 
 def _require_found(names: Mapping[str, str], b: nn.Module, of_a: Iterable[str]) -> None:
-    """Raise ValueError for a name in the mapping that no module has: a slip of the pen would compare less."""
+    """Raise ValueError for a name in the mapping that no module has: because of a typo less would be compared."""
     both = [
         *((key, "b", [n for n, _ in b.named_modules()]) for key in names),
         *((v, "a", of_a) for v in names.values()),
@@ -337,7 +337,7 @@ def _close(module: nn.Module, before: Any) -> None:
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of most of a model's numbers."""
+    """Return the dtype of most of a model's numbers."""
     counts: dict[torch.dtype, int] = {}
     for p in model.parameters():
         if p.is_floating_point():
@@ -346,7 +346,7 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def alike(x: Tensor, copy: Tensor) -> Tensor:
-    """A copy of a tensor's values with the mark that an emulation gave the tensor: which format they are in."""
+    """Give a tensor's copy the mark of its format, if an emulation has marked the tensor, and return the copy."""
     known = format_of(x)
     if known is not None:
         mark_like(copy, known)
@@ -354,7 +354,7 @@ def alike(x: Tensor, copy: Tensor) -> Tensor:
 
 
 def cloned(tree: Any) -> Any:
-    """Arguments that may be written to: tensors, and objects with a state, as a cache of keys and values."""
+    """Copy what a call may write to: tensors, and objects with a state, such as a cache of keys and values."""
 
     def copied(x: Any) -> Any:
         if isinstance(x, Tensor):

@@ -34,29 +34,29 @@ __all__ = [
     *("Keeping", "around", "error_event", "lost_gradient", "may_be_lost", "ratio", "relative_errors", "shortened"),
 ]
 
-LOST = 0.99  # the share of the gradients that are zero and should not be
-HALF = 0.5  # the share lost in the readers' gradients, from which on the loss of this one began there
-BEGUN = 0.1  # the share from which on a loss of gradients has begun
-FELT = 0.05  # the part of a parameter's gradient that must not be missing
-NOISE = 1e-4  # times the gradient that is summed: a smaller sum is the remainder of numbers that cancel
-CANCELLED = 2.0**-20  # times two gradients that are added: a smaller sum is float32's rounding error
-GROWN, LARGE = 8.0, 0.1  # the growth and the size from which on an error is an event
+LOST = 0.99  # a gradient is lost if at least this share of its non-zero numbers became zero
+HALF = 0.5  # from this lost share of the readers' gradients on, the loss is taken to begin at the readers
+BEGUN = 0.1  # from this lost share on, a loss of gradients has begun
+FELT = 0.05  # from this missing part on, the loss of a parameter's gradient matters
+NOISE = 1e-4  # a sum below this times the summed gradients is the remainder of numbers that cancel
+CANCELLED = 2.0**-20  # a sum of two gradients below this times their size is float32's rounding error
+GROWN, LARGE = 8.0, 0.1  # from this growth and this size on, an error is an event
 Key = tuple[str, int, int]
 
 
 class Keeping(Timeline):
-    """Timeline that keeps each result, to be compared."""
+    """Timeline that keeps each result for a comparison."""
 
     def __init__(self, model: Any, results: bool = True) -> None:
         super().__init__(model)
         self.results: dict[Key, Tensor] = {}
         self.by_key: dict[Key, Operation] = {}
         self.order: list[Key] = []
-        self.integers: dict[Key, Tensor] = {}  # that are read from a result
+        self.integers: dict[Key, Tensor] = {}  # integers that are read from a result
         self.gradient_sums: dict[str, GradientSum] = {}  # of parameters, by name
-        self.averages: Any = None  # also visits each operation
+        self.averages: Any = None  # an `Averages` that visits each operation too
         self._keeps, self._sums = results, Sums()
-        self._accumulated: Swamped | None = None  # in the accumulator of the product that runs
+        self._accumulated: Swamped | None = None  # the error in the accumulator of the product that runs now
         self._parameters = dict(model.named_parameters())
 
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
@@ -94,12 +94,12 @@ class Keeping(Timeline):
     def summed(
         self, site: str, a: Tensor, b: Tensor, added: Tensor | None, result: Tensor, accumulator: Accumulator
     ) -> None:
-        """Observe the result of a product in an emulated accumulator."""
+        """Observe the result of a product that an emulated accumulator has added up."""
         if not self._keeps:
             return
         with without_torch_function():
             wrong = swamped_in(accumulator, a, b, added, result)
-        # In the forward pass the product's operation follows; in a backward pass it is known already.
+        # In the forward pass the product's operation is visited after this; in a backward pass it is already known.
         if current_graph_task() < 0:
             self._accumulated = wrong
         elif wrong is not None and (operation := self.last_at(site)) is not None:
@@ -113,13 +113,13 @@ class Keeping(Timeline):
 
 
 def may_be_lost(seen: Keeping) -> bool:
-    """True if any gradient of the step is mostly zero, so that it is worth a run in float32."""
+    """True if any gradient of the step is mostly zero: then a run in float32 is worth its cost."""
     gradients = (o.notes["gradient"] for o in (*seen.operations, *seen.gradients) if "gradient" in o.notes)
     return any(gradient.nonzero < 0.5 * gradient.count for gradient in gradients)
 
 
 def lost_gradient(seen: Keeping, reference: Keeping, wide: dict[str, Glance], short: Collection[str]) -> Event | None:
-    """Return the first gradient, in the order of the backward pass, that is lost and that float32 has.
+    """Return the event of the first gradient, in the order of the backward pass, that is lost but not in float32.
 
     wide: the gradients of parameters in the reference that no cast has rounded, by name.
     short: the names of parameters whose gradient is shorter than the reference's.
@@ -142,7 +142,7 @@ def lost_gradient(seen: Keeping, reference: Keeping, wide: dict[str, Glance], sh
             continue
         if operation.name == "parameter" and not gradient.nonzero:
             unfed.append(operation.site)
-        # If the readers' gradients are lost as well, the loss began there.
+        # If the readers' gradients are lost too, the loss began there.
         around = max((share.get(id(c), 0.0) for c in _readers(operation)), default=0.0)
         if found is None and around < LOST and (around < HALF or _matters(operation, short)):
             found = operation, gradient, true
@@ -154,10 +154,11 @@ def _same(operation: Operation, reference: Keeping) -> Operation | None:
 
 
 def _matters(operation: Operation, short: Collection[str]) -> bool:
-    """True if a parameter loses its gradient with this one."""
+    """True if a parameter loses its gradient because of this lost gradient."""
     if operation.name == "parameter":
         return True
-    # The gradient that a recurrent network carries back over many steps is negligible beside that of the last steps.
+    # In a recurrent network, the gradient that goes back over many steps is negligible compared with that of the last
+    # steps.
     parameters = [o.site for o in operation.all_behind().values() if o.name == "parameter"]
     return not parameters or any(name in short for name in parameters)
 
@@ -172,12 +173,12 @@ def _true_gradient(
 
 
 def _readers(operation: Operation) -> list[Operation]:
-    """Return the operations that read a result, those of its views too."""
+    """Return the operations that read a result or a view of it."""
     return [r for c in operation.children for r in ([c] if c.computes else [c, *_readers(c)])]
 
 
 def _is_noise(operation: Operation, true: Glance, reference: Keeping) -> bool:
-    """True if a gradient is the remainder of a sum that cancels, or negligible."""
+    """True if a gradient is negligible, or only the remainder of a sum that cancels."""
     if true.amax < 1e-36:
         return True
     if operation.name != "parameter":
@@ -186,9 +187,9 @@ def _is_noise(operation: Operation, true: Glance, reference: Keeping) -> bool:
         around = [reference.by_key.get(_key(c)) for c in _readers(operation)]
         most = max((o.notes["gradient"].amax for o in around if o is not None and "gradient" in o.notes), default=0.0)
         is_sum = len(around) > 1 and all(row_of(reader.name).kind is Kind.ADDITION for reader in _readers(operation))
-        # As in x - x.mean(), of which a mean is taken: the two gradients of x cancel.
+        # An example is the mean of x - x.mean(), in which the two gradients of x cancel.
         return true.amax < (CANCELLED if is_sum else 1e-12) * most
-    # The gradients of an embedding's rows are not a sum over all that arrives, as that of a bias is.
+    # The gradient of an embedding's row is not a sum over all arriving gradients, as the gradient of a bias is.
     if operation.notes["result"].count > 1 and any(c.name == "embedding" for c in operation.children):
         return False
     around = [reference.by_key.get(_key(c)) for c in operation.children]
@@ -197,7 +198,7 @@ def _is_noise(operation: Operation, true: Glance, reference: Keeping) -> bool:
 
 
 def _cancels_nothing(operation: Operation) -> bool:
-    """True if the gradient of an operation's operand is its own, times one number."""
+    """True if the gradient of an operation's operand is the gradient of the result, times one number."""
     row = row_of(operation.name)
     return row.scales or row.kind is Kind.CAST or row.name in ("sum", "mean")
 
@@ -212,7 +213,7 @@ def _lost_event(
     event.operation = event.origin = at
     event.count, event.of, event.fmt, event.ends = true.nonzero - gradient.nonzero, true.nonzero, ends.name, ends
     event.batch, event.remedy, event.largest = operation.notes.get("batch"), "scale", true.amax
-    # If the format holds such gradients, they are 0 for another reason: a slope that is 0 here.
+    # If gradients of this size are in the format's range, they are 0 for another reason: the slope is 0 here.
     below = ": below its" if true.amax < ends.smallest else ", above its"
     least = f"{below} least number {ends.smallest:.3g}" if ends.smallest else ""
     event.why.append(
@@ -236,7 +237,7 @@ def _lost_event(
 
 
 def _stretch(operation: Operation, share: Mapping[int, float]) -> list[Operation]:
-    """Return the operations from where a loss of gradients begins to where it is whole, in backward order."""
+    """Return the operations from the begin of a loss of gradients to its completion, in backward order."""
     way = [operation]
     while True:
         known = [o for o in _readers(way[-1]) if share.get(id(o), 0.0) >= BEGUN and o not in way]
@@ -250,7 +251,7 @@ def _with_call(operation: Operation) -> str:
 
 
 def _gradient_ends(operation: Operation, at: Operation) -> Ends:
-    """Return the ends of the format that a gradient is rounded to: of several, that with the largest least number."""
+    """Return the ends of a gradient's format; if it has several, of the format with the largest least number."""
     ends = [e for o in {id(operation): operation, id(at): at}.values() for e in o.notes.get("error_ends", {}).values()]
     ends += [e for c in operation.children for e in c.notes.get("error_ends", {}).values()]
     ends += [c.notes["ends"] for c in operation.children if "ends" in c.notes]
@@ -260,7 +261,9 @@ def _gradient_ends(operation: Operation, at: Operation) -> Ends:
 
 
 def error_event(seen: Keeping, reference: Keeping, far: Collection[str]) -> tuple[Event | None, float]:
-    """Return the first event against float32, a lost result, a wrong sum or a grown error, and the largest error.
+    """Return the first event compared with float32, and the largest error.
+
+    Such an event is a lost result, a wrong sum or an error that has grown.
 
     far: the names of parameters whose gradient is far from the reference's.
     """
@@ -284,7 +287,7 @@ def error_event(seen: Keeping, reference: Keeping, far: Collection[str]) -> tupl
         if not operation.computes:
             continue
         is_start = error > 0 and begins is None
-        # An error that is there from the start has not grown.
+        # An error that exists from the start has not grown.
         if is_start:
             begins = min(error, operation.notes["own"])
         is_grown = error >= max(LARGE, GROWN * entering, GROWTH * operation.notes["own"])
@@ -294,7 +297,7 @@ def error_event(seen: Keeping, reference: Keeping, far: Collection[str]) -> tupl
             event = _grown_event if is_difference else _gone_event
             return event(operation, mine, true, error, entering), error
         is_first = begins is not None and (is_start or error >= GROWN * begins)
-        # The first one is kept, and a result of which nothing is left goes before it, wherever it comes.
+        # The first grown error is kept. A result of which nothing is left has priority, even if it comes later.
         if is_grown and is_first and grown is None and _is_missed(operation, seen, reference, far):
             grown = partial(_grown_event, operation, mine, true, error, entering)
     if grown is None:
@@ -304,15 +307,15 @@ def error_event(seen: Keeping, reference: Keeping, far: Collection[str]) -> tupl
 
 
 def _is_missed(operation: Operation, seen: Keeping, reference: Keeping, far: Collection[str]) -> bool:
-    """True if a lost result is still wrong where it meets other numbers, or in a weight's gradient."""
-    # A gate of a millionth times a number is 0 in half, but it is added to that number: nothing misses it. Nor is a
-    # sum missed that crosses zero on its way.
+    """True if a lost result is still wrong after it was combined with other numbers, or in a weight's gradient."""
+    # A number times a gate of a millionth is 0 in half precision. If the product is added to that number, its loss has
+    # no effect. The same holds for a partial sum that crosses zero.
     errors, known, waiting = Errors(), {id(operation)}, [operation]
     for at in waiting:
         readers = [reader for reader in _readers(at) if id(reader) not in known]
         known.update(map(id, readers))
         for reader in readers:
-            # A loss may be near the reference's although its terms are not.
+            # A loss may be near the reference's loss although its terms are not.
             if reader.notes["result"].count == 1:
                 return True
             # A large bias may hide a wrong product in the result, but not in the weight's gradient.
@@ -331,7 +334,10 @@ def _is_missed(operation: Operation, seen: Keeping, reference: Keeping, far: Col
 
 
 def around(operation: Operation) -> list[Operation]:
-    """Return an operation, its operands, and those that pass its result on: gradients there are named for it."""
+    """Return an operation, its operands, and the operations that pass its result on.
+
+    Events of gradients at any of these operations name this operation.
+    """
     found, waiting = [operation, *operation.parents], [operation]
     while waiting:
         further = [c for c in waiting.pop().children if not c.computes]
@@ -345,7 +351,7 @@ def _key(operation: Operation) -> Key:
 
 
 def _measured(errors: Errors, operation: Operation, mine: Tensor, true: Tensor) -> float:
-    """Return the relative error of a result's numbers, without those that mask; 0 where all are negligible."""
+    """Return the relative error of a result's numbers, without masks; 0 if all numbers are negligible."""
     a, b, masked = true.double(), mine.double(), operation.notes.get("masked")
     numbers = a.isfinite() & b.isfinite() & (a.abs() < 1e30)
     if masked is not None and masked.shape == numbers.shape:
@@ -357,7 +363,7 @@ def _measured(errors: Errors, operation: Operation, mine: Tensor, true: Tensor) 
 
 
 def _lost_operand(operation: Operation) -> bool:
-    """True if all of an operand of a product became 0 as it entered, so that only the addend is left."""
+    """True if an operand of a product became 0 completely as it entered: then only the addend is left."""
     return "lost" in operation.notes and operation.notes["lost"][1].startswith("fprop")
 
 
@@ -378,7 +384,7 @@ def _gone_event(operation: Operation, mine: Tensor, true: Tensor, error: float, 
         event.why.append(f"All of it is 0 in {event.fmt} ({least}): {numbers} before, read by {operation.site}.")
     elif kind == "underflow":
         least = f"least number {ends.smallest:.3g}"
-        # The format holds the results of float32: an operand was rounded to 0 before.
+        # The results of float32 are in the format's range, so an operand was rounded to 0 before.
         if float(true.abs().max()) > ends.smallest:
             event.fmt = operation.notes["coarsest"]
             least = f"of {ends.name} {ends.smallest:.3g}; an operand is in {event.fmt}"
@@ -419,7 +425,7 @@ def _grown_event(operation: Operation, mine: Tensor, true: Tensor, error: float,
 
 
 def _is_difference(operation: Operation, true: Tensor) -> bool:
-    """True if an addition of large numbers leaves a small one."""
+    """True if an addition of large numbers has a small result."""
     largest = max((p.notes["result"].amax for p in operation.parents if "result" in p.notes), default=0.0)
     return row_of(operation.name).kind is Kind.ADDITION and largest > 8 * float(true.abs().max())
 
@@ -429,28 +435,28 @@ def _ulp(x: float, ends: Ends) -> float:
 
 
 def ratio(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """Ratio of the sizes of two sets of gradients."""
-    # A GradScaler divides the gradients that its optimizer reads, but not those that a hook has seen.
+    """Return the ratio of the sizes of two sets of gradients."""
+    # A GradScaler divides the gradients that its optimizer reads, but not the gradients that a hook has seen.
     pairs = [(a[name].double().ravel(), g.double().ravel()) for name, g in b.items() if name in a]
     over, of = sum(float(x @ y) for x, y in pairs), sum(float(y @ y) for _, y in pairs)
     return over / of if of and math.isfinite(over / of) and over / of > 0 else 1.0
 
 
 def relative_errors(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor], by: float) -> dict[str, float]:
-    """Return the relative error of the gradient of each parameter, at most 1; 1 where it is not finite.
+    """Return the relative error of the gradient of each parameter, at most 1; 1 if the gradient is not finite.
 
     Parameters without a reference are left out.
 
-    by: the factor between these gradients and the truth's.
+    by: the factor between these gradients and the true ones.
     """
     amax = {name: float(g.abs().max()) if g.numel() else 0.0 for name, g in truth.items()}
-    largest: dict[str, float] = {}  # by module
+    largest: dict[str, float] = {}  # the largest amax of each module
     for name in truth:
         module = name.rpartition(".")[0]
         largest[module] = max(largest.get(module, 0.0), amax[name])
     found = {}
     for name, g in truth.items():
-        # The remainder of a sum that cancels is rounding noise in float32 too, as for a bias before a norm.
+        # The remainder of a sum that cancels is rounding noise in float32 too, for example for a bias before a norm.
         if amax[name] < 1e-36 or amax[name] < NOISE * largest[name.rpartition(".")[0]]:
             continue
         mine, wide = gradients.get(name), g.double()
@@ -461,11 +467,11 @@ def relative_errors(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor]
 
 
 def shortened(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> set[str]:
-    """Return the parameters a part of whose gradient is missing."""
+    """Return the parameters whose gradient is partly missing."""
     found = set()
     for name, g in truth.items():
         mine, wide = gradients.get(name), g.double()
-        # The part along the true gradient: rounding alone takes nothing away from it on average.
+        # The component along the true gradient is measured: on average, rounding alone does not reduce it.
         square = float((wide * wide).sum())
         if mine is None or (square and float((mine.double() * wide).sum()) < (1 - FELT) * square):
             found.add(name)

@@ -1,4 +1,4 @@
-"""Remedies that change the arguments of one call, or of all calls alike, tried on the step."""
+"""Try remedies on the step that change the arguments of one call, or of all calls of the same name."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def _at(operation: Operation, change: Callable[[Call, tuple[Any, ...], dict[str,
 def _with(
     kind: Call, position: int, change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call, with `change` applied to the one at this position in the operation's row."""
+    """Return the arguments of a call, with `change` applied to the operand at this position in the operation's row."""
     key = spelling_of(kind.name).find(position, args, kwargs)
     if key is None:
         return args, kwargs
     given = args[key] if isinstance(key, int) else kwargs[key]
-    # The target of a call in place is changed in place: the step may read it rather than the tensor that is returned.
-    # `change` gets a copy, because autograd may save its operand.
+    # The target of an in-place call is changed in place: the step may read the target rather than the returned tensor.
+    # `change` gets a copy, because autograd may save the operand of `change`.
     if key in (0, "input") and kind.writes_to_first(args, kwargs):
         for x in tensors_in(given):
             x.copy_(change(x.clone()))
@@ -73,7 +73,7 @@ def _tried(
 
 
 def _border(row: Row) -> tuple[float, float] | None:
-    """Return the borders of an operation's domain; None where all positive numbers are inside."""
+    """Return the borders of an operation's domain; None if all positive numbers are inside."""
     domain = row.domain
     return None if domain is None or (domain.low, domain.high) == (0.0, math.inf) else (domain.low, domain.high)
 
@@ -83,21 +83,21 @@ def lost_eps(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
     origin, lost = event.origin, event.constant
     if origin is None or lost is None:
         return None
-    # Other calls of this name lose the same constant.
+    # Other calls with this name lose the same constant.
     sites = [o for o in seen.operations if o.name == origin.name and lost in o.notes["numbers"]]
     indices = {o.index for o in sites} | {origin.index}
     for eps in (e for e in EPS if e > lost and event.ends.holds(e)):
 
         def edit(index: int, kind: Call, func: Any, args: Any, kwargs: Any, eps: float = eps) -> Any:
             if index in indices:
-                # An eps of 0 is found by its name alone: other arguments may be 0 as well.
+                # An eps of 0 is found only by its name, because other arguments may be 0 as well.
                 args = tuple(eps if lost and isinstance(a, float) and a == lost else a for a in args)
                 kwargs = {
                     k: eps if isinstance(a, float) and a == lost and (lost or k == "eps") else a
                     for k, a in kwargs.items()
                 }
                 given = [a for a in (*args, *kwargs.values()) if isinstance(a, float)]
-                # These have a default eps, which is not among the arguments of the call.
+                # These operations have a default eps, which is not among the arguments of the call.
                 if kind.name in ("normalize", "cosine_similarity") and eps not in given:
                     kwargs = {**kwargs, "eps": eps}
             return func(*args, **kwargs)
@@ -109,10 +109,10 @@ def lost_eps(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
 
 
 def clamped_count(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """Try a divisor that is a count, and 0, clamped to at least 1."""
+    """Try a clamp to at least 1 of a divisor that is a count, and is 0."""
     operation = event.operation
     assert operation is not None
-    # Divisions of the same name by 0 are changed with it: one of them alone would leave the step broken.
+    # All divisions by 0 with this name are changed together: a change of only one would leave the step broken.
     name = canonical(operation.name)
     others = [o for o in seen.operations if o is not operation and canonical(o.name) == name and _is_by_zero(o)]
     indices = {o.index for o in (operation, *others)}
@@ -132,7 +132,7 @@ def clamped_count(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | 
 
 
 def _is_by_zero(operation: Operation) -> bool:
-    """True if a division reads a divisor with zeros and nothing negative, and its result is not finite."""
+    """True if a division has a divisor with zeros and without negative numbers, and a result that is not finite."""
     spelling = spelling_of(operation.name)
     at = -1 if spelling.row.divides is None else spelling.place(spelling.row.divides)
     source = operation.sources[at] if 0 <= at < len(operation.sources) else None
@@ -141,7 +141,7 @@ def _is_by_zero(operation: Operation) -> bool:
 
 
 def infinite_fill(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """Try minus infinity instead of a mask's constant that leaks."""
+    """Try minus infinity instead of the constant of a mask that leaks."""
     operation = event.operation
     assert operation is not None
     source = operation.sources[0]
@@ -150,7 +150,7 @@ def infinite_fill(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | 
 
     def change(kind: Call, args: Any, kwargs: Any) -> Any:
         x = args[0]
-        # A row that is masked as a whole would become NaN.
+        # A fully masked row would become NaN.
         return (x.masked_fill(masked & ~masked.all(-1, keepdim=True), -torch.inf), *args[1:]), kwargs
 
     words = "-inf instead of the mask's constant"
@@ -158,7 +158,7 @@ def infinite_fill(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | 
 
 
 def unmasked(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """Try no mask in rows that are masked as a whole."""
+    """Try no mask in fully masked rows."""
     operation = event.operation
     assert operation is not None
 
@@ -171,7 +171,7 @@ def unmasked(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
             return args, kwargs
         if kind.name == "multi_head_attention_forward":
             masks = {k: kwargs[k] for k in ("key_padding_mask", "attn_mask") if isinstance(kwargs.get(k), Tensor)}
-            # True hides here; in scaled_dot_product_attention True shows.
+            # True hides a position here; in scaled_dot_product_attention True shows it.
             for name, mask in masks.items():
                 empty = (mask if mask.dtype is torch.bool else mask == -torch.inf).all(-1, keepdim=True)
                 masks[name] = mask.masked_fill(empty, 0)
@@ -184,14 +184,15 @@ def unmasked(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
 
 
 def steep(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """Try numbers a little away from those at which a slope is infinite."""
+    """Try operands a little away from the numbers at which a slope is infinite."""
     operation = event.operation
     assert operation is not None
     row = row_of(operation.name)
-    # Vectors of equal eigenvalues have no slope: adding one number to a matrix leaves them equal, and a ramp does not.
+    # Eigenvectors of equal eigenvalues have no slope. If one number is added to the diagonal, the eigenvalues stay
+    # equal; if a ramp is added, they do not.
     border, turns = _border(row), row.kind is Kind.DECOMPOSITION
     ends: Ends = operation.notes["ends"]
-    # In bfloat16 1 - 1e-3 is 1, which is the border still.
+    # In bfloat16 1 - 1e-3 is 1, which is still the border.
     inside = (*EPS, 1e-2) if border is not None else EPS
     for eps in (e for e in inside if ends.holds(e)):
 
@@ -217,17 +218,17 @@ def steep(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
 
 
 def _inside(x: Any, border: tuple[float, float], eps: float) -> Any:
-    """Move numbers on a border inside of it."""
+    """Move numbers on a border to the inside of the domain."""
     low, high = border
     x = x.clamp(low, high)
     if math.isinf(high):
         return x + eps
-    # Not clamp(low + eps, high - eps): numbers on the border would be without a gradient.
+    # clamp(low + eps, high - eps) would leave numbers on the border without a gradient.
     return low + eps + (x - low) * (1 - 2 * eps / (high - low))
 
 
 def _ramp(x: Tensor, eps: float) -> Tensor:
-    """Return a matrix like `x` whose diagonal is eps, 2 eps, 3 eps, ..."""
+    """Return a diagonal matrix with eps, 2 eps, 3 eps, ..., of the size of the matrices in `x`."""
     rows, columns = x.shape[-2:]
     ramp = x.new_zeros(rows, columns)
     ramp.diagonal().copy_(torch.arange(1, min(rows, columns) + 1) * eps)
@@ -235,11 +236,11 @@ def _ramp(x: Tensor, eps: float) -> Tensor:
 
 
 def finite_floor(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """Try a finite number instead of minus infinity, wherever operations of this name read it."""
+    """Try a finite number instead of minus infinity, wherever operations with this name read one."""
     operation = event.operation
     assert operation is not None
     ends: Ends = operation.notes["ends"]
-    # Far below any score, and inside of the format: float16 ends at 65504.
+    # The number is far below any score, and in the range of the format: float16 ends at 65504.
     floor = -1e30 if ends.largest > 1e30 else -1e4
     same = [o for o in seen.operations if o.name == operation.name]
     indices = {o.index for o in same}
@@ -255,12 +256,12 @@ def finite_floor(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | N
 
 
 def zero_infinity(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """Try a CTC loss that counts samples without an alignment as 0."""
+    """Try a CTC loss in which samples without an alignment count as 0."""
     operation = event.operation
     assert operation is not None
 
     def change(kind: Call, args: Any, kwargs: Any) -> Any:
-        # It is the seventh argument of ctc_loss, and may have been given by position.
+        # `zero_infinity` is the seventh argument of ctc_loss, and may have been given by position.
         return args[:6], {**kwargs, "zero_infinity": True}
 
     return _tried(attempts, _at(operation, change), "zero_infinity=True", "infinity", None, [operation.site])
@@ -298,9 +299,9 @@ def in_domain(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None
 
 
 def _steps(operation: Operation, border: tuple[float, float] | None) -> Iterator[float]:
-    """Yield small numbers that the format holds, by which it can step away from a border of the domain."""
+    """Yield small numbers by which a number of the format can be moved away from a border of the domain."""
     ends: Ends = operation.notes["ends"]
-    # In bfloat16 1 - 1e-3 is 1, so that this step would leave a number on the border.
+    # In bfloat16 1 - 1e-3 is 1, so this step would leave a number on the border.
     sides = [] if border is None else [(b, sign) for b, sign in zip(border, (1, -1), strict=True) if math.isfinite(b)]
     for eps in EPS if border is None else (*EPS, 1e-2):
         if ends.holds(eps) and all(ends.rounded(b + sign * eps) != b for b, sign in sides):

@@ -1,4 +1,4 @@
-"""An event: a failure at one place of a step, in words and numbers."""
+"""Event: a failure at one place of a step, in words and numbers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Event:
     count, of: the number of elements that fail, and the number of all elements.
     why: an explanation in sentences, with the numbers to check.
     operation: the operation that failed; None for inputs, and for operations of an optimizer.
-    origin: the first operation that float32 would help; `operation` unless an earlier one is the cause.
+    origin: the first operation for which float32 would help; `operation` unless an earlier operation is the cause.
     constant: the constant that `origin` lost, such as an eps, if that is the cause.
-    read: the operands there, as pairs of a name and a range.
+    read: the operands at `place`, as pairs of a name and a range.
     readers: the operations that read a failed input.
     stretch: the operations along which a gradient is lost gradually, from the first one on.
-    largest: the largest magnitude before a rounding; for lost gradients, that in the reference.
+    largest: the largest magnitude before a rounding; for lost gradients, the largest magnitude in the reference.
     """
 
     stage: str
@@ -42,14 +42,14 @@ class Event:
     read: list[tuple[str, str]] = field(default_factory=list)
     fmt: str = ""
     batch: int | None = None
-    remedy: str = ""  # the kind of remedy that is tried, or advised where nothing can be tried
+    remedy: str = ""  # the kind of remedy to try, or to advise if nothing can be tried
     ends: Any = None
     readers: list[Operation] = field(default_factory=list)
     stretch: list[Operation] = field(default_factory=list)
     largest: float = 0.0
 
     def beyond(self, end: str, largest: float, first: str) -> str:
-        """Describe numbers beyond the largest of a format, of which the first has this index."""
+        """Describe numbers beyond the largest number of a format. first: the index of the first of them."""
         return f"{self.count} of {self.of} are beyond {largest:.6g}, the end of {end} (first at {first or '0'})"
 
     def reads_of(self, operation: Operation) -> None:

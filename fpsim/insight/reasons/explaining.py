@@ -35,10 +35,10 @@ def explain_forward(
     kinds: set[str],
     ends: Ends,
 ) -> Event:
-    """Return the event of an operation whose result is not finite, and whose operands are.
+    """Return the event of an operation with finite operands, and a result that is not finite.
 
-    kinds: the new kind in the result, "NaN", "inf" or "-inf".
-    ends: of the format, or the dtype, of the result.
+    kinds: the new kinds of numbers in the result, of "NaN", "inf" and "-inf".
+    ends: the ends of the result's format, or of its dtype.
     """
     numbers = glance(result)
     event = Event("forward", "", operation.site, "activation", operation=operation, origin=operation, ends=ends)
@@ -47,8 +47,8 @@ def explain_forward(
     event.read = [(source_name(s, i), str(_read(s, x))) for i, (s, x) in enumerate(look.read)]
     if any(explain(event, look) for explain in _EXPLANATIONS):
         return event
-    # Infinities among the operands come first, then those among the arguments, and an overflow last: its only sign is
-    # that nothing else explains the result.
+    # Infinities among the operands are checked first, then those among the arguments. An overflow comes last: its only
+    # sign is that nothing else explains the result.
     infinite = [(i, s, x) for i, (s, x) in enumerate(look.read) if bool(x.isinf().any())]
     if kinds == {"NaN"} and infinite:
         i, source, x = infinite[0]
@@ -60,7 +60,7 @@ def explain_forward(
     if given := [c for c in operation.notes["numbers"] if not math.isfinite(c)]:
         return _of_numbers(event, kinds, given, operands)
     row = row_of(operation.name)
-    # A sum of products may overflow to both infinities on its way, and their sum is NaN.
+    # The partial sums of products may overflow to both infinities, and the sum of these is NaN.
     sums_products = row.kind is Kind.PRODUCT or (row.kind is Kind.NORMALISATION and row.adds)
     if kinds - {"NaN"} or sums_products or any(float(glance(x).amax) > ends.largest for x in operands):
         event.kind = "overflow"
@@ -75,7 +75,7 @@ def explain_forward(
 
 
 def _of_numbers(event: Event, kinds: set[str], given: list[float], operands: list[Tensor]) -> Event:
-    """Explain a result by Python numbers that are not finite, among the arguments of the call."""
+    """Explain a result by non-finite Python numbers among the arguments of the call."""
     assert event.operation is not None
     has_nan = "NaN" in kinds
     is_made = has_nan and not any(map(math.isnan, given))
@@ -87,13 +87,13 @@ def _of_numbers(event: Event, kinds: set[str], given: list[float], operands: lis
 
 def _read(source: Operation | None, x: Tensor) -> Glance:
     """Return a glance at an operand."""
-    # The note comes first: the target of an operation in place holds the result by now.
+    # The glance in the operand's notes is preferred: if the operation was in place, the tensor holds the result now.
     known: Glance | None = None if source is None else source.notes.get("result")
     return known or glance(x)
 
 
 def _of_infinities(name: str, others: list[Tensor]) -> str:
-    """Name the operation on infinities that gives NaN. others: the other operands."""
+    """Name the operation on infinities whose result is NaN. others: the other operands."""
     row = row_of(name)
     if row.kind is Kind.DIVISION:
         return "infinity by infinity"
@@ -145,7 +145,7 @@ def _of_division(event: Event, look: Look) -> bool:
         return True
     source = next((s for s, x in look.read if x is divisor), None)
     _trace_zero(event, source)
-    # A norm or a deviation may be a whole number too, without being a count.
+    # A norm or a standard deviation may be a whole number too, but it is not a count.
     is_measure = source is not None and row_of(source.name).is_measure
     is_whole = bool((divisor == divisor.round()).all()) and not bool((divisor < 0).any())
     if event.origin is look.operation and is_whole and not is_measure:
@@ -155,7 +155,7 @@ def _of_division(event: Event, look: Look) -> bool:
 
 
 def zero_divisors(operation: Operation, values: tuple[Any, ...], options: dict[str, Any]) -> str:
-    """Count the zero divisors of a division, in words; "" for none, and for other operations."""
+    """Describe how many divisors of a division are zero; "" if none is, and for other operations."""
     spelling = spelling_of(operation.name)
     if spelling.row.divides is None:
         return ""
@@ -167,10 +167,10 @@ def zero_divisors(operation: Operation, values: tuple[Any, ...], options: dict[s
 
 
 def _trace_zero(event: Event, source: Operation | None) -> None:
-    """Find the operation that made a divisor zero, and let the remedy begin there."""
+    """Find the operation that made a divisor zero, and set it as the place of the remedy."""
     at, steps = source, 0
     nearest: Operation | None = None
-    # Walk back through results with zeros, to a constant that was lost or to an operation whose operands have no zeros.
+    # Go back through results with zeros, to a constant that was lost, or to an operation whose operands have no zeros.
     while at is not None and steps < 12 and at.name != "parameter":
         steps += 1
         ends: Ends = at.notes["ends"]
@@ -201,7 +201,7 @@ def _trace_zero(event: Event, source: Operation | None) -> None:
 
 def _of_lost_eps(event: Event, look: Look) -> bool:
     """Explain the NaN of normalize or cosine_similarity by an eps that the format rounds to 0."""
-    # Without an argument it is torch's default: 1e-12 for normalize, 1e-8 for cosine_similarity.
+    # Without an argument, eps is torch's default: 1e-12 for normalize, 1e-8 for cosine_similarity.
     eps = next((c for c in number_in(look.arguments) if 0 < c < 1e-3), 1e-12 if look.name == "normalize" else 1e-8)
     if event.ends.holds(eps):
         return False
@@ -230,7 +230,8 @@ def _of_domain(event: Event, look: Look) -> bool:
         event.why.append(f"{negatives or zeros} of the {x.numel()} numbers that it read {which}.")
         if event.kind == "logarithm of zero":
             source = next((s for s, y in look.read if y is x), None)
-            # A softmax or a sigmoid of finite numbers is never 0: its own underflow is the cause, and float32 helps it.
+            # A softmax or a sigmoid of finite numbers is never exactly 0: the cause is underflow there, and float32
+            # helps.
             if source is not None and source.computes and row_of(source.name).underflows:
                 event.origin = source
                 event.why.append(
@@ -270,9 +271,9 @@ _EXPLANATIONS = (
 
 
 def explain_gradient(operation: Operation, at: Operation, role: str, gradient: Tensor, kinds: set[str]) -> Event:
-    """Return the event of a gradient that is not finite, while those that it was computed from are.
+    """Return the event of a gradient that is not finite, but was computed from finite gradients.
 
-    operation: the operation or parameter whose gradient it is. at: the one that is named for it, beyond views.
+    operation: the operation or parameter of the gradient. at: the operation that the event names; it is not a view.
     """
     numbers = glance(gradient)
     ends = _ends_of(operation)
@@ -299,7 +300,8 @@ def explain_gradient(operation: Operation, at: Operation, role: str, gradient: T
         return event
     if _of_zero_divisors(event, readers, at):
         return event
-    # Nothing else explains it: the gradient is too large for its format, unless no product comes near the end of that.
+    # Nothing else explains the event, so the gradient is too large for its format. The exception is a gradient for
+    # which no product of the numbers comes near the end of the format.
     event.remedy = "scale"
     if _is_too_small_for_overflow(operation, readers, numbers, ends):
         return _of_unknown_slope(event, readers, operation, at)
@@ -344,14 +346,14 @@ def _of_infinite_slope(event: Event, readers: list[Operation], operation: Operat
 
 
 def _blame(event: Event, reader: Operation, at: Operation) -> None:
-    """Name the reader of a result as the place at which its gradient broke. at: the operation of the result."""
+    """Set the reader of a result as the place at which the result's gradient broke. at: the result's operation."""
     event.place, event.operation, event.origin = reader.site, reader, reader
     event.why.append(f"{event.count} of {event.of} gradients of {at.site} are not finite.")
     event.reads_of(reader)
 
 
 def _of_zero_divisors(event: Event, readers: list[Operation], at: Operation) -> bool:
-    """Explain a gradient by the slope of a division in its dividend: 1 / 0, times a gradient that may be 0 there."""
+    """Explain a gradient by a division's slope in its dividend, 1 / 0, times an incoming gradient that may be 0."""
     child = next((c for c in readers if c.notes.get("zero divisors")), None)
     if child is None:
         return False
@@ -362,7 +364,7 @@ def _of_zero_divisors(event: Event, readers: list[Operation], at: Operation) -> 
 
 
 def _of_decomposition(event: Event, readers: list[Operation], at: Operation) -> bool:
-    """Explain a gradient by vectors of equal eigenvalues or singular values, which may turn and have no slope."""
+    """Explain a gradient by equal eigenvalues or singular values: their vectors may rotate, and have no slope."""
     child = next((c for c in readers if row_of(c.name).kind is Kind.DECOMPOSITION), None)
     if child is None:
         return False
@@ -378,7 +380,7 @@ def _of_decomposition(event: Event, readers: list[Operation], at: Operation) -> 
 def _is_too_small_for_overflow(operation: Operation, readers: list[Operation], numbers: Glance, ends: Ends) -> bool:
     """True if no slope that is a product of operands and results comes near the end of the format."""
     known = [c for c in readers if "gradient" in c.notes and "result" in c.notes]
-    # The slope of a root or a logarithm is large where its operand is small, without a zero there.
+    # The slope of a root or a logarithm is large at small operands, even if none of them is zero.
     if any(0.0 in row_of(c.name).steep for c in known):
         return False
     sizes, count = [1.0, numbers.amax], 1
@@ -390,12 +392,12 @@ def _is_too_small_for_overflow(operation: Operation, readers: list[Operation], n
     if any(c.notes["gradient"].kinds for c in known) or operation.name == "parameter":
         return False
     largest = max(sizes)
-    # Products and not `largest**3`: Python's power of floats raises OverflowError, and a product becomes inf.
+    # A product is written out instead of `largest**3`: Python's power raises OverflowError, and a product becomes inf.
     return incoming * largest * largest * largest * count < ends.largest
 
 
 def _of_unknown_slope(event: Event, readers: list[Operation], operation: Operation, at: Operation) -> Event:
-    """Blame the only function that reads the result, or an unseen one, for a gradient that did not overflow."""
+    """Blame the only function that reads the result, or one that was not seen, for a gradient without overflow."""
     known = [c for c in readers if "gradient" in c.notes]
     event.kind, event.remedy = "infinite slope", "slope"
     if len(known) == 1:
@@ -414,7 +416,7 @@ def _of_unknown_slope(event: Event, readers: list[Operation], operation: Operati
 
 
 def _reaches_a_border(row: Row, read: Glance) -> bool:
-    """True if numbers reach a border of an operation's domain, other than 0, at which its slope is infinite."""
+    """True if numbers reach a border of an operation's domain, other than 0, at which the slope is infinite."""
     domain = row.domain
     if domain is None:
         return False
@@ -435,7 +437,7 @@ def _is_steep(child: Operation, operation: Operation) -> bool:
 
 
 def _ends_of(operation: Operation) -> Ends:
-    """Return the ends of a gradient's format, or of a smaller one of the operations that compute it."""
+    """Return the ends of a gradient's format, or of the smallest format of the operations that compute the gradient."""
     ends = [c.notes["ends"] for c in operation.children if "ends" in c.notes]
     own = operation.notes.get("gradient_ends") or operation.notes.get("ends")
     if operation.name == "parameter":
@@ -446,7 +448,7 @@ def _ends_of(operation: Operation) -> Ends:
 
 
 def _readers(operation: Operation) -> list[Operation]:
-    """Return the operations that compute with a result, beyond views of it."""
+    """Return the operations that compute with a result or with a view of it; the views are left out."""
     readers: list[Operation] = []
     for child in operation.children:
         readers += [child] if child.computes else _readers(child)

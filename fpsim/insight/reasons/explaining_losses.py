@@ -32,12 +32,12 @@ __all__ = [
 class Look:
     """An operation whose result is not finite, for the functions that explain it.
 
-    Each is called with an event and a look. If it knows the reason, it writes kind, words and remedy into the event,
-    and returns True.
+    Each of these functions is called with an event and a look. If it knows the reason, it writes kind, words and remedy
+    into the event, and returns True.
 
     operands: the tensors of floating-point numbers among the arguments, in the order of `operation.sources`.
-    values, options: the arguments of the call, by position and by name.
-    no_number: where the result is not finite. numbers: a glance at the result.
+    values, options: the positional and keyword arguments of the call.
+    no_number: a mask of the elements that are not finite. numbers: a glance at the result.
     """
 
     operation: Operation
@@ -57,12 +57,12 @@ class Look:
 
     @property
     def read(self) -> Iterator[tuple[Operation | None, Tensor]]:
-        """Operands, each with the operation that computed it."""
+        """Yield the operands, each after the operation that computed it."""
         return zip(self.operation.sources, self.operands, strict=False)
 
 
 def classes_of(name: str, x: Tensor, arguments: tuple[Any, ...], options: Any) -> int:
-    """Return the dimension that a softmax or a cross entropy sums over."""
+    """Return the dimension over which a softmax or a cross entropy sums."""
     if row_of(name).kind is Kind.CROSS_ENTROPY:
         return 1 if x.dim() > 1 else 0
     dim = options.get("dim", arguments[1] if len(arguments) > 1 else None)
@@ -70,18 +70,18 @@ def classes_of(name: str, x: Tensor, arguments: tuple[Any, ...], options: Any) -
 
 
 def of_softmax(event: Event, look: Look) -> bool:
-    """Explain the NaN of a softmax or an attention by rows that are masked as a whole."""
+    """Explain the NaN of a softmax or an attention by fully masked rows."""
     if look.name == "multi_head_attention_forward":
         return _of_masks(event, look.options)
     if look.name not in ("softmax", "log_softmax", "scaled_dot_product_attention") or not look.operands:
         return False
     x = look.operands[0]
-    # The mask of an attention is its fourth argument; a softmax reads scores that are masked already.
+    # The mask of an attention is its fourth argument; the scores that a softmax reads are already masked.
     if look.name == "scaled_dot_product_attention":
         mask = look.options.get("attn_mask", look.arguments[3] if len(look.arguments) > 3 else None)
         if not isinstance(mask, Tensor):
             return False
-        # True shows a position here; in multi_head_attention_forward it hides one.
+        # True shows a position here; in multi_head_attention_forward True hides it.
         shut = ~mask if mask.dtype is torch.bool else mask == -torch.inf
     else:
         shut = x == -torch.inf
@@ -97,7 +97,7 @@ def of_softmax(event: Event, look: Look) -> bool:
 
 
 def _of_masks(event: Event, options: Any) -> bool:
-    """Explain NaN by sequences that are padding from end to end, or by positions that may look at none."""
+    """Explain NaN by sequences that are only padding, or by positions that may attend to no position."""
     for name, words in (("key_padding_mask", "sequences are padding only"), ("attn_mask", "positions may see none")):
         mask = options.get(name)
         if not isinstance(mask, Tensor):
@@ -111,14 +111,14 @@ def _of_masks(event: Event, options: Any) -> bool:
 
 
 def of_emptiness(event: Event, look: Look) -> bool:
-    """Explain the NaN of a mean, a deviation or a cross entropy of no numbers, or of one."""
+    """Explain the NaN of a mean, a deviation or a cross entropy of no numbers, or of a single number."""
     kind = row_of(look.name).kind
     if kind is Kind.MEAN and look.operands and look.operands[0].numel() == 0:
         event.kind = "mean of nothing"
         event.why.append(f"It read a tensor without elements, of shape {tuple(look.operands[0].shape)}.")
         event.remedy = "skip"
         return True
-    # As many results as operands: each deviation is that of a single number.
+    # If there are as many results as numbers in the operand, each deviation is that of a single number.
     if kind is Kind.DEVIATION and look.operands and look.operands[0].numel() == look.no_number.numel():
         event.kind = "variance of one number"
         event.why.append(
@@ -126,7 +126,7 @@ def of_emptiness(event: Event, look: Look) -> bool:
         )
         event.remedy = "correction"
         return True
-    # Targets that are probabilities have no index to ignore.
+    # Targets that are probabilities have no ignored index.
     targets = [a for a in look.arguments if isinstance(a, Tensor) and not a.is_floating_point()]
     if kind is Kind.CROSS_ENTROPY and targets:
         ignored = look.options.get("ignore_index", -100)
@@ -190,7 +190,7 @@ def of_alignment(event: Event, look: Look) -> bool:
         return False
     frames, lengths = (torch.as_tensor(a).flatten().tolist() for a in look.arguments[2:4])
     targets = _split(torch.as_tensor(look.arguments[1]), lengths)
-    # Between two equal labels CTC needs a blank, or it would merge them: one frame more.
+    # Between two equal labels CTC needs a blank, which is one more frame; else it would merge them.
     needed = [len(t) + sum(a == b for a, b in pairwise(t)) for t in targets]
     short = [i for i, (n, f) in enumerate(zip(needed, frames, strict=True)) if n > f]
     if not short:
@@ -206,14 +206,14 @@ def of_alignment(event: Event, look: Look) -> bool:
 
 
 def _split(targets: Tensor, lengths: list[int]) -> list[list[int]]:
-    """Return the labels of each sample, from rows with padding or from one row of all."""
+    """Return the labels of each sample, from padded rows or from one row with all labels."""
     if targets.dim() == 1:
         return [part.tolist() for part in targets[: sum(lengths)].split(lengths)]
     return [row[:n].tolist() for row, n in zip(targets, lengths, strict=True)]
 
 
 def of_normalisation(event: Event, look: Look) -> bool:
-    """Explain the NaN of a normalisation: it divides by a deviation of 0, or its variance is negative."""
+    """Explain the NaN of a normalisation by a division by a deviation of 0, or by a negative variance."""
     if not all(bool(x.isfinite().all()) for x in look.operands):
         return False
     row = row_of(look.name)
@@ -228,7 +228,7 @@ def of_normalisation(event: Event, look: Look) -> bool:
     if row.kind is not Kind.NORMALISATION or not row.adds:
         return False
     eps, variance = look.options.get("eps"), look.arguments[2] if len(look.arguments) > 2 else None
-    # Running statistics are used in eval mode alone.
+    # Running statistics are used in eval mode only.
     if row.name != "batch_norm" or look.options.get("training") or not isinstance(variance, Tensor):
         variance = None
     if variance is not None and bool((variance + (eps or 0.0) < 0).any()):
@@ -265,7 +265,7 @@ def of_poles(event: Event, look: Look) -> bool:
         return False
     x, row = look.operands[-1], row_of(look.name)
     degree = next((int(a) for a in look.arguments if isinstance(a, int)), 1) if row.name == "mvlgamma" else 1
-    # A multivariate one is a product of gamma functions at x, x - 1/2, x - 1, ...
+    # A multivariate gamma function is a product of gamma functions at x, x - 1/2, x - 1, ...
     shifted = torch.stack([x - i / 2 for i in range(degree)])
     poles = ((shifted <= 0) & (shifted == shifted.floor()) & shifted.isfinite()).any(0)
     if not bool(poles.any()):

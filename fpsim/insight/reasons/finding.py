@@ -1,4 +1,4 @@
-"""The checks of a step in their order. The first one that finds an event ends them."""
+"""Run the checks of a step in their order, until one of them finds an event."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from fpsim.models.storing import states_in
 
 __all__ = ["Finding", "causes_first", "comes_to_nothing", "find", "reaches_a_loss"]
 
-WIDE = ("float32", "float64", "fp32")  # float32 gives the same as these, so that it need not be run
+WIDE = ("float32", "float64", "fp32")  # a run in float32 would not differ from these, and is not needed
 
 
 @dataclass
 class Finding:
-    """Result of the checks: events, the cause first; and the remedies that worked."""
+    """Result of the checks: the events, of which the first is the cause, and the remedies that worked."""
 
     events: list[Event] = field(default_factory=list)
     remedies: list[Remedy] = field(default_factory=list)
-    unfed: list[str] = field(default_factory=list)  # without a gradient where the step was made finite
+    unfed: list[str] = field(default_factory=list)  # parameters without a gradient in a step made finite
     chain: list[str] = field(default_factory=list)
     operations: list[Any] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
@@ -59,7 +59,7 @@ def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: 
     except Exception as error:
         return _of_raising(trials, before, error)
     second = trials.run()
-    # torch probes some functions at their first use, with backward passes of its own.
+    # At the first use of some functions, torch probes them with its own backward passes.
     if len(first.losses) != len(second.losses):
         first, second = second, trials.run()
     _require_same(first, second)
@@ -68,12 +68,12 @@ def find(model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: 
 
 
 class _Checks:
-    """The checks of a step that runs the same each time, in their order. The first one that finds events ends them.
+    """The checks of a step that runs the same each time. They run in order, until one of them finds events.
 
-    before: events of the state before the step. buffers: events of the buffers after it.
+    before: events of the state before the step. buffers: events of the buffers after the step.
     seen, updates, was: the traced run, the steps of its optimizers, and its outcome.
-    gradients: a summary of each parameter's `.grad` before the optimizer's step, or at the end.
-    held: parameters whose `.grad` was not finite before the step, and not cleared by it.
+    gradients: a glance at each parameter's `.grad` before the optimizer's step, or at the end.
+    held: parameters whose `.grad` was not finite before the step, and that the step does not clear.
     """
 
     def __init__(self, trials: Trials, before: list[Event]) -> None:
@@ -91,7 +91,7 @@ class _Checks:
         unread = self._leave_out_unread()
         self.reference = Reference(self.trials, self.seen)
         result, events = self.result, self._first_events()
-        # Then they were read after all, where no operation is seen, such as inside of a vmap.
+        # If the step is not finite, they were read after all, but by code without seen operations, such as a vmap.
         if unread and not self.was.is_finite and all(map(_may_be_of_unread, events)):
             events = [*unread, *events]
         result.events = events
@@ -105,7 +105,7 @@ class _Checks:
     # The traced run
 
     def _look(self) -> None:
-        """Run the step under a timeline, and note its outcome."""
+        """Run the step under a timeline, and keep its outcome."""
         self.seen.at_first_gradient = self._note_cleared
         self.was = self.trials.run(
             None, self.seen, self._before_update, self.updates.after, self._at_end, keeps_gradients=True
@@ -116,7 +116,7 @@ class _Checks:
         result.checked = _checked(self.model, self.trials, seen, self.updates)
 
     def _note_cleared(self) -> None:
-        """Drop the gradients from `held` that the step has cleared before it added to them."""
+        """Drop from `held` the gradients that the step has cleared before it added to them."""
         named = self.model.named_parameters()
         self.held.intersection_update(n for n, p in named if p.grad is not None and glance(p.grad).kinds)
 
@@ -136,7 +136,7 @@ class _Checks:
                 self.gradients.setdefault(name, glance(p.grad))
 
     def _leave_out_unread(self) -> list[Event]:
-        """Move parameters and buffers that no operation reads out of `before`, and return their events."""
+        """Remove the events of parameters and buffers that no operation reads from `before`, and return them."""
         before = [event for event in self.before if event.role != "gradient" or event.place in self.held]
         operations = self.seen.operations
         read = {s.site for o in operations for s in o.sources if s is not None}
@@ -154,13 +154,13 @@ class _Checks:
     # The checks
 
     def _first_events(self) -> list[Event]:
-        """Return the events of the first check that has any, the cause first."""
+        """Return the events of the first check that finds any, the cause first."""
         inputs, is_emulated = [e for e in self.seen.events if e.role == "input"], self.trials.emulated
         self.broken = {event.place.rpartition(".")[0] for event in self.buffers}
         self.harmless = [e for e in inputs if comes_to_nothing(e.readers, self.losses, is_emulated, self.broken)]
         self.inputs = [e for e in inputs if e not in self.harmless]
-        # From cause to effect: a bad input explains bad numbers, bad numbers explain lost gradients and updates. The
-        # first check with an event ends the search, since later ones would report its consequences.
+        # The checks go from cause to effect: a bad input explains bad numbers, and these explain lost gradients and
+        # updates. The first check with an event ends the search, because later checks would report its consequences.
         checks = (
             *(self._state, self._broken_numbers, self._lost_gradient, self._accumulated, self._updates),
             *(self._buffers, self._error, self._shared_reads, self._end),
@@ -170,7 +170,7 @@ class _Checks:
     def _state(self) -> list[Event]:
         """Return events of inputs, then of parameters, buffers and states, then of gradients that were not cleared."""
         is_bad = {name for name, gradient in self.gradients.items() if gradient.kinds}
-        # A gradient from before counts only if it is still not finite when the optimizer reads it.
+        # A gradient from before the step counts only if it is still not finite when the optimizer reads it.
         at_begin = [e for e in self.before if e.role != "gradient" or e.place in is_bad]
         readers = {s.site: o.site for o in reversed(self.seen.operations) for s in o.sources if s is not None}
         stepped = {id(p) for o in self.trials.kept.optimizers for group in o.param_groups for p in group["params"]}
@@ -184,12 +184,11 @@ class _Checks:
         return [*self.inputs, *sorted(at_begin, key=lambda event: event.role == "gradient")]
 
     def _broken_numbers(self) -> list[Event]:
-        """Return events of the step itself: inf and NaN, or saturation without them."""
+        """Return events of the step itself: inf and NaN, or saturation if there is no inf or NaN."""
         seen, is_finite = self.seen, self.was.is_finite
         hard = [e for e in seen.events if e.stage != "state"]
         hard = causes_first(hard, self.losses, is_finite, self.reference.breaks_too)
-        # Minus infinities are masks as a rule. They count only in a step without a finite loss and without another
-        # cause.
+        # Minus infinities are usually masks. They count only if the loss is not finite and has no other cause.
         minus = [] if is_finite or any(e.stage == "forward" for e in hard) else seen.minus
         minus = [e for e in minus if reaches_a_loss(e.readers, self.losses, self.broken)]
         if minus:
@@ -199,7 +198,8 @@ class _Checks:
             return []
         self.reference.tell(self.result)
         if not hard and events[0].stage == "backward" and self.reference.is_wanted:
-            # With delayed scaling, operands of the forward pass may have been lost before, at a scale of earlier steps.
+            # With delayed scaling, operands of the forward pass may have been lost before, at the scale of an earlier
+            # step.
             before, _ = error_event(seen, self.reference.seen, self.reference.far(self.was))
             if before is not None and before.role.startswith("fprop"):
                 return [before, *_own_causes(events)]
@@ -215,7 +215,8 @@ class _Checks:
         earlier, _ = error_event(self.seen, self.reference.seen, self.reference.far(self.was))
         if earlier is None:
             return [lost]
-        # A lost result takes its gradients with it, so that it is the cause. An error that grows does not.
+        # If a result is lost, its gradients are lost too, so the result is the cause. An error that grows has no such
+        # effect.
         return [lost, earlier] if earlier.kind in ("error grows", "swamping") else [earlier, lost]
 
     def _accumulated(self) -> list[Event]:
@@ -248,13 +249,13 @@ class _Checks:
     def _shared_reads(self) -> list[Event]:
         """Find tensors whose many gradients are added up in too few bits."""
         often = read_often(self.seen.operations)
-        # In an emulated model autograd adds up gradients in float32 already.
+        # In an emulated model autograd already adds up gradients in float32.
         if self.trials.emulated or not self.was.is_finite or not any(often):
             return []
         ids = {name: id(p) for name, p in self.model.named_parameters()}
         self._wide_reads = WideReads({o.index for o in often[0]}, {ids[p.site] for p in often[1] if p.site in ids})
         outcome = self.trials.run(Change(edit=self._wide_reads), keeps_gradients=True)
-        # `relative_errors` has the names of gradients that are more than the remainder of a sum that cancels.
+        # `relative_errors` leaves out gradients that are only the remainder of a sum that cancels.
         true = {n: outcome.gradients[n] for n in relative_errors(outcome.gradients, outcome.gradients, 1.0)}
         event = reads_event(often, self._wide_reads, ids, self.was.gradients, true)
         return [] if event is None else [event]
@@ -263,7 +264,7 @@ class _Checks:
         """Return an event without a known cause."""
         if self.was.is_finite:
             return []
-        # The step may return another value than its loss, to which an input leads that is harmless otherwise.
+        # The step may return another value than its loss. An input that is otherwise harmless may lead to that value.
         if self.harmless:
             return self.harmless
         bad = self.was.bad
@@ -296,9 +297,9 @@ def _may_be_of_unread(event: Event) -> bool:
 
 
 def _of_raising(trials: Trials, before: list[Event], error: Exception) -> Finding:
-    """Find the events before a step raised, as a loss that refuses NaN does; without any, raise its error."""
+    """Find events before the error of a step, such as a loss that refuses NaN; if there are none, raise the error."""
     seen, was = Keeping(trials.model), Outcome([], None, ["an exception"])
-    # It raises the same error, and `seen` has all that ran before.
+    # The step raises the same error again, and `seen` has all operations before that.
     with suppress(Exception):
         trials.run(None, seen)
     state = [*(e for e in seen.events if e.stage == "state"), *(e for e in before if e.role in ("parameter", "buffer"))]
@@ -335,7 +336,7 @@ def _state_before(model: nn.Module, optimizers: list[Any]) -> list[Event]:
     for name, p in model.named_parameters():
         candidates.append(_came_in(name, "parameter", p))
     for name, b in model.named_buffers():
-        # Causal masks are buffers of minus infinity; running statistics never mask.
+        # Causal masks are buffers of minus infinity; running statistics are never masks.
         is_mask = b.is_floating_point() and is_mask_like(b)
         statistics = name.endswith(("running_mean", "running_var"))
         if not is_mask or statistics:
@@ -393,7 +394,7 @@ def _buffers_after(model: nn.Module, trials: Trials) -> list[Event]:
 
 
 def _own_causes(events: list[Event]) -> list[Event]:
-    """Return the first event, and those after it that do not follow from it."""
+    """Return the first event, and the later events that are not its consequences."""
     if not events:
         return []
     first, *others = events
@@ -405,7 +406,7 @@ def _own_causes(events: list[Event]) -> list[Event]:
 
 
 def _accumulated(model: nn.Module, gradients: dict[str, Glance], seen: Keeping, trials: Trials) -> list[Event]:
-    """Return the events of gradients that are not finite although all that arrived are."""
+    """Return the events of gradients that are not finite although all gradients that arrived are."""
     events = []
     kept = {id(p): value for p, _, value in trials.kept.gradients}
     for name, p in model.named_parameters():
@@ -458,15 +459,15 @@ def _checked(model: nn.Module, trials: Trials, seen: Keeping, updates: Updates) 
 def causes_first(
     events: list[Event], losses: list[Operation], is_finite: bool, is_so_in_float32: Callable[[Event], bool]
 ) -> list[Event]:
-    """Return the events that can make a step fail, in their order; those that come to nothing follow, or are left out.
+    """Return the events that can make a step fail, in their order. Events without an effect follow, or are left out.
 
     is_finite: whether the step is finite at its end.
-    is_so_in_float32: whether an event's operation is not finite in float32 either; asked only if needed.
+    is_so_in_float32: whether an event's operation is not finite in float32 either; called only if needed.
     """
-    # The bucket of a position, `log(0).to(torch.long)`, is minus infinity in each step of a T5, and harms nothing.
+    # The bucket of a position, `log(0).to(torch.long)`, is minus infinity in each step of a T5, and is harmless.
     dying = [event for event in events if _dies(event, losses)]
     if is_finite:
-        # An overflow stays: its effect on the numbers that follow is not known.
+        # The event of an overflow is kept: its effect on the numbers that follow is not known.
         harmless = [e for e in dying if not _overflows(e) and (e.fmt in WIDE or is_so_in_float32(e))]
         return [event for event in events if not any(event is other for other in harmless)]
     living = [event for event in events if not any(event is other for other in dying)]
@@ -474,14 +475,14 @@ def causes_first(
 
 
 def _overflows(event: Event) -> bool:
-    """True if numbers grew beyond a format."""
-    # NaN alone in a gradient comes from a mask as a rule: 0 times the infinite slope of a masked number.
+    """True if numbers became too large for a format."""
+    # A gradient with NaN but without inf usually comes from a mask: 0 times the infinite slope of a masked number.
     return event.kind == "overflow" and not (event.stage == "backward" and _kinds_of_gradients(event) == {"NaN"})
 
 
 def _kinds_of_gradients(event: Event) -> set[str]:
-    """Return the kinds of infinities and NaN in the gradients that are named for an event."""
-    # Those of its operands too: a relu may let none of its own through.
+    """Return the kinds of infinities and NaN in the gradients at the place of an event."""
+    # The gradients of the operands count too: a relu may pass none of its own infinities on.
     named = [] if event.operation is None else around(event.operation)
     gradients = [o.notes["gradient"] for o in named if "gradient" in o.notes]
     return {kind for gradient in gradients for kind in gradient.kinds}
@@ -490,14 +491,14 @@ def _kinds_of_gradients(event: Event) -> set[str]:
 def comes_to_nothing(readers: list[Operation], losses: list[Operation], is_emulated: bool, broken: set[str]) -> bool:
     """True if infinities and NaN that operations read reach no loss, no gradient of a parameter and no buffer.
 
-    is_emulated: whether the model is quantised. broken: the names of the modules of which a buffer became inf or NaN.
+    is_emulated: whether the model is quantised. broken: the names of modules in which a buffer became inf or NaN.
     """
     bad = [o for o in readers if _is_bad(o, "result")]
     reached = _reached(bad)
     if any(o.module in broken for o in reached):
         return False
     reading = [*readers, *(c for o in reached for c in o.children)]
-    # A format may have saturated an infinity: the finite result of a reader does not show that it was masked.
+    # A format may have saturated an infinity: a finite result of a reader does not prove that it was masked.
     if is_emulated and any(o.computes and not _is_bad(o, "result") and not _replaces(o) for o in reading):
         return False
     return _ends_early(bad, readers, losses)
@@ -515,7 +516,7 @@ def reaches_a_loss(readers: list[Operation], losses: list[Operation], broken: se
 
 
 def _dies(event: Event, losses: list[Operation]) -> bool:
-    """True if the infinities and NaN of a result, or of a gradient, end before they reach anything that counts."""
+    """True if the infinities and NaN of a result, or of a gradient, reach no loss, parameter or buffer."""
     at = event.operation
     if at is None:
         return False
@@ -529,7 +530,7 @@ def _dies(event: Event, losses: list[Operation]) -> bool:
 def _ends_early(bad: list[Operation], first: list[Operation], losses: list[Operation]) -> bool:
     """True if infinities and NaN reach no loss, and their gradients no parameter.
 
-    bad: the first results that are not finite. first: the first operations whose gradients may not be.
+    bad: the first results that are not finite. first: the first operations whose gradients may not be finite.
     """
     reached = _reached(bad)
     if any(operation in losses for operation in reached):
@@ -538,7 +539,7 @@ def _ends_early(bad: list[Operation], first: list[Operation], losses: list[Opera
 
 
 def _reached(bad: list[Operation]) -> list[Operation]:
-    """Return the operations to whose results infinities and NaN lead from those of others, with these."""
+    """Return these operations, and all operations to whose results their infinities and NaN lead."""
     reached, waiting = {id(o): o for o in bad}, [*bad]
     while waiting:
         following = [c for c in waiting.pop().children if id(c) not in reached and _is_bad(c, "result")]

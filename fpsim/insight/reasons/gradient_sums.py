@@ -20,29 +20,29 @@ from fpsim.torch_internals import map_leaves, version_of
 
 __all__ = ["GradientSum", "WideReads", "gradient_sum_event", "read_often", "reads_event"]
 
-MISSED = 0.25  # relative error of the gradient of a tensor that is read often; below it, the direction is right
+MISSED = 0.25  # the least relative error of an event, for a tensor that is read often: below it the direction is right
 LOOK_UPS = frozenset("embedding index_select gather take take_along_dim getitem".split())
 
 
 class GradientSum:
-    """Sum of a parameter's gradients as they arrive one after another: in `.grad`, and exact.
+    """Sum of a parameter's gradients as they arrive one after another, both as in `.grad` and exact.
 
-    wrong: its error after the last gradient; None if it is right.
+    wrong: the error of `.grad` after the last gradient; None if it is right.
     """
 
     def __init__(self) -> None:
         self.exact: Tensor | None = None
         self.wrong: Swamped | None = None
-        self._held: Tensor | None = None  # .grad as it must be when the next gradient arrives
+        self._held: Tensor | None = None  # the expected .grad when the next gradient arrives
         self._added = torch.zeros((), dtype=torch.float64)  # the magnitudes of numbers added to larger ones
         self._terms = 0
 
     @torch.no_grad()
     def add(self, grad: Tensor | None, gradient: Tensor) -> None:
-        """Add a gradient that arrives. grad: the parameter's `.grad` before it."""
+        """Add a gradient that arrives. grad: the parameter's `.grad` before that."""
         if gradient.layout is not torch.strided or (grad is not None and grad.layout is not torch.strided):
             return
-        # The sum begins again if `.grad` was cleared, clipped or written to since.
+        # The sum starts again if `.grad` was cleared, clipped or written to in the meantime.
         if grad is None or self._held is None or self.exact is None or not torch.equal(grad, self._held):
             self.exact = torch.zeros_like(gradient, dtype=torch.float64) if grad is None else grad.double()
             self._terms, self._added = int(grad is not None), torch.zeros_like(self.exact)
@@ -66,9 +66,9 @@ def gradient_sum_event(name: str, sums: GradientSum) -> Event:
 
 
 class _Given:
-    """Sum of the gradients from the readers of one tensor: in their dtype, as autograd adds them, and exact.
+    """Sum of the gradients from the readers of one tensor, both in their dtype, as autograd adds them, and exact.
 
-    largest: the largest magnitude of the sum on the way.
+    largest: the largest magnitude of any partial sum.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class WideReads:
     """An `edit` of a trace that adds up in float32 the gradients of tensors that are read often.
 
     hubs: the indices of the operations whose results are read often.
-    parameters: the ids of those that are.
+    parameters: the ids of the parameters that are read often.
     """
 
     def __init__(self, hubs: Collection[int], parameters: Collection[int]) -> None:
@@ -117,10 +117,11 @@ class WideReads:
                     return x
                 low = x.dtype if x.dtype in LOW else torch.get_autocast_dtype(x.device.type)
                 lows.append(low)
-                # One call adds up the gradients of all rows that it looks up, so that it must read the copy itself.
+                # A look-up adds up the gradients of all its rows in one call, so it must read the copy itself.
                 if looks_up:
                     return wide
-                # All others read a cast of their own: the numbers stay, and autograd adds their gradients in the copy.
+                # Any other call reads a cast of its own, so its numbers stay, and autograd adds the gradients of all
+                # casts in the copy.
                 cast = wide.to(low)
                 if cast.requires_grad:
                     key = id(x) if id(x) in self._parameters else self._indices[x]
@@ -144,12 +145,12 @@ class WideReads:
         if x.dtype in LOW and id(x) not in self._parameters:
             return self._wide[x]  # type: ignore[no-any-return]
         if x.dtype in LOW:
-            # A copy made under no_grad leads no gradient to the parameter, and one from before a write is stale.
+            # A copy made under no_grad passes no gradient to the parameter, and a copy made before a write is stale.
             key = id(x), version_of(x), torch.is_grad_enabled()
             if key not in self._copies:
                 self._copies[key] = x.float()
             return self._copies[key]
-        # Autocast caches the cast of a float32 parameter, in which the gradients of all its readers are added up.
+        # Autocast caches the cast of a float32 parameter. The gradients of all readers would be added up in that cast.
         casts = x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type) and kind.name in NARROWING
         return x if casts else None
 
@@ -159,7 +160,7 @@ def read_often(operations: list[Operation]) -> tuple[list[Operation], list[Opera
     parameters = {id(s): s for o in operations for s in o.parents if s.name == "parameter"}
 
     def is_often(o: Operation) -> bool:
-        # A single look-up may read one row many times.
+        # A single look-up call may read the same row many times.
         looks_up = o.name == "parameter" and any(canonical(c.name) in LOOK_UPS for c in o.children)
         return "gradient" in o.notes and (len(o.children) > WRONG or looks_up)
 
@@ -174,16 +175,17 @@ def reads_event(
     mine: Mapping[str, Tensor],
     true: Mapping[str, Tensor],
 ) -> Event | None:
-    """Return the event of a tensor that is read often, and whose gradient is wrong unless added up in float32.
+    """Return the event of a tensor that is read often, and whose gradient is wrong unless it is added up in float32.
 
-    edit: of a run. ids: of the parameters, by name. mine, true: their gradients in the step, and in that run.
+    edit: the edit of a run that added up in float32. ids: the ids of parameters, by name.
+    mine, true: the parameters' gradients in the step, and in that run.
     """
     wrong: list[tuple[Operation, Swamped]] = []
     for operation in (*often[1], *often[0]):
         key = ids.get(operation.site, -1) if operation.name == "parameter" else operation.index
         found = edit.sums[key].wrong() if key in edit.sums else None
         g, h = mine.get(operation.site), true.get(operation.site)
-        # The gradients of looked-up rows pass no hook: the sums of both runs are compared.
+        # No hook sees the gradients of single looked-up rows, so the sums of both runs are compared.
         if key not in edit.sums and g is not None and h is not None and g.dtype in LOW and g.shape == h.shape:
             exact = h.double()
             found = swamped(g, exact, exact.abs(), torch.zeros_like(exact), Ends.of_dtype(g.dtype), 0)

@@ -38,20 +38,20 @@ from fpsim.undoing import Undo, undone
 
 __all__ = ["remedies", "update_remedies", "widened_reads"]
 
-FEW = 8  # operations that are tried in float32 before all of them are
-MOST_EXPONENT = 64  # of a loss scale
+FEW = 8  # if a remedy is known already, only so many operations are tried in float32
+MOST_EXPONENT = 64  # log2 of the most extreme loss scale that is tried
 RATES = (0.5, 0.1, 0.01, 1e-3, 1e-4, 1e-6)
-Unit = tuple[str, str]  # of a quantised model: a module and the name of an operation in it; "" for all of it
+Unit = tuple[str, str]  # a module of a quantised model, and the name of an operation in it; "" for the whole module
 
 
 def remedies(
     trials: Trials, event: Event, seen: Timeline, was: Outcome, reference: Reference
 ) -> tuple[list[Remedy], list[str]]:
-    """Return at most two remedies that work, the closest first; if none does, parameters left without a gradient."""
+    """Return at most two remedies that work, the closest first; if none works, also parameters without a gradient."""
     attempts = Attempts(trials, event, was, seen, reference)
     working: list[Remedy] = []
     for attempt in _in_order(event):
-        # Another divisor hides the zero, so that it is tried only if nothing else works.
+        # Another divisor hides the zero, so it is tried only if nothing else works.
         if len(working) == 2 or (working and attempt is other_divisor):
             break
         remedy = attempt(attempts, event, seen)
@@ -63,7 +63,7 @@ def remedies(
 
 def _in_order(event: Event) -> list[Callable[[Attempts, Event, Timeline], Remedy | None]]:
     """Return the attempts for an event, the closest remedy first."""
-    # Where the list is empty, only another batch or other code helps, and `why` says so.
+    # If the list is empty, only another batch or other code helps, and `why` says so.
     by_name: dict[str, list[Any]] = {
         "eps": [lost_eps, _float32],
         "clamp": [clamped_count, other_divisor],
@@ -106,7 +106,7 @@ def _scale(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
 
 def _raised(attempts: Attempts, event: Event) -> tuple[int, Outcome] | None:
     """Return the first scale under which enough of the gradients is left, and nothing overflows."""
-    # At a smaller one even the largest gradient is rounded to 0.
+    # At a smaller scale than this one, even the largest gradient is rounded to 0.
     least = event.ends.smallest / 2 / event.largest if event.largest else 0.0
     first = max(2, 2 * math.ceil(math.log2(least) / 2)) if least > 1 else 2
     nearest, worse = 1.0, 0
@@ -116,7 +116,7 @@ def _raised(attempts: Attempts, event: Event) -> tuple[int, Outcome] | None:
             return exponent, outcome
         worse = 0 if attempts.distance < nearest else worse + 1
         nearest = min(nearest, attempts.distance)
-        # A format without an infinity saturates instead of overflowing, and only the growing distance shows it.
+        # A format without an infinity saturates instead of overflowing. Only the growing distance shows that.
         if not attempts.was_finite or (nearest < 1 and worse > 1):
             return None
     return None
@@ -128,7 +128,7 @@ def _lowered(attempts: Attempts, event: Event) -> tuple[int, Outcome] | None:
     if event.ends is not None and event.ends.largest < event.largest < math.inf:
         first = math.ceil(math.log2(event.largest / event.ends.largest))
     high, low, step = first - 1, first, 1
-    # Gallop to a scale that fits, then halve the interval: each try is a run of the step.
+    # Gallop to a scale that fits, then bisect the interval: each try is a run of the step.
     while not attempts.is_finite(Change(loss_scale=2.0**-low)):
         high, low, step = low, low + step, 2 * step
         if low > MOST_EXPONENT:
@@ -141,7 +141,7 @@ def _lowered(attempts: Attempts, event: Event) -> tuple[int, Outcome] | None:
 
 
 def _of_gradients(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """Try a scale for each tensor, or bf16, wherever gradients are in the format that loses them."""
+    """Try a scale for each tensor, or bf16, in all places at which gradients are in the format that loses them."""
     trials, fmt = attempts.trials, getattr(event.ends.holder, "fmt", None)
     if event.kind != "gradient lost" or not trials.emulated or not isinstance(fmt, FloatFormat):
         return None
@@ -161,10 +161,10 @@ def _of_gradients(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | 
 
 
 def _with_gradients(policy: Policy, fmt: Format, other: Products | FloatFormat) -> Policy:
-    """Return a policy in which gradients that are in a format have another one, or are operands with scales."""
+    """Return a policy in which gradients of this format get another one, or enter products as operands with scales."""
     given = {"error": policy.error, "weight_grad": policy.weight_grad}
     lossy = [role for role, its in given.items() if its is not None and as_format(its) == fmt]
-    # A policy with products of its own has chosen the formats of their operands already.
+    # A policy that has products has already chosen the formats of their operands.
     if not lossy or (isinstance(other, Products) and policy.products is not None):
         return policy
     changed: dict[str, Any] = dict.fromkeys(lossy, other)
@@ -181,7 +181,7 @@ def _float32(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
     start = event.origin
     if start is None:
         return None
-    # A policy leaves operations in float32 at most.
+    # The widest dtype to which a policy can set an operation is float32.
     if attempts.wide is None or (attempts.wide is torch.float64 and attempts.trials.emulated):
         return None
     reached = start.all_ahead()
@@ -191,15 +191,16 @@ def _float32(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
         waiting += (further := [p for p in o.parents if id(p) not in nearest])
         nearest.update((id(p), p) for p in further)
     others = [o for o in reversed(seen.operations[: seen.operations.index(following[0])]) if id(o) not in nearest]
-    # What differs from float32 was lost at the origin or before it. An overflow may be cured by what follows, too.
+    # A result that differs from float32's was lost at the origin or before it. An overflow may also be cured by float32
+    # for the operations that follow.
     if event.stage == "float32":
         return _fewest(attempts, event, [*nearest.values(), *others, *following[1:]])
     return _fewest(attempts, event, following) or _fewest(attempts, event, [*nearest.values(), *others, *following[1:]])
 
 
 def _float32_sum(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | None:
-    """Try float32 for all operations of a sum, or for those of all sums that are wrong."""
-    # Not for the fewest: a sum in which any addition is still rounded is wrong.
+    """Try float32 for all operations of a sum, or for all operations of all wrong sums."""
+    # The fewest operations are not searched for: a sum in which any addition is still rounded stays wrong.
     trials, wrong = attempts.trials, [o for o in seen.operations if o.notes.get("swamped")]
     everywhere = [*dict.fromkeys(o for at in wrong for o in additions_behind(at))]
     for operations in (event.stretch, everywhere):
@@ -216,7 +217,7 @@ def _float32_sum(attempts: Attempts, event: Event, seen: Timeline) -> Remedy | N
 def widened_reads(
     trials: Trials, event: Event, seen: Timeline, was: Outcome, reference: Reference, edit: Edit
 ) -> list[Remedy]:
-    """Try gradients of tensors that are read often, added up in float32."""
+    """Try to add up in float32 the gradients of tensors that are read often."""
     outcome = Attempts(trials, event, was, seen, reference).works(Change(edit=edit))
     words = f"gradients of {event.place} added up in float32"
     return [] if outcome is None else [Remedy(words, "sum", None, [event.place], outcome.loss)]
@@ -238,22 +239,22 @@ def _float32_backward(attempts: Attempts, event: Event, seen: Timeline) -> Remed
 
 
 def _fewest(attempts: Attempts, event: Event, candidates: Sequence[Operation]) -> Remedy | None:
-    """Return float32 for the fewest of the candidates, from the first on, if that is a remedy."""
+    """Return float32 for as few of the candidates as possible, from the first on, if that is a remedy."""
     trials = attempts.trials
     if trials.emulated:
         computing = [o for o in candidates if o.computes and o.module in trials.policies and o.name != "parameter"]
         units: list[Any] = [(o.module, o.name) for o in computing]
         if event.role in ("weight", "fprop.w"):
             units.insert(0, (event.operation.module if event.operation else "", ""))
-        # The gradient of a parameter is rounded by its module, not by one of its operations.
+        # The gradient of a parameter is rounded by the module, not by one of the module's operations.
         if event.kind == "gradient lost":
             units += [(module, "") for module, _ in units]
         units = [*dict.fromkeys(units)]
     else:
         units = [o for o in candidates if o.name != "parameter"]
     units = units[: FEW if attempts.has_one else None]
-    # Search without looks inside, which take ten times as long. Only if the result fails a look, such as for a mask
-    # that leaks now, search again with one in each trial.
+    # The first search looks only at the end of each run, because observing a whole run takes ten times as long. The
+    # result is then observed. If it fails, for example because a mask leaks now, a second search observes each trial.
     chosen = _searched(attempts, units)
     outcome = None if chosen is None else attempts.looks_well(_widened(attempts, chosen))
     if chosen is not None and outcome is None:
@@ -284,7 +285,7 @@ def _searched(attempts: Attempts, units: Sequence[Any]) -> list[Any] | None:
     done: dict[frozenset[int], Outcome | None] = {}
 
     def works(chosen: Sequence[int]) -> Outcome | None:
-        # The search asks for some sets twice, and each answer is a run of the step.
+        # The search asks for some sets twice, and each answer costs a run of the step.
         key = frozenset(chosen)
         if key not in done:
             change = _widened(attempts, [units[i] for i in chosen])
@@ -296,11 +297,11 @@ def _searched(attempts: Attempts, units: Sequence[Any]) -> list[Any] | None:
 
 
 def _halved(count: int, works: Callable[[Sequence[int]], Outcome | None]) -> list[int] | None:
-    """Return as few of the first numbers as work; none of them can be left out."""
+    """Return a set of numbers below `count` that works, and from which none can be left out; None if there is none."""
     length = 1
     while length < count and works(range(length)) is None:
         length *= 2
-        # If all of them together do not work, no more are tried.
+        # If all of them together do not work, nothing more is tried.
         if length == FEW and works(range(count)) is None:
             return None
     length = min(length, count)
@@ -311,7 +312,7 @@ def _halved(count: int, works: Callable[[Sequence[int]], Outcome | None]) -> lis
         middle = (low + high) // 2
         low, high = (low, middle) if works(range(middle)) is not None else (middle, high)
     chosen = [*range(high)]
-    # As in delta debugging: leave out halves, then smaller parts, until each one that is left is needed.
+    # As in delta debugging: leave out halves, then smaller parts, until each remaining number is needed.
     size = len(chosen) // 2
     while size:
         parts = [chosen[i : i + size] for i in range(0, len(chosen), size)]
@@ -334,7 +335,7 @@ def _policies(trials: Trials, units: Sequence[Unit]) -> dict[str, Policy]:
     changed: dict[str, Policy] = {}
     for module, name in units:
         policy = changed.get(module, trials.policies[module])
-        # A policy does not know all operations by name. For any other, the whole module is left in float32.
+        # A policy knows only some operations by name. For any other operation, the whole module is left in float32.
         try:
             changed[module] = replace(policy, float32=(*policy.float32, name)) if name else Policy()
         except ValueError:
@@ -342,7 +343,7 @@ def _policies(trials: Trials, units: Sequence[Unit]) -> dict[str, Policy]:
     return changed
 
 
-# Of an optimizer's step, and of sums of gradients
+# Remedies for an optimizer's step, and for sums of gradients
 
 
 def update_remedies(trials: Trials, event: Event, updates: Updates, seen: Timeline) -> list[Remedy]:
@@ -365,7 +366,7 @@ def update_remedies(trials: Trials, event: Event, updates: Updates, seen: Timeli
 def _works(trials: Trials, change: Change, moves: bool = True) -> Outcome | None:
     """Return the outcome of a run under the change; None if it is not finite.
 
-    moves: None also if most weights with a gradient stay as they are.
+    moves: whether it also returns None if too few weights with a gradient change.
     """
     kept = {id(tensor): value for tensor, value in trials.kept.tensors}
     own = {id(p) for o in trials.kept.optimizers for group in o.param_groups for p in group["params"]}
@@ -376,7 +377,7 @@ def _works(trials: Trials, change: Change, moves: bool = True) -> Outcome | None
             if id(p) in own and id(p) in kept:
                 changed[name] = p.detach() != kept[id(p)]
 
-    # An optimizer may refuse an option: then it is not a remedy.
+    # An optimizer may refuse an option: then the change is not a remedy.
     try:
         outcome = trials.run(change, at_end=compare, keeps_gradients=True)
     except Exception:
@@ -384,7 +385,7 @@ def _works(trials: Trials, change: Change, moves: bool = True) -> Outcome | None
     with_gradients = {name: g != 0 for name, g in outcome.gradients.items() if name in changed}
     wanted = sum(int(has.sum()) for has in with_gradients.values())
     moved = sum(int((has & changed[name]).sum()) for name, has in with_gradients.items())
-    # A rate so small that updates are below half an ulp leaves all finite, and trains nothing.
+    # With a very small learning rate all numbers are finite, but updates below half an ulp train nothing.
     return outcome if outcome.is_finite and (not moves or moved >= (1 - 1 / NEARER) * wanted) else None
 
 
@@ -396,8 +397,8 @@ def _cleared(trials: Trials) -> list[Remedy]:
 
 
 def _smaller(trials: Trials, seen: Timeline) -> list[Remedy]:
-    """Try a smaller gradient in each backward pass of a step, whose sum overflows."""
-    # A scale under which a parameter gets only zeros is not a remedy.
+    """Try smaller gradients in each backward pass of a step in which the sum of the gradients overflows."""
+    # A scale under which a parameter gets a gradient of zeros is not a remedy.
     fed = {name for name, arrived in seen.arrived.items() if any(g.nonzero for g in arrived)}
     for exponent in range(-1, -25, -1):
         outcome = _works(trials, Change(loss_scale=2.0**exponent), moves=False)
@@ -443,7 +444,7 @@ def _masters_move(updates: Updates, event: Event) -> list[Remedy]:
             return sum(int((round_to(m, fmt, "stochastic") != first[n].float()).sum()) for n, m in masters.items())
 
         moved = undone(start)
-        # More than before are enough: stochastic rounding moves few at a time, and is right on average.
+        # More moves than before are enough: stochastic rounding moves few numbers in a step, and is right on average.
         if moved > event.of - event.count:
             detail = f"{moved} numbers move rather than {event.of - event.count}"
             remedies.append(Remedy("stochastic rounding of the update", "stochastic", detail=detail))

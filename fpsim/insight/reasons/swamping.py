@@ -33,23 +33,23 @@ __all__ = [
     "swamped_in",
 ]
 
-WRONG = 8.0  # half ulps, from which on a sum is wrong
-HALF_ULP = 2.0**-24  # of 1 in float32
-SHARE = 0.125  # of the terms lost from which on a sum is swamped: 64 roundings by half an ulp of bfloat16 lose it
-FELT = 0.01  # the relative error from which on the sum in an emulated accumulator is an event
-MASK = 1e30  # from which on a number masks
-# Operations that add up many numbers in one call. Those of `INTO` add them to their first argument.
+WRONG = 8.0  # a sum with an error of more half ulps than this is wrong
+HALF_ULP = 2.0**-24  # half an ulp of 1 in float32
+SHARE = 0.125  # a sum is swamped if this share of its terms is lost, as by 64 roundings of half an ulp of bfloat16
+FELT = 0.01  # from this relative error on, a sum in an emulated accumulator is an event
+MASK = 1e30  # a number from this magnitude on is a mask
+# Operations that add up many numbers in one call. The operations of `INTO` add them to their first argument.
 INTO = frozenset("index_add index_put scatter_add".split())
 INSIDE = frozenset("sum nansum mean cumsum dot vdot inner mv trace".split()) | INTO
-# Those that give the numbers of their argument in the same order.
+# Operations that return the numbers of their argument in the same order.
 SAME = frozenset("detach clone contiguous alias view reshape unsqueeze squeeze flatten data".split())
 
 
 class Swamped(NamedTuple):
     """A sum that is wrong.
 
-    half_ulps: its error in half ulps. error: its relative error. mine, true: its value, and the exact one.
-    terms: the number of terms. ends: the range of the format in which it accumulates.
+    half_ulps: the error in half ulps. error: the relative error. mine, true: the sum's value, and the exact value.
+    terms: the number of terms. ends: the range of the format in which the terms are added up.
     """
 
     half_ulps: float
@@ -68,10 +68,10 @@ class Swamped(NamedTuple):
 
 @dataclass
 class _Sum:
-    """The value of a tensor if all its terms had been added exactly.
+    """The value that a tensor would have if all its terms had been added exactly.
 
-    total: in float64. largest: its largest magnitude on the way. held: the value that the tensor holds instead.
-    added: the magnitudes of all terms that were added to something larger, one by one.
+    total: this value, in float64. largest: the largest magnitude of its partial sums. held: the tensor's own value.
+    added: the sum of the magnitudes of all terms that were added, one by one, to something larger.
     """
 
     total: Tensor
@@ -82,10 +82,10 @@ class _Sum:
 
 
 class Sums:
-    """Sums of a step's operations, made again in float64: one by one, or many numbers in one call.
+    """Sums of a step's operations, recomputed in float64. They add terms one by one, or many numbers in one call.
 
-    A sum is wrong where its error is more than 8 times half an ulp of the exact value, or of one on the way, in the
-    root of the mean square over the elements; and more than float32 would have.
+    A sum is wrong if its error is more than 8 times half an ulp of the exact value or of a partial sum, as a root mean
+    square over the elements, and also more than the error in float32 would be.
     """
 
     def __init__(self) -> None:
@@ -95,9 +95,9 @@ class Sums:
     def add(
         self, operation: Operation, given: list[Tensor], read: list[Tensor], result: Tensor, call: tuple[Any, Any]
     ) -> None:
-        """Visit an operation, and note if it adds, and the error of its result.
+        """Visit an operation, and note whether it adds, and the error of its result.
 
-        given: its operands. read: their values when they were read. call: its arguments, as it read them.
+        given: the operands. read: the operands' values at the time of the call. call: all arguments of the call.
         """
         row, ends, is_native = row_of(operation.name), operation.notes["ends"], False
         name = row.name.removesuffix("_")
@@ -106,7 +106,7 @@ class Sums:
         elif row.kind is Kind.MULTIPLICATION or name == "div":
             new = self._of_factor(operation, given, read, call)
         elif name in INSIDE:
-            # An emulated one is rounded once, for any number of terms; its operands may not be rounded yet.
+            # An emulated sum is rounded once, for any number of terms. Its operands may not be rounded yet.
             is_native = isinstance(ends.holder, torch.dtype) and all(x.dtype is ends.holder for x in read)
             is_wanted = _is_low(ends) and (is_native or name in INTO)
             new = self._of_many(name, given, read, call) if is_wanted else None
@@ -121,20 +121,20 @@ class Sums:
         operation.notes["adds"] = True
         if _is_low(ends) and not operation.notes["result"].kinds:
             slack = new.terms * HALF_ULP * new.largest
-            # A native sum in one call is rounded once, so that the half ulps are those of its result. Any other is
-            # rounded on the way, where its numbers may be larger.
+            # A native sum in one call is rounded once, so half ulps of its result count. In any other sum the partial
+            # sums are rounded too, and they may be larger.
             scale = new.total.abs() if name in INSIDE and is_native else new.largest
             added = None if name in INSIDE else new.added
             operation.notes["swamped"] = swamped(result, new.total, scale, slack, ends, new.terms, added)
 
     def _of(self, x: Any, given: list[Tensor], read: list[Tensor]) -> _Sum:
-        """Return the exact value of an argument: a sum that was tracked, or its own numbers."""
+        """Return the exact value of an argument: a sum that was tracked, or the argument's own numbers."""
         if not isinstance(x, Tensor):
             total = torch.tensor(float(x), dtype=torch.float64)
             return _Sum(total, total.abs(), total, int(x != 0), torch.zeros_like(total))
         tensor = next((g for g, r in zip(given, read, strict=True) if r is x), x)
         known = self._known.get(tensor)
-        # A tensor that was written to since no longer holds the sum that was tracked.
+        # If the tensor was written to in the meantime, it no longer holds the sum that was tracked.
         if known is not None and known.held.shape == x.shape and torch.equal(known.held, x):
             return known  # type: ignore[no-any-return]
         total = x.detach().double()
@@ -150,7 +150,7 @@ class Sums:
         alpha = kwargs.get("weight" if is_lerp else "alpha", args[2] if len(args) > 2 else 1)
         if not all(isinstance(x, Tensor | int | float) for x in (*values, alpha)):
             return None
-        # All of it is float32.
+        # All operands are float32.
         is_low = any(isinstance(x, Tensor) and (x.dtype in LOW or self._is_known(x, given, read)) for x in values)
         if not is_low and not _is_low(operation.notes["ends"]):
             return None
@@ -165,7 +165,7 @@ class Sums:
     def _of_factor(
         self, operation: Operation, given: list[Tensor], read: list[Tensor], call: tuple[Any, Any]
     ) -> _Sum | None:
-        """Return a sum times another number, or divided by one, as in a moving average."""
+        """Return a sum that is multiplied or divided by another number, as in a moving average."""
         spelling, (args, kwargs) = spelling_of(operation.name), call
         a, b = (spelling.get(i, args, kwargs) for i in (0, 1))
         if not any(isinstance(x, Tensor) and self._is_known(x, given, read) for x in (a, b)):
@@ -184,7 +184,7 @@ class Sums:
         return any(r is x and g in self._known for g, r in zip(given, read, strict=True))
 
     def _of_many(self, name: str, given: list[Tensor], read: list[Tensor], call: tuple[Any, Any]) -> _Sum | None:
-        """Return the sum of a call that adds up many numbers; None if torch.<name> does not take its arguments."""
+        """Return the exact sum of a call that adds up many numbers; None if torch.<name> refuses its arguments."""
         (args, kwargs), known = call, None
         if name in INTO and args and isinstance(args[0], Tensor):
             known = self._of(args[0], given, read)
@@ -198,7 +198,7 @@ class Sums:
                 return known.largest if magnitudes else known.total
             return x.detach().double().abs() if magnitudes else x.detach().double()
 
-        # Run it twice in float64: on the values, and on their magnitudes, which say how large the sum was on the way.
+        # The call runs twice in float64: on the values, and on their magnitudes, which bound the partial sums.
         with suppress(Exception):
             totals = []
             for magnitudes in (False, True):
@@ -237,19 +237,19 @@ def swamped(
     terms: int,
     added: Tensor | None = None,
 ) -> Swamped | None:
-    """Describe the error of a sum; None where it is right.
+    """Describe the error of a sum; None if it is right.
 
-    true: float64. scale: magnitudes in whose half ulps the error is counted. slack: the largest error of float32.
-    added: the magnitudes of terms that were added one by one to larger ones.
+    true: float64. scale: the error is measured in half ulps of these magnitudes. slack: the largest error of float32.
+    added: the sum of the magnitudes of terms that were added one by one to larger numbers.
     """
     mine = result.detach().double()
-    # Masks and overflows are left out: one of them would hide all other errors.
+    # Masks and overflows are left out: a single one would hide all other errors.
     numbers = true.isfinite() & (true.abs() < min(MASK, ends.largest)) & mine.isfinite()
     error, exact = (mine - true)[numbers], true[numbers]
     half_ulps = wrong_by(error, scale.expand(true.shape)[numbers], slack.expand(true.shape)[numbers], ends)
     if half_ulps <= WRONG:
         return None
-    # Sixty equal terms are each rounded alike: the sum is rough, but none of them is swamped. An eighth must be lost.
+    # Sixty equal terms are all rounded alike. Their sum is inaccurate, but no term is swamped: an eighth must be lost.
     if added is not None and float(error.norm()) < SHARE * float(added.expand(true.shape)[numbers].norm()):
         return None
     shown = [
@@ -264,7 +264,7 @@ def wrong_by(error: Tensor, scale: Tensor, slack: Tensor, ends: Ends) -> float:
     """Express an error in half ulps of the magnitudes `scale`, as a root mean square over the elements."""
     exponents = torch.frexp(scale.clamp(min=max(ends.smallest, 1e-300)))[1] - 1
     half_ulp = torch.ldexp(torch.full_like(scale, ends.epsilon / 2), exponents).clamp(min=ends.smallest / 2)
-    # Stochastic rounding is off by up to a whole ulp.
+    # The error of stochastic rounding is up to a whole ulp.
     if getattr(ends.holder, "rounding", "") == "stochastic":
         half_ulp = 2 * half_ulp
     allowed = float((half_ulp + slack).norm())
@@ -272,19 +272,19 @@ def wrong_by(error: Tensor, scale: Tensor, slack: Tensor, ends: Ends) -> float:
 
 
 def swamped_in(accumulator: Accumulator, a: Tensor, b: Tensor, added: Tensor | None, result: Tensor) -> Swamped | None:
-    """Compare a product in an emulated accumulator with float64; None where it is right."""
+    """Compare a product in an emulated accumulator with float64; return None if it is right."""
     ends = Ends.of_spec(rounding_spec(accumulator.result_format, accumulator.rounding))
     total, most = torch.matmul(a.double(), b.double()), torch.matmul(a.double().abs(), b.double().abs())
     if added is not None:
         total, most = total + added.double(), most + added.double().abs()
     terms = a.shape[-1]
     wrong = swamped(result, total, total.abs(), terms * HALF_ULP * most, ends, terms)
-    # Recipes have accumulators of 14 bits: a smaller error is negligible beside the rounding of their operands.
+    # Recipes have accumulators of 14 bits: a smaller error is negligible compared with the rounding of the operands.
     return None if wrong is None or wrong.error < FELT else wrong
 
 
 def additions_behind(operation: Operation) -> list[Operation]:
-    """Return the additions that make up a sum, the last one first, and the value that the first one adds to."""
+    """Return the additions that make up a sum, from last to first, and then the operation to whose result they add."""
     found, waiting = {id(operation): operation}, [operation]
     while waiting:
         at = waiting.pop()
@@ -302,11 +302,11 @@ def additions_behind(operation: Operation) -> list[Operation]:
 
 
 def swamped_event(operation: Operation) -> Event:
-    """Return the event of the sum that an operation belongs to, at the addition where it is most wrong."""
+    """Return the event of the sum to which an operation belongs, at the addition with the largest error."""
     at, further = operation, _next_addition(operation)
     while further is not None:
         wrong: Swamped | None = further.notes.get("swamped")
-        # Operations that pass the sum on have the same error, up to rounding.
+        # Operations that pass the sum on have the same error, except for rounding.
         if wrong is not None and wrong.error > 1.001 * at.notes["swamped"].error and _adds(further):
             at = further
         further = _next_addition(further)
@@ -344,18 +344,18 @@ def _event(at: Operation, role: str, wrong: Swamped) -> Event:
 def integers_event(
     operation: Operation, integers: tuple[Tensor, Tensor], numbers: Mapping[Any, tuple[Tensor, Tensor | None]]
 ) -> Event | None:
-    """Return the event of integers that are read from a result whose format does not hold them; None if all are right.
+    """Return the event of integers that are read from a result whose format cannot hold them; None if all are right.
 
-    integers: those that were read, here and in float32.
-    numbers: results by the id of an operation, here and in float32.
+    integers: the integers that were read, in the step and in float32.
+    numbers: results by the id of an operation, in the step and in float32.
     """
     mine, true = integers
     result = numbers[id(operation)][1]
     if mine.shape != true.shape or result is None or result.shape != true.shape:
         return None
-    # Only whole numbers: any other one is rounded by the cast to integers, in float32 too.
+    # Only whole numbers are compared: the cast to integers rounds any other number, in float32 too.
     lost = (mine != true) & (result.double() == true.double())
-    # Back to the operation at which the numbers begin to differ from those of float32.
+    # Go back to the operation at which the numbers begin to differ from those of float32.
     at, way = operation, {id(operation): operation}
     while (
         before := next((p for p in at.parents if id(p) not in way and _differs(numbers.get(id(p)))), None)

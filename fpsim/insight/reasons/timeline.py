@@ -1,4 +1,4 @@
-"""Visitor of a traced step: glances at each result and gradient, and the events in the order of time."""
+"""Visit a traced step: take a glance at each result and gradient, and collect the events in the order of time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fpsim.torch_internals import version_of
 
 __all__ = ["Rounded", "Timeline", "entrances", "is_backward", "numbers_row", "overflow_of", "way_to"]
 
-SATURATES = 2.0  # times the largest number of a format, from which on saturation is an event
+SATURATES = 2.0  # saturation is an event from this times the largest number of the format on
 
 
 class Rounded(NamedTuple):
@@ -38,8 +38,8 @@ class Rounded(NamedTuple):
 
     @property
     def expected_error(self) -> float:
-        """Relative error of such a rounding."""
-        # Nothing is known of a user's own function but the error that it made here.
+        """The expected relative error of such a rounding."""
+        # Of a user's own function only the error that it made here is known.
         if isinstance(self.spec.fmt, OwnFormat):
             before = self.before.float()
             return float(
@@ -49,7 +49,7 @@ class Rounded(NamedTuple):
 
     @property
     def ends(self) -> Ends:
-        """The largest value of the format, at the scale of the tensor if it has one."""
+        """The range of the format, at the scale of the tensor if it has one."""
         scale = None if self.cut is None or self.cut.scale is None else float(self.cut.scale)
         return Ends.of_spec(self.spec, scale)
 
@@ -58,12 +58,12 @@ class Timeline:
     """The visitor of a traced step, and the observer of a quantised model.
 
     It writes its observations into the notes of each operation. `judge`, `judge_gradient` and `judge_rounded_gradient`
-    decide which are events: here as `why` tells it; `diagnose` has its own.
+    decide which observations are events. The methods of this class are those of `why`; `diagnose` overrides them.
 
-    operations: in the order of the run, each with glances in its notes.
+    operations: the operations in the order of the run, each with glances in its notes.
     gradients: the operations and parameters in the order in which their gradients arrived.
-    events: in the order of time.
-    saturations: those of formats without an infinity, which break nothing at once.
+    events: the events in the order of time.
+    saturations: events of saturation in formats without an infinity, which break nothing at once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -71,23 +71,23 @@ class Timeline:
         self.gradients: list[Operation] = []
         self.events: list[Event] = []
         self.saturations: list[Event] = []
-        self.minus: list[Event] = []  # minus infinity from outside, which may be a mask
+        self.minus: list[Event] = []  # events of minus infinity from outside, which may be a mask
         self.batch: int | None = None
         self.trace: Trace | None = None
         self.is_in_optimizer = False
         self.arrived: dict[str, list[Glance]] = {}  # the gradients of parameters, by name
-        self.at_first_gradient: Callable[[], object] | None = None  # called once, before anything is accumulated
+        self.at_first_gradient: Callable[[], object] | None = None  # called once, before any gradient is added
         self.calls: dict[str, int] = {}
         self.names = {id(b): name for name, b in model.named_buffers()}
         self.inputs: dict[int, str] = {}
         self._model = model
         self._rounded: list[Rounded] = []
         self._ends: Ends | None = None
-        self.outside: dict[int, Event | None] = {}  # of tensors from outside that are not finite, by their id
+        self.outside: dict[int, Event | None] = {}  # events of non-finite tensors from outside, by id
         self._last: dict[str, Operation] = {}
 
     def entered(self, part: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Name the tensors among the arguments of the model, or of a part of it; a hook on its call."""
+        """Name the tensors among the arguments of the model, or of a part of it; this is a hook on the call."""
         code = getattr(module.forward, "__code__", None)
         names = list(code.co_varnames[1 : code.co_argcount]) if code is not None else []
         first = [(names[i] if i < len(names) else f"input {i + 1}", value) for i, value in enumerate(args)]
@@ -98,16 +98,16 @@ class Timeline:
     # As the visitor
 
     def is_update(self, result: Tensor) -> bool:
-        """True if an optimizer computes this for itself."""
-        # The closure that LBFGS calls is a forward pass of the model inside of the optimizer's step.
+        """True if this result is part of an optimizer's own computation."""
+        # The closure that LBFGS calls is a forward pass of the model, although it runs inside of the optimizer's step.
         return self.is_in_optimizer and not result.requires_grad
 
     def keeps(self, x: Tensor) -> bool:
-        """True if a tensor is copied before a call writes to it."""
+        """True if a tensor must be copied before a call writes to it."""
         return not self.is_update(x)
 
     def cast(self, operation: Operation, integers: Tensor) -> None:
-        """Visit the integers that a call casts the result of an operation to."""
+        """Visit the integers to which a call casts the result of an operation."""
 
     @torch.no_grad()
     def forward(self, operation: Operation, operands: list[Tensor], result: Tensor) -> None:
@@ -126,7 +126,7 @@ class Timeline:
         self.operations.append(operation)
         notes["operands"] = self._operands(operation, given, operands)
         wanted = [x for x in (*given, *tensors_in(arguments)) if x.requires_grad]
-        # Open: its gradient goes on to a tensor from outside, which no operation and no parameter stands for.
+        # "open" means that the gradient goes on to a tensor from outside, which is no operation and no parameter.
         notes["is_open"] = None in map(self.trace.results.get, wanted)
         notes["masked"] = masked_in(operation, operands, arguments, result)
         rounded, self._rounded, self._ends = self._rounded, [], None
@@ -137,7 +137,7 @@ class Timeline:
     ) -> None:
         """Find events in the result of an operation.
 
-        given: its operands. operands: their values when they were read. rounded: the roundings for it.
+        given: the operands. operands: the operands' values at the time of the call. rounded: the call's roundings.
         """
         assert self.trace is not None
         notes = operation.notes
@@ -149,8 +149,8 @@ class Timeline:
         is_known = self._of_roundings(operation, rounded, is_fill) is not None
         if of_result.nonfinite and not (is_known or is_fill):
             before = set().union(*(g.kinds for g in notes["operands"]))
-            # A NaN that was read explains any number. An infinity explains those of its own kind, and in an
-            # element-wise result those of the other sign in its place.
+            # A NaN among the operands explains any number that is not finite. An infinity explains infinities of the
+            # same sign. In an element-wise result it also explains an infinity of the other sign in the same place.
             new = set() if "NaN" in before else of_result.kinds - before
             if new and before and "NaN" not in new and are_passed_on(result, operands):
                 new = set()
@@ -164,7 +164,7 @@ class Timeline:
                 self._add(event)
 
     def _operands(self, operation: Operation, operands: list[Tensor], held: list[Tensor]) -> list[Glance]:
-        """Return glances at operands. held: their values when they were read."""
+        """Return glances at operands. held: the operands' values at the time of the call."""
         glances = []
         for i, (source, x, read) in enumerate(zip(operation.sources, operands, held, strict=True)):
             known = None if source is None else source.notes.get("result")
@@ -182,8 +182,8 @@ class Timeline:
         return glances
 
     def _written(self, parameter: Operation, reader: Operation, x: Tensor, before: Glance | None) -> Glance:
-        """Note an event if a write within the step broke a parameter; return a glance at it."""
-        # An optimizer that calls its closure again, such as LBFGS, writes between two reads.
+        """Note an event if a write within the step broke a parameter; return a glance at the parameter."""
+        # An optimizer that calls its closure several times, such as LBFGS, writes between two reads.
         parameter.notes["version"], now = version_of(x), glance(x)
         if before is not None and now.nonfinite and not before.nonfinite:
             kind = "NaN" if now.nan else "overflow"
@@ -198,7 +198,7 @@ class Timeline:
 
     def _came_in(self, operation: Operation, position: int, x: Tensor, read: Tensor, numbers: Glance) -> Event | None:
         """Note an input or a buffer that is not finite, and return its event."""
-        # Gradients were made by this step, or checked before it.
+        # A `.grad` was made by this step, or was checked before the step.
         if any(x is p.grad for p in self._model.parameters()):
             return None
         name = self.names.get(id(x))
@@ -211,7 +211,7 @@ class Timeline:
             f"read first by {operation.site}."
         )
         event.read = [(name, str(numbers))]
-        # An input was there before anything was computed from it. Minus infinity may be a mask, and counts only if
+        # An input comes before everything that is computed from it. Minus infinity may be a mask, and counts only if
         # nothing else explains the step.
         if kind != "-inf":
             self.events.insert(0, event)
@@ -220,9 +220,9 @@ class Timeline:
         return event
 
     def _of_roundings(self, operation: Operation, rounded: list[Rounded], is_fill: bool) -> Event | None:
-        """Return the event of this operation's roundings, if anything broke but a mask."""
+        """Return the event of this operation's roundings, if anything but a mask broke."""
         for one in rounded:
-            # All of an operand became 0: the comparison with float32 asks for it, if the result is lost.
+            # An operand became 0 completely. The comparison with float32 uses this note if the result is lost.
             if one.role not in ("activation", "output") and not bool(one.after.any()) and bool(one.before.any()):
                 unrounded = glance(one.before)
                 operation.notes["lost"] = _place_of(operation, one.role, unrounded), one.role, unrounded, one.ends
@@ -239,7 +239,7 @@ class Timeline:
     def _rounding_event(self, operation: Operation, rounded: Rounded) -> Event | None:
         _, role, before, after, spec, _ = rounded
         unrounded, ends = glance(before), rounded.ends
-        # Most roundings end here, without a count of the elements.
+        # Most roundings return here, without a count of the elements.
         if not isinstance(spec.fmt, BlockFormat) and unrounded.amax <= ends.largest and not unrounded.ends:
             return None
         largest, count = overflow_of(rounded)
@@ -266,7 +266,7 @@ class Timeline:
         role = "weight_grad" if is_parameter else "error"
         known: Glance | None = operation.notes.get("gradient")
         operation.notes["gradient"] = numbers
-        # A step may run several backward passes, and the gradient of the last one is noted above.
+        # A step may run several backward passes; above, the gradient of the last one is noted.
         operation.notes["had_bad_gradient"] = bool(numbers.kinds) or operation.notes.get("had_bad_gradient", False)
         operation.notes["gradient_ends"] = Ends.of_dtype(gradient.dtype)
         if is_parameter:
@@ -286,7 +286,7 @@ class Timeline:
                 new = set() if after.nan else new - after.kinds
         if new:
             at = operation.origin
-            # The rounding of the gradient, or an operation behind a view, may have the same event already.
+            # The rounding of the gradient, or an operation behind a view, may already have the same event.
             broken = [e for e in self.events if e.stage == "backward"]
             if not any(e.operation is at or e.operation in at.children or e.place == at.site for e in broken):
                 self._add(explain_gradient(operation, at, role, gradient, new))
@@ -332,16 +332,16 @@ class Timeline:
             (self.saturations if event.kind == "saturation" else self.events).append(event)
 
     def losses(self) -> list[Operation]:
-        """Return the operations at which backward passes began, in order; without one, the last operation."""
+        """Return the operations at which backward passes began, in order; if there is none, the last operation."""
         starts = [o for o in self.gradients if not any("gradient" in c.notes for c in o.children)]
         scalars = [o for o in starts if o.notes.get("result") is not None and o.notes["result"].count == 1]
         return [*dict.fromkeys(scalars)] or self.operations[-1:]
 
 
 def entrances(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield a model with its name; for one without a forward, also the parts that a step must call."""
+    """Yield a model with its name; if it has no forward, also the parts that a step must call."""
     yield name, model
-    # nn.ModuleDict, nn.ModuleList and some models are containers only, whose forward raises.
+    # nn.ModuleDict, nn.ModuleList and some models are only containers, and their forward raises an error.
     if type(model).forward is nn.Module.forward:
         for child, module in model.named_children():
             yield from entrances(module, f"{name}.{child}" if name else child)
@@ -356,7 +356,7 @@ def _place_of(operation: Operation, role: str, unrounded: Glance) -> str:
     if role not in ("weight", "fprop.w"):
         return operation.site
     names = [s for s in operation.parents if s.name == "parameter"]
-    # A bias has the role of a weight too: the amax tells which of both was rounded.
+    # A bias has the role of a weight too: the amax tells which of the two was rounded.
     at = [s for s in names if s.notes["result"].amax == unrounded.amax]
     return next((s.site for s in at or names), operation.site)
 
@@ -364,23 +364,23 @@ def _place_of(operation: Operation, role: str, unrounded: Glance) -> str:
 def overflow_of(rounded: Rounded) -> tuple[float, int]:
     """Return the largest value of a format, and the count of finite numbers that became inf, NaN or that value."""
     _, _, before, after, spec, cut = rounded
-    # The number that was not finite has its event where it arose: its block becomes NaN because of it.
+    # A number that was not finite before has an event at its own place. Its block becomes NaN because of it.
     if isinstance(spec.fmt, BlockFormat) and spec.fmt.nonfinite == "nan" and not bool(before.isfinite().all()):
         return math.inf, 0
-    # The largest number of a block may saturate as a rule of its scale, so that saturation is not an event there.
+    # The rule of a block's scale may let its largest number saturate, so saturation is not an event there.
     if isinstance(spec.fmt, BlockFormat) and spec.fmt.block != "tensor":
         return math.inf, int((before.isfinite() & ~after.isfinite()).sum())
     sums, largest = Accumulator(spec, before.device), rounded.ends.largest
     sums.add(before, after, cut)
     count = sums.result().overflow
-    # If the scale is not known, the largest result is where the format ends.
+    # If the scale is not known, the largest result is taken for the end of the format.
     if count and math.isinf(largest):
         largest = glance(after).amax
     return largest, count
 
 
 def way_to(loss: Operation | None, start: Operation) -> list[Operation]:
-    """Return the operations from one to the loss, inclusive, through results that are not finite if there are any."""
+    """Return the operations from `start` to the loss, inclusive, through non-finite results if there are any."""
     leads, way = set() if loss is None else loss.all_behind(), [start]
     while way[-1] is not loss and (further := [o for o in way[-1].children if id(o) in leads]):
         way.append(max(further, key=lambda o: bool(o.notes["result"].nonfinite)))
@@ -388,7 +388,7 @@ def way_to(loss: Operation | None, start: Operation) -> list[Operation]:
 
 
 def numbers_row(operation: Operation) -> dict[str, Any]:
-    """Return the row of an operation: finite amax, and the share not finite, of the result and of its gradient."""
+    """Return the row of an operation: the finite amax and the non-finite share of its result and its gradient."""
     row: dict[str, Any] = {"site": operation.site, "call": operation.call}
     for name, words in (("result", ""), ("gradient", "gradient_")):
         numbers: Glance | None = operation.notes.get(name)

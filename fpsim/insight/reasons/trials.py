@@ -37,9 +37,9 @@ __all__ = ["EPS", "NEARER", "Attempts", "Change", "Outcome", "Reference", "Remed
 class Change:
     """The changes that are tried in a run.
 
-    edit: changes calls of torch functions. policies: of modules of a quantised model, by name.
-    loss_scale: the first gradient, that of the loss. options: of the optimizers' groups. rate: a factor of theirs.
-    clear: whether gradients are cleared first.
+    edit: a function that changes calls of torch. policies: {name: policy} for modules of a quantised model.
+    loss_scale: the gradient with which backward passes begin at the loss. options: new options of parameter groups.
+    rate: a factor for their learning rates. clear: whether gradients are cleared first.
     """
 
     edit: Edit | None = None
@@ -54,7 +54,7 @@ class Change:
 class Outcome:
     """Outcome of a run: the losses of its backward passes, and the names of tensors that are not finite at its end.
 
-    gradients: of parameters by name, as an optimizer read them first, or at the end; where the run was to keep them.
+    gradients: {name: gradient} of parameters, as an optimizer first read them, or at the end; empty if not kept.
     """
 
     losses: list[float]
@@ -74,7 +74,7 @@ class Outcome:
 
 
 class Trials:
-    """A step that can be run again; see `why` for the arguments. runs: how often it was run."""
+    """A step that can be run again; see `why` for the arguments. runs: how often it has run."""
 
     def __init__(
         self, model: nn.Module, step: Callable[..., object], optimizer: Any, scaler: Any, batches: int | None
@@ -85,7 +85,7 @@ class Trials:
         self.kept = Kept(model, optimizer, scaler)
         self.policies = policies_of(model) if self.emulated else {}
         self._has_changed = False
-        self.returns_loss = False  # whether it is known to return the tensor at which its backward pass begins
+        self.returns_loss = False  # whether the step is known to return the loss of its backward pass
         self.unread: set[str] = set()  # parameters and buffers that are not finite, and that the step does not read
         self._own = {id(p) for p in model.parameters()}
 
@@ -99,10 +99,10 @@ class Trials:
         until_broken: bool = False,
         keeps_gradients: bool = False,
     ) -> Outcome:
-        """Run the step, with the optimizer's, and restore everything.
+        """Run the step and the optimizer's step, and restore everything.
 
-        before_update, after_update: called around each step of an optimizer. at_end: before anything is restored.
-        until_broken: raises FloatingPointError where a backward pass would begin at a loss that is not finite.
+        before_update, after_update: called before and after each step of an optimizer. at_end: called before restoring.
+        until_broken: whether to raise FloatingPointError if a backward pass would begin at a loss that is not finite.
         """
         change = change or Change()
         self.runs += 1
@@ -110,7 +110,7 @@ class Trials:
         gradients: dict[str, Tensor] = {}
 
         def keep(optimizer: Any = None) -> None:
-            # The first step of an optimizer tells that there is one: its state is kept from here on.
+            # An optimizer becomes known at its first step: its state is kept from here on.
             if optimizer is not None:
                 self.kept.before_step(optimizer)
             for name, p in self.model.named_parameters() if keeps_gradients else ():
@@ -120,11 +120,11 @@ class Trials:
                 before_update(optimizer)
 
         steps = _Steps(self._own, visitor, keep, after_update)
-        # The mode is slow: torch asks it about each property that the emulation reads of a tensor.
+        # The mode is slow: torch calls it for each property of a tensor that the emulation reads.
         is_watched = change.loss_scale != 1 or not (self.emulated and self.returns_loss)
 
         def edit(index: int, kind: Call, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            # An optimizer's own calls stay: its states have the dtypes of its parameters.
+            # An optimizer's own calls are not edited: its states have the dtypes of its parameters.
             if change.edit is None or (steps.is_running and not torch.is_grad_enabled()):
                 return func(*args, **kwargs)
             return change.edit(index, kind, func, args, kwargs)
@@ -164,7 +164,7 @@ class Trials:
         return Outcome([value / scale for value in watched.losses], returned, bad, gradients)
 
     def _step(self, visitor: Timeline | None, steps: _Steps) -> float | None:
-        """Run the step for each batch, and the optimizer's; return the mean of the numbers that it returned."""
+        """Run the step for each batch, then the optimizer's step; return the mean of the numbers the step returned."""
         returned: list[float] = []
         for i in range(self.batches or 1):
             if visitor is not None:
@@ -176,7 +176,7 @@ class Trials:
                         returned.append(float(out.detach()))
             elif isinstance(out, int | float) and not isinstance(out, bool):
                 returned.append(float(out))
-        # Only if the step has not called the optimizer by itself.
+        # The optimizer steps here only if the step has not called it.
         if self.optimizer is not None and not steps.count:
             if self.scaler is not None:
                 self.scaler.step(self.optimizer)
@@ -210,7 +210,7 @@ class Trials:
         self._policies(change.policies)
 
     def _policies(self, policies: Mapping[str, Policy]) -> None:
-        # Most runs change no policy, and those of the model are installed already.
+        # Most runs change no policy, and the model's own policies are already installed.
         if policies and (policies is not self.policies or self._has_changed):
             self._has_changed = policies is not self.policies
             install_policies(self.model, policies)
@@ -230,7 +230,7 @@ class _Nobody:
 
 
 class _Backward(TorchFunctionMode):
-    """Mode that notes the losses at which backward passes begin, and begins them with another gradient."""
+    """Mode that notes the losses at which backward passes begin, and changes the gradients with which they begin."""
 
     def __init__(self, loss_scale: float, until_broken: bool) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class _Backward(TorchFunctionMode):
 
 
 class _Steps:
-    """Hooks around the steps of a model's optimizers. count: of the steps so far."""
+    """Hooks around the steps of a model's optimizers. count: the number of steps so far."""
 
     def __init__(self, own: set[int], visitor: Timeline | None, before: Any, after: Any) -> None:
         self.own, self.visitor, self.before, self.after = own, visitor, before, after
@@ -301,10 +301,10 @@ class _Steps:
 # Trials, and the test for a remedy
 
 NEARER = 4.0  # the factor by which a remedy brings a step nearer to the reference
-FAR = 0.5  # the relative error of a gradient from which on it is far from the reference's
-ULPS, LEAST_NEAR, MOST_NEAR = 4, 0.01, 0.1  # errors that always count as near: rounding alone makes them
-LEAST_LOSS = 1e-6  # a loss below is the remainder of a sum that cancels
-MOST = 28  # runs of the step; the last one verifies the finding
+FAR = 0.5  # a gradient with at least this relative error is far from the reference's
+ULPS, LEAST_NEAR, MOST_NEAR = 4, 0.01, 0.1  # bounds of the errors that always count as near: rounding makes them
+LEAST_LOSS = 1e-6  # a smaller loss is the remainder of a sum that cancels
+MOST = 28  # the most runs of the step; the last run verifies the finding
 EPS = (1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
 
@@ -312,9 +312,10 @@ EPS = (1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 class Remedy:
     """A change that was tried, and worked.
 
-    what: in words. name: "eps", "scale", "float32", "clamp", "fill", "mask", "slope", "master", "clear", "rate", "sum".
-    value: the number that was taken. sites: of the operations that ran in float32.
-    loss: that of the step under the change. policy: for a quantised model, where the remedy is one.
+    what: the change in words. name: "eps", "scale", "format", "float32", "float64", "clamp", "divisor", "fill", "mask",
+        "infinity", "slope", "sum", "master", "stochastic", "clear", "rate" or "optimizer eps".
+    value: the number that was chosen. sites: the sites of the operations that ran in float32.
+    loss: the loss of the step under the change. policy: the remedy as a policy, if it is one of a quantised model.
     """
 
     what: str
@@ -330,7 +331,7 @@ class Remedy:
 
 
 class Reference:
-    """The same step in float32, run on demand; in float64 if that is not finite, or if the step is in float32.
+    """The same step in float32, run on demand. It is in float64 if float32 is not finite, or if the step is in float32.
 
     is_wanted: whether the step computes in fewer bits than float32.
     """
@@ -343,11 +344,11 @@ class Reference:
         self._wide: dict[str, Tensor] = {}
         self._outcome: Outcome | None = None
         self._truth: Outcome | None = None
-        self.dtype: torch.dtype | None = None  # of the truth
-        self._is_known = False  # whether it was tried: a remedy need not exist
+        self.dtype: torch.dtype | None = None  # the dtype of `truth`
+        self._is_known = False  # whether `truth` was computed; it may be None after that too
 
     def _run(self, visitor: Keeping | None = None, dtype: torch.dtype = torch.float32) -> Outcome:
-        """Run the step in more bits. Its gradients are not rounded by any cast, and have the scale of the step's."""
+        """Run the step in more bits. No cast rounds its gradients; they have the scale of the step's gradients."""
         policies = dict.fromkeys(self.trials.policies, Policy()) if self.trials.emulated else {}
         # A policy alone does not undo the casts to low dtypes in the model's own code.
         is_own = self.trials.emulated and dtype is torch.float32 and not self._has_low
@@ -366,7 +367,8 @@ class Reference:
         if self._seen is None:
             self._seen = Keeping(self.trials.model)
             self._outcome = self._run(self._seen)
-            # Only this run shows casts of the model's own, which are roundings in a format: then it is run again.
+            # Only this run shows whether the model's own code casts to low dtypes. If it does, the step is run again
+            # without these casts.
             if self.trials.emulated and not self._has_low:
                 self._has_low = any(o.notes["dtype"] in LOW for o in self._seen.operations)
                 self._seen = None if self._has_low else self._seen
@@ -382,7 +384,7 @@ class Reference:
 
     @property
     def truth(self) -> Outcome | None:
-        """The reference for remedies; None where float64 is not finite either, or torch refuses it."""
+        """The reference for remedies; None if float64 is not finite either, or torch refuses it."""
         if not self._is_known:
             self._is_known = True
             for dtype in (torch.float32, torch.float64) if self.is_wanted else (torch.float64,):
@@ -396,7 +398,7 @@ class Reference:
     def tell(self, result: Any) -> None:
         """Put the loss of the step in float32 into the result, unless the step is in float32 already."""
         if self.is_wanted:
-            with suppress(Exception):  # as above: the loss in float32 stays unknown
+            with suppress(Exception):  # as above; the loss in float32 then stays unknown
                 result.float32, result.float32_bad = self.outcome.loss, self.outcome.bad
 
     def breaks_too(self, event: Event) -> bool:
@@ -408,19 +410,19 @@ class Reference:
         return any(o.notes.get("had_bad_gradient") for o in around(same))
 
     def far(self, outcome: Outcome) -> set[str]:
-        """Return the names of parameters whose gradient is FAR from this one's."""
+        """Return the names of parameters whose gradient in the outcome is FAR from float32's."""
         errors = relative_errors(outcome.gradients, self.outcome.gradients, 1.0)
         return {name for name, error in errors.items() if error >= FAR}
 
     def lost(self, seen: Keeping, outcome: Outcome) -> Event | None:
-        """Return the first gradient that a run has lost, and float32 has."""
-        # `seen` comes first: its run fills `_wide`.
+        """Return the event of the first gradient that a run has lost, but float32 has not."""
+        # `self.seen` is read first, because its run fills `_wide`.
         numbers = self.seen, {name: glance(g) for name, g in self._wide.items()}
         return lost_gradient(seen, *numbers, shortened(outcome.gradients, self.outcome.gradients))
 
 
 class _Unbroken(Keeping):
-    """Visitor that ends a run at the first new event: to observe a whole step takes the time of ten."""
+    """Visitor that ends a run at the first new event, because observing a whole step takes ten times as long."""
 
     def __init__(self, model: nn.Module, known: Collection[tuple[str, str]], results: bool) -> None:
         super().__init__(model, results)
@@ -432,25 +434,26 @@ class _Unbroken(Keeping):
 
 
 class _StillThereError(Exception):
-    """Raised where something breaks under the change that is tried."""
+    """Raised if something breaks under the change that is tried."""
 
 
 class Attempts:
     """Trials of changes, and the test for a remedy.
 
-    In the step under the change the event is absent. No parameter that has a gradient in the reference is without one.
-    Each gradient that was off by FAR of itself or more is nearer to the reference than before by NEARER, or as near as
-    rounding lets it be; no other is off by more than FAR; where none was far, the mean is nearer by NEARER. The loss is
-    off by 1 / NEARER, at most, of the larger of its own distance and that of the farthest gradient. If the step was not
-    finite, none is off by more than 1 - 1 / NEARER. Without a reference the loss and all gradients are finite, and none
-    is zero that was not, unless the gradient that arrives at the place goes on from it: then this batch has none there.
+    A change is a remedy if the event is absent in the step under the change, and the gradients pass these tests. Errors
+    are relative to the reference. Each parameter that has a gradient in the reference has one. An error of FAR or more
+    has become smaller by the factor NEARER, or as small as rounding makes it. No other error is above FAR. If no error
+    was FAR or more, their mean has become smaller by NEARER. The error of the loss is at most 1 / NEARER of the larger
+    one of two errors before: its own, and the largest one of a gradient. If the step was not finite before, all errors
+    of gradients are at most 1 - 1 / NEARER. If there is no reference, the loss and all gradients are finite, and no
+    gradient has become zero. Zeros are accepted if the event's place passes on a gradient: they are due to the batch.
 
     is_visible: whether inf or NaN at the end of the step shows the event.
-    has_one: whether a remedy is known already: then another one is not worth many runs.
+    has_one: whether a remedy is known already. Then another one is not worth many runs.
     wide: the dtype of the reference; None without one.
-    is_looking: whether each trial is looked at inside; else only the state at the end.
-    unfed: the parameters that have no gradient under the first change that would have been a remedy otherwise.
-    was_finite, distance: of the last run: whether it was finite, and its distance from the reference, 1 at most.
+    is_looking: whether the operations of each trial are observed; else only the state at its end.
+    unfed: the parameters without a gradient under the first change that would otherwise have been a remedy.
+    was_finite, distance: whether the last run was finite, and its distance from the reference, at most 1.
     """
 
     def __init__(self, trials: Trials, event: Event, was: Outcome, seen: Timeline, reference: Reference) -> None:
@@ -458,10 +461,10 @@ class Attempts:
         self.was, self.has_one, self.is_looking = was, False, False
         self.was_finite, self.distance = True, 1.0
         self.unfed: list[str] = []
-        # The reader of a result that is float32 now rounds it, and may saturate: that is not a remedy.
+        # If a result is in float32 now, its reader rounds it, and may saturate. That is not a remedy.
         self._saturations = {(e.place, e.role) for e in seen.saturations} - {(event.place, event.role)}
         following = {} if event.operation is None else event.operation.all_ahead()
-        # Events that do not follow from this one, such as an infinity that comes to nothing, stay.
+        # Events that do not follow from this one, such as an infinity without effect, may stay.
         others = [e for e in seen.events if e.operation is not None and id(e.operation) not in following]
         self._known = {(e.place, e.kind) for e in others} - {(event.place, event.kind)}
         truth = reference.truth
@@ -469,19 +472,19 @@ class Attempts:
         ulp = 0.0 if event.ends is None else event.ends.epsilon
         self._near = near = min(max(ULPS * ulp, LEAST_NEAR), MOST_NEAR)
         self._errors = {} if truth is None else relative_errors(was.gradients, truth.gradients, 1.0)
-        # The largest error that each gradient may have. Rounding may move those that were near.
+        # The largest error that each gradient may have. Rounding may move the gradients that were near.
         self._most = {n: FAR if e < FAR else max(e / NEARER, near) for n, e in self._errors.items()}
 
     def works(self, change: Change, looks: bool = True) -> Outcome | None:
         """Return the outcome of a run under the change; None if it does not help.
 
-        looks: whether to look inside, too, where the end of the step does not show the event.
+        looks: whether to observe the operations too, if the end of the step does not show the event.
         """
         if self.trials.runs >= MOST:
             return None
-        # A look inside takes as long as ten runs without one.
+        # A run with its operations observed takes as long as ten other runs.
         outcome = self._ends_well(change)
-        # Without a reference a parameter may be without a gradient rightly, which only a look inside shows.
+        # Without a reference, it may be right that a parameter has no gradient. Only an observed run shows that.
         if outcome is None and self.reference.truth is None and self.was_finite:
             return self.looks_well(change)
         if outcome is None or not (self.is_looking or (looks and (change.policies or not self.is_visible))):
@@ -500,7 +503,7 @@ class Attempts:
             return None
 
     def _ends_well(self, change: Change) -> Outcome | None:
-        """Return the outcome of a run under the change, without a look inside; None where it fails or ends badly."""
+        """Return the outcome of a run under the change, judged by its end; None if it fails or is no remedy."""
         outcome = self._run(change)
         self.was_finite = outcome is not None and outcome.is_finite
         if outcome is None or not self.was_finite or not self._is_nearer(outcome, change.loss_scale):
@@ -517,7 +520,7 @@ class Attempts:
         (loss, gradients), now = min(((self._distances(outcome, e), e) for e in errors), key=lambda pair: max(pair[0]))
         before = self._distances(was, self._errors)
         self.distance, limit = max(loss, gradients), max(before) / NEARER
-        # A step that was not finite had no distance to compare with, and another eps has another slope.
+        # A step that was not finite had no distance to compare with, and a change such as another eps changes slopes.
         most = max(before[1] / NEARER, self._near) if was.is_finite else 1 - 1 / NEARER
         is_near = gradients <= most and all(now[n] <= (m if was.is_finite else most) for n, m in self._most.items())
         return is_near and loss <= max(limit, self._near) and self._feeds(outcome, self._errors)
@@ -537,10 +540,10 @@ class Attempts:
         return not unfed
 
     def _distances(self, outcome: Outcome, errors: Mapping[str, float]) -> tuple[float, float]:
-        """Distance of a run from the reference, 1 at most: of its loss, and of the farthest gradient that was far."""
+        """Return a run's distances from the reference, at most 1: of its loss, and of the gradients that were far."""
         truth = self.reference.truth
         assert truth is not None
-        # If none was far, the mean counts, because rounding may move any of them.
+        # If no gradient was far, the mean of the errors counts, because rounding may change any of them.
         far = [errors.get(name, 1.0) for name, error in self._errors.items() if error >= FAR]
         of_gradients = max(far) if far else sum(errors.values()) / max(len(errors), 1)
         of_loss = 0.0
@@ -550,7 +553,7 @@ class Attempts:
         return min(of_loss, 1.0) if of_loss == of_loss else 1.0, of_gradients
 
     def _is_held(self, seen: Timeline) -> bool:
-        """True if half of the gradient that was lost is there."""
+        """True if at least half of the lost gradient's numbers are not zero now."""
         event, at = self.event, self.event.operation
         is_parameter = event.role == "weight_grad" or at is None
         place = (event.place, 0) if is_parameter or at is None else (at.site, at.call)
@@ -558,7 +561,7 @@ class Attempts:
         return any(o.notes["gradient"].nonzero >= 0.5 * event.of for o in same)
 
     def lost_shares(self, outcome: Outcome) -> str:
-        """Describe the shares of the reference gradients' numbers that are zero, before and now."""
+        """Describe which share of the reference gradients' non-zero numbers was lost before, and is lost now."""
         truth = self.reference.truth
         if truth is None:
             return ""
@@ -570,7 +573,7 @@ class Attempts:
         return f"{100 * shares[0]:.3g} % of the gradients of parameters were lost, and {100 * shares[1]:.3g} % are now"
 
     def looks_well(self, change: Change) -> Outcome | None:
-        """Return the outcome if the modified step works without a new inf, NaN, leak or saturation; else None."""
+        """Return the outcome if the changed step works without a new inf, NaN, leak or saturation; else None."""
         is_compared = self.event.stage == "float32"
         seen = _Unbroken(self.trials.model, self._known, is_compared)
         outcome = self._run(change, seen)
@@ -589,5 +592,5 @@ class Attempts:
 
 
 def _moves_only(change: Change) -> bool:
-    """True if an overflow is only moved, to the place where a float32 result is read in its former dtype."""
+    """True if the overflow has only moved to the place where a float32 result is read in its former dtype."""
     return isinstance(change.edit, Widening) and change.edit.overflows

@@ -35,10 +35,10 @@ from fpsim.undoing import Undo, undone
 
 __all__ = ["Averages", "Updates"]
 
-MOVED = 0.1  # the share of the wanted updates that are made, below which they count as lost
-STEPS = 4096  # at most, of a user's optimizer that may keep the rounding errors of its parameters
-STILL = 0.5  # the share of the wanted updates in tensors that did not move at all, from which on they count as lost
-PROBE = 2.0**-6  # the distance, relative to the average, at which a probe begins
+MOVED = 0.1  # updates count as lost if less than this share of the wanted ones is made
+STEPS = 4096  # the most steps that are tried with a user's optimizer that may keep the rounding errors of parameters
+STILL = 0.5  # updates count as lost if at least this share of the wanted ones is in tensors that did not move at all
+PROBE = 2.0**-6  # the distance from the average, relative to it, at which a probe begins
 ARITHMETIC = (Kind.ADDITION, Kind.MULTIPLICATION, Kind.DIVISION, Kind.CAST, Kind.VIEW, Kind.SELECTION)
 NORMS = ("batch_norm", "instance_norm")
 
@@ -46,7 +46,8 @@ NORMS = ("batch_norm", "instance_norm")
 class Updates:
     """Parameters, gradients and states before and after the steps of optimizers.
 
-    rows: of parameters: the `wanted` updates, those of a step in more bits, and the updates that `moved` a number.
+    rows: a row for each parameter. `wanted` counts the updates of a step in more bits, `moved` those that changed a
+        number.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -61,15 +62,15 @@ class Updates:
         self._bad_states: set[tuple[str, str]] = set()
         self._optimizer: Any = None
         self.rows: list[dict[str, Any]] = []
-        self._stored: set[str] = set()  # parameters that a quantised optimizer stores in a format
-        self._wide_states: dict[str, dict[str, Tensor]] = {}  # after a step in more bits
-        self._twins: list[_Twin] = []  # of a user's optimizer: as it is; and in more bits, a step ahead
+        self._stored: set[str] = set()  # parameters that a quantised optimizer stores
+        self._wide_states: dict[str, dict[str, Tensor]] = {}  # states after a step in more bits
+        self._twins: list[_Twin] = []  # of a user's optimizer: as it is, and one step later in more bits
 
     def before(self, optimizer: Any) -> None:
         """Note the state before a step of an optimizer."""
         self.steps += 1
         self._optimizer = optimizer
-        # `Kept` restores the observers.
+        # `Kept` restores these observers.
         if (quantized := quantized_optimizer_of(optimizer)) is not None:
             quantized.observers.append(self)
         own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self.names]
@@ -84,7 +85,7 @@ class Updates:
         if self.steps == 1:
             self.masters = self._stepped_with_masters(optimizer, own)
 
-    # As an observer of a quantised optimizer, which has stored the update of a parameter
+    # As an observer of a quantised optimizer, called after it has stored the update of a parameter
 
     def is_due(self, step: int) -> bool:
         return self.steps == 1
@@ -101,7 +102,7 @@ class Updates:
         self.rows[-1]["is drawn"] = storage is not None and storage.spec.rounding == "stochastic"
 
     def _add(self, name: str, first: Tensor, change: Tensor, now: Tensor, fmt: str, epsilon: float) -> None:
-        """Add a row: the updates that a step in more bits makes, and those that were made."""
+        """Add a row: the updates that a step in more bits makes, and the updates that were made."""
         wanted, lost = wanted_and_lost(first, now, change)
         row = {"parameter": name, "wanted": wanted, "moved": wanted - lost, "dtype": fmt, "epsilon": epsilon}
         magnitudes = first[first != 0].abs().double()
@@ -110,18 +111,18 @@ class Updates:
         self.rows.append(row)
 
     def _stepped_with_masters(self, optimizer: Any, own: list[Tensor]) -> dict[str, Tensor]:
-        """Return the parameters after this step with more bits for parameters and states; {} if it cannot be copied."""
+        """Return the parameters after this step in more bits; {} if the optimizer cannot be copied."""
         wide = _twin(optimizer, is_wide=True)
         if wide is None or not wide.step():
             return {}
         masters = {self.names[id(p)]: wide.parameters[id(p)] for p in own}
         masters = {name: m.detach() for name, m in masters.items() if m.grad is not None}
         self._wide_states = {self.names[id(p)]: dict(_states(wide.optimizer, wide.parameters[id(p)])) for p in own}
-        # A user's optimizer may apply rounding errors in later steps, as Kahan's sums do; torch's own do not.
+        # A user's optimizer may apply rounding errors in later steps, as with Kahan's sums; torch's optimizers do not.
         if not type(optimizer).__module__.startswith("torch.optim"):
             narrow = _twin(optimizer, is_wide=False)
             self._twins = [] if narrow is None else [narrow, wide]
-            # Copies: the twin steps on, in place.
+            # Copies are returned, because the twin makes further steps in place.
             return {name: m.clone() for name, m in masters.items()}
         return masters
 
@@ -153,14 +154,14 @@ class Updates:
         event.read = [(f"gradient of {name}", str(self.gradients.get(name)))]
         states = dict(_states(optimizer, p))
         event.read += [(f"{name} {key}", str(glance(x))) for key, x in states.items()]
-        # From the certain cause to the likely one: a rate that is not finite, a divisor that is 0, and then a rate that
-        # is too large.
+        # Causes are checked from the certain to the likely one: a learning rate that is not finite, a divisor that is
+        # 0, and then a learning rate that is too large.
         rate, title = group.get("lr"), type(optimizer).__name__
         if isinstance(rate, float | int | Tensor) and not math.isfinite(float(rate)):
             event.kind, event.remedy = f"rate is {'NaN' if math.isnan(float(rate)) else 'infinite'}", ""
             event.why.append(f"{event.count} of {event.of} became inf or NaN: lr of {title} is {rate}.")
             return event
-        # The names of Adam, of RMSprop and Adadelta, and of Adagrad.
+        # The squares have one name in Adam, one in RMSprop and Adadelta, and one in Adagrad.
         squares = next((states[key] for key in ("exp_avg_sq", "square_avg", "sum") if key in states), None)
         eps = group.get("eps")
         if squares is not None and squares.shape == bad.shape and eps is not None:
@@ -183,7 +184,7 @@ class Updates:
             return event
         event.remedy = "rate"
         gradient = self.gradients.get(name)
-        # NaN alone, from a gradient whose square is in the range of the format, is not an overflow.
+        # NaN without inf, from a gradient whose square is in the range of the format, is not an overflow.
         if bool(p.detach()[bad].isnan().all()) and (gradient is None or gradient.amax**2 < ends.largest):
             event.kind = "NaN"
         event.why.append(
@@ -193,7 +194,7 @@ class Updates:
         return event
 
     def _lost_state(self, name: str, states: Mapping[str, Tensor], bad: Tensor) -> str | None:
-        """Return the state that is 0 wherever a parameter became inf or NaN, and is not in more bits."""
+        """Return the state that is 0 wherever a parameter became inf or NaN, but is not 0 there in more bits."""
         for key, x in states.items():
             wide = self._wide_states.get(name, {}).get(key)
             if wide is None or not x.shape == bad.shape == wide.shape:
@@ -216,31 +217,31 @@ class Updates:
             change, forward = master - first.to(master.dtype), specs.get(name)
             fmt, epsilon = str(p.dtype).removeprefix("torch."), float(torch.finfo(p.dtype).eps)
             spec = forward.specs.weight if forward is not None else None
-            # Float32 weights that hold only numbers of the format are stored in it, by code of the user's.
+            # If float32 weights hold only numbers of the format, the user's code stores them in that format.
             is_rounded = (
                 spec is not None and bool((round_to(first, spec.fmt) == first).all()) and p.dtype is torch.float32
             )
             if spec is not None and is_rounded and epsilon_of(spec):
                 fmt, epsilon = str(spec.fmt), epsilon_of(spec)
             self._add(name, first, change, p.detach(), fmt, epsilon)
-        # Only lost updates need the copies.
+        # The twins are only needed for lost updates.
         if not self._seem_lost():
             self._twins = []
 
     @property
     def _nearest(self) -> list[dict[str, Any]]:
-        """Rows of parameters that are not rounded stochastically."""
-        # Stochastic rounding loses single updates, and is right on average.
+        """The rows of parameters that are not rounded stochastically."""
+        # Stochastic rounding loses single updates, but it is right on average.
         return [row for row in self.rows if not row.get("is drawn")]
 
     def _seem_lost(self) -> bool:
-        """True if few of the wanted updates moved a number, or many are in tensors that did not move at all."""
+        """True if few of the wanted updates changed a number, or many are in tensors that did not move at all."""
         wanted, moved = sum(r["wanted"] for r in self._nearest), sum(r["moved"] for r in self._nearest)
         in_still = sum(r["wanted"] for r in self._nearest if not r["moved"])
         return bool(wanted) and (moved < MOVED * wanted or in_still >= STILL * wanted)
 
     def lost(self) -> Event | None:
-        """Return the event of updates nearly all of which changed nothing, or that left whole tensors unmoved."""
+        """Return the event of lost updates: nearly all of them changed nothing, or they left whole tensors unmoved."""
         if not self._seem_lost():
             return None
         rows = self._nearest
@@ -264,7 +265,7 @@ class Updates:
 
     def _moves_later(self, worst: dict[str, Any]) -> bool:
         """True if a user's optimizer keeps the rounding error of a parameter, and applies it in a later step."""
-        # Its twin and one in more bits take further steps with the same gradient.
+        # The optimizer's twin, and its twin in more bits, make further steps with the same gradient.
         if not self._twins:
             return False
         key = next(key for key, name in self.names.items() if name == worst["parameter"])
@@ -276,19 +277,19 @@ class Updates:
         if not bool(still.any()):
             return False
         ulp, largest = worst["epsilon"] * float(first[still].abs().max()), float((master - first)[still].abs().max())
-        # Four times as many as add up to an ulp; fewer of a large parameter, whose steps take long.
+        # Four times the number of steps whose updates add up to an ulp; fewer for a large parameter, which is slow.
         steps = min(math.ceil(4 * ulp / largest), max(16, min(STEPS, 2**28 // first.numel())))
         if not narrow.step(steps - 1) or bool((narrow.parameters[key].double() == first)[still].all()):
             return False
         if not wide.step(steps - 1):
             return False
         own, true = ((twin.parameters[key].detach().double() - first)[still] for twin in (narrow, wide))
-        # Numbers that the first step left in place must go half as far, in the same direction. Stochastic rounding
-        # strays from it.
+        # Numbers that the first step did not change must move at least half as far as in more bits, in the same
+        # direction. With stochastic rounding they move in other directions too.
         return float((own * true).sum()) > 0.5 * float((true * true).sum())
 
     def moved_with_masters(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Count the numbers that move if the parameters are kept in more bits, and those with a gradient."""
+        """Return how many numbers move if the parameters are kept in more bits, and how many have a gradient."""
         moved = sum(int((m.to(dtype) != self.first[n].to(dtype)).sum()) for n, m in self.masters.items())
         return moved, max(moved, sum(self.gradients[n].nonzero for n in self.masters if n in self.gradients))
 
@@ -298,7 +299,7 @@ class Updates:
 
 @dataclass
 class _Twin:
-    """A copy of an optimizer, with copies of its parameters, by the ids of the originals."""
+    """A copy of an optimizer. parameters: copies of its parameters, by the ids of the originals."""
 
     optimizer: Any
     parameters: dict[int, Tensor]
@@ -310,15 +311,15 @@ class _Twin:
         return self
 
     def step(self, times: int = 1) -> bool:
-        """Step without the hooks of others, and restore the random numbers; return False if the optimizer raises."""
+        """Step without hooks, and restore the random numbers; return False if the optimizer raises an error."""
         step = type(self.optimizer).step
-        # torch wraps `step` to call the hooks of all optimizers around it, those of this tool among them.
+        # torch wraps `step`, and calls the hooks of all optimizers around it, including those of this tool.
         if getattr(step, "hooked", False):
             step = step.__wrapped__
 
         def start(undo: Undo) -> bool:
             keep_random_numbers(undo)
-            # It may need a closure, or keep state that was not copied.
+            # The optimizer may need a closure, or state that was not copied.
             try:
                 for _ in range(times):
                     step(self.optimizer)
@@ -332,9 +333,9 @@ class _Twin:
 def _twin(optimizer: Any, is_wide: bool) -> _Twin | None:
     """Copy an optimizer and its parameters; return None if it cannot be copied.
 
-    is_wide: in more bits, its states too.
+    is_wide: whether the copy has more bits, also for its states.
     """
-    # deepcopy takes the copies of parameters from this memo, so that groups and states refer to them.
+    # deepcopy takes the copies of parameters from this memo, so groups and states refer to these copies.
     memo: dict[int, Any] = {}
     parameters: dict[int, Tensor] = {}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
@@ -345,7 +346,7 @@ def _twin(optimizer: Any, is_wide: bool) -> _Twin | None:
             if p.grad.layout is not torch.strided:
                 return None
             copied.grad = p.grad.detach().to(dtype, copy=True)
-    # A user's optimizer may hold what cannot be copied.
+    # A user's optimizer may hold objects that cannot be copied.
     try:
         twin = copy.deepcopy(optimizer, memo)
     except Exception:
@@ -364,12 +365,12 @@ def _states(optimizer: Any, p: Tensor) -> list[tuple[str, Tensor]]:
     return [(state.text, state.x) for state in states if state.x.is_floating_point() and state.x.dim()]
 
 
-# Averages that a step keeps in few bits: their values in more bits, and whether they move at all
+# Averages that a step keeps in few bits: compute them in more bits, and find out whether they move at all
 
 
 @dataclass
 class _Average:
-    """A tensor that a step writes to. name: of a parameter or buffer; for other tensors, the place of the write."""
+    """A tensor to which a step writes. name: that of the parameter or buffer; else the place of the write."""
 
     x: Tensor
     name: str
@@ -378,9 +379,9 @@ class _Average:
 
 
 class Averages:
-    """Tensors in few bits that a step writes to, and a second run of it with float64 copies beside them.
+    """Tensors in few bits to which a step writes, and a second run of the step, with float64 copies of them.
 
-    `see` and `written` visit the first run; the second one has this as its `edit`.
+    `see` and `written` visit the first run; the second run has this object as its `edit`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -393,16 +394,16 @@ class Averages:
             if x.dtype in LOW and x.layout is torch.strided
         ]
         self._own = {x.untyped_storage().data_ptr() for x, _, _ in self._first}
-        self._outside: dict[int, Tensor] = {}  # tensors of few bits that no operation gave, by their memory
+        self._outside: dict[int, Tensor] = {}  # by memory: tensors of few bits that are no results
         self._has_norm = False
-        self.found: dict[int, _Average] = {}  # by id
-        self._wide = WeakTensorKeyDictionary()  # {tensor: it and its probe in float64}
+        self.found: dict[int, _Average] = {}  # by the tensor's id
+        self._wide = WeakTensorKeyDictionary()  # {tensor: its float64 copy, and the probe}
         self._moved: dict[str, int] = {}
 
-    # The run in which they are found
+    # The run in which averages are found
 
     def see(self, operation: Operation, given: list[Tensor]) -> None:
-        """Visit an operation. given: its operands."""
+        """Visit an operation. given: the operands."""
         self._has_norm |= operation.name in NORMS
         for source, x in zip(operation.sources, given, strict=True):
             if source is None and x.dtype in LOW:
@@ -412,14 +413,14 @@ class Averages:
         """Visit a tensor before a write to it. is_outside: whether it is not the result of an operation."""
         if x.dtype not in LOW or x.layout is not torch.strided:
             return
-        # The target may be a view that the step has made of an average: memory tells them to be one.
+        # The target may be a view of an average that the step has made. Equal memory shows that.
         memory = x.untyped_storage().data_ptr()
         x = x if is_outside else self._outside.get(memory, x)
         if (is_outside or memory in self._outside) and memory not in self._own and id(x) not in self.found:
             self.found[id(x)] = _Average(x, place, "state", x)
 
     def end(self, stepped: Iterable[Tensor]) -> None:
-        """End that run. stepped: the parameters of optimizers, which `Updates` checks."""
+        """End the first run. stepped: the parameters of optimizers, which `Updates` checks."""
         left_out, now = {id(p) for p in stepped}, {id(x) for x in (*self.model.parameters(), *self.model.buffers())}
         for x, version, first in self._first:
             name, role = self._named[id(x)]
@@ -428,10 +429,10 @@ class Averages:
             if id(x) not in left_out and (version_of(x) != version or id(x) not in now or is_norm):
                 self.found[id(x)] = _Average(x, name, role, first)
 
-    # The run beside which they are computed in float64
+    # The run during which averages are also computed in float64
 
     def event(self, trials: Trials) -> Event | None:
-        """Return the event of averages that stay where they are."""
+        """Return the event of averages that do not move."""
         if not self.found:
             return None
         for average in self.found.values():
@@ -457,7 +458,7 @@ class Averages:
         return event
 
     def _compared(self, begun: dict[int, Tensor]) -> Iterable[tuple[_Average, Tensor, Tensor]]:
-        """Yield the averages that stay, with the changes that they missed, and half an ulp of each number."""
+        """Yield the averages that do not move, with the changes that they missed, and half an ulp of each number."""
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         for key, average in self.found.items():
             now = average.x if average.role == "state" else named.get(average.name, average.x)
@@ -469,8 +470,8 @@ class Averages:
             wanted, lost = wanted_and_lost(first, now.detach().double(), change)
             if not wanted or lost < (1 - MOVED) * wanted or not bool(wide.isfinite().all()):
                 continue
-            # An average that keeps the share d of itself is on its way to change / (1 - d). The probe, which begins
-            # elsewhere, tells d.
+            # An average that keeps the share d of itself in each step moves by change / (1 - d) in total. The probe,
+            # which begins at other values, tells d.
             kept = (probe - wide) / (begun[key] - first)
             to_go = change.abs() / (1 - kept).clamp(min=1e-9)
             ends = Ends.of_dtype(now.dtype)
@@ -491,7 +492,7 @@ class Averages:
         row = row_of(kind.name)
         if not writes and row.kind not in ARITHMETIC and row.name not in ("lerp", "detach", "data", "addcmul"):
             return func(*args, **kwargs)
-        # torch refuses some mixtures of dtypes: then the copies of these tensors are given up.
+        # torch refuses some mixtures of dtypes. Then the float64 copies of these tensors are dropped.
         with torch.no_grad(), without_torch_function():
             try:
                 wides = []
@@ -523,7 +524,7 @@ class Averages:
         return widened
 
     def remedies(self, event: Event) -> list[Remedy]:
-        """Return float32 for the averages that did not move: the run in float64 has shown that they do there."""
+        """Return float32 as the remedy for the averages: the run in float64 has shown that they move there."""
         moved = self._moved.get(event.place, 0)
         words = "it" if event.role == "state" else event.place
         return [Remedy(f"float32 for {words}", "master", detail=f"{moved} of {event.of} numbers move")]

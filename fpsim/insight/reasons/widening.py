@@ -1,4 +1,4 @@
-"""Operations of a native model in more bits: all of them for a reference, or some of them as a remedy."""
+"""Run operations of a native model in more bits: all of them for a reference, or some of them as a remedy."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ALL_CASTS = _CASTS | {"float", "double"}
 class Widening:
     """An `edit` of a trace that runs operations in float32, and casts their results back for other operations.
 
-    chosen: the indices of the operations; None for all of them. wide: float64 instead of float32.
-    given: the name and the dtype of each result of the step itself, by the indices of the calls.
-    gradients: those of the parameters' float32 copies, which no cast to the parameter's dtype has rounded.
-    overflows: whether any number becomes inf when it is cast back: then the overflow has only moved.
+    chosen: the indices of the operations; None for all of them. wide: the wide dtype, float32 or float64.
+    given: the name and the dtype of each result in the unedited step, by the indices of the calls.
+    gradients: the gradients of the parameters' wide copies, which no cast to the parameter's dtype has rounded.
+    overflows: whether any number becomes inf when it is cast back. Then the overflow has only moved.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class Widening:
         given: Mapping[int, tuple[str, torch.dtype]] | None = None,
     ) -> None:
         self.chosen, self.wide, self._given = chosen, wide, given or {}
-        # A step that raises in low precision may go on in float32, with calls that nothing is known about.
+        # A step that raises an error in low precision may continue in float32, with calls that `given` does not have.
         self._end = max(self._given, default=-1)
         self._low = LOW if wide is torch.float32 else (*LOW, torch.float32)
         self._casts = _CASTS if wide is torch.float32 else _CASTS | {"float"}
         self.gradients: dict[int, Tensor] = {}
-        self._wide = WeakTensorKeyDictionary()  # {a tensor that is wide here: the dtype that it had}
+        self._wide = WeakTensorKeyDictionary()  # {a tensor that is wide here: its dtype in the unedited step}
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.overflows = False
 
@@ -52,7 +52,7 @@ class Widening:
         tensors = [x for x in tensors_of((args, kwargs)) if x.is_floating_point()]
         is_move = kind.action is Action.MOVE and kind.name not in self._casts
         chosen = self.chosen is None or index in self.chosen
-        # A view of a tensor that is float32 here is float32, too.
+        # A view of a tensor that is wide here is wide too.
         if is_move and not chosen:
             chosen = any(x in self._wide for x in tensors)
         # A tensor that is written to cannot change its dtype.
@@ -61,21 +61,21 @@ class Widening:
         is_cast = kind.name in _ALL_CASTS and bool(tensors) and bool(args) and args[0] is tensors[0]
         name, dtype = self._given.get(index, ("", None))
         before = [dtype] if name == kind.name else []
-        # In the step itself this cast returned its operand, and was no operation. It must not become one here:
-        # operations are known by how many of their name came before.
+        # In the unedited step this cast returned its operand, and was no operation. It must not become an operation
+        # here, because operations are known by their number among those with the same name.
         if is_cast and not name and index <= self._end:
             out = func(*args, **kwargs)
             return tensors[0] if out.is_floating_point() and out.layout is torch.strided else out
-        # A cast of a wide tensor to a wide dtype loses nothing, so that its result stays wide.
+        # A cast of a wide tensor to a wide dtype loses nothing, so its result stays wide.
         if not chosen and is_cast and tensors[0] in self._wide and not _wanted(kind.name, args, kwargs, self._low):
             return self._marked(func(*args, **kwargs), tensors, before)
-        # Integers are read from a wide tensor as it is: rounded first, an index would be another one.
+        # Integers are read from a wide tensor without rounding: rounding could change an index.
         if not chosen:
             if not _to_integers(kind.name, args, kwargs):
                 args, kwargs = map_leaves(self._narrowed, (args, kwargs))
             return func(*args, **kwargs)
         lows = [x.dtype for x in tensors if x.dtype in self._low] + [self._wide[x] for x in tensors if x in self._wide]
-        # The dtype that a cast, or a call that makes a tensor of integers, was asked for.
+        # Add the dtype that a cast was asked for, or a call that makes a tensor from integers.
         lows += _wanted(kind.name, args, kwargs, self._low)
         device = tensors[0].device.type if tensors else "cpu"
         if torch.is_autocast_enabled(device) and not lows:
@@ -89,8 +89,8 @@ class Widening:
         return self._marked(out, tensors if is_cast else [], before or lows)
 
     def _marked(self, out: Any, operands: list[Tensor], before: Sequence[torch.dtype | None]) -> Any:
-        """Mark a call's result with its dtype in the step itself."""
-        # A cast that returns its operand here was an operation in the step itself, and its result is another tensor.
+        """Mark a call's result with its dtype in the unedited step."""
+        # A cast may return its operand here, although it was an operation with a new tensor in the unedited step.
         if any(out is x for x in operands):
             out = out.clone()
         for x in tensors_of(out):
@@ -99,7 +99,7 @@ class Widening:
         return out
 
     def _note(self, key: int, gradient: Tensor) -> None:
-        # A step may run several backward passes, whose gradients add up.
+        # A step may run several backward passes. Their gradients are added up.
         known = self.gradients.get(key)
         self.gradients[key] = gradient.detach() if known is None else known + gradient.detach()
 
@@ -108,7 +108,7 @@ class Widening:
             return x
         narrow = x.to(self._wide[x])
         lost = narrow.isinf() & x.isfinite()
-        # Some numbers far below zero may be a mask.
+        # Numbers far below zero may be a mask if they are not all of the tensor.
         self.overflows |= bool((lost & (x > 0)).any()) or bool(lost.all() and x.numel())
         return narrow
 
@@ -119,7 +119,7 @@ class Widening:
             return x
         if not (x.is_leaf and x.requires_grad):
             return x.to(self.wide)
-        # One copy for all readers of a parameter, so that its hook sees their gradients added up in float32.
+        # All readers of a parameter share one copy, so its hook sees their gradients added up in the wide dtype.
         if id(x) not in self._copies:
             copy = x.to(self.wide)
             if copy.requires_grad:
@@ -139,7 +139,7 @@ def _to_integers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 def _wanted(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], low: tuple[torch.dtype, ...] = LOW
 ) -> list[torch.dtype]:
-    """Return the dtypes of fewer bits that a call asks for."""
+    """Return the dtypes of fewer bits that a call requests."""
     named = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32}
     if name in named:
         return [d for d in (named[name],) if d in low]
