@@ -421,8 +421,8 @@ class Dead:
 
     def begin(self, step: int) -> None:
         """Begin a step. The first step is checked; at the second, warn of the gradients that were found."""
-        # The warning waits for the second step, because the device has then long computed the flags, and copying them
-        # together costs little.
+        # The warning waits for the second step: by then the device has long computed the first, and all flags are
+        # copied at once.
         if self._step is None:
             self._step = step
         elif self.looks:
