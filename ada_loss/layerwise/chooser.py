@@ -151,7 +151,7 @@ class ScaleChooser:
         MEASURES[self._rule.measures](self._rule, self._constants, measured)
 
     def scale_to_hold(self, requested: Tensor, state: SiteState) -> Tensor:
-        """The scale to hold until the next update: the requested one, unless the gradient is all zero or not finite."""
+        """Return the scale to hold until the next update: the requested one, unless the gradient is 0 or not finite."""
         held = state.held_log2_scale
         if held is None:
             return requested

@@ -148,8 +148,7 @@ def plan_of(
     while ready:
         node = ready.pop()
         if hasattr(node, "variable"):
-            # Each producer divides its own part. A leaf is therefore never a meeting: otherwise a shared leaf would be
-            # divided twice.
+            # Each producer divides its own part, so a leaf must not be a meeting: it would be divided twice.
             cells = [cell for parts in producers[node].values() for *_, cell in parts]
             plan.leaves.append((node.variable, frozenset(s for cell in cells for s in cell.sites)))
             if all(cell is not true for cell in cells):
@@ -163,8 +162,7 @@ def plan_of(
             )
         slots = {} if node is not root else {0: true}
         for nr, parts in producers[node].items():
-            # A slot holds its parts until the last one arrives only if they carry different powers. If all carry one
-            # power, torch adds them.
+            # A slot holds its parts until the last one only if their powers differ. Otherwise torch adds the parts.
             slots[nr] = parts[0][2]
             if len(parts) > 1 and any(cell is not slots[nr] for _, _, cell in parts):
                 meeting = Meeting(new_cell(frozenset(s for *_, cell in parts for s in cell.sites)))
@@ -189,8 +187,7 @@ def plan_of(
             if child is None:
                 continue
             producers[child][nr].append((node, edge, cell))
-            # The gradient is divided at the edge, not at the leaf: parts of a leaf's gradient may carry different
-            # powers, and each comes from one node.
+            # Division is at the edge, not at the leaf: each part of a leaf's gradient may carry another power.
             if hasattr(child, "variable") and cell is not true:
                 leave(node, cell, edge, child.variable)
             arriving[child] -= 1
