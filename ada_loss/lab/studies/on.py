@@ -284,7 +284,7 @@ def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float
     choices = _choices(subject, (model, quantised), given)
     roles = ("activation", "error")
     # The gradient of an expert that gets other tokens may be entirely different, or zero, although nothing is lost. If
-    # there are routers, only inf counts as a break.
+    # choices differ, only inf counts as a break.
     if choices:
         is_inf = [row for row in rows if row["relative"] == math.inf and row["amax_a"] and row["role"] in roles]
         breaks = min(is_inf, key=lambda row: roles.index(row["role"]), default=None)

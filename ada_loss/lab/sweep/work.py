@@ -208,7 +208,7 @@ def training_of(config: Mapping[str, Any], make_task: MakeTask, device: str) -> 
 
 
 def _run_own(job: Job, train: TrainFunction) -> tuple[Run, str | None]:
-    """Call a training function. If it fails at once after resuming, its checkpoint is deleted, to help a retry."""
+    """Call a training function. If it fails at once after resuming, its checkpoint is deleted: a retry would fail."""
     try:
         return run_job(job, train)
     # The checkpoint is not the cause of these exceptions.
