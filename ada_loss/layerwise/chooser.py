@@ -130,10 +130,10 @@ class ScaleChooser:
     ) -> Tensor:
         """Return the scale at which a gradient is rounded, lowered until the gradient does not overflow.
 
-        site: where it is rounded.
-        gradient: in its true size, before rounding.
-        requested: the scale that it arrives with, or that its site holds.
-        state: of its site.
+        site: the site where it is rounded.
+        gradient: the gradient in its true size, before rounding.
+        requested: the scale with which it arrives, or that its site holds.
+        state: the state of its site.
         has_amax: whether the state's moments already hold the gradient's amax; if not, it is written there.
         """
         if not has_amax:
@@ -163,12 +163,12 @@ class ScaleChooser:
 class Measured(NamedTuple):
     """One gradient whose scale a rule measures.
 
-    site: where it is rounded.
-    gradient: in its true size, before rounding.
-    requested: the scale that it arrives with.
-    limits: of the site.
-    state: of the site.
-    out: where its scale is written.
+    site: the site where it is rounded.
+    gradient: the gradient in its true size, before rounding.
+    requested: the scale with which it arrives.
+    limits: the limits of the site.
+    state: the state of the site.
+    out: the tensor to which its scale is written.
     """
 
     site: GradientSite

@@ -1,4 +1,4 @@
-"""The engine that gives each gradient its own scale.
+"""The engine that chooses a scale for each gradient.
 
 In the forward pass, `make_site` records where a tensor's gradient will be rounded. In the backward pass, `scale_at`
 returns the scale of this gradient. A step that chooses scales takes the largest scale that the tensor's consumers sent,

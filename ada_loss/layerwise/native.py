@@ -191,9 +191,10 @@ class NativeScaling:
     def true_grad(self, tensor: Tensor, gradient: Tensor) -> Tensor:
         """Return the true gradient of a hidden tensor, as in a plain backward pass, in float32 or its own wider dtype.
 
-        tensor: the tensor to which the gradient belongs, as its hooks, `retain_grad` and `torch.autograd.grad` return
-        it in the last scaled backward pass. A parameter's gradient is true already. Raises ValueError for a tensor
-        without a gradient in that pass.
+        tensor: the tensor to which the gradient belongs. The gradient may come from its hooks, `retain_grad` or
+            `torch.autograd.grad` in the last scaled backward pass. A parameter's gradient is already true.
+        gradient: the gradient to unscale.
+        Raises ValueError for a tensor without a gradient in that pass.
 
         >>> layer = nn.Linear(8, 8)
         >>> layers = NativeScaling(layer)

@@ -37,7 +37,7 @@ FIRST_VERSION = 2
 APPLICATION_ID = 0x4C6F7373  # "Loss", in the header of the file
 CannotWrite = sqlite3.OperationalError  # raised for a full disk or a missing permission
 STATES = ("planned", "running", "done", "failed")
-BESIDE = ("-wal", "-shm", "-journal")  # suffixes of the files that SQLite opens beside the ledger
+BESIDE = ("-wal", "-shm", "-journal")  # suffixes of the files that SQLite opens next to the ledger
 # The largest file that may be opened: 100,000 finished cells take 100 MB.
 MOST_BYTES = 1 << 32
 MOST_BYTES_OF_A_ROW = 1 << 26

@@ -55,18 +55,18 @@ def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
     Always:
         losses, scales: (steps,), the loss of each step and the loss scale before it.
         skipped: the steps that were skipped because a gradient was not finite.
-    With evaluations on the way:
+    If the training is evaluated in between:
         evaluations.steps, evaluations.METRIC: (evaluations,).
-    With the user's own training function:
+    If a user's training function trains:
         curves.NAME: (2, numbers), steps and values that it logged.
-    With a recording, whose sites come in the order of the forward pass:
+    If tallies are recorded, for sites in the order of the forward pass:
         sites.COLUMN: (sites,), each column of the tallies; NaN where a role has none.
         history.steps: (points,).
         history.elements, .nonzero, .underflow, .overflow: (points, sites), the counts up to those steps.
-    With adaptive scaling and a recording:
+    If tallies are recorded and scaling is adaptive:
         layers.steps: (points,); layers.site: (layers,).
         layers.log2_scale: (points, layers), NaN where a layer had no gradient.
-    With an optimizer that stores weights in few bits, at some steps, counted from 0:
+    If the optimizer stores weights in few bits, at some steps, counted from 0:
         updates.steps, .lost, .edq: (points,), the steps, the share of lost updates, and the ratio of the effective to
             the intended update.
         parameters.name, .lost, .at_first: (parameters,), values at the end of the training; see

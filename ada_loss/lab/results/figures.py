@@ -457,7 +457,7 @@ def plot_heat(
     edges = [0, *steps]
     low, high = limits
     mesh = axes.pcolormesh(edges, range(len(sites) + 1), values.T, cmap=HEAT, vmin=low, vmax=high)
-    # Without an edge, viewers of vector pictures draw hairlines between the cells.
+    # The cells have edges, because viewers of vector pictures would otherwise draw hairlines between cells.
     mesh.set(edgecolor="face", linewidth=0.2)
     axes.set_facecolor("0.85" if ink() == "black" else "0.3")
     is_empty = bool(np.isnan(values).any())

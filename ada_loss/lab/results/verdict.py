@@ -161,7 +161,7 @@ def _combination(
     fmt: str, rest: str, rows: Sequence[Mapping[str, Any]], metric: str, baseline: Mapping[int, float], level: float
 ) -> Combination:
     """Return the differences of a setting from float32, and an outcome if it diverged or failed, without a test."""
-    # Only rows of cells that are done have the column; the others failed.
+    # Only rows of finished cells have this column; cells of the other rows failed.
     finished = [row for row in rows if "diverged" in row]
     silent = [row for row in finished if not row["diverged"] and not is_number(row.get(metric))]
     told = [row for row in finished if row not in silent]

@@ -99,7 +99,7 @@ def fashion(seed: int = 0, path: str | os.PathLike[str] = DEBIAN) -> Task:
     """Classify Fashion-MNIST (Xiao et al. 2017): its first 6,000 training images, and its first 2,000 test images.
 
     Args:
-        seed: of the weights.
+        seed: the seed of the weights.
         path: the folder of its four idx files, compressed or not. In a sweep: "fashion=FOLDER".
 
     Raises:
@@ -163,7 +163,7 @@ def pictures(
     """Classify your own pictures, in colour, with a folder for each class; a fifth is for the test.
 
     Args:
-        seed: of the weights.
+        seed: the seed of the weights.
         path: the folder that contains a folder for each class. In a sweep: "pictures=PATH".
         depth, version: depth and version of a ResNet, which replaces the small network: "pictures=PATH,depth=56".
         model: the name of a network of torchvision, with random weights: "pictures=PATH,model=resnet18". Pictures are

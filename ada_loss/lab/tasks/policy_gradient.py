@@ -56,7 +56,7 @@ class Targets(NamedTuple):
 
 
 def drawn(forward: Callable[[Tensor], Tensor], prompts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Draw `count` tokens behind each prompt, one by one at temperature 1; return the texts and log-probabilities.
+    """Draw `count` tokens after each prompt, one by one, at temperature 1; return texts and log-probabilities.
 
     The random numbers come from torch's generator on the CPU, so that every device draws the same tokens. There is no
     cache of keys and values: the whole text is computed again for each token.

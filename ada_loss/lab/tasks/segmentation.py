@@ -83,7 +83,7 @@ METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {"mean_iou": mean_iou, "
 @made_of("path")
 @trained_with(optimizer="adam", learning_rate=0.01, warmup=30, epochs=6, batch_size=16)
 def segmentation(seed: int = 0, path: str | os.PathLike[str] | None = None) -> Task:
-    """Classify the pixels of 768 drawn scenes with a small SegNet; the metric is the mean IoU of four classes on 256.
+    """Classify the pixels of 768 drawn scenes with a small SegNet; the metric is the mean IoU on 256 others.
 
     The loss is the mean over all pixels of a batch, as SegNet's is. The gradient of each pixel is therefore divided by
     about 10,000, and small formats lose it without scaling.

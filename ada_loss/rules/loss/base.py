@@ -41,7 +41,7 @@ FLOAT32 = number("a number above 0 that float32 holds", lambda v: 0 < v <= FLOAT
 def state(default: Any, possible: Possible) -> Any:
     """Declare a field that steps change: keyword-only, to resume from the state of another run.
 
-    default: the value before the first step, or None where the parameters determine it (see `_initial_state`).
+    default: the value before the first step, or None if the parameters determine it (see `_initial_state`).
     possible: the values that it may have.
     """
     return field(default=default, kw_only=True, metadata={"possible": possible})
