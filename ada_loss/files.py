@@ -76,7 +76,7 @@ def _held(folder: Path, is_own: bool) -> Iterator[tuple[int | None, Callable[[st
     """Hold a folder open and name files relative to it, so that a folder swapped in meanwhile is not written to.
 
     Yields a handle of the folder, and a function from a name to a path. Windows cannot open folders: there the handle
-        is None, and the paths are complete.
+    is None, and the paths are complete.
     """
     # On Windows, where no folder is held open, this check is the only protection; elsewhere O_NOFOLLOW decides.
     if is_own:

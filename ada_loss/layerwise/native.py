@@ -219,8 +219,8 @@ class NativeScaling:
         """Lower the scales where gradients overflowed. Call it when a step was skipped for its gradients.
 
         Otherwise the rule would undo the backoff of a loss scaler, and every step would be skipped. Two sites are
-            limited to a sixteenth of their scales: the first site in the backward pass whose parameters' gradients are
-            not finite, and the site before it. The host waits for the gradients, as it already did to skip the step.
+        limited to a sixteenth of their scales: the first site in the backward pass whose parameters' gradients are not
+        finite, and the site before it. The host waits for the gradients, as it already did to skip the step.
         """
         if self._is_lowered:
             return

@@ -415,7 +415,7 @@ def watch_sent(
     """Call `tell` in each backward pass with the gradient that a product sends on, in float32 before rounding.
 
     Nodes for which `_sent_by` returns None, and passes in which `is_wanted` returns False, are skipped. Register this
-        after other hooks that change the incoming gradient. tell, is_wanted: functions that must not hold a node.
+    after other hooks that change the incoming gradient. tell, is_wanted: functions that must not hold a node.
     """
     sent = _sent_by(node, half)
     arrived: list[Tensor | None] = []

@@ -120,9 +120,9 @@ def curves_of(arrays: Mapping[str, np.ndarray[Any, Any]]) -> Curves:
     """Return the curves of a training, {name: (steps, values)}.
 
     The curves are: "loss" and "scale" of every step, counted from 0; logged values at the steps that were logged, also
-        a logged "loss"; metrics that were computed during the training; "underflow/ROLE", the share of a role's numbers
-        that underflowed up to a step (for "error", the gradients that enter products count too); "updates/lost" and
-        "updates/edq". Other arrays are ignored.
+    a logged "loss"; metrics that were computed during the training; "underflow/ROLE", the share of a role's numbers
+    that underflowed up to a step (for "error", the gradients that enter products count too); "updates/lost" and
+    "updates/edq". Other arrays are ignored.
     """
     curves: Curves = {}
     for name, key in NAMES.items():

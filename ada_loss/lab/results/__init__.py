@@ -22,7 +22,7 @@ class Results(StoredResults):
     """Results of a sweep: the current content of its folder as rows and tables, with pictures and a report.
 
     This class is a facade: `StoredResults` reads the folder, and other modules make the pictures and the report.
-        Opening a folder changes nothing in it.
+    Opening a folder changes nothing in it.
 
     out: the folder.
 

@@ -189,8 +189,8 @@ def collapses(
     """Count the collapsed seeds of each setting, which are its lowest seeds: an array (...) for each setting.
 
     The k lowest of n seeds have collapsed if they lie far below the mean of the others: by so many deviations of the
-        others that k of n normal draws would do so with a chance below the setting's part of the level, for any mean
-        and deviation. With three seeds this takes thousands of deviations, with five some forty.
+    others that k of n normal draws would do so with a chance below the setting's part of the level, for any mean and
+    deviation. With three seeds this takes thousands of deviations, with five some forty.
 
     If tails are heavier than normal, chance differences are larger. Collapsed seeds must therefore also lie below this
     mean by more than `OF_DEVIATION` deviations of the others, `OF_USUAL` usual deviations of the other settings, and
@@ -509,8 +509,7 @@ def _moderated(variances: NDArray[Any], freedom: NDArray[Any], tolerance: float)
     """Return the variances, moderated by each other, and their degrees of freedom.
 
     Smyth 2004, 6.2: variances are draws from a scaled inverse chi-squared distribution. Its two parameters come from
-        the mean and the variance of their logarithms. The degrees of freedom are at most those of all settings
-        together.
+    the mean and the variance of their logarithms. The degrees of freedom are at most those of all settings together.
     """
     # A variance of zero has no logarithm, and the logarithm of a tiny variance would dominate the mean of all.
     known = variances > (NEGLIGIBLE * tolerance) ** 2

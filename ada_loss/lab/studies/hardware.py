@@ -1,7 +1,7 @@
 """Hardware by name: its formats of training, the accumulators of its products, and the numbers that it flushes.
 
 A preset is data: lines with a source each, and a list of the effects that it does not model. Its name has a version,
-    `h100@1`: if a source changes, the preset gets the next version.
+`h100@1`: if a source changes, the preset gets the next version.
 """
 
 from __future__ import annotations

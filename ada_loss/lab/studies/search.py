@@ -188,7 +188,7 @@ def search(
     its modules in float32 was tried in the formats.
 
     All tried policies are also stored as a study of Optuna in `out`: `optuna-dashboard sqlite:///runs/search/optuna.db`
-        shows it.
+    shows it.
 
     Args:
         task, train, task_options, engine, out, show_progress: as in `sweep`.

@@ -47,7 +47,7 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
     """Read the arguments for `sweep` from a file. `sweep` itself checks the values.
 
     The file is YAML 1.2: `1e-3` is a number, `off` and `none` are words, a duplicate key is an error. If the task is
-        "module:function", the module may lie next to the file: the file's folder is appended to Python's path.
+    "module:function", the module may lie next to the file: the file's folder is appended to Python's path.
 
     name: the path of a YAML file, or the name of a sweep that comes with the library.
     Raises FileNotFoundError if there is no such file; ValueError for a file that is not YAML or is nested too deeply,

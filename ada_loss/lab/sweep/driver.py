@@ -97,10 +97,10 @@ def sweep(
     """Train the task once for each format, scaling method, rounding and seed, and return the results.
 
     Run it again to resume: cells that are done in `out` do not run again, and failed cells run again only with
-        `retry_failed`. A cell is identified by its whole configuration: any difference makes it another cell. A
-        training that diverges is a result. A training that raises an error, hangs or kills its worker is a failure, and
-        the other cells go on. An interrupted cell resumes from its checkpoint in `out`, with the same bits as without
-        the interruption.
+    `retry_failed`. A cell is identified by its whole configuration: any difference makes it another cell. A training
+    that diverges is a result. A training that raises an error, hangs or kills its worker is a failure, and the other
+    cells go on. An interrupted cell resumes from its checkpoint in `out`, with the same bits as without the
+    interruption.
 
     Args:
         task: the name of a task (`ada-loss tasks` lists them), "module:function", or a function from a seed to a

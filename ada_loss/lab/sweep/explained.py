@@ -42,9 +42,9 @@ def explain(out: Path, execution: Execution, make_task: MakeTask | TrainFunction
     """Return the reasons of a folder by cell. New reasons are found, and written next to the ledger.
 
     For a cell that diverged, `fpsim.why` examines the step whose loss is not finite, and the step before, which may
-        have spoilt the parameters. For a setting that falls short, it examines the last step of one seed, or else the
-        first. If this fails, a warning is printed, and it is tried again the next time: the results are worth more than
-        the reason.
+    have spoilt the parameters. For a setting that falls short, it examines the last step of one seed, or else the
+    first. If this fails, a warning is printed, and it is tried again the next time: the results are worth more than the
+    reason.
 
     execution: the execution of the new trainings, with their time limit.
     """

@@ -97,7 +97,7 @@ def chars(seed: int = 0, text: str | os.PathLike[str] | None = None) -> Task:
     """Learn a text in sequences of 64 characters; the last tenth is the test; the metric is bits per character.
 
     Bits per character depend on the whole predicted distribution, and accuracy only on its most likely character: of
-        two trainings with the same accuracy, one can be worse by 0.7 bits.
+    two trainings with the same accuracy, one can be worse by 0.7 bits.
 
     In float32 one epoch of the library's text reaches 3.3 bits and 40 % of the characters (Python 3.11, seed 0), in 7 s
     on two cores. The text comes with the running Python, so results of different versions cannot be compared.

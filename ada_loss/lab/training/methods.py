@@ -109,7 +109,7 @@ def make_native_scaling(method: str | float, model: nn.Module) -> NativeScaler:
     """Return the loss scaler of a method for a model in real float16; scales of layers are in the scaler's `layers`.
 
     The methods are named as for `make_scaling`: "adaptive" keeps gradients above the smallest number, and "adaptive
-        normal" above the smallest normal number. The latter is the default of `ada_loss.GradScaler(layers=model)`.
+    normal" above the smallest normal number. The latter is the default of `ada_loss.GradScaler(layers=model)`.
 
     model: a model that is not quantised.
     Raises ValueError for an unknown method, and for a method that needs the emulation.
