@@ -87,7 +87,7 @@ class Updater:
         self.grads = None if grads is None else self._summed(grads)
 
     def update(self) -> Tensor | None:
-        """Run one step. Returns the unscaled sum of its losses; None without any change if all tries overflowed."""
+        """Run one step. Returns the unscaled sum of its losses; None if all tries overflowed and no weight changed."""
         for _ in range(1 + self.max_retries):
             loss = self._backward()
             self.scaler.unscale_(self.optimizer)
