@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 
 def _require_our_fpsim() -> None:
-    """Refuse the package that another project of the index installs as `fpsim`, into the same folder as ours."""
+    """Refuse another project's package named `fpsim`, which PyPI would install into the same folder as ours."""
     module = sys.modules.get("fpsim")
     if module is None:
-        # The marker is read from the source of `fpsim/__init__.py`, because importing it takes a second. Without a
-        # source it is imported all the same.
+        # The marker is read from the source of `fpsim/__init__.py`, because importing the package takes a second. If
+        # there is no source, the package is imported.
         spec = find_spec("fpsim")
         source = getattr(spec and spec.loader, "get_source", lambda _: "")("fpsim")
         if source is not None and '__distribution__ = "ada-loss"' in source:

@@ -26,9 +26,10 @@ except ImportError:
 
     raise SystemExit(f"The command line needs more than the library: {pip_install('lab')}.") from None
 
-# Everything else is imported where it is used: --help and a mistyped option answer at once, without torch.
+# Everything else is imported where it is used, so that --help and a mistyped option are answered at once, without
+# importing torch.
 
-# 2 is typer's own code for a wrong option, and 130 a shell's for Ctrl-C.
+# 2 is typer's own exit code for a wrong option, and 130 is a shell's exit code for Ctrl-C.
 FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 1, 2, 3, 130
 
 app = typer.Typer(
@@ -88,7 +89,7 @@ def _errors_as_exit_codes(hint: str = "") -> Iterator[None]:
     """
     from ada_loss.lab.errors import SweepStopped
 
-    # Errors of these kinds are those that the library raises for bad input, in words for users.
+    # The library raises errors of these kinds for bad input, with messages for users.
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -163,7 +164,7 @@ def sweep(
 
         folder = None if out is None else str(out)
         execution = _given(workers=workers, engine=engine, device=device, time_limit=time_limit)
-        # A flag that is not given must not override the file, so it is None here and not False.
+        # A flag that is not given must not override the file, so its value is None here, not False.
         chosen = {"retry_failed": retry_failed or None, "baseline": False if no_baseline else None, "why": why or None}
         chosen["keep_old"] = keep_old or None
         given = _given(
@@ -283,7 +284,7 @@ def search(
         _add_current_folder()
         arguments = {
             "task": task,
-            # The option may be repeated, too: typer makes a list of it.
+            # The option may also be repeated: typer makes a list of all values.
             "roles": [role.strip() for word in roles for role in word.split(",")],
             "exponent_bits": exponent_bits,
             "mantissa_bits": mantissa_bits,
@@ -321,7 +322,7 @@ def _number_or_name(word: str) -> float | str:
 def status(out: Out, as_json: AsJson = False) -> None:
     """Show the progress of a sweep, also while it runs."""
     with _errors_as_exit_codes():
-        from ada_loss.lab.cells.ledger import Ledger, counted  # without torch: it answers at once
+        from ada_loss.lab.cells.ledger import Ledger, counted  # without torch, so that the answer comes at once
         from ada_loss.lab.cells.missing import is_driven, read_snapshot
         from ada_loss.lab.errors import printable
 
@@ -330,7 +331,7 @@ def status(out: Out, as_json: AsJson = False) -> None:
             cells, _, missing = read_snapshot(ledger, out)
         driven = is_driven(out) or driven
     counts, interrupted = counted(cells), 0
-    if not driven:  # the next driver plans them again
+    if not driven:  # the next driver plans the running cells again
         interrupted, counts["running"] = counts["running"], 0
         counts["planned"] += interrupted
     seconds = sum(cell["seconds"] or 0.0 for cell in cells if cell["state"] == "done")
@@ -418,7 +419,7 @@ def verdict(
         from ada_loss.lab.results import Results
 
         results = Results(out, minimize=minimize or (), maximize=maximize or ())
-        for name in (*(minimize or ()), *(maximize or ())):  # one that is misspelt would be passed over
+        for name in (*(minimize or ()), *(maximize or ())):  # without this check a misspelt name would be ignored
             results.require_metric(name)
         for one in results.verdicts(metric, tolerance, level, equivalence):
             show(one)

@@ -50,7 +50,8 @@ def number(words: str, holds: Callable[[Any], bool]) -> Possible:
 
 
 def _is_in_float64(value: Any) -> bool:
-    # Of Python's numbers only an int can be finite and larger: it would raise OverflowError far from the border.
+    # Among Python's numbers only an int can be finite and exceed float64. It would raise OverflowError later, far from
+    # the code that took the argument.
     return not isinstance(value, int) or abs(value) <= FLOAT64_MAX
 
 
@@ -72,7 +73,7 @@ def require(name: str, value: object, possible: Possible, owner: str, default: o
     value: the value given.
     possible: the valid values.
     owner: the object that takes the parameter, for the error: "GradScaler".
-    default: the default; without one the error does not suggest to omit the parameter.
+    default: the default of the parameter; if there is none, the error does not suggest omitting the parameter.
 
     >>> require("growth", 0.5, ABOVE_ONE, "rule", 2.0)
     Traceback (most recent call last):
@@ -93,10 +94,10 @@ def param(default: Any, possible: Possible) -> Any:
 
 
 def check_fields(made: Any, owner: str) -> None:
-    """Raise ValueError unless every field of a dataclass that declares its valid values has one.
+    """Raise ValueError unless every field that declares its valid values (by `param`) has a valid value.
 
-    made: an instance, in its `__post_init__`.
-    owner: its description for the error: "rule 'torch'".
+    made: an instance of the dataclass, which calls this in its `__post_init__`.
+    owner: the description of the instance for the error: "rule 'torch'".
     """
     for f in fields(made):
         if "possible" in f.metadata:

@@ -31,26 +31,28 @@ __all__ = [
     "write_atomically",
 ]
 
-MOST_BYTES = 1 << 25  # of a file with names, reasons or the like: 300 bytes for each of 100,000 cells
-LONGEST_NAME = 40  # letters of the target's name in that of the temporary file; file systems allow 255 bytes
-# Absent on Windows, whose O_EXCL refuses a link as well. O_NONBLOCK: opening a pipe must not wait for its other end.
+MOST_BYTES = 1 << 25  # the largest file with names, reasons or the like: 300 bytes for each of 100,000 cells
+LONGEST_NAME = 40  # letters of the target's name in the temporary file's name; file systems allow 255 bytes
+# Both flags are absent on Windows, where O_EXCL alone refuses a link. With O_NONBLOCK, opening a pipe does not wait for
+# its other end.
 NO_LINK, NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
-BINARY = getattr(os, "O_BINARY", 0)  # on Windows alone
+BINARY = getattr(os, "O_BINARY", 0)  # exists only on Windows
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | BINARY
 
 
 def write_atomically(path: Path, content: bytes, *, is_kept: bool = True, is_own: bool = False) -> None:
-    """Write a temporary file and rename it, so that a reader finds the old file or the whole new one.
+    """Write a temporary file and rename it, so that a reader finds either the old file or the whole new file.
 
-    Nothing else is written to: a link at the target is replaced, and its destination stays.
+    No other file is changed: a link at the target is replaced, and the file that it points to stays.
 
     path: the target. Missing folders are created.
     content: the bytes of the new file.
-    is_kept: whether the file has to survive a crash of the machine. False is faster.
-    is_own: whether a sweep makes its folder, which then must not be a link; ChangedFolder is raised for one.
+    is_kept: whether the new file has to survive a crash of the machine. False is faster.
+    is_own: whether a sweep creates the file's folder. Such a folder must not be a link: ChangedFolder is raised for a
+        link.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # With a name that can be guessed, or a file that may exist, a planted link would redirect the write.
+    # The name is random and the file must be new; otherwise a planted link could redirect the write.
     with _held(path.parent, is_own) as (folder, at):
         temporary, target = at(f".{path.name[:LONGEST_NAME]}.{secrets.token_hex(8)}.tmp"), at(path.name)
         try:
@@ -58,11 +60,11 @@ def write_atomically(path: Path, content: bytes, *, is_kept: bool = True, is_own
                 file.write(content)
                 file.flush()
                 if is_kept:
-                    os.fsync(file.fileno())  # or a crash of the machine could leave the new name on an empty file
+                    os.fsync(file.fileno())  # otherwise an empty file could have the new name after a crash
             os.replace(temporary, target, src_dir_fd=folder, dst_dir_fd=folder)
-            # The renaming itself is an entry of the folder, which has to reach the disk too.
+            # The new name is an entry of the folder, and the folder has to reach the disk too.
             if is_kept and folder is not None:
-                with suppress(OSError):  # some network file systems cannot
+                with suppress(OSError):  # some network file systems cannot sync a folder
                     os.fsync(folder)
         finally:
             with suppress(FileNotFoundError):
@@ -73,9 +75,10 @@ def write_atomically(path: Path, content: bytes, *, is_kept: bool = True, is_own
 def _held(folder: Path, is_own: bool) -> Iterator[tuple[int | None, Callable[[str], str]]]:
     """Hold a folder open and name files relative to it, so that a folder swapped in meanwhile is not written to.
 
-    On Windows, which cannot open folders: None, and whole paths.
+    Yields a handle of the folder, and a function from a name to a path. Windows cannot open folders: there the handle
+    is None, and the paths are complete.
     """
-    # Without folders held open, on Windows, this look is all the protection there is; elsewhere O_NOFOLLOW decides.
+    # On Windows, where no folder is held open, this check is the only protection; elsewhere O_NOFOLLOW decides.
     if is_own:
         require_own(folder)
     if os.unlink not in os.supports_dir_fd:
@@ -94,7 +97,7 @@ def _held(folder: Path, is_own: bool) -> Iterator[tuple[int | None, Callable[[st
 
 
 def append_to(path: Path, content: bytes) -> None:
-    """Append to a file in a folder that a sweep makes; create the file if it is missing.
+    """Append to a file in a folder that a sweep creates; create the file if it is missing.
 
     Raises OSError for a link, ValueError for anything but a file.
     """
@@ -123,7 +126,7 @@ def is_leftover(name: str) -> bool:
 
 
 class ChangedFolder(OSError):
-    """Raised if a sweep's folder holds something that no sweep makes, or lacks something that one made."""
+    """Raised if a sweep's folder holds something that no sweep creates, or lacks something that its sweep created."""
 
 
 def require_own(path: Path) -> None:
@@ -139,9 +142,9 @@ def require_own(path: Path) -> None:
 
 
 def require_own_file(path: Path) -> None:
-    """Raise ChangedFolder if a file of a sweep is a link, or something else than a file.
+    """Raise ChangedFolder if a file of a sweep is a link, or anything else that is not a file.
 
-    A read from a pipe there would block.
+    Reading a pipe in its place would block.
     """
     require_own(path)
     if path.exists() and not path.is_file():
@@ -149,7 +152,7 @@ def require_own_file(path: Path) -> None:
 
 
 def csv_bytes(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> bytes:
-    """Rows as the content of a CSV file.
+    """Return rows as the content of a CSV file.
 
     rows: dictionaries with a value for each column. Other keys are ignored.
     columns: the names of the columns, in order.
@@ -162,7 +165,7 @@ def csv_bytes(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> bytes:
 
 
 def data_frame(rows: Sequence[dict[str, Any]], columns: Sequence[str] | None = None) -> Any:
-    """Rows as a pandas.DataFrame. Raises ImportError without pandas.
+    """Return rows as a pandas.DataFrame. Raises ImportError without pandas.
 
     rows: dictionaries with a value for each column.
     columns: the names of the columns, in order; None for those of the rows.
@@ -177,7 +180,7 @@ def data_frame(rows: Sequence[dict[str, Any]], columns: Sequence[str] | None = N
 
 
 def strict_json(content: Any) -> str:
-    """The content as JSON, with null for inf and NaN, which JSON lacks.
+    """Return the content as JSON, with null for inf and NaN, which JSON lacks.
 
     >>> strict_json({"sqnr": [1.5, float("-inf"), float("nan")]})
     '{"sqnr": [1.5, null, null]}'
@@ -195,10 +198,10 @@ def opened(path: Path) -> io.BufferedReader:
 
 
 def content_of(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The bytes of a file in an untrusted folder.
+    """Return the bytes of a file in an untrusted folder.
 
     most: the largest size.
-    Raises OSError and ValueError as `opened` does, and ValueError for a larger one.
+    Raises OSError and ValueError as `opened` does, and ValueError for a larger file.
     """
     with opened(path) as file:
         content = file.read(most + 1)
@@ -208,7 +211,8 @@ def content_of(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def _regular(path: Path, handle: int, mode: str) -> Any:
-    # By the handle, not by the path: a pipe could be put there between a look and the opening.
+    # The handle is checked, not the path: the file could be replaced by a pipe between a check of the path and the
+    # opening.
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise ValueError(f"{path} is not a regular file")
@@ -216,8 +220,8 @@ def _regular(path: Path, handle: int, mode: str) -> Any:
 
 
 def mapping_in(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file; {} if it is missing, damaged or no mapping."""
-    # What such files hold (names, reasons) only adds words to results: without them, results are shown all the same.
+    """Return the mapping in a JSON file; {} if the file is missing, damaged or holds no mapping."""
+    # Such files hold names and reasons, which only add words to results. Results are shown without these words too.
     try:
         content = json.loads(content_of(path))
     except (OSError, ValueError, RecursionError):
@@ -226,14 +230,14 @@ def mapping_in(path: Path) -> dict[str, Any]:
 
 
 def folder_at(out: object) -> Path:
-    """The path of a folder. Raises ValueError for anything else.
+    """Return the path of a folder. Raises ValueError for anything else.
 
     >>> folder_at("")
     Traceback (most recent call last):
     ValueError: out='' is not a folder. Expected: the path of a folder, such as 'runs/sweep'.
     """
     if not isinstance(out, str | os.PathLike) or not str(out).strip() or "\0" in str(out):
-        from fpsim.checks import shown  # it comes with torch, and the ledger is read without
+        from fpsim.checks import shown  # imported late, because it imports torch, and the ledger is read without torch
 
         raise ValueError(f"out={shown(out)} is not a folder. Expected: the path of a folder, such as 'runs/sweep'.")
     return Path(out)

@@ -1,4 +1,4 @@
-"""Recorder: rows with the scale of every gradient of a scaled model, and the loss by rounding at that scale."""
+"""Recorder: rows with the scale of every gradient of a scaled model, and what rounding at that scale loses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CURVES = ("log2_scale", "underflow", "underflow_unscaled", "overflow")
 
 
 class Recorder:
-    """Record the gradients of an `AdaLossScaled`: `scaled.observer = Recorder(every=100)`; None ends it.
+    """Record the gradients of an `AdaLossScaled`: `scaled.observer = Recorder(every=100)`; None ends the recording.
 
     Each sampled step adds a row for each site where a gradient is rounded. Rows stay on the device until they are
     requested. Recording changes no result, and computes nothing in other steps.
@@ -50,15 +50,17 @@ class Recorder:
     elements: the size of the gradient.
     unbound: the factor that the rule asked for at the last product of this site.
     bound: this factor within its bounds.
-    log2_power_of_two: log2 of this rounded down to a power of two. Between updates these three are the last ones; NaN
-        if the site chose no factor.
-    log2_wanted: log2 of the scale with which the gradient arrived, or that was measured, or held from an earlier step.
+    log2_power_of_two: log2 of the bound factor, rounded down to a power of two. Between updates these three columns
+        keep their last values; they are NaN if the site chose no factor.
+    log2_wanted: log2 of the wanted scale: with which the gradient arrived, or which was measured, or which was held
+        from an earlier step.
     log2_scale: log2 of the scale at which the gradient was rounded.
-    limited: whether it is lower, because the gradient or the container would have overflowed.
+    limited: whether this scale is lower than the wanted scale, because the gradient or the container would have
+        overflowed.
     zeros: the share of the elements that are zero before rounding.
     underflow: the share of the other elements that become zero when rounded at the scale.
     underflow_unscaled: the share of the other elements that become zero when rounded at scale 1.
-    overflow: the share of all elements that are finite, and become inf or NaN or saturate at the scale.
+    overflow: the share of all elements that are finite and, when rounded at the scale, become inf or NaN or saturate.
 
     Args:
         every: sample the first step and every n-th after it.
@@ -69,7 +71,7 @@ class Recorder:
             raise ValueError(f"every={shown(every)} is invalid. Expected: 1 for every step, n for each n-th.")
         self.every = every
         self._labels: list[Label] = []
-        self._numbers: list[Tensor] = []  # for each label its SCALES and SHARES
+        self._numbers: list[Tensor] = []  # the SCALES and SHARES of each label
 
     def wants(self, step: int) -> bool:
         """True if this step is sampled."""
@@ -88,13 +90,13 @@ class Recorder:
         log2_scale: log2 of the scale at which it is rounded, an integer on its device.
         chosen: the five SCALES, float64 on its device.
         """
-        # Noise of its own: recording must not change the noise that the training draws.
+        # The recorder has noise of its own, because it must not change the noise that the training draws.
         key = torch.tensor(step, device="cpu")
         count = gradient.numel()
         lost = lost_between(gradient, rounded(gradient, spec, key, log2_scale), spec.fmt.largest, log2_scale)
         zeros, underflow, overflow = lost.double()
         unscaled = rounded(gradient, spec, key, None)
-        # At scale 1 only the underflow is wanted, so there is no limit for overflows.
+        # At scale 1 only the underflow is measured, so there is no limit for overflows.
         _, underflow_unscaled, _ = lost_between(gradient, unscaled, math.inf, log2_scale).double()
         nonzero = (count - zeros).clamp(min=1)  # a gradient of zeros loses nothing, and 0 / 1 is 0
         shares = {
@@ -111,7 +113,7 @@ class Recorder:
         return len(self._labels)
 
     def __str__(self) -> str:
-        """The sites that lose most, each at its worst."""
+        """Return a table of the sites that lose most, each in its worst sample."""
         rows = self.rows()
         if not rows:
             return f"Recorder(every={self.every}), without rows so far: `scaled.observer = recorder` records."
@@ -144,7 +146,7 @@ class Recorder:
         self._numbers.clear()
 
     def rows(self) -> Rows:
-        """The rows as dictionaries of `COLUMNS`, in the order of the backward passes. Copies them to the host."""
+        """Return the rows, copied to the host, as dictionaries of `COLUMNS`, in the order of the backward passes."""
         numbers = torch.stack([n.cpu() for n in self._numbers]).tolist() if self._numbers else []
         rows = Rows()
         for label, values in zip(self._labels, numbers, strict=True):
@@ -154,11 +156,11 @@ class Recorder:
         return rows
 
     def to_frame(self) -> Any:
-        """The rows as a pandas.DataFrame."""
+        """Return the rows as a pandas.DataFrame."""
         return data_frame(self.rows(), COLUMNS)
 
     def table(self) -> Rows:
-        """A row for each site and role: the number of samples, the last scale, and the means of the shares."""
+        """Return a row for each site and role: the number of samples, the last scale, and the means of the shares."""
         places: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
         for row in self.rows():
             places.setdefault((row["site"], row["role"], row["format"]), []).append(row)
@@ -189,7 +191,7 @@ class Recorder:
             raise ValueError(refuse(f"Unknown column {shown(value)}", numbers, word=value))
         from fpsim.insight.pictures import plot_watch
 
-        # From input to output: rows are in the order of the backward passes.
+        # The plot goes from input to output, but rows are in the order of the backward passes.
         return plot_watch(rows[::-1], value, f"{value}, role {role}")
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:

@@ -26,13 +26,13 @@ __all__ = [
 
 
 class Product(NamedTuple):
-    """One operand of a product, and the terms of its gradient.
+    """One operand of a product, and how its gradient is computed.
 
     operand: the operand.
-    other: the other operand. None if it is hidden inside the operation; then the operand's gradient is measured.
+    other: the other operand. None if the operation hides it; then the operand's gradient is measured.
     terms: an element of the operand's gradient is the sum of this many products of the output's gradient and `other`.
     channel: a dimension of the output and one of `other`. Only elements with the same index there are multiplied.
-    is_gate: whether elements are multiplied one by one. Such a product gets a factor only where `other` is a parameter.
+    is_gate: whether elements are multiplied one by one. Such a product gets a factor only if `other` is a parameter.
     gain: a number by which the product is multiplied.
     """
 
@@ -53,7 +53,7 @@ def _linear(x: Tensor, weight: Tensor, *_: Any) -> list[Product]:
 def _convolution(x: Tensor, weight: Tensor, *_: Any) -> list[Product]:
     groups = x.shape[1 - (weight.dim() - x.dim())] // weight.shape[1]  # the input may have no batch dimension
     terms = weight.shape[0] // groups * math.prod(weight.shape[2:])
-    # With groups no pair of dimensions says which elements are multiplied: `element_wise_range` refuses them.
+    # With groups no pair of dimensions says which elements are multiplied, so `element_wise_range` refuses groups.
     return [Product(x, weight, terms, (x.dim() - weight.dim() + 1, 0) if groups == 1 else None)]
 
 
@@ -65,7 +65,7 @@ def _matmul(a: Tensor, b: Tensor, *_: Any) -> list[Product]:
     inner = a.shape[-1]
     rows = a.shape[-2] if a.dim() > 1 else 1
     columns = b.shape[-1] if b.dim() > 1 else 1
-    # The gradient of an operand that is broadcast is a sum over the batch too.
+    # The gradient of a broadcast operand is summed over the batch too.
     batch = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
     total = batch * rows * inner * columns
     return [Product(a, b, _per_element(total, a)), Product(b, a, _per_element(total, b))]
@@ -97,7 +97,7 @@ def _einsum(equation: Any, *operands: Any) -> list[Product]:
 
 
 def _hidden(*operands: Any) -> list[Product]:
-    """The operands of an operation with inner products, such as the two of attention around its softmax."""
+    """Return the operands of an operation that hides products, such as the two products around attention's softmax."""
     return [Product(x, None, 1) for x in operands if isinstance(x, Tensor) and x.is_floating_point()]
 
 
@@ -110,13 +110,13 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> list[Produ
 
 
 def _gate(*operands: Any) -> list[Product]:
-    """`x * weight`, in either order: a layer scale, or the weight of a normalisation that is written by hand."""
+    """Return the product `x * weight`, in either order: a layer scale, or a hand-written normalisation's weight."""
     tensors = [x for x in operands if isinstance(x, Tensor)]
     if len(tensors) != 2 or not all(x.is_floating_point() for x in tensors):
         return []
     a, b = tensors
     total = math.prod(torch.broadcast_shapes(a.shape, b.shape))
-    # Not of a square, which has one operand.
+    # A square, which has only one operand, is no gate.
     return [Product(x, other, _per_element(total, x), is_gate=True) for x, other in ((a, b), (b, a)) if x is not other]
 
 
@@ -125,11 +125,11 @@ def _added_gate(_: Tensor, a: Tensor, b: Tensor, value: Any = 1, *__: Any) -> li
 
 
 def _per_element(total: int, x: Tensor) -> int:
-    """The number of the operation's products that are added for an element of x."""
+    """Return the number of the operation's products that are added for an element of x."""
     return max(total // max(x.numel(), 1), 1)
 
 
-# By the name of torch's function. Each entry takes the arguments of that function.
+# Keys are names of torch's functions. Each entry takes the arguments of its function.
 PRODUCTS: dict[str, Callable[..., list[Product]]] = {
     "linear": _linear,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
@@ -152,7 +152,7 @@ class AdaLossTransform:
     """Scale the gradients of products in all modules of a class, and in their submodules.
 
     Args:
-        kind: a module class, several, or the name of a class, which may be defined anywhere.
+        kind: a module class, several classes, or the name of a class, which may be defined anywhere.
     """
 
     kind: type[nn.Module] | tuple[type[nn.Module], ...] | str
@@ -179,21 +179,21 @@ class AdaLossTransform:
 
 
 class AdaLossTransformLinear(AdaLossTransform):
-    """nn.Linear: the gradient of its input gets a factor, those of its parameters do not."""
+    """nn.Linear: the gradient of its input gets a factor, and the gradients of its parameters do not."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear)
 
 
 class AdaLossTransformConv2d(AdaLossTransform):
-    """nn.Conv2d: the gradient of its input gets a factor, those of its parameters do not."""
+    """nn.Conv2d: the gradient of its input gets a factor, and the gradients of its parameters do not."""
 
     def __init__(self) -> None:
         super().__init__(nn.Conv2d)
 
 
 class AdaLossTransformBatchNorm(AdaLossTransform):
-    """Batch normalisation, which passes a scale on. Lists of transforms for the authors' code may name it."""
+    """Batch normalisation, which passes a scale on unchanged. It exists for lists written for the authors' code."""
 
     def __init__(self) -> None:
         super().__init__((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
@@ -203,7 +203,7 @@ class AdaLossTransformBasicBlock(AdaLossTransform):
     """All products in the blocks of a small ResNet: of every class with the name BasicBlock."""
 
     def __init__(self) -> None:
-        # By name: each library of ResNets has a class of its own.
+        # The class is found by name, because each library of ResNets has a class of its own.
         super().__init__("BasicBlock")
 
 
@@ -216,4 +216,4 @@ class AdaLossTransformBottleneck(AdaLossTransform):
 
 @dataclass(frozen=True)
 class AdaLossTransformCast:
-    """A factor at the model's outputs, where float32 gradients enter the format, chosen by their own statistics."""
+    """A factor at the model's outputs, where float32 gradients enter the format, from these gradients' statistics."""

@@ -1,4 +1,4 @@
-"""Use a loss scaler of this library in Accelerate's loop, and so in transformers' Trainer."""
+"""Use a loss scaler of this library in Accelerate's loop, and thereby in transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEEDS_NO_SCALE = "mixed_precision='bf16' computes in bfloat16, which has float32
 
 
 def use_scaler(loop: Any, scaler: GradScaler) -> None:
-    """Make an Accelerator or a transformers.Trainer scale its losses with a scaler. No subclass is needed.
+    """Make an Accelerator or a transformers.Trainer scale its losses with a scaler of ours; no subclass is needed.
 
     From then on `accelerator.backward(loss)` scales, its optimizers unscale, skip steps that are not finite and update
     the scale, and `accelerator.clip_grad_norm_` (`max_grad_norm` of the Trainer) clips unscaled gradients.
@@ -32,15 +32,15 @@ def use_scaler(loop: Any, scaler: GradScaler) -> None:
 
     Args:
         loop: an Accelerator before `prepare`, or a Trainer before `train`.
-        scaler: has any rule. In float16 it may have `layers`, made from the model before `prepare`.
+        scaler: a GradScaler with any rule. In float16 it may have `layers`, made from the model before `prepare`.
 
     Raises:
         TypeError: for another object.
         ValueError: for an Accelerator that has prepared its optimizers, for DeepSpeed and Megatron, for bfloat16 with
-            `layers`, for float16 where the loop does not cast to it; and later, when the model is prepared, for a
-            quantised model in float16, and for one that is not quantised in bfloat16.
+            `layers`, for float16 if the loop does not cast to it; and later, when the model is prepared, for a
+            quantised model in float16, and for a model that is not quantised in bfloat16.
     """
-    accelerator = getattr(loop, "accelerator", loop)  # a Trainer has made its own
+    accelerator = getattr(loop, "accelerator", loop)  # a Trainer has created its own Accelerator
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"The loop is {shown(loop)}. Expected: an accelerate.Accelerator, a transformers.Trainer.")
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
@@ -86,12 +86,12 @@ def use_scaler(loop: Any, scaler: GradScaler) -> None:
             )
         return prepare(model, *args, **kwargs)
 
-    # The model is seen only when it is prepared, which a Trainer does at the beginning of its training.
+    # The model can be checked only when it is prepared, and a Trainer prepares it at the beginning of the training.
     prepare = accelerator.prepare_model
     if is_half or is_bfloat16:
         accelerator.prepare_model = prepare_model
     accelerator.scaler = scaler
-    # Accelerate's own method does nothing unless it casts to float16 itself.
+    # Accelerate's own method does nothing unless Accelerate itself casts to float16.
     accelerator.unscale_gradients = unscale_gradients
 
 

@@ -29,7 +29,7 @@ class ScaledPrecision(Precision):  # type: ignore[misc]
     Pass it as `lightning.Trainer(plugins=[...])`.
 
     Args:
-        scaler: a `GradScaler`, or that of a job. If it has `layers`, they are those of the LightningModule.
+        scaler: a `GradScaler`, or the scaler of a job. Its `layers`, if any, must be those of the LightningModule.
         precision: "32-true" casts nothing: quantise the networks inside of the LightningModule. "16-mixed" is training
             in real float16 on a GPU, under torch.autocast, of networks that are not quantised. "bf16-mixed" is
             torch.autocast in bfloat16, of quantised networks: their format is emulated inside of bfloat16 tensors,
@@ -65,7 +65,8 @@ class ScaledPrecision(Precision):  # type: ignore[misc]
             if self.precision == "16-mixed":
                 stack.enter_context(torch.autocast("cuda", torch.float16, cache_enabled=False))
             elif self.precision == "bf16-mixed":  # type: ignore[comparison-overlap]
-                # The batch may be on either device, and autocast warns of a device that is not there.
+                # The batch may be on either device. autocast is entered only for devices that exist, because it warns
+                # of others.
                 for device in ("cpu", "cuda"):
                     if device == "cpu" or torch.cuda.is_available():
                         stack.enter_context(torch.autocast(device, torch.bfloat16, cache_enabled=False))
@@ -88,8 +89,8 @@ class ScaledPrecision(Precision):  # type: ignore[misc]
                 "optimizer, or Lightning's own precision."
             )
         result = closure()
-        # `training_step` returned None, by which Lightning skips a batch: there is no gradient to unscale. Its own
-        # precisions call the hooks before a step all the same.
+        # `training_step` returned None, which tells Lightning to skip a batch: there is no gradient to unscale.
+        # Lightning's own precision plugins still call the hooks that come before a step.
         is_skipped = result is None and model.automatic_optimization
         if not is_skipped:
             self.scaler.unscale_(optimizer)

@@ -1,4 +1,4 @@
-"""The lab: `tasks`, single trainings (`training`), sweeps of many in a ledger (`sweep`, `cells`), their `results`.
+"""The lab: `tasks`, single trainings (`training`), sweeps of many trainings (`sweep`, `cells`), and `results`.
 
-`studies`: built on trainings and sweeps, such as the search for the smallest format.
+`studies` are built on trainings and sweeps; one of them searches for the smallest format.
 """

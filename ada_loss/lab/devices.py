@@ -22,7 +22,7 @@ def require_device_name(device: object) -> None:
 
 
 def device_problem(device: str) -> str:
-    """The reason why this machine cannot compute on a device, as a sentence; "" if it can.
+    """Return the reason why this machine cannot compute on a device, as a sentence; "" if it can.
 
     >>> device_problem("cpu")
     ''
@@ -30,7 +30,7 @@ def device_problem(device: str) -> str:
     kind, _, index = device.partition(":")
     if kind == "cpu":
         return ""
-    # Imported late: the check of a device's name must not wait for torch.
+    # torch is imported late, because the check of a device's name must not wait for it.
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -43,8 +43,8 @@ def device_problem(device: str) -> str:
 
 
 _full = threading.Lock()
-# One entry for each training on a GPU that runs now: the settings before the first. Trainings may run in several
-# threads and end in any order; the last one to end restores the settings that the first one found.
+# There is one entry for each training that now runs on a GPU: the settings before the first training. Trainings may run
+# in several threads and end in any order. The last training to end restores the settings that the first one found.
 _inside: list[tuple[Any, ...]] = []
 
 
@@ -70,7 +70,7 @@ def float32_in_full(device: str) -> Iterator[None]:
 
 
 def _cudnn() -> Any:
-    # As above: the check of a device's name must not wait for torch.
+    # torch is imported late here too.
     from torch.backends import cudnn
 
     return cudnn
@@ -80,7 +80,7 @@ def _settings() -> tuple[bool | None, str, str]:
     cudnn = _cudnn()
     try:
         both: bool | None = cudnn.allow_tf32
-    # torch raises where the two settings below differ, as this one name stands for both.
+    # If the two settings below differ, torch raises an error, because this name stands for both.
     except RuntimeError:
         both = None
     return both, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
@@ -88,7 +88,7 @@ def _settings() -> tuple[bool | None, str, str]:
 
 def _set(both: bool | None, convolutions: str, recurrent: str) -> None:
     cudnn = _cudnn()
-    # The older of two interfaces writes to the settings of the newer, so it goes first.
+    # The older interface also writes the settings of the newer one, so it is set first.
     if both is not None:
         cudnn.allow_tf32 = both
     cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = convolutions, recurrent

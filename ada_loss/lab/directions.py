@@ -22,20 +22,20 @@ __all__ = [
 ]
 
 MINIMIZE, MAXIMIZE = "minimize", "maximize"
-FILE = "directions.json"  # in the folder of a sweep
-# The words that tell a direction. Few, and each means one thing: an unknown metric is not judged, and stating its
-# direction costs one option, where a wrong guess would turn a verdict around.
+FILE = "directions.json"  # the name of the file in the folder of a sweep
+# The words that tell a direction. There are few, and each has only one meaning, because a wrong guess would reverse a
+# verdict. A metric whose direction is unknown is not judged, and the user can state it with one option.
 LARGER = "accuracy acc precision iou f1 auc bleu".split()
 SMALLER = "loss error perplexity ppl entropy nll bits mse".split()
 COLUMNS = ("underflow", "skipped", "seconds")  # columns of every sweep, whose smaller values are better
-# A name with one of these words tells nothing.
+# A name with one of these words tells no direction.
 TURNED = {"neg", "negative", "negated", "minus", "inverse"}
 
 
 def by_name(metric: str) -> str | None:
-    """The direction that a metric's name tells by its last word; None where that is not one of fifteen.
+    """Return the direction that the last word of a metric's name tells; None if it is not one of fifteen words.
 
-    Digits, "rate", "score" (of a metric to maximize) and a unit behind "per" may follow it.
+    Digits, "rate", "score" (for a metric to maximize) and a unit behind "per" may follow this word.
 
     >>> by_name("val_loss"), by_name("top5_acc"), by_name("F1Score"), by_name("bits_per_character")
     ('minimize', 'maximize', 'maximize', 'minimize')
@@ -45,13 +45,13 @@ def by_name(metric: str) -> str | None:
     if metric in COLUMNS:
         return MINIMIZE
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])\d*|[A-Z]?[^\W\d_A-Z]+\d*|\d+", metric)]
-    # "bits_per_character" is counted in bits: the unit behind "per" says nothing.
+    # "bits_per_character" is counted in bits: the unit behind "per" tells no direction.
     if "per" in words:
         words = words[: words.index("per")]
     is_score = words[-1:] == ["score"]
     while words and (words[-1].isdigit() or words[-1] in ("score", "rate")):
         words.pop()
-    # "1 - accuracy", "-loss" and "one_minus_f1" are turned around
+    # "1 - accuracy", "-loss" and "one_minus_f1" reverse the direction
     if not words or TURNED & {*words} or re.match(r"\W|1\W", metric.strip()):
         return None
     last = words[-1] if words[-1] in LARGER else words[-1].rstrip("0123456789")
@@ -62,9 +62,9 @@ def by_name(metric: str) -> str | None:
 
 
 def goals_of(goal: object, first: str | None = None) -> dict[str, str]:
-    """A goal as {metric: "minimize" or "maximize"}.
+    """Return a goal as {metric: "minimize" or "maximize"}.
 
-    goal: "minimize" or "maximize", of the first metric; or a mapping of metrics to these; None for none.
+    goal: "minimize" or "maximize" for the first metric; or a mapping from metrics to these words; None for no goal.
     first: the name of the first metric.
     Raises TypeError for another type, ValueError for another direction.
     """
@@ -86,7 +86,7 @@ def goals_of(goal: object, first: str | None = None) -> dict[str, str]:
 
 
 def stated(minimize: object = (), maximize: object = ()) -> dict[str, str]:
-    """The directions that two lists of metrics state.
+    """Return the directions that two lists of metrics state.
 
     Raises TypeError for anything but lists of names, ValueError for a metric in both.
 
@@ -108,7 +108,7 @@ def stated(minimize: object = (), maximize: object = ()) -> dict[str, str]:
 
 
 class Directions:
-    """The directions of metrics: as stated, else by their names.
+    """The directions of metrics: as stated, otherwise by their names.
 
     said: {metric: "minimize" or "maximize"}, as stated.
 
@@ -120,19 +120,19 @@ class Directions:
         self.said = dict(said or {})
 
     def of(self, metric: str) -> str | None:
-        """The direction of a metric; None where it is not known."""
+        """Return the direction of a metric; None if it is not known."""
         name = metric
-        # Such is the column of a metric whose name another column has; see `Results`.
+        # A metric with the name of another column gets the prefix "metric."; see `Results`.
         while name.startswith("metric.") and name not in self.said:
             name = name.removeprefix("metric.")
         return self.said.get(name) or by_name(name)
 
     def sign(self, metric: str) -> int:
-        """1 where larger is better, -1 where smaller is; 0 where it is not known."""
+        """Return 1 if larger is better, -1 if smaller is better, and 0 if the direction is not known."""
         return {MAXIMIZE: 1, MINIMIZE: -1, None: 0}[self.of(metric)]
 
     def words(self, metric: str) -> str:
-        """Note for a metric of which smaller is better, "lower is better"; "" for others."""
+        """Return "lower is better" for a metric to minimize; "" for others."""
         return "lower is better" if self.of(metric) == MINIMIZE else ""
 
     def __or__(self, other: Mapping[str, str]) -> Directions:
@@ -140,7 +140,7 @@ class Directions:
 
 
 def hint_for(metric: str) -> str:
-    """Advice on stating the direction of a metric, for an error."""
+    """Return advice on stating the direction of a metric, for an error."""
     return (
         f"State it: minimize=[{metric!r}] or maximize=[{metric!r}] in the sweep or in ada_loss.Results, --minimize or "
         f"--maximize {metric} on the command line, or Task(goal=...)."
@@ -148,7 +148,7 @@ def hint_for(metric: str) -> str:
 
 
 def read_directions(folder: Path) -> dict[str, str]:
-    """Read the directions stored in the folder of a sweep; invalid ones are skipped."""
+    """Read the directions stored in the folder of a sweep; invalid entries are skipped."""
     return {
         name: direction for name, direction in mapping_in(folder / FILE).items() if direction in (MINIMIZE, MAXIMIZE)
     }

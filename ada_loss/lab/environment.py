@@ -15,14 +15,14 @@ from fpsim.checks import DISTRIBUTION
 
 __all__ = ["environment", "versions"]
 
-# git runs the filters of a repository to see whether a file was changed. `required` is off too, or git would fail
-# without them.
+# git runs the filters of a repository to see whether a file was changed. `required` is switched off too; otherwise git
+# would fail without the filters.
 FILTER_OFF = {"clean": "", "process": "", "required": "false"}
 PACKAGES = (DISTRIBUTION, "torch", "numpy", "numba", "distributed")
 
 
 def environment() -> dict[str, Any]:
-    """The environment as strings, ready for JSON; None for unknown parts.
+    """Return the environment as strings, ready for JSON; None for unknown parts.
 
     >>> environment()["python"] == platform.python_version()
     True
@@ -32,7 +32,7 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of the packages on which results depend; None for one that is not installed.
+    """Return the versions of the packages on which results depend; None for a package that is not installed.
 
     >>> versions()["torch"] == version("torch")
     True
@@ -40,7 +40,7 @@ def versions() -> dict[str, str | None]:
     return {package: _version(package) for package in PACKAGES}
 
 
-# Cached: each cell asks, and reading a package's metadata takes milliseconds.
+# The result is cached, because each cell asks for it, and reading a package's metadata takes milliseconds.
 @cache
 def _version(package: str) -> str | None:
     try:
@@ -50,11 +50,11 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the current folder, with "+" where files were changed; None outside of a repository.
+    """Return the commit of the current folder, with "+" if files were changed; None outside of a repository.
 
-    Nothing that the repository configures is run: a downloaded folder may bring a .git of someone else.
+    No program that the repository configures is run, because a downloaded folder may contain a foreign .git.
     """
-    # Only filters of the repository itself are switched off: those of the user and of the system are trusted.
+    # Only the repository's own filters are switched off: the filters of the user and of the system are trusted.
     listed = _git("config", "-z", "--show-scope", "--includes", "--name-only", "--get-regexp", r"^filter\.").split("\0")
     own = {name.rpartition(".")[0] for scope, name in zip(listed[::2], listed[1::2]) if scope in ("local", "worktree")}
     off = {f"{name}.{key}": value for name in own for key, value in FILTER_OFF.items()}
@@ -62,9 +62,9 @@ def _commit() -> str | None:
 
 
 def _git(*words: str, config: Mapping[str, str] | None = None) -> str:
-    """Output of git; "" where it fails. config: settings that win over the repository's."""
+    """Return the output of git; "" if git fails. config: settings that override the repository's."""
     command = ["git", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", *words]
-    # `git describe --dirty` would refresh the index, a file of the user's repository.
+    # Without this setting `git describe --dirty` would refresh the index, a file of the user's repository.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     for i, (name, value) in enumerate((config or {}).items()):
         environment |= {f"GIT_CONFIG_KEY_{i}": name, f"GIT_CONFIG_VALUE_{i}": value, "GIT_CONFIG_COUNT": str(i + 1)}

@@ -18,20 +18,20 @@ class UnreadableLedger(ValueError):
 def printable(text: object) -> str:
     r"""Escape control characters, bidirectional marks and lone surrogates in a text for a terminal.
 
-    A ledger may hold errors of someone else. Newlines and tabs stay.
+    A foreign ledger may hold any text as an error. Newlines and tabs stay.
 
     >>> print(printable("a\x1b]0;title\x07 \ud800 b"))
     a\x1b]0;title\x07 \ud800 b
     """
     words = str(text)
-    # Most texts are printable, and this test is 50 times as quick as the loop.
+    # Most texts are printable, and this test is 50 times as fast as the loop.
     if words.isprintable():
         return words
     return "".join(c.encode("unicode_escape").decode() if _is_control(c) else c for c in words)
 
 
 def in_line(text: object) -> str:
-    r"""Escape a text for a single line: newlines and tabs too, which could forge a line of a table.
+    r"""Escape a text for a single line, also its newlines and tabs, which could forge a line of a table.
 
     >>> print(in_line("a\n| forged |"))
     a\n| forged |

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["is_terminal", "show", "show_lines", "show_table"]
 
-# Lines of a verdict, by their first words.
+# Styles of a verdict's lines, by their first words.
 COLOURS = {
     "No more than": "green",
     "Above": "green",
@@ -29,7 +29,7 @@ COLOURS = {
     "Every training:": "bold",
 }
 WIDEST = 10_000
-# Columns that names keep in a table that is wider than its terminal.
+# The least width of names, in letters, in a table that is wider than its terminal.
 NARROWEST = 24
 ROW = re.compile(r"\|(.*)\|")
 RULE = re.compile(r"\|(?::?-+:?\|)+")
@@ -42,7 +42,7 @@ def show(text: object) -> None:
         return
     console = _console()
     lines, table = str(text).splitlines(), []
-    # The empty line behind the last one ends a table there.
+    # An empty line is added at the end, because an empty line ends a table.
     for i, line in enumerate([*lines, ""]):
         if ROW.fullmatch(line):
             table.append(line)
@@ -52,7 +52,7 @@ def show(text: object) -> None:
             table = []
         if line or i < len(lines):
             colour = next((c for words, c in COLOURS.items() if line.startswith(words)), "")
-            # Printed unchanged: rich would read the brackets of intervals as markup, and wrap paths.
+            # The line is printed unchanged: rich would read the brackets of intervals as markup, and wrap paths.
             console.print(line, style=colour, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -68,7 +68,7 @@ def show_table(table: Any) -> None:
         means = [sign * table.mean(row, column) for column in table.across]
         best = max((mean for mean in means if mean == mean), default=None) if sign else None
         rows.append([row, *(table.text(row, column) for column in table.across)])
-        # A single mean, or several equal ones, are not the best of anything.
+        # A single mean, or means that are all equal, are not marked as best.
         many = len({mean for mean in means if mean == mean}) > 1
         styles.append(["", *("bold green" if many and mean == best else "" for mean in means)])
     _draw(
@@ -98,12 +98,12 @@ def _console(width: int | None = None) -> Console:
         raise ImportError(
             f"The command line needs {error.name}, which is not installed: {pip_install('lab')}."
         ) from None
-    # rich heeds NO_COLOR by itself.
+    # rich itself respects NO_COLOR.
     return Console(width=width)
 
 
 def _parsed(lines: Sequence[str]) -> tuple[list[str], list[list[str]], list[bool]]:
-    """The heads of a table in Markdown, its rows, and which columns are to the right."""
+    """Return the headings of a Markdown table, its rows, and which columns are aligned to the right."""
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line[1:-1])] for line in lines]
     has_rule = len(lines) > 1 and RULE.fullmatch(lines[1]) is not None
     to_the_right = [rule.endswith(":") for rule in cells[1]] if has_rule else [False] * len(cells[0])
@@ -124,7 +124,7 @@ def _draw(
 
     table = Table(box=box.SIMPLE_HEAD, header_style="bold cyan", pad_edge=False, show_edge=False)
     for i, (head, is_right) in enumerate(zip(heads, to_the_right)):
-        # The first column has the names, which may break. A number must not.
+        # The first column has the names, which may be broken over lines. Numbers must not be broken.
         table.add_column(Text(head), justify="right" if is_right else "left", overflow="fold", no_wrap=i > 0)
     for i, row in enumerate(rows):
         words = [Text(cell, style=styles[i][j] if styles else "") for j, cell in enumerate(row)]
@@ -134,9 +134,9 @@ def _draw(
         table.add_row(*words)
     natural = Measurement.get(console, console.options.update(width=WIDEST), table).maximum
     longest = max(len(cells[0]) for cells in (heads, *rows))
-    # The least width: names may break down to NARROWEST columns, and everything else stays whole.
+    # The least width: names may be broken down to NARROWEST letters, and all other text stays whole.
     needed = natural - longest + min(longest, NARROWEST)
-    # rich would cut off numbers that do not fit. Drawn wider, the terminal itself breaks the lines.
+    # rich would cut off numbers that do not fit. If the table is drawn wider, the terminal breaks the lines instead.
     if needed > console.width:
         console = _console(needed)
     console.print(table)

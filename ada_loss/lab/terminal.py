@@ -12,7 +12,7 @@ from fpsim.checks import pip_install
 
 try:
     with warnings.catch_warnings():
-        # Without widgets a notebook gets a bar of letters, and the warning says nothing more.
+        # Without widgets a notebook gets a bar of letters. The user sees this, so the warning is suppressed.
         warnings.filterwarnings("ignore", "IProgress not found")
         from tqdm.auto import tqdm
 except ImportError as error:
@@ -22,16 +22,16 @@ __all__ = ["offer", "say", "tqdm", "without_offers"]
 
 
 def say(words: str) -> None:
-    """Print a line on stderr, above a bar if there is one; control characters are escaped."""
+    """Print a line on stderr, above a progress bar if there is one; control characters are escaped."""
     tqdm.write(printable(words), file=sys.stderr)
 
 
-# A list, so that the functions below share one changeable value without `global`.
+# It is a list, so that the functions below share one mutable value without `global`.
 _is_offering = [True]
 
 
 def offer(words: str) -> None:
-    """Suggest the next step to a caller in Python. The command line takes that step itself, and suggests nothing."""
+    """Suggest the next step to a caller in Python. The command line takes that step itself, so it suggests nothing."""
     if _is_offering[0]:
         say(words)
 

@@ -1,4 +1,4 @@
-"""Choice of one gradient's scale: runs a rule's kernels and prepares their tensors."""
+"""Choose one gradient's scale: run a rule's kernels, and prepare their tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fpsim.scaling import Moments, RoundingSpec, amax_of, binades, log2_scale_li
 
 __all__ = ["ScaleChooser"]
 
-CANDIDATES = 4  # scales among which Mse chooses
+CANDIDATES = 4  # the number of scales among which Mse chooses
 NO_OPERAND = (0.0,) * len(Moments._fields)  # moments that stand for a missing operand
 
 
@@ -47,21 +47,21 @@ class ScaleChooser:
             self._factor_kernel, self._parameters = factor_kernel(options.rule.core()), options.rule.parameters()
 
     def requested_scale(self, incoming: Sequence[IncomingScale], limits: Tensor, device: torch.device) -> Tensor:
-        """The scale that a tensor's consumers request: the largest of several, or the choice of Zhao et al.
+        """Return the scale that a tensor's consumers request: the largest of several, or the choice of Zhao et al.
 
         incoming: the scales sent by the consumers; empty where the gradient enters the model.
-        limits: of the tensor's site.
-        device: of its gradient.
+        limits: the limits of the tensor's site.
+        device: the device of its gradient.
         """
         if not incoming:
             return self._constants.tensor(torch.int64, device, self._init_log2_scale)
-        # Consumers may have run on other streams, whose allocator must not reuse their memory before it is read here.
+        # Consumers may have run on other streams. The allocator must not reuse their memory before it is read here.
         for a in incoming:
             for sent in (a.log2_scale,) if a.amax is None else (a.log2_scale, a.amax):
                 if sent.is_cuda:
                     sent.record_stream(torch.cuda.current_stream(sent.device))
         if any(a.log2_scale.device != device for a in incoming):  # a model over several GPUs
-            # Not asynchronously to the CPU, where they are read at once.
+            # A copy to the CPU must not be asynchronous, because the scales are read at once.
             moved = partial(torch.Tensor.to, device=device, non_blocking=device.type != "cpu")
             incoming = [
                 a._replace(log2_scale=moved(a.log2_scale), amax=None if a.amax is None else moved(a.amax))
@@ -69,12 +69,13 @@ class ScaleChooser:
             ]
         if len(incoming) == 1:
             return incoming[0].log2_scale
-        # By identity: `Constants` makes equal scales one tensor, and on a card comparing values would need the host.
+        # Scales are compared by identity: `Constants` represents equal scales by one tensor, and comparing values on a
+        # GPU would make the host wait.
         scales = list({id(a.log2_scale): a.log2_scale for a in incoming}.values())
         if len(scales) == 1:
             return scales[0]
         rounded = [a for a in incoming if a.amax is not None]
-        if rounded:  # branches="original", whose amaxima decide at which of their scales the sum fits
+        if rounded:  # branches="original": the amaxima decide at which of the branches' scales the sum fits
             out = self._constants.new_scale(device)
             amaxima = torch.cat([a.amax for a in rounded if a.amax is not None])
             on_device(meeting_scale, amaxima, torch.cat([a.log2_scale for a in rounded]), limits, out)
@@ -97,12 +98,12 @@ class ScaleChooser:
         """Multiply a scale by the factor of one product, which is computed first if the mode requires it.
 
         log2_scale: the scale of the gradient.
-        g: moments of the gradient, as the product takes it.
+        g: moments of the gradient as it enters the product.
         w: moments of the product's other operand, or None.
         terms: how many products add up to one element of the result.
-        limits: of the site where the result is rounded.
-        mode: of the gradient's site in this step.
-        state: of the gradient's site, which caches the factor.
+        limits: the limits of the site where the result is rounded.
+        mode: the mode of the gradient's site in this step.
+        state: the state of the gradient's site, which caches the factor.
         index: the key of the cached factor.
         """
         constants, device = self._constants, log2_scale.device
@@ -127,13 +128,13 @@ class ScaleChooser:
     def fit_scale(
         self, site: GradientSite, gradient: Tensor, requested: Tensor, state: SiteState, has_amax: bool
     ) -> Tensor:
-        """The scale at which a gradient is rounded, lowered until the gradient does not overflow.
+        """Return the scale at which a gradient is rounded, lowered until the gradient does not overflow.
 
-        site: where it is rounded.
-        gradient: in its true size, before rounding.
-        requested: the scale that it arrives with, or that its site holds.
-        state: of its site.
-        has_amax: whether the state's moments already hold the gradient's amax; else it is written there.
+        site: the site where it is rounded.
+        gradient: the gradient in its true size, before rounding.
+        requested: the scale with which it arrives, or that its site holds.
+        state: the state of its site.
+        has_amax: whether the state's moments already hold the gradient's amax; if not, it is written there.
         """
         if not has_amax:
             amax_of(gradient, out=state.moments)
@@ -150,7 +151,7 @@ class ScaleChooser:
         MEASURES[self._rule.measures](self._rule, self._constants, measured)
 
     def scale_to_hold(self, requested: Tensor, state: SiteState) -> Tensor:
-        """The scale to hold until the next update: the requested one, unless the gradient is all zero or not finite."""
+        """Return the scale to hold until the next update: the requested one, unless the gradient is 0 or not finite."""
         held = state.held_log2_scale
         if held is None:
             return requested
@@ -162,12 +163,12 @@ class ScaleChooser:
 class Measured(NamedTuple):
     """One gradient whose scale a rule measures.
 
-    site: where it is rounded.
-    gradient: in its true size, before rounding.
-    requested: the scale that it arrives with.
-    limits: of the site.
-    state: of the site.
-    out: where its scale is written.
+    site: the site where it is rounded.
+    gradient: the gradient in its true size, before rounding.
+    requested: the scale with which it arrives.
+    limits: the limits of the site.
+    state: the state of the site.
+    out: the tensor to which its scale is written.
     """
 
     site: GradientSite
@@ -196,7 +197,7 @@ def _measure_last_amaxes(rule: Any, constants: Constants, m: Measured) -> None:
 def _measure_squared_error(_: Any, constants: Constants, m: Measured) -> None:
     spec = m.site.spec
     _, highest = log2_scale_limits(spec, m.site.dtype)
-    # The fitting scale of `current` without a margin is written to `out`, and is the first candidate.
+    # The kernel writes the scale of `current` without a margin to `out`. This is the first candidate.
     m.run(scale_to_max, constants.tensor(torch.int64, m.gradient.device, 0))
     tried = [(m.out + i).clamp_(max=highest) for i in range(CANDIDATES)]
     m.run(least_error_scale, torch.stack([_squared_error(m.gradient, spec, scale) for scale in tried]))
@@ -204,19 +205,20 @@ def _measure_squared_error(_: Any, constants: Constants, m: Measured) -> None:
 
 def _measure_underflow(rule: Any, constants: Constants, m: Measured) -> None:
     device = m.gradient.device
-    # An element that is exactly a power of two is counted with the binade that shares its fate at the threshold.
+    # An element that is exactly a power of two is counted in the binade above or below it: with those elements that are
+    # lost or kept like itself if it lies at the threshold.
     bins, first = binades(m.gradient, power_begins=not constants.loses_ties(m.site.spec))
     share = constants.tensor(torch.float64, device, rule.n_uf_threshold)
     m.run(smallest_sufficient_scale, bins, constants.tensor(torch.int64, device, first), share)
 
 
 def _squared_error(gradient: Tensor, spec: RoundingSpec, log2_scale: Tensor) -> Tensor:
-    """The sum of squared errors of rounding at a scale, 0-d float64."""
+    """Return the sum of squared errors of rounding at a scale, 0-d float64."""
     error = rounded(gradient, spec, None, log2_scale).sub_(gradient)
     return error.to(torch.float64).square_().sum()
 
 
-# Statistics by name, as `LayerRule.measures` names them.
+# Statistics by the names that `LayerRule.measures` uses.
 MEASURES: dict[str, Callable[[Any, Constants, Measured], None]] = {
     "amax": _measure_amax,
     "amax of the last steps": _measure_last_amaxes,

@@ -1,4 +1,4 @@
-"""Cache of the small tensors that kernels take and return, created once per device.
+"""A cache of the small tensors that kernels take and return, created once per device.
 
 A lookup costs less than a new tensor, and equal scales can be compared by identity.
 """
@@ -16,7 +16,7 @@ from fpsim.scaling import RoundingSpec, keep_memory_of, log2_scale_limits, memor
 
 __all__ = ["Constants"]
 
-# Roundings that flush up to half of the smallest magnitude; stochastic rounding does so on average.
+# Roundings that turn numbers up to half of the smallest magnitude into zero; stochastic rounding does so on average.
 TO_NEAREST = ("nearest_even", "nearest_away", "stochastic")
 
 
@@ -43,7 +43,7 @@ class Constants:
         return len(self._found)
 
     def tensor(self, dtype: torch.dtype, device: torch.device, *values: float) -> Tensor:
-        """The one-dimensional tensor of these values, which is shared: never write to it."""
+        """Return the one-dimensional tensor of these values. It is shared: never write to it."""
         key = (dtype, device, values)
         tensor = self._found.get(key)
         if tensor is None:
@@ -51,7 +51,7 @@ class Constants:
         return tensor
 
     def limits_of(self, spec: RoundingSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The `Limits` of gradients of this dtype and rounding."""
+        """Return the `Limits` of gradients of this dtype and rounding."""
         key = (spec, dtype, device)
         limits = self._found.get(key)
         if limits is None:
@@ -75,7 +75,7 @@ class Constants:
         )
 
     def _lost_exponent(self, spec: RoundingSpec) -> int:
-        """The exponent of the largest power of two up to which, or below which, magnitudes are lost."""
+        """Return the exponent of the power of two up to which, or below which, magnitudes are lost."""
         if not isinstance(self._u_min, str):
             # The histogram counts powers of two, so u_min is rounded up to one.
             mantissa, exponent = math.frexp(self._u_min)
@@ -87,8 +87,9 @@ class Constants:
     def loses_ties(self, spec: RoundingSpec) -> bool:
         """True if a magnitude of exactly 2**lost_exponent is lost, and not only smaller ones.
 
-        Lost means rounded to zero; with u_min="normal" below the smallest normal number; with a number below that.
-        Stochastic rounding keeps every second one of half the smallest number; all count as lost.
+        "Lost" means rounded to zero; with u_min="normal", below the smallest normal number; with a number for u_min,
+        below that number. Stochastic rounding keeps on average every second element of half the smallest magnitude; all
+        of these count as lost.
         """
         loses = self._loses_ties.get(spec)
         if loses is None:
@@ -105,11 +106,11 @@ class Constants:
         return loses
 
     def new_scale(self, device: torch.device) -> Tensor:
-        """The output of a kernel that writes a scale; on the CPU a shared buffer, to be read with `written` at once."""
+        """Return a tensor to which a kernel writes a scale. On the CPU it is shared: read it with `written` at once."""
         return self._buffer if device.type == "cpu" else torch.empty(1, dtype=torch.int64, device=device)
 
     def written(self, log2_scale: Tensor) -> Tensor:
-        """The scale that was written to `new_scale`. On the CPU equal scales are one tensor."""
+        """Return the scale that was written to `new_scale`. On the CPU equal scales are one tensor."""
         if log2_scale is not self._buffer:
             return log2_scale
         return self.tensor(torch.int64, log2_scale.device, memory_of(log2_scale)[0])

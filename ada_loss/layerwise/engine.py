@@ -1,9 +1,9 @@
-"""The engine that gives each gradient its own scale.
+"""The engine that chooses a scale for each gradient.
 
 In the forward pass, `make_site` records where a tensor's gradient will be rounded. In the backward pass, `scale_at`
-returns its scale. A step that chooses scales takes the largest scale that the gradient's consumers sent, lowers it if
-the gradient would overflow, and sends the sites behind this one their scales (`_choose_scale`). A step between updates
-takes the scale that the site holds, and only checks for overflow (`_hold_scale`).
+returns the scale of this gradient. A step that chooses scales takes the largest scale that the tensor's consumers sent,
+lowers it if the gradient would overflow, and sends scales to the sites behind this one (`_choose_scale`). A step
+between updates takes the scale that the site holds, and only checks for overflow (`_hold_scale`).
 
 The decisions are made elsewhere: the formulas of the rules in `rules/formulas.py`, the kernels that apply them in
 `scale_kernels.py`, which torch functions are products in `transforms.PRODUCTS`. `docs/architecture.md` lists the
@@ -72,7 +72,7 @@ class Observed(Protocol):
     """A callback for the gradients of some steps, before they are rounded, with the scales chosen."""
 
     def wants(self, step: int) -> bool:
-        """True if this step is to be observed; called once per step."""
+        """Return whether to observe this step; called once per step."""
         ...
 
     def __call__(
@@ -84,15 +84,15 @@ class Observed(Protocol):
         site: the site's name, with '#1' and so on for its second use and later ones.
         role: "error" or "weight_grad".
         spec: how the gradient is rounded.
-        gradient: in its true size, before rounding.
-        log2_scale: at which it is rounded, (1,) int64 on its device.
+        gradient: the gradient in its true size, before rounding.
+        log2_scale: log2 of the scale at which it is rounded, (1,) int64 on its device.
         chosen: the decision, (5,) float64 on its device: the fields of `scale_kernels.CHOSEN`.
         """
         ...
 
 
 def _require_no_capture() -> None:
-    """Raise NotImplementedError during a capture, whose replays would never update the scales."""
+    """Raise NotImplementedError during the capture of a CUDA graph, because replays would never update the scales."""
     if _is_captured():
         raise NotImplementedError(
             "AdaLossScaled with update_every above 1 was used while a CUDA graph was captured, whose replays would "
@@ -104,7 +104,7 @@ class Engine:
     """Choose the scale at which each gradient of a model is rounded.
 
     options: the settings.
-    owner: returns the object that attached it to the model, None once that is lost.
+    owner: a function that returns the object that attached this engine to the model, or None once that object is lost.
     """
 
     def __init__(self, options: Options, owner: Callable[[], object]) -> None:
@@ -115,7 +115,8 @@ class Engine:
         self._measures_casts = self._predicts and options.scales_casts and not rule.is_constant
         self._product_rule: Any = rule if rule.forms_products else None
         self._is_fixed = rule.is_constant
-        # Held scales, constant factors and formed products read the amax of `state.moments`, so it must be there.
+        # Held scales, constant factors and formed products read the amax of `state.moments`, so amax must be computed
+        # for them.
         self._skips_amax = self._predicts and not (self._holds_scales or self._is_fixed or rule.forms_products)
         self._warns_of_noise = rule.saturates
         self._dead = Dead(self._predicts and not rule.is_constant)
@@ -139,7 +140,7 @@ class Engine:
                 state.held_log2_scale = self.constants.tensor(torch.int64, torch.device("cpu"), saved["kept"])
                 state.ceiling = saved["ceiling"]
 
-    # The forward pass: sites, and what links them.
+    # The forward pass: sites and their links.
 
     def make_site(
         self, site: str, role: str, spec: RoundingSpec, operation: str, operands: tuple[Any, ...], out: Tensor
@@ -152,8 +153,9 @@ class Engine:
         role: "error" or "weight_grad".
         spec: how the gradient will be rounded.
         operation: the name of the torch function that made `out`, or a word of `Scaling`, such as "weight".
-        operands: the arguments of the operation, tensors rounded already; of a rounded copy, the original.
-        out: the tensor whose gradient it is.
+        operands: the arguments of the operation, whose tensors are already rounded; for a rounded copy, the original
+            tensor.
+        out: the tensor whose gradient will be rounded.
         """
         if out.dtype is torch.float16 and not spec.is_float32:
             raise ContainerError(
@@ -181,17 +183,18 @@ class Engine:
                 return tell
         is_selected = self._modules is None or site.split(":")[0] in self._modules
         made = GradientSite(site, role, spec, out.dtype, is_selected, is_linked, graph_task)
-        # Bound here, so that `sites.py` need not know the engine above it.
+        # The method is bound here, so that `sites.py` need not import the engine.
         tell = partial(self.scale_at, made)
-        # An error that the model's own code computes within a backward pass is in no graph: the scale of the gradient
-        # that it was computed from comes as the operand.
+        # If the model's own code computes an error within a backward pass, that error is in no graph. The operand is
+        # then the scale of the gradient from which it was computed.
         if operation == BACKWARD and operands[0] is not None:
             made.receive(graph_task, IncomingScale(operands[0], True, False, made))
         if not is_linked:
             self.unlinked[made.key] = made, tell
         elif out.grad_fn is not None:
             register(made, out)
-            # No site lies behind a parameter, and the search would find none at every call of every layer.
+            # No site lies behind a parameter: the search is skipped, because every call of every layer would repeat it
+            # in vain.
             if operation != "weight" or operands[0].grad_fn is not None:
                 edges = link(made, out, self._products(made, operation, operands))
                 if self._options.branches == "original":
@@ -199,7 +202,7 @@ class Engine:
         return tell
 
     def _products(self, site: GradientSite, operation: str, operands: tuple[Any, ...]) -> list[Product]:
-        """The products of an operation whose operands' gradients get a factor."""
+        """Return the products of an operation whose operands' gradients get a factor."""
         find = PRODUCTS.get(operation)
         if find is None or not self._predicts or not site.is_selected:
             return []
@@ -214,10 +217,10 @@ class Engine:
     # The backward pass.
 
     def scale_at(self, site: GradientSite, gradient: Tensor, may_round: bool) -> Tensor:
-        """log2 of the scale at which a gradient is rounded, as an int64 tensor of one element on its device.
+        """Return log2 of the scale at which a gradient is rounded, as an int64 tensor of one element on its device.
 
-        site: where it is rounded.
-        gradient: in its true size.
+        site: the site where it is rounded.
+        gradient: the gradient in its true size.
         may_round: whether nobody else holds the gradient, so that it may be rounded in place.
         """
         graph_task, schedule = current_graph_task(), self.schedule
@@ -230,12 +233,13 @@ class Engine:
         key, state = self._state_of(site)
         if state.moments.device != gradient.device:
             state.move_to(gradient.device)
-        # Such a site may learn its factors in this step, or comes for the first time since the update.
+        # A linked site may learn its factors in this step, and the other case is a site's first gradient since the
+        # update.
         if site.is_linked or state.last_step < schedule.last_update:
             schedule.is_all_known = None
         state.last_step = schedule.step
         seen = None if self._told is None else gradient.detach()
-        if seen is not None and may_round:  # in place, and the observer sees it unrounded
+        if seen is not None and may_round:  # the gradient is rounded in place, but the observer needs it unrounded
             seen = seen.clone()
         something = gradient.any() if self._dead.wants(key[1]) else None
         if site.is_linked or state.held_log2_scale is None:
@@ -250,7 +254,7 @@ class Engine:
         return log2_scale
 
     def _state_of(self, site: GradientSite) -> tuple[tuple[str, str], SiteState]:
-        """Return the state of a site and its key, with '#1' and so on from the second use in a step."""
+        """Return the key of a site, with '#1' and so on from the second use in a step, and its state."""
         # Uses are counted in backward order, the last use first: not every forward pass has a backward pass.
         key = site.key
         state = self.states[key]
@@ -265,7 +269,7 @@ class Engine:
     def _choose_scale(
         self, site: GradientSite, graph_task: int, gradient: Tensor, state: SiteState, may_round: bool
     ) -> Tensor:
-        """Take the scale of the gradient's consumers, lower it on overflow, and send the sites behind their scales."""
+        """Take the scale that the consumers request, lower it on overflow, and send scales to the sites behind."""
         chooser = self._chooser
         limits = self.constants.limits_of(site.spec, site.dtype, gradient.device)
         incoming = site.incoming if site.graph_task == graph_task else []
@@ -279,11 +283,11 @@ class Engine:
             if self._told is not None:  # a site without a product would show the choice of an earlier step
                 state.chosen[:REQUESTED] = math.nan
         has_moments = is_measured and mode >= IF_UNKNOWN
-        if has_moments:  # of the unrounded gradient, as the original's cast takes them
+        if has_moments:  # moments of the unrounded gradient, as in the authors' cast
             moments_of(gradient, logs=self._rule.logs, out=state.moments)
         if is_measured:
             requested = chooser.scale_by_factor(requested, state.moments, None, 1, limits, mode, state, MEASURED)
-        # A gradient that was rounded at this very scale fits, and nobody needs its amax.
+        # A gradient that was already rounded at this very scale fits, and its amax is not needed.
         may_skip = incoming and self._skips_amax and not is_measured
         fits = bool(may_skip) and self._told is None and is_rounded_at(gradient, requested, site.spec)
         log2_scale = requested if fits else chooser.fit_scale(site, gradient, requested, state, has_moments)
@@ -302,21 +306,22 @@ class Engine:
         return log2_scale
 
     def _round_for_products(self, site: GradientSite, gradient: Tensor, log2_scale: Tensor, may_round: bool) -> Tensor:
-        """Return the rounded gradient, from which its products' factors are computed, as in the original."""
+        """Return the rounded gradient, from which the factors of its products are computed, as in the authors' code."""
         if is_rounded_at(gradient, log2_scale, site.spec):
             return gradient
         if may_round:
             round_memory_(gradient, site.spec, None, log2_scale)
             mark_rounded(gradient, log2_scale, site.spec)
             return gradient
-        # A copy, since somebody else holds the gradient. Its noise is not the training's, which draws for the gradient
-        # itself later, and must draw the same with any rule.
+        # A copy is rounded, because other code holds the gradient too. The copy's noise does not come from the
+        # training's generator, which has to draw the same numbers for the gradient itself with any rule.
         return rounded(gradient, site.spec, torch.tensor(self.schedule.step, device="cpu"), log2_scale)
 
     def _mode_of(self, site: GradientSite, incoming: list[IncomingScale], state: SiteState) -> tuple[SiteMode, bool]:
-        """The mode of the site in this step, and whether its scale gets a factor computed from the gradient itself.
+        """Return the mode of the site in this step, and whether a factor is computed from the gradient itself.
 
-        It does where a gradient enters the format, and where a consumer is a product that hides its operands.
+        This factor is needed if the gradient enters the format here, or if a consumer is a product that hides its
+        operands.
         """
         is_measured = self._predicts and (
             any(scale.must_measure for scale in incoming) if incoming else self._measures_casts
@@ -339,7 +344,7 @@ class Engine:
         state: SiteState,
         mode: SiteMode,
     ) -> None:
-        """Send the sites behind this one their scales: this site's scale, times a factor if a product lies between."""
+        """Send scales to the sites behind this one: this site's scale, times a factor if a product lies between."""
         is_new = mode is not HOLD
         for target in site.passes_on_to:
             target.receive(graph_task, IncomingScale(log2_scale, is_new, False, site))
@@ -351,9 +356,9 @@ class Engine:
     def _scale_of_operand(
         self, edge: ProductEdge, gradient: Tensor, log2_scale: Tensor, state: SiteState, mode: SiteMode
     ) -> Tensor:
-        """The scale of one operand's gradient, from statistics of the incoming gradient and the other operand.
+        """Return the scale of one operand's gradient, from statistics of the incoming gradient and the other operand.
 
-        gradient: rounded, if factors are computed.
+        gradient: the incoming gradient, already rounded if factors are computed.
         """
         gathers, g, w = mode >= IF_UNKNOWN, state.moments if self._is_fixed else state.rounded_moments, None
         if self._product_rule is not None:
@@ -364,7 +369,7 @@ class Engine:
         else:
             if gathers and edge.other is not None:
                 edge.other_moments = moments_of(edge.other)
-            # Its moments are all that is needed from here on: the memory of the operand is free for the pass.
+            # From here on only the operand's moments are needed, so the backward pass may reuse the operand's memory.
             edge.other = None
             w = edge.other_moments
             if w is None:
@@ -379,8 +384,8 @@ class Engine:
         self, site: GradientSite, gradient: Tensor, state: SiteState, held: Tensor, may_round: bool
     ) -> Tensor:
         """Return the held scale, or a lower one at which the gradient does not overflow."""
-        # On the CPU one pass over memory, not two, finds amax and rounds, if the last gradient left enough headroom. If
-        # this one does not fit after all, its elements below the ceiling are rounded twice.
+        # On the CPU a single pass over memory finds amax and rounds, if the last gradient left enough headroom. If this
+        # gradient does not fit after all, its elements below the ceiling are rounded twice.
         is_rounded = may_round and state.has_headroom() and self._round_if_it_fits(site, gradient, state, held)
         if is_rounded or is_rounded_at(gradient, held, site.spec):  # rounded at this very scale, it fits
             if self._told is not None:
@@ -391,7 +396,7 @@ class Engine:
         return log2_scale
 
     def _round_if_it_fits(self, site: GradientSite, gradient: Tensor, state: SiteState, log2_scale: Tensor) -> bool:
-        """Round in place the elements that do not exceed the ceiling, and return whether those were all."""
+        """Round in place the elements that do not exceed the ceiling, and return whether these are all elements."""
         amax = scaling.round_fitting_(gradient, site.spec, log2_scale, state.ceiling)
         if amax is None or amax > state.ceiling:
             return False
@@ -400,11 +405,11 @@ class Engine:
         return True
 
 
-SHOWN = 3  # sites in the warning
+SHOWN = 3  # the number of sites in the warning
 
 
 class Dead:
-    """Warn once of gradients that underflow completely in the first step of a rule that predicts.
+    """Warn once if gradients underflow completely in the first step. Only for rules that predict.
 
     This happens in a branch multiplied by a number such as 1e-6.
     """
@@ -415,8 +420,9 @@ class Dead:
         self._found: list[tuple[str, Tensor]] = []
 
     def begin(self, step: int) -> None:
-        """Begin a step: the first is checked; at the second, warn of the gradients that were found."""
-        # Only then: the flags are copied from the device at once, when the first step has long been computed.
+        """Begin a step. The first step is checked; at the second, warn of the gradients that were found."""
+        # The warning waits for the second step: by then the device has long computed the first, and all flags are
+        # copied at once.
         if self._step is None:
             self._step = step
         elif self.looks:
@@ -424,11 +430,11 @@ class Dead:
             self._tell()
 
     def wants(self, role: str) -> bool:
-        # Gradients of parameters may vanish: that of the bias of an attention's key is noise.
+        # Gradients of parameters may vanish rightly: the gradient of the bias of an attention's key is only noise.
         return self.looks and role == "error" and not _is_captured()
 
     def note(self, site: str, was_something: Tensor, gradient: Tensor, spec: RoundingSpec, log2_scale: Tensor) -> None:
-        """Record whether rounding turns a nonzero gradient to zero, with noise other than the training's."""
+        """Record whether rounding turns a nonzero gradient to zero. Its noise is drawn apart from the training's."""
         left = rounded(gradient, spec, torch.tensor(0, device="cpu"), log2_scale).any()
         self._found.append((site, was_something & ~left))
 
@@ -460,12 +466,13 @@ MOST_PRODUCTS = 1 << 27  # 1 GiB in float64
 def product_moments(gradient: Tensor, other: Tensor, channel: tuple[int, int] | None, share: float | None) -> Tensor:
     """Return AMIN and AMAX of all products of an element of `gradient` and one of `other`, for element_wise_range.
 
-    gradient: of the operation's output, any shape.
-    other: the other operand, any shape.
-    channel: the dimension of `gradient` and the one of `other` along which only equal indices are multiplied. None if
-        elements are multiplied one by one, `other` being broadcast.
-    share: the share of the products, largest first, of which AMIN is the smallest; None for all, without forming them.
-    Returns `Moments`, the others 0. Raises ValueError for a share with more than 2**27 products.
+    gradient: the gradient of the operation's output, of any shape.
+    other: the other operand, of any shape.
+    channel: a dimension of `gradient` and a dimension of `other`; only elements with equal indices along them are
+        multiplied. None if elements are multiplied one by one, with `other` broadcast.
+    share: AMIN is the smallest of this share of the products, counted from the largest. None for all products, which
+        are then not formed one by one.
+    Returns `Moments` whose other fields are 0. Raises ValueError for a share with more than 2**27 products.
     """
     moments = torch.zeros(len(Moments._fields), dtype=torch.float64, device=gradient.device)
     if gradient.numel() == 0 or other.numel() == 0:

@@ -38,7 +38,8 @@ __all__ = ["NativeScaling", "native_rule"]
 
 CPU = torch.device("cpu")
 NOTHING = (0.0,) * len(Moments._fields)  # moments that stand for a missing operand
-# Powers of two that a site loses when its numbers overflow, and steps after which it may scale twice as far again.
+# The number of powers of two by which a site is lowered when its numbers overflow, and the number of steps after which
+# its limit doubles again.
 BACKOFF = 4
 RECOVERY = 200
 
@@ -46,14 +47,14 @@ RECOVERY = 200
 class NativeScaling:
     """Scale the gradients of each layer of a model that trains in real float16.
 
-    `scale(loss).backward()` computes the true gradient of every parameter; within the pass each product's gradient
-    carries a power of two, chosen by the rule so that the gradient it sends on does not underflow. The model is not
-    changed.
+    `scale(loss).backward()` computes the true gradient of every parameter. Within the backward pass each product's
+    gradient carries a power of two. The rule chooses it so that the gradient that the product sends on does not
+    underflow. The model is not changed.
 
     Args:
-        model: a module that is not quantised, for the names of sites.
+        model: a module that is not quantised; its parameters name the sites.
         rule: a rule that predicts: "approx_range", "abs_range" or "fixed".
-        update_every: factors are chosen in every n-th backward pass, and held in between.
+        update_every: the interval of backward passes in which factors are chosen; in between they are held.
         scale_upper_bound: the largest factor of one product, None for no bound.
         accum_upper_bound: the largest scale that factors may add up to, None for no bound.
         u_min: the lower limit of gradients, "smallest", "flush", "normal" or a number. Subnormal numbers lose
@@ -75,7 +76,7 @@ class NativeScaling:
     True
     """
 
-    keeps_on_device = False  # tests set it, to run on the CPU as on a card
+    keeps_on_device = False  # tests set it to True, to take the path of a GPU on the CPU
 
     def __init__(
         self,
@@ -112,19 +113,22 @@ class NativeScaling:
         self._constants = Constants(self.options.u_min, self.options.u_max, *bounds)
         predicting = rule
         if isinstance(rule, ApproxRange):
-            # Native code sees an overflow only when it has happened: the kernel bounds each factor by the worst case.
+            # Native code sees an overflow only after it has happened, so the kernel bounds each factor by the worst
+            # case.
             predicting = replace(rule, bound="measured")
         self._kernel, self._parameters = carried_factor_kernel(predicting.core()), predicting.parameters()
-        # The limit of a product's results. A constant factor has none, which is 0: the rule asked for this very factor.
+        # The limit of a product's results. A constant factor has no limit, written as 0, because the rule asked for
+        # this very factor.
         self._largest = 0.0 if rule.is_constant else self.options.u_max or torch.finfo(HALF).max
         self._weights: dict[int, Tensor] = {}  # moments of parameters in this update, by id
-        self._events: dict[torch.device, Any] = {}  # after which the factors of the last update are on the host
+        self._events: dict[torch.device, Any] = {}  # events after which the factors of the last update are on the host
         self._order: list[str] = []  # sites in the order of the last backward pass
         self._leaves: dict[int, tuple[Tensor, frozenset[str]]] = {}
         self._is_lowered = True  # whether limits are set for the last backward pass, or there was none
-        # Such as a Recorder; called with the gradient that each product, gate and cast sends on, by the sender's site.
+        # The observer, such as a Recorder, is called with the gradient that each product, gate and cast sends on, under
+        # the sender's site.
         self.observer: Recorder | None = None
-        self.has_scaled = False  # a loss since the last update of the scaler
+        self.has_scaled = False  # whether a loss was scaled since the last update of the scaler
         self._pass = NativePass({}, self._choose, HALF, self._begin, needs_half=True)
         self._pass.checks.parameters = model.parameters
 
@@ -135,11 +139,11 @@ class NativeScaling:
         )
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Copy `loss`, so that the backward pass of the copy is scaled layer by layer.
+        """Return a copy of `loss` whose backward pass is scaled layer by layer.
 
         Raises TypeError if no gradient of the pass is float16, and as `NativePass.scale` does.
         """
-        # At each loss: parameters may be new, as LoRA's.
+        # The names are collected again for each loss, because there may be new parameters, as with LoRA.
         self._pass.names = names_in_graphs(self.model)
         self.has_scaled = True
         step, observer = self.schedule.step + 1, self.observer
@@ -154,7 +158,7 @@ class NativeScaling:
         return self._pass.scale(loss, observe=tell)
 
     def _ones(self) -> frozenset[str]:
-        """Sites whose factor is known to be 1 in the next backward pass, and which need no hook."""
+        """Return the sites whose factor is known to be 1 in the next backward pass, so that they need no hook."""
         step, last = self.schedule.step + 1, self.schedule.last_update
         if step - last >= self.options.update_every or not self._may_read(step):
             return frozenset()
@@ -166,29 +170,31 @@ class NativeScaling:
 
     def _may_read(self, step: int) -> bool:
         """True if held factors can be read on the host without waiting."""
-        # In a fixed step after the update, not as soon as a copy has arrived: a repeated run must take the same path.
+        # Factors are read in a fixed step after the update, not as soon as a copy has arrived, because a repeated run
+        # must take the same path.
         if not (self._events or self.keeps_on_device):
             return True
         if step < self.schedule.last_update + 2:
             return False
         for event in self._events.values():
-            event.synchronize()  # of two steps ago
+            event.synchronize()  # the event was recorded two steps ago
         return True
 
     def log2_scales(self) -> dict[str, int]:
-        """log2 of the scales with which gradients arrived last, by site, from input to output.
+        """Return log2 of the scales with which gradients arrived last, by site, from input to output.
 
-        As in emulated training; a product multiplies the arriving gradient by one more factor.
+        As in emulated training, a product then multiplies the arriving gradient by one more factor.
         """
         found = {site: s.log2_scale for (site, _), s in self.states.items()}
         return {site: int(k) for site, k in reversed(found.items()) if k is not None}
 
     def true_grad(self, tensor: Tensor, gradient: Tensor) -> Tensor:
-        """Unscale the gradient of a hidden tensor, to float32 (or wider, as it came): that of a plain backward pass.
+        """Return the true gradient of a hidden tensor, as in a plain backward pass, in float32 or its own wider dtype.
 
-        tensor: the tensor to which the gradient belongs, as its hooks, `retain_grad` and `torch.autograd.grad` return
-        it in the last scaled backward pass. A parameter's gradient is true already. Raises ValueError for a tensor
-        without a gradient in that pass.
+        tensor: the tensor to which the gradient belongs. The gradient may come from its hooks, `retain_grad` or
+            `torch.autograd.grad` in the last scaled backward pass. A parameter's gradient is already true.
+        gradient: the gradient to unscale.
+        Raises ValueError for a tensor without a gradient in that pass.
 
         >>> layer = nn.Linear(8, 8)
         >>> layers = NativeScaling(layer)
@@ -212,9 +218,9 @@ class NativeScaling:
     def overflowed(self) -> None:
         """Lower the scales where gradients overflowed. Call it when a step was skipped for its gradients.
 
-        Otherwise the rule undoes the backoff of a loss scaler, and every step is skipped. The site whose
-        parameters' gradients are not finite, the first in the backward pass, and the one before it are limited to a
-        sixteenth of their scales. The host waits for the gradients, as it did to skip the step.
+        Otherwise the rule would undo the backoff of a loss scaler, and every step would be skipped. Two sites are
+        limited to a sixteenth of their scales: the first site in the backward pass whose parameters' gradients are not
+        finite, and the site before it. The host waits for the gradients, as it already did to skip the step.
         """
         if self._is_lowered:
             return
@@ -224,16 +230,17 @@ class NativeScaling:
             if sites - bad and leaf.grad is not None and not bool(leaf.grad.isfinite().all()):
                 bad |= sites
         hit = next((i for i, site in enumerate(self._order) if site in bad), None)
-        # Without a hit all sites are lowered: FSDP2 has taken the gradients from the leaves of the graph by now.
+        # If no such site is found, all sites are lowered: FSDP2 has already taken the gradients from the leaves of the
+        # graph.
         for site in self._order if hit is None else self._order[max(hit - 1, 0) : hit + 1]:
             state = self.states.get((site, "error"))
             passed_on = math.nan if state is None else float(state.chosen[FINAL])
             self.limits[site] = (0 if math.isnan(passed_on) else int(passed_on)) - BACKOFF
-        # The next step is an update: held factors were chosen before the limits.
+        # The next step becomes an update, because the held factors were chosen before the limits.
         self.schedule.last_update = self.schedule.step - self.options.update_every
 
     def state_dict(self) -> dict[str, Any]:
-        """All settings, the step, limits, and the state of each site, as plain values."""
+        """Return all settings, the step, limits, and the state of each site, as plain values."""
         return {
             **self.options.as_plain(),
             "native": True,
@@ -246,7 +253,7 @@ class NativeScaling:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state; a refused state changes nothing.
 
-        Raises TypeError for anything but a mapping, ValueError for one of other settings or of another model.
+        Raises TypeError for anything but a mapping, ValueError for a state of other settings or of another model.
         """
         require_mapping("state", state, "what state_dict() returns")
         mine = {**self.options.as_plain(), "native": True}
@@ -277,11 +284,11 @@ class NativeScaling:
         if schedule.step % RECOVERY == 0:
             self.limits = {site: k + 1 for site, k in self.limits.items()}
         self._order, self._is_lowered = sites, False  # for `overflowed`, which comes after the pass
-        if is_whole:  # no leaf knows of sites without hooks
+        if is_whole:  # otherwise sites have no hooks, and the leaves do not name these sites
             self._leaves = {id(leaf): (leaf, names) for leaf, names in leaves}
 
     def _choose(self, factor: Factor, came: list[Tensor], log2: Power) -> Power:
-        """log2 of a site's factor. Gradients that are all zero or not finite keep the last one."""
+        """Return log2 of a site's factor. If the gradients are all zero or not finite, it is the last factor."""
         schedule, constants = self.schedule, self._constants
         state = self.states.setdefault((factor.site, "error"), SiteState())
         state.last_step = schedule.step
@@ -297,7 +304,7 @@ class NativeScaling:
             # A node with several gradients, such as an RNN's, has one factor for all of them.
             g = some[0] if len(some) == 1 else torch.cat([g.flatten() for g in some])
             moments_of(g, out=state.moments)
-        # A held factor whose copy has surely arrived is taken from the host, with no launch on the card.
+        # A held factor whose copy has surely arrived is taken from the host, without a kernel launch on the GPU.
         is_read = not self.keeps_on_device if device.type == "cpu" else False
         if mode is REUSE and isinstance(log2, int) and not is_read and self._may_read(schedule.step):
             is_read, device = True, CPU
@@ -305,7 +312,7 @@ class NativeScaling:
         kept = state.factor(0, device) if device == state.moments.device else state.factors_on_host[0]
         out = constants.new_scale(device) if is_read else torch.empty(1, dtype=torch.int64, device=device)
         limit = self.limits.get(factor.site, NEVER)
-        rows = min(factor.rows, 2**HEADROOM)  # a larger sum of equal signs is rarer than small gradients
+        rows = min(factor.rows, 2**HEADROOM)  # larger sums of one sign are rarer than small gradients
         on_device(
             self._kernel,
             constants.tensor(torch.int64, device, log2) if isinstance(log2, int) else on(log2, device),
@@ -320,7 +327,7 @@ class NativeScaling:
             out,
             chosen,
         )
-        if mode is not REUSE:  # `_may_read` waits for the event, in a later step
+        if mode is not REUSE:  # in a later step `_may_read` waits for the event
             state.copy_to_host(0)
             if device.type == "cuda":
                 event = self._events[device] = self._events.get(device) or torch.cuda.Event()
@@ -338,7 +345,7 @@ class NativeScaling:
 
 
 def native_rule(rule: LayerRule | str) -> LayerRule:
-    """The rule of a native training. Raises ValueError for one that measures gradients before they are rounded."""
+    """Return the rule of a native training. Raises ValueError for a rule that measures gradients before rounding."""
     rule = as_layer_rule(rule)
     if not rule.predicts or rule.forms_products:
         raise ValueError(

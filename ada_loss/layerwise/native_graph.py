@@ -1,7 +1,7 @@
 """The plan of a native backward pass: the nodes of a loss's graph that multiply, join and unscale gradients.
 
-A node of autograd's graph has slots, where gradients arrive. Each slot belongs to a cell, the power of two that
-gradients there carry. A plan holds no tensor but the parameters, which it needs by identity.
+A node of autograd's graph has slots, where gradients arrive. Each slot belongs to a cell, which holds the power of two
+that the slot's gradients carry. A plan holds no tensors except the parameters, which it identifies as objects.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from fpsim.scaling import convolution_of, is_python_function, key_of, slot_dtype
 __all__ = ["Arrivals", "Cell", "Entry", "Exit", "Factor", "Gradients", "Meeting", "Plan", "plan_of"]
 
 Node = Any  # torch.autograd.graph.Node; its classes have members that the base class does not declare
-# Names of torch's classes of nodes. A test compares the tables with the nodes that operations make on this torch.
+# Names of torch's classes of nodes. A test compares these tables with the nodes that operations create in the installed
+# torch.
 MATRICES = ("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "LinearBackward0")
 CONVOLUTION = "ConvolutionBackward0"
 INSIDE = ("ScaledDotProduct", "CompiledFunctionBackward", "CudnnRnn", "MkldnnRnn")  # prefixes; products within one node
@@ -44,7 +45,8 @@ REENTRANT = "CheckpointFunctionBackward"
 class Cell:
     """The power of two that some gradients carry in the running pass; None until one of them arrives.
 
-    sites: the last sites that multiplied it, one on each branch; empty for the true gradient before any factor.
+    sites: the last sites that multiplied the gradients, one on each branch; empty for the true gradient before any
+        factor.
     """
 
     sites: frozenset[str] = frozenset()
@@ -52,13 +54,13 @@ class Cell:
 
 
 Gradients = tuple[Tensor | None, ...]
-# the cells in which gradients arrive at the slots of each node but leaves, by `key_of` the node
+# for each node that is not a leaf, by `key_of` the node: the cells of its slots
 Arrivals = dict[tuple[str, int], dict[int, Cell]]
 
 
 @dataclass(eq=False, slots=True)
 class Meeting:
-    """A slot whose producers carry different cells. Parts are held until the last one of this pass arrives."""
+    """A slot whose parts belong to different cells. Parts are held until the last part of this pass arrives."""
 
     cell: Cell
     expected: int = 0
@@ -69,10 +71,10 @@ class Meeting:
 class Factor:
     """A site where a gradient is multiplied.
 
-    parameter: the operand that it meets, if that is a parameter through views and casts.
+    parameter: the operand by which the gradient is multiplied, if it is a parameter, or a view or cast of one.
     terms: how many products add up to one element of the result.
-    is_wide: whether the gradient arrives in a dtype wider than half, and may exceed its range.
-    rows: how many elements of the gradient add up to one of the bias's; 0 without a bias.
+    is_wide: whether the gradient arrives in a dtype wider than half, and may exceed the range of half.
+    rows: how many elements of the gradient add up to one element of the bias's gradient; 0 without a bias.
     """
 
     site: str
@@ -84,7 +86,7 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A node whose incoming gradients are brought to the cell `out`. slots: the cells in which they arrive."""
+    """A node whose incoming gradients are brought to the power of the cell `out`. slots: the cells of its slots."""
 
     node: Node
     slots: dict[int, Cell]
@@ -109,12 +111,12 @@ class Plan:
     cells: list[Cell]
     entries: list[Entry]
     exits: list[Exit]
-    meetings: list[tuple[Meeting, list[Node]]]  # and the producers, once for each edge
-    leaves: list[tuple[Tensor, frozenset[str]]]  # and the sites whose factors their gradients have carried
+    meetings: list[tuple[Meeting, list[Node]]]  # with their producers, once for each edge
+    leaves: list[tuple[Tensor, frozenset[str]]]  # with the sites whose factors their gradients have carried
     carried: list[Tensor]  # leaves to which every edge brings a gradient that carries a factor
-    sites: list[str]  # in the order of the backward pass, those that need no hook too
+    sites: list[str]  # in the order of the backward pass, including sites that need no hook
     arrivals: Arrivals
-    functions: list[tuple[Node, dict[int, Cell]]]  # of Python, where gradients that carry a factor arrive
+    functions: list[tuple[Node, dict[int, Cell]]]  # Functions written in Python that get gradients with a factor
     has_half: bool  # whether a gradient of the half dtype arrives anywhere
 
 
@@ -123,7 +125,8 @@ def plan_of(
 ) -> Plan:
     """Plan the backward pass that begins at `root`.
 
-    names: of parameters, by id. half: the dtype whose range gradients are to fit. ones: sites whose factor is 1.
+    names: the names of parameters, by id. half: the dtype whose range gradients must fit. ones: sites whose factor is
+        1.
     Raises NotImplementedError for a reentrant checkpoint, whose inner backward pass escapes the hooks of this graph.
     """
     edges, arriving = _edges_of(root)
@@ -145,7 +148,7 @@ def plan_of(
     while ready:
         node = ready.pop()
         if hasattr(node, "variable"):
-            # Each producer divides its own part: a leaf is never a meeting, or shared ones were divided twice.
+            # Each producer divides its own part, so a leaf must not be a meeting: it would be divided twice.
             cells = [cell for parts in producers[node].values() for *_, cell in parts]
             plan.leaves.append((node.variable, frozenset(s for cell in cells for s in cell.sites)))
             if all(cell is not true for cell in cells):
@@ -159,7 +162,7 @@ def plan_of(
             )
         slots = {} if node is not root else {0: true}
         for nr, parts in producers[node].items():
-            # A slot holds its parts until the last one only if they carry different powers: torch adds the others.
+            # A slot holds its parts until the last one only if their powers differ. Otherwise torch adds the parts.
             slots[nr] = parts[0][2]
             if len(parts) > 1 and any(cell is not slots[nr] for _, _, cell in parts):
                 meeting = Meeting(new_cell(frozenset(s for *_, cell in parts for s in cell.sites)))
@@ -173,7 +176,7 @@ def plan_of(
         factor = _factor(node, kind, edges[node], slots, names, half, used)
         if factor is not None:
             plan.sites.append(factor.site)
-            factor = None if factor.site in ones else factor  # its name is taken all the same: others keep theirs
+            factor = None if factor.site in ones else factor  # its name stays taken, so that other names do not change
         cells = [*slots.values()]
         cell = cells[0]
         if factor is not None or (len(cells) > 1 and any(other is not cell for other in cells)):
@@ -184,7 +187,7 @@ def plan_of(
             if child is None:
                 continue
             producers[child][nr].append((node, edge, cell))
-            # At the edge, not at the leaf: its parts may carry different powers, and leave one node at a time.
+            # Division is at the edge, not at the leaf: each part of a leaf's gradient may carry another power.
             if hasattr(child, "variable") and cell is not true:
                 leave(node, cell, edge, child.variable)
             arriving[child] -= 1
@@ -195,8 +198,8 @@ def plan_of(
 
 
 def _edges_of(root: Node) -> tuple[dict[Node, tuple[tuple[Node, int], ...]], dict[Node, int]]:
-    """The edges of every reachable node, and the number of edges that arrive at each."""
-    # Every node is kept in `edges`: torch makes a new Python object for a node that nobody holds.
+    """Return the edges of every reachable node, and the number of edges that arrive at each node."""
+    # Every node is kept in `edges`, because torch creates a new Python object for a node that nobody holds.
     edges: dict[Node, tuple[tuple[Node, int], ...]] = {}
     arriving: dict[Node, int] = defaultdict(int)
     waiting = [root]
@@ -213,8 +216,9 @@ def _edges_of(root: Node) -> tuple[dict[Node, tuple[tuple[Node, int], ...]], dic
 
 
 def parameter_behind(node: Node | None) -> Tensor | None:
-    """The leaf behind views and casts."""
-    # Along the graph, not from the node's saved tensors: a checkpoint allows only one read of those.
+    """Return the leaf behind views and casts; None if there is none."""
+    # The search follows the graph and does not read the node's saved tensors, because a checkpoint allows only one read
+    # of them.
     while node is not None and not hasattr(node, "variable"):
         if node.name() not in PASSED:
             return None
@@ -236,7 +240,8 @@ def _factor(
     if not is_product and not kind.startswith(INSIDE) and not _narrows(edges, slots, arrives, half):
         return None
     children = [child for child, _ in edges]
-    # Complex numbers are two of float32: they need no factor, and have no moments to choose one by.
+    # Complex numbers consist of two float32 numbers: they need no factor, and have no moments from which to choose a
+    # factor.
     if not any(children) or any(arrives[nr].is_complex for nr in slots):
         return None
     rows, terms, word = 0, 1, kind.removesuffix("Backward0")
@@ -244,7 +249,7 @@ def _factor(
     behind = [parameter_behind(child) for child in children] if is_product else []
     if kind in MATRICES:
         at = next((i for i in reversed(range(len(behind))) if (p := behind[i]) is not None and p.dim() > 1), None)
-        # Without a parameter in reach, as in attention, the factor follows from the gradient alone.
+        # If no parameter can be found, as in attention, the factor follows from the gradient alone.
         if at is not None:
             parameter, word, shape = behind[at], "linear", slot_shapes(node)[0]
             terms = shape[-1] if at == len(behind) - 1 else shape[-2]  # x @ w, or w @ x
@@ -253,7 +258,7 @@ def _factor(
     elif kind == CONVOLUTION:
         parameter, word = behind[1], "convolution"
         if parameter is not None:
-            child, nr = edges[1]  # the parameter may have another shape than its view
+            child, nr = edges[1]  # the view's shape is needed, which may differ from the parameter's
             shape, (groups, is_transposed) = slot_shapes(child)[nr], convolution_of(node)
             out = shape[1] if is_transposed else shape[0] // groups
             terms = out * math.prod(shape[2:])
@@ -262,7 +267,7 @@ def _factor(
             rows = math.prod(shape) // shape[1]
     elif kind == GATE and any(p is not None for p in behind):
         others = [i for i, child in enumerate(children) if child is not None and behind[i] is None]
-        if not others:  # nothing but leaves behind it: no gradient goes on that could underflow
+        if not others:  # only leaves lie behind it, so no gradient goes on that could underflow
             return None
         parameter, word = next(p for p in behind if p is not None), "mul"
         child, nr = edges[others[0]]
@@ -279,7 +284,8 @@ def _factor(
 def _narrows(
     edges: tuple[tuple[Node, int], ...], slots: dict[int, Cell], arrives: list[torch.dtype], half: torch.dtype
 ) -> bool:
-    # By dtypes, not by the name of a cast: the engine itself casts the gradient of `x32 + y16`, after the node has run.
+    # Dtypes are compared, not the names of casts: autograd's engine itself casts the gradient of `x32 + y16`, after the
+    # node has run.
     for nr in slots:
         if arrives[nr] is torch.float32:
             return any(c is not None and not hasattr(c, "variable") and slot_dtypes(c)[nr] is half for c, nr in edges)

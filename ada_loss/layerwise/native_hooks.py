@@ -1,6 +1,6 @@
 """Hooks of a native backward pass at the nodes of its plan: multiply, hold where branches meet, divide at leaves.
 
-`Checks` refuses, or warns once of, what scaling of layers cannot make right while a pass runs.
+`Checks` finds code with which scaling of layers cannot return true gradients. It raises an error, or warns once.
 """
 
 from __future__ import annotations
@@ -60,14 +60,16 @@ class NativePass:
     The gradient of a leaf equals that of a plain pass bit for bit if no number leaves the range of its dtype. A leaf of
     `half` gets a float32 gradient.
 
-    names: of parameters, by id, for sites; it may change between losses. half: the dtype to fit.
-    choose: takes a site, the gradients that arrive there, and log2 of the power they carry; returns log2 of the factor.
+    names: the names of parameters, by id, for sites; the mapping may change between losses. half: the dtype whose range
+        gradients must fit.
+    choose: a function from a site, the gradients that arrive there, and log2 of their power, to log2 of the factor.
     needs_half: whether to refuse a loss whose graph has no half gradient.
-    on_begin: called as a pass begins, with its sites in order, its leaves with the sites that they depend on, and
-        whether these are all.
+    on_begin: called when a pass begins, with its sites in order, its leaves with the sites that they depend on, and
+        whether no site was left out.
     """
 
-    # Graph tasks of scaled losses, of all scalers: each would divide by its own powers only, so no two may meet.
+    # The running graph tasks of scaled losses, of all scalers. Each task divides by its own powers only, so no two
+    # losses may meet in one task.
     running: ClassVar[set[int]] = set()
 
     def __init__(
@@ -81,22 +83,23 @@ class NativePass:
         self.needs_half = needs_half
         self.names, self.choose, self.half, self.on_begin = names, choose, half, on_begin
         self.checks = Checks()
-        self._arrivals: Arrivals = {}  # of the last pass; powers and no tensors of the graph
+        self._arrivals: Arrivals = {}  # the arrivals of the last pass; they hold powers, but no tensors of the graph
 
     def scale(self, loss: Tensor, ones: Collection[str] = frozenset(), observe: Observe | None = None) -> Tensor:
         """Copy `loss` (any shape) and hook the backward pass of the copy.
 
-        Raises NotImplementedError for a reentrant checkpoint, TypeError for a half leaf with a half gradient, a loss
-        that requires no gradient, and, with `needs_half`, one without a half gradient in its graph. Its backward raises
-        NotImplementedError with create_graph=True and if other code than autograd writes a parameter's gradient,
-        RuntimeError if two scaled losses, or a scaled and an unscaled one, meet in it.
+        Raises NotImplementedError for a reentrant checkpoint; TypeError for a half leaf with a half gradient, for a
+        loss that requires no gradient, and, with `needs_half`, for a loss without a half gradient in its graph. The
+        backward pass of the copy raises NotImplementedError with create_graph=True, or if other code than autograd
+        writes a parameter's gradient; RuntimeError if two scaled losses, or a scaled and an unscaled loss, meet in it.
 
         ones: sites whose factor is known to be 1, which need no hook.
         observe: called with a product's factor, the gradient it sends on (float32, unrounded), and log2 of its power.
         """
         if not loss.requires_grad:
             raise TypeError("Got a loss that requires no gradient. Expected: the loss of a forward pass, not detached.")
-        # A copy, not a view: an in-place operation afterwards, as `loss /= steps`, would take a view out of its graph.
+        # A copy is returned, not a view: a later in-place operation, such as `loss /= steps`, would take a view out of
+        # its graph.
         loss = loss.clone()
         self.checks.names = self.names
         plan = plan_of(loss.grad_fn, self.names, self.half, ones)
@@ -117,7 +120,7 @@ class NativePass:
         return loss
 
     def power_at(self, tensor: Tensor) -> Power | None:
-        """log2 of the power that a tensor's gradient carried in the last pass; None if it had no gradient there."""
+        """Return log2 of the power that a tensor's gradient carried in the last pass; None if it had no gradient."""
         node, nr = edge_of(tensor)
         if node is None:
             return 0
@@ -126,7 +129,8 @@ class NativePass:
 
     def _hook(self, plan: Plan, is_whole: bool, observe: Observe | None) -> None:
         task = _Task()
-        # Do not capture the plan, which holds the root: a node held by its own hook is never freed.
+        # The functions below must not capture the plan, which holds the root: a node that its own hook holds is never
+        # freed.
         cells, meetings, carried, sites, leaves = plan.cells, plan.meetings, plan.carried, plan.sites, plan.leaves
         arrivals = plan.arrivals
 
@@ -140,11 +144,12 @@ class NativePass:
             self._arrivals = arrivals
             if cells:
                 self.checks.look_at_call(current_node(), arrivals)
-            # The graph may be retained, and run once more: nothing of the pass before may be taken for this one's.
+            # The graph may be retained and run once more, so all state of the pass before is deleted.
             for cell in cells:
                 cell.log2 = None
             for meeting, producers in meetings:
-                # `backward(inputs=...)` runs only a part of the graph, and would wait for the rest for ever.
+                # `backward(inputs=...)` runs only a part of the graph. Only producers that run are counted; otherwise a
+                # meeting would never be complete.
                 meeting.expected = sum(will_run(node) for node in producers)
                 meeting.held.clear()
             task.undelivered = {id(leaf): (leaf, *written(leaf)) for leaf in carried}
@@ -152,14 +157,16 @@ class NativePass:
             self.on_begin(sites, leaves, is_whole)
 
         def end() -> None:
-            # A leaf that no hook divided must have no new gradient: fused weight gradients are written past autograd.
+            # A leaf whose gradient no hook divided must have no new gradient. It has one if a fused kernel writes
+            # weight gradients without autograd.
             NativePass.running.discard(task.number)
             left, task.undelivered = task.undelivered, {}
             for leaf, *before in left.values():
                 if [*written(leaf)] != before:
                     self.checks.refuse_written(leaf)
 
-        # Only the root's hook holds a node, and the root is no meeting: otherwise a node would keep itself alive.
+        # Only the root's hook holds nodes (the producers of meetings), and the root is not part of a meeting: otherwise
+        # a node would keep itself alive.
         plan.root.register_prehook(begin)  # before any other hook of the root
         for entry in plan.entries:
             entry.node.register_prehook(self._entering(task, entry))
@@ -176,7 +183,7 @@ class NativePass:
             if current_graph_task() != task.number:
                 return None
             came = {nr: _known(slots[nr]) for nr, g in enumerate(gradients) if g is not None and nr in slots}
-            if not came:  # a pass over a part of the graph may bring no gradient here; what follows still reads `out`
+            if not came:  # a pass over a part of the graph may bring no gradient here; later nodes still read `out`
                 out.log2 = 0
                 return None
             result, log2 = aligned(gradients, came)
@@ -223,12 +230,12 @@ class NativePass:
 
 
 class _Task:
-    """The graph task of one loss; its hooks do nothing in other tasks.
+    """The graph task of one scaled loss; its hooks do nothing in other tasks.
 
     undelivered: leaves with carried gradients that no hook has divided yet, and their `.grad` before the pass.
     """
 
-    number = -2  # before the first pass; torch gives -1 outside of a backward pass
+    number = -2  # the number before the first pass; torch returns -1 outside of a backward pass
 
     def __init__(self) -> None:
         self.undelivered: dict[int, tuple[Tensor, int, int]] = {}
@@ -240,9 +247,9 @@ def _known(cell: Cell) -> Power:
 
 
 def _gather(meeting: Meeting, g: Tensor | None, log2: Power) -> Tensor | None:
-    """Hold a part of the sum; return the sum with the last part."""
-    # Parts are held, because the scale of the first to come may be one at which the sum overflows. A producer that
-    # sends no gradient counts as well, or its meeting would never end.
+    """Hold a part of the sum; return the sum when the last part has arrived, and None before."""
+    # Parts are held, because the sum may overflow at the scale of the part that arrives first. A producer that sends no
+    # gradient is counted too; otherwise its meeting would never be complete.
     meeting.held.append((g, log2))
     if len(meeting.held) < meeting.expected:
         return None
@@ -258,17 +265,18 @@ def _gather(meeting: Meeting, g: Tensor | None, log2: Power) -> Tensor | None:
 class Checks:
     """Look for code that would see gradients times the scale of a layer, and remember the nodes that were checked.
 
-    names: of parameters, by id. parameters: returns those that a pass may write to besides the leaves of its graph.
+    names: the names of parameters, by id. parameters: a function that returns the parameters that a pass may write to
+        in addition to the leaves of its graph.
     """
 
     def __init__(self) -> None:
         self.names: Mapping[int, str] = {}
         self.parameters: Callable[[], Iterable[Tensor]] = tuple
-        self._seen: set[tuple[str, int]] = set()  # Functions by kind and number that wrote no gradient
+        self._seen: set[tuple[str, int]] = set()  # Functions, by kind and number, that wrote no gradient
         self._warned: set[str] = set()
 
     def look_at(self, plan: Plan, is_ours: Callable[[], bool]) -> None:
-        """Warn of problems that the plan's graph alone shows, and hook Functions that were not seen before.
+        """Warn of problems that can be seen in the plan's graph, and hook Functions that were not seen before.
 
         is_ours: whether the running graph task is the pass of the plan.
         """
@@ -288,7 +296,8 @@ class Checks:
                     f"of an auxiliary loss, and a constant would be divided by the scale of its layer. Add the "
                     f"auxiliary loss to the loss: scaler.scale(loss + auxiliary).",
                 )
-            # By kind and place, not by node: each forward pass makes new nodes, and one look at each Function will do.
+            # Functions are remembered by kind and place, not by node: each forward pass creates new nodes, and one
+            # check of each Function is enough.
             count[kind] = number = count.get(kind, 0) + 1
             if (kind, number) not in self._seen:
                 self._watch(node, (kind, number), [leaf for leaf, _ in plan.leaves], is_ours)
@@ -306,7 +315,7 @@ class Checks:
             else:
                 found = [*_entered(roots, arrivals)]
                 if not any(child is root for child, _ in found):
-                    continue  # the call of another thread
+                    continue  # this is the call of another thread
                 others = [(child, nr) for child, nr in found if child is not root]
             for child, nr in others:
                 if _is_carried(arrivals, child, nr):
@@ -339,14 +348,14 @@ class Checks:
         def keep(gradients: Gradients) -> None:
             nonlocal begun
             device = next((g.device for g in gradients if g is not None), None)
-            if is_ours():  # only one thread runs the nodes of a device
+            if is_ours():  # no lock is needed, because only one thread runs the nodes of a device
                 before[:] = [(leaf, written(leaf)) for leaf in every.values() if leaf.device == device]
                 begun = graph_tasks_so_far()
 
         def compare(sent: Gradients, _: Gradients) -> None:
             if not is_ours():
                 return
-            # Without a backward pass inside, the written gradient is true: FSDP2 reduces gradients in such a Function.
+            # If no backward pass ran inside, the written gradient is true: FSDP2 reduces gradients in such a Function.
             has_passes = graph_tasks_so_far() > begun + 1
             for leaf, was in before:
                 if has_passes and written(leaf) != was:
@@ -364,7 +373,7 @@ class Checks:
 
 
 def written(leaf: Tensor) -> tuple[int, int]:
-    """Identity and version of the gradient of a leaf."""
+    """Return the identity and the version of a leaf's gradient."""
     return (0, 0) if leaf.grad is None else (id(leaf.grad), version_of(leaf.grad))
 
 
@@ -377,7 +386,7 @@ def _may_add_a_constant(node: Node, slots: Collection[int]) -> bool:
 
 
 def _entered(roots: Iterable[Node | None], arrivals: Arrivals) -> Iterator[tuple[Node, int]]:
-    """The slots at which the graph above enters the planned graph, leaves excepted."""
+    """Yield the slots, except those of leaves, at which the graph behind `roots` enters the planned graph."""
     waiting = [(root, 0) for root in roots if root is not None]
     above: set[Node] = set()
     while waiting:
@@ -397,7 +406,7 @@ def _is_carried(arrivals: Arrivals, node: Node, nr: int) -> bool:
 
 
 CAST = "ToCopyBackward0"
-TURNS = ("TBackward0", CAST)  # nodes behind which a weight is still found as it was multiplied
+TURNS = ("TBackward0", CAST)  # nodes through which a weight can be followed without losing how it was multiplied
 
 
 def watch_sent(
@@ -405,8 +414,8 @@ def watch_sent(
 ) -> None:
     """Call `tell` in each backward pass with the gradient that a product sends on, in float32 before rounding.
 
-    Nodes for which `_sent_by` returns None, and passes in which `is_wanted` is false, are skipped. Register this after
-    other hooks that change the incoming gradient. tell, is_wanted: must not hold a node.
+    Nodes for which `_sent_by` returns None, and passes in which `is_wanted` returns False, are skipped. Register this
+    after other hooks that change the incoming gradient. tell, is_wanted: functions that must not hold a node.
     """
     sent = _sent_by(node, half)
     arrived: list[Tensor | None] = []
@@ -426,11 +435,12 @@ def watch_sent(
 
 
 def _sent_by(node: Node, half: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """A function from a product's incoming gradient to the gradient it sends on, both in float32.
+    """Return a function from a product's incoming gradient to the gradient it sends on, both in float32.
 
-    The other operand is the parameter, rounded to `half` as autocast does. None if it is not a parameter: saved tensors
-    are not read, as a checkpoint allows only one read; and a compiled region's computation is unknown.
-    The function becomes a hook of the node and must not hold it, or the graph would never be freed.
+    The other operand is the parameter, rounded to `half` as by autocast. Returns None if the other operand is not a
+    parameter, because saved tensors are not read (a checkpoint allows only one read), and for a compiled region, whose
+    computation is unknown. The returned function becomes a hook of the node and must not hold the node; otherwise the
+    graph would never be freed.
     """
     edges = node.next_functions
     kind = node.name()
@@ -459,12 +469,12 @@ def _by_matrix(node: Node, half: torch.dtype) -> Callable[[Tensor], Tensor] | No
         found, is_right, first = _operand(first, half), False, second
     if found is None or found[0].dim() != 2 or first is None:
         return None
-    matrix = found[0] if found[1] else found[0].t()  # transposed once more, as the backward pass has it
+    matrix = found[0] if found[1] else found[0].t()  # transposed once more, as in the backward pass
     return lambda g: g @ matrix if is_right else matrix @ g
 
 
 def _operand(node: Node | None, half: torch.dtype) -> tuple[Tensor, bool] | None:
-    """The parameter behind casts and transpositions as it was multiplied, in float32, and whether it was transposed."""
+    """Return the parameter behind casts and transpositions as multiplied, in float32, and whether it was transposed."""
     is_transposed = False
     while node is not None and not hasattr(node, "variable"):
         if node.name() not in TURNS:

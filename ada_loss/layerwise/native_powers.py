@@ -1,4 +1,4 @@
-"""Powers of two that gradients carry: host numbers, or tensors where the host would have to wait for a card."""
+"""Powers of two that gradients carry: host numbers, or tensors where the host would have to wait for a GPU."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["HALF", "HEADROOM", "Power", "Ratio", "aligned", "from_to", "largest"
 Power = int | Tensor
 # the multiplier of a gradient: its exponent as a number, or the factor itself, (1,) float32 on its device
 Ratio = int | Tensor
-# Powers of two that a sum of branches leaves to the products and weight gradients behind it. Without them, a fork with
-# a gate of 1e-6 overflowed there.
+# The number of powers of two of headroom that a sum of branches leaves for the products and weight gradients behind it.
+# Without this headroom, products behind a fork with a gate of 1e-6 overflowed.
 HEADROOM = 10
 HALF = torch.float16
 
 
 def on(power: Power, device: torch.device) -> Tensor:
-    """The exponent as a tensor on the device; a number is filled in there, without waiting."""
+    """Return the exponent as a tensor on the device; a number is written there without waiting for the device."""
     if isinstance(power, Tensor):
         return power.to(device, non_blocking=True)
     return torch.full((1,), power, dtype=torch.int64, device=device)
 
 
 def largest(powers: Sequence[Power], device: torch.device) -> Power:
-    """The largest power, as a tensor if one of them is."""
+    """Return the largest power, as a tensor if one of the powers is a tensor."""
     numbers = [power for power in powers if isinstance(power, int)]
     result: Power | None = max(numbers, default=None)
     for power in powers:
@@ -41,7 +41,7 @@ def largest(powers: Sequence[Power], device: torch.device) -> Power:
 
 
 def from_to(came: Power, goes: Power, device: torch.device) -> Ratio:
-    """The ratio from the power `came` to the power `goes`; the number 0 if they are the same."""
+    """Return the ratio from the power `came` to the power `goes`; the number 0 if they are equal."""
     if came is goes:
         return 0
     if isinstance(came, int) and isinstance(goes, int):
@@ -52,18 +52,19 @@ def from_to(came: Power, goes: Power, device: torch.device) -> Ratio:
 
 
 def times(g: Tensor, ratio: Ratio) -> Tensor:
-    """The gradient times the ratio, rounded once, in its dtype; itself if the ratio is the number 0."""
+    """Return the gradient times the ratio, rounded once, in its dtype; the same tensor if the ratio is the number 0."""
     if isinstance(ratio, Tensor):
         if g.dtype is not HALF:
             return g * ratio.to(g.device, non_blocking=True).view(())
-        # On a card a 0-d tensor is cast to float16 before the product; this kernel multiplies in float32.
+        # On a GPU torch would cast a 0-d tensor to float16 before the product; this kernel multiplies in float32.
         result = g.clone()
-        infinite = torch.zeros(1, dtype=torch.float32, device=g.device)  # nobody reads it
+        infinite = torch.zeros(1, dtype=torch.float32, device=g.device)  # the kernel's flag, which nobody reads
         torch._amp_foreach_non_finite_check_and_unscale_([result], infinite, ratio)
         return result
     if ratio == 0:
         return g
-    # In steps of float32's normal powers of two: 2.0**ratio is a Python float, but the product is one of float32.
+    # The ratio is applied in steps of float32's normal powers of two: 2.0**ratio is a Python float, but the product is
+    # computed in float32.
     while abs(ratio) > NORMAL:
         step = NORMAL if ratio > 0 else -NORMAL
         g, ratio = g * 2.0**step, ratio - step
@@ -74,9 +75,10 @@ ROOM = torch.finfo(HALF).max / 2.0**HEADROOM
 
 
 def aligned(gradients: Iterable[Tensor | None], came: dict[int, Power]) -> tuple[list[Tensor | None], Power]:
-    """Bring the gradients of a node's results to one power of two, and return it too.
+    """Bring the gradients of a node's results to one power of two; return the gradients and the power.
 
-    The largest of theirs at which each float16 gradient keeps its headroom. came: by the index of the gradient.
+    The power is the largest of the gradients' powers at which each float16 gradient keeps its headroom. came: the
+    powers, by the index of the gradient.
     """
     result, powers = [*gradients], [*came.values()]
     first = powers[0]
@@ -105,11 +107,11 @@ def aligned(gradients: Iterable[Tensor | None], came: dict[int, Power]) -> tuple
 
 
 def meet(parts: Sequence[tuple[Tensor, Power]]) -> tuple[Tensor, Power]:
-    """Add gradients, in their dtype, at the largest of their powers of two at which the sum keeps its headroom.
+    """Add gradients at the largest of their powers of two at which the sum keeps its headroom, in their dtype.
 
     parts: each gradient and its power.
     """
-    # Added in float32, or in their dtype if that is wider: the sum may exceed float16 before it is lowered.
+    # They are added in float32, or in their dtype if that is wider: the sum may exceed float16 before it is lowered.
     g, top = parts[0]
     is_half, device = g.dtype is HALF, g.device
     top = largest([power for _, power in parts], device)

@@ -1,4 +1,4 @@
-"""Settings of adaptive scaling, validated once, and checks of a saved state before it is loaded."""
+"""Settings of adaptive scaling, which are validated once, and checks of a saved state before it is loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _is_scale(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Options:
-    """The settings of `AdaLossScaled`, which documents them. Raises ValueError for an invalid one.
+    """The settings of `AdaLossScaled`, which documents them. Raises ValueError for an invalid setting.
 
     modules: names of the modules whose products are scaled; None for all.
     scales_casts: whether gradients that enter the format from float32 get a factor.
@@ -78,13 +78,14 @@ class Options:
             )
         for name, given in (("u_min", u_min), ("u_max", u_max)):
             if not (given is None or isinstance(given, str)):
-                # As the JSON of a state has it, so that equal settings compare equal after a round trip.
+                # The number gets the type that it has in the JSON of a state, so that equal settings are equal after a
+                # round trip.
                 object.__setattr__(self, name, float(given))
         if not isinstance(u_min, str) and u_max is not None and not u_min < u_max:
             raise ValueError(f"u_min={u_min!r} is not below u_max={u_max!r}. Expected: a range. Exchange the two.")
 
     def _check_what_is_measured(self) -> None:
-        """Refuse settings that do not apply to a rule that measures: it has no factors, and holds no scales."""
+        """Refuse settings that do not apply to a rule that measures, because it has no factors and holds no scales."""
         ahead = "a rule that predicts: approx_range, abs_range, element_wise_range, fixed"
         if self.branches == "original":
             raise ValueError(
@@ -115,26 +116,27 @@ class Options:
         return self.rule.predicts
 
     def as_plain(self) -> dict[str, Any]:
-        """All settings as plain values, the rule by its name and parameters."""
+        """Return all settings as plain values, the rule by its name and parameters."""
         modules = None if self.modules is None else sorted(self.modules)
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**plain, "rule": self.rule.name, "params": asdict(self.rule), "modules": modules}
 
     @property
     def has_range(self) -> bool:
-        """True if a limit of the format is given as a number, which not every format holds."""
+        """True if u_min or u_max is a number, which not every format holds."""
         return self.u_max is not None or not isinstance(self.u_min, str)
 
     def require_range_of(self, spec: RoundingSpec, place: str) -> None:
         """Raise ValueError if a numeric u_min or u_max is outside the range of a format.
 
         spec: how gradients are rounded.
-        place: the place, for the error.
+        place: the words for the place of the gradient, for the error.
         """
         fmt = spec.fmt
         u_min = self.u_min if isinstance(self.u_min, float) else fmt.smallest
         u_max = fmt.largest if self.u_max is None else self.u_max
-        # Rounding flushes up to half of the smallest magnitude: with a lower u_min a rule would keep gradients at 0.
+        # Rounding turns numbers up to half of the smallest magnitude into 0: with a lower u_min a rule would accept
+        # gradients that become 0.
         if not fmt.smallest / 2 <= u_min < u_max <= fmt.largest:
             given = [
                 f"{name}={getattr(self, name)!r}" for name in ("u_min", "u_max") if getattr(self, name) is not None
@@ -151,12 +153,12 @@ class Options:
 
     @property
     def holds_scales(self) -> bool:
-        """True if scales are held between updates; "original" reuses factors."""
+        """True if scales are held between updates; branches="original" reuses factors instead."""
         return self.branches == "exact" and self.update_every > 1
 
 
 def check_progress(state: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the step and the step of the last update are counts, the second at most the first."""
+    """Raise ValueError unless the step and the last update's step are counts, and the update's is not the larger."""
     for name in ("step", "updated"):
         if not is_whole(state[name], 0) or state[name] > MOST_STEPS:
             raise ValueError(f"The state has {name}={shown(state[name])}. Expected: a whole number, 0 or more.")
@@ -167,9 +169,9 @@ def check_progress(state: Mapping[str, Any]) -> None:
 def check_sites(sites: Any, step: int, modules: Collection[str], length: int | None) -> None:
     """Raise ValueError unless these are complete sites of the model.
 
-    sites: those of a state. step: the state's.
+    sites: the sites of a state. step: the step of the state.
     modules: the names of the model's modules; "" is the model.
-    length: of the history that the rule keeps; None for a rule without.
+    length: the length of the history that the rule keeps; None for a rule without a history.
     """
     if not isinstance(sites, Sequence) or isinstance(sites, str) or not all(isinstance(s, Mapping) for s in sites):
         raise ValueError(f"The state has sites={shown(sites)}. Expected: a list of mappings, one for each site.")
@@ -195,7 +197,7 @@ def check_sites(sites: Any, step: int, modules: Collection[str], length: int | N
 
 
 def _check_site(saved: Mapping[str, Any], step: int, length: int | None) -> None:
-    """Raise ValueError, with all invalid fields of a site in one message."""
+    """Raise ValueError if fields of a site are invalid, with all of them in one message."""
     factors, history = saved["factors"], saved["history"]
     wrong = [name for name in ("kept", "log2_scale") if not _is_log2_scale(saved.get(name))]
     wrong += [name for name in ("amax", "ceiling") if not _is_magnitude(saved[name])]

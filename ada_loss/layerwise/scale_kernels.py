@@ -1,11 +1,12 @@
-"""Kernels that choose the scale of a gradient, and the scale that it passes on, on the gradient's device.
+"""Kernels that choose the scale of a gradient, and the scale that is passed on, on the gradient's device.
 
 Each kernel is a function over small arrays. It runs in Python for a gradient on the CPU, and is compiled as a CUDA
 kernel of one thread for a gradient on a GPU, so that no number is copied to the host. Kernels share these arguments:
 
-log2_scale: (1,) int64, the requested scale: the one with which the gradient arrived, or that was held.
-moments, g, w: `Moments` as (10,) float64. moments: of the gradient before it is rounded. g: of the rounded gradient, or
-    of the one before rounding where a gradient enters the format. w: of the product's other operand.
+log2_scale: (1,) int64, the requested scale: the scale with which the gradient arrived, or which was held.
+moments, g, w: `Moments` as (10,) float64. `moments` are those of the gradient before rounding. `g` are those of the
+    rounded gradient, or, where a gradient enters the format, of the gradient before rounding. `w` are those of the
+    product's other operand.
 limits: `Limits` as (7,) float64.
 out: (1,) int64, where the scale is written.
 chosen: (5,) float64, where the decision is written for a recorder, in the fields of `CHOSEN`.
@@ -60,15 +61,15 @@ __all__ = [
 
 
 class SiteMode(IntEnum):
-    """Mode of a site in a step that chooses scales. From REUSE on, its scale follows from its consumers' scales."""
+    """Mode of a site in a step that chooses scales. In all but HOLD the scale follows from the consumers' scales."""
 
-    HOLD = 0  # it is rounded at its held scale, and its products reuse their factors
-    REUSE = 1  # factors are those of an earlier step
-    IF_UNKNOWN = 2  # factors that are not known yet are computed, from new statistics
-    RECOMPUTE = 3  # all factors are computed, from new statistics
+    HOLD = 0  # the gradient is rounded at the site's held scale, and its products reuse their factors
+    REUSE = 1  # factors of an earlier step are reused
+    IF_UNKNOWN = 2  # factors that are not known yet are computed from new statistics
+    RECOMPUTE = 3  # all factors are computed from new statistics
 
 
-# For speed: Python 3.11 takes 60 ns to look a member up in its class.
+# These names are for speed: Python 3.11 takes 60 ns to look up a member of an Enum class.
 HOLD, REUSE, IF_UNKNOWN, RECOMPUTE = SiteMode
 
 
@@ -81,18 +82,18 @@ class Limits(NamedTuple):
     highest: float
     factor_bound: float  # the largest factor of one product, inf for no bound
     scale_bound: float  # the largest scale that factors may add up to, inf for no bound
-    lost_exponent: float  # magnitudes below 2**lost_exponent underflow, and it does where `Constants.loses_ties`
+    lost_exponent: float  # magnitudes below 2**lost_exponent underflow; this one too if `Constants.loses_ties`
 
 
 U_MIN, U_MAX, LOWEST, HIGHEST, FACTOR_BOUND, SCALE_BOUND, LOST_EXPONENT = range(len(Limits._fields))
-# Fields for a recorder: the factor that the rule asked for, this factor within its bounds, the exponent of its power
-# of two, the requested log2_scale, and the one at which the gradient was rounded.
+# Fields for a recorder: the factor that the rule asked for, this factor within its bounds, the exponent of its power of
+# two, the requested log2_scale, and the log2_scale at which the gradient was rounded.
 CHOSEN = range(5)
 UNBOUND, BOUND, POWER_OF_TWO, REQUESTED, FINAL = CHOSEN
 
 
 def _fit(k, amax, limits, out, chosen):
-    """Lower the requested scale k until a gradient of this amax fits; 1 for a gradient that is not finite."""
+    """Lower the requested exponent k until a gradient of this amax fits; scale 1 for a gradient that is not finite."""
     chosen[REQUESTED] = k
     # `not amax < inf` is true for NaN too. At scale 1 such a gradient reaches the parameters, where a scaler sees it.
     k = 0 if not amax < math.inf else min(k, fitting_log2_scale(amax, limits[U_MAX]))
@@ -102,17 +103,17 @@ def _fit(k, amax, limits, out, chosen):
 
 
 def pass_scale_on(log2_scale, moments, limits, out, chosen):
-    """Keep the requested scale, unless the gradient would overflow at it."""
+    """Keep the requested scale, or lower it if the gradient would overflow."""
     _fit(log2_scale[0], moments[AMAX], limits, out, chosen)
 
 
 def retain_last_informative(requested, held, moments, out):
-    """Write the scale to hold: the requested one, or the last one if the gradient is all zero or not finite."""
+    """Write the scale to hold: the requested scale, or the last one if the gradient is all zero or not finite."""
     out[0] = requested[0] if 0.0 < moments[AMAX] < math.inf else held[0]
 
 
 def _measured(k, log2_scale, limits, chosen):
-    """The scale that a rule measured, at most the bound that the user set."""
+    """Return the scale that a rule measured, or the bound that the user set if the scale exceeds it."""
     if limits[SCALE_BOUND] < math.inf:
         k = min(k, floor_log2(limits[SCALE_BOUND]))
     chosen[POWER_OF_TWO] = k - log2_scale[0]
@@ -120,7 +121,7 @@ def _measured(k, log2_scale, limits, chosen):
 
 
 def keep_what_is_not_finite(before, after):
-    """Mark the moments of a rounded gradient as not finite if it was: a format that saturates has no inf."""
+    """Mark the moments of a rounded gradient as not finite if the unrounded gradient was: saturation removes inf."""
     if not before[AMAX] < math.inf:
         after[AMAX] = math.inf
 
@@ -147,7 +148,7 @@ def delayed_scaling(log2_scale, moments, limits, margin, history, out, chosen):
     k = fitting_log2_scale(largest, limits[U_MAX]) - margin[0] if largest > 0.0 else 0
     k = _measured(k, log2_scale, limits, chosen)
     _fit(k, moments[AMAX], limits, out, chosen)
-    if moments[AMAX] < math.inf:  # one overflow would fix the scale for as many steps as the history has
+    if moments[AMAX] < math.inf:  # otherwise one overflow would fix the scale for the length of the history
         for i in range(len(history) - 1):
             history[i] = history[i + 1]
         history[len(history) - 1] = moments[AMAX]
@@ -165,15 +166,16 @@ def smallest_sufficient_scale(log2_scale, moments, limits, bins, first, share, o
 
 
 def least_error_scale(log2_scale, moments, limits, errors, out, chosen):
-    """Choose the scale of least squared error among the fitting one and larger ones; the smaller of two equals.
+    """Choose the scale of least squared error among the fitting scale and larger ones; the smaller if two are equal.
 
-    errors: of each scale, beginning at the one in `out`; not finite where a number overflowed, which is never smaller.
+    errors: the error of each scale, beginning with the scale in `out`. An error that is not finite, after an overflow,
+        never counts as smaller.
     """
     best, k = 0, out[0]
     for i in range(1, len(errors)):
         if errors[i] < errors[best]:
             best = i
-    # Not by `_fit`: the scale of least error may be one at which the largest elements saturate.
+    # `_fit` is not used, because the largest elements may saturate at the scale of least error.
     k = _measured(k + best, log2_scale, limits, chosen)
     k = min(max(k, int(limits[LOWEST])), int(limits[HIGHEST]))
     out[0] = k
@@ -187,11 +189,11 @@ def meeting_scale(amaxima, log2_scales, limits, out):
 
 @cache
 def factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
-    """Make the kernel that chooses the scale a product passes on: its gradient's scale times a factor of `formula`.
+    """Return the kernel that chooses the scale that a product passes on: its gradient's scale times a factor.
 
     mode: (1,) int64, a SiteMode: whether the factor is computed or reused from an earlier step.
-    factor: (1,) float64; 0 is an unknown factor, and scales by 1. It is kept if the gradient or the other operand is
-    all zero or not finite, and so has no usable statistics.
+    factor: (1,) float64; 0 is an unknown factor, and scales by 1. The old factor is kept if the gradient or the other
+        operand is all zero or not finite, because its statistics are then unusable.
     p: the rule's parameters.
     """
 
@@ -200,7 +202,7 @@ def factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
         tells = 0.0 < g[AMAX] < math.inf and (w[COUNT] == 0.0 or 0.0 < w[AMAX] < math.inf)
         is_computed = mode[0] == RECOMPUTE or (mode[0] == IF_UNKNOWN and factor[0] == 0.0)
         if tells and is_computed:
-            # The gradient travels in its true size, so the format's limits are divided by the scale instead.
+            # The gradient has its true size, so the format's limits are divided by the scale instead.
             unit = math.ldexp(1.0, int(-s))
             factor[0] = formula(g, w, float(terms[0]), limits[U_MIN] * unit, limits[U_MAX] * unit, unit, p)
         unbound = factor[0] if factor[0] > 0.0 else 1.0
@@ -214,15 +216,15 @@ def factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
 
 @cache
 def carried_factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
-    """Make the kernel that writes to `out` the power of two by which a gradient that carries a scale is multiplied.
+    """Return the kernel that writes to `out` the power of two by which a gradient that carries a scale is multiplied.
 
-    The moments are those of the carried gradient, so that the formula's unit is 1, and log2_scale is the power that it
-    carries. The rest is as in `factor_kernel`, except for:
+    The moments are those of the gradient times its power, so the formula's unit is 1. log2_scale is the power that the
+    gradient carries. The other arguments are those of `factor_kernel`, except for:
 
-    room: (4,) float64: the largest magnitude that a sum of the product's terms may reach, 0 for any; whether the
-        gradient itself must not exceed it; log2 of the largest scale, of a site that overflowed; how many elements of
-        the gradient are added up for a bias.
-    factor: a power of two within that room. It is kept if the gradient is all zero or not finite.
+    room: (4,) float64: the largest magnitude that a sum of the product's terms may reach, 0 for no limit; whether the
+        gradient itself must not exceed this magnitude; log2 of the largest scale, for a site that overflowed; the
+        number of elements of the gradient that are added up for a bias.
+    factor: a power of two within that room. The old factor is kept if the gradient is all zero or not finite.
     """
 
     def choose_carried(log2_scale, g, w, terms, limits, p, mode, room, factor, out, chosen):
@@ -252,13 +254,14 @@ def carried_factor_kernel(formula: Callable[..., float]) -> Callable[..., None]:
     return choose_carried
 
 
-# In the kernels of native backward passes, powers that gradients carry (top, power, goes, came) are (1,) int64.
+# In the kernels of native backward passes, the powers that gradients carry (top, power, goes, came) are (1,) int64.
 NORMAL = 126  # 2**-126 to 2**126 are normal numbers of float32
 
 
 def quotient(goes, came, out):
     """Write the factor 2**(goes - came)."""
-    # Scales are limited to those at which float32 holds the true gradient: beyond the clamp it rounds to zero anyway.
+    # The exponent is clamped: float32 holds the true gradient at any scale in use, and beyond the clamp the product
+    # rounds to zero anyway.
     out[0] = math.ldexp(1.0, min(max(goes[0] - came[0], -NORMAL), NORMAL))
 
 

@@ -28,57 +28,59 @@ class AdaLossScaled:
     scaled.
 
     The method is that of Zhao, Vogel, Ahmed, Luk, IJCAI 2020. At a matrix product the incoming gradient, rounded at
-    scale S, and the other operand determine the power of two by which the outgoing gradient is scaled: few elements
-    underflow and none overflows. `x * parameter` (a layer scale, the weight of a normalisation that is written by hand)
-    is a product of one term. Other operations pass S on, and parameters' gradients are rounded at S. So a branch
-    multiplied by a number such as 1e-6, or a gate that the model computes, needs `rule="current"` or an `init_scale`
-    instead of the default; if every gradient of a result underflows in the first step, a warning says so. In every step
-    a scale at which a gradient would overflow is lowered until it fits. A gradient that holds inf or NaN is passed
-    through at scale 1; guard the step with a scaler (`GradScaler("static", ...)`) where that may happen.
+    scale S, and the other operand determine the power of two by which the outgoing gradient is scaled, so that few
+    elements underflow and none overflows. `x * parameter` (a layer scale, the weight of a normalisation that is written
+    by hand) is a product of one term. Other operations pass S on unchanged, and parameters' gradients are rounded at S.
+    Therefore a branch multiplied by a number such as 1e-6, or by a gate that the model computes, needs `rule="current"`
+    or an `init_scale` instead of the default; if every gradient of a result underflows in the first step, a warning
+    says so. In every step a scale at which a gradient would overflow is lowered until the gradient fits. A gradient
+    that holds inf or NaN is passed through at scale 1; if that may happen, guard the step with a scaler
+    (`GradScaler("static", ...)`).
 
     Gradients in formats of at most 6 bits are rounded stochastically under "approx_range" and "current", unless the
-    policy names a rounding: to nearest, most of their elements become zero at any scale. Blocks that share scales, and
-    gradients in wider formats, keep the policy's rounding.
+    policy names a rounding: with rounding to nearest, most of their elements would become zero at any scale. Blocks
+    that share scales, and gradients in wider formats, keep the policy's rounding.
 
     Differences from the original: any format, any operation and any model (the original is for fp16 and for a list of
-    layers); factors at gates; scales without bounds (`approx_range` with `bound="worst_case"` has the original's on
-    sums of products); optional bounds on every rule that predicts and on casts (the original bounds "approx_range"
-    only); `branches="exact"`; lowering a scale until the gradient fits, also between updates; the second moment of a
-    gradient that enters the format where the original takes its standard deviation (`stats="grad"` is the original's);
+    layers); factors at gates; scales without bounds (`approx_range` with `bound="worst_case"` has the original's bound
+    on sums of products); optional bounds on every rule that predicts and on casts (the original bounds "approx_range"
+    only); `branches="exact"`; lowering a scale until the gradient fits, also between updates; for a gradient that
+    enters the format, the second moment instead of the original's standard deviation (`stats="grad"` takes the latter);
     and the rules that measure.
 
     Args:
-        model: from `fpsim.quantize`, with any format and policy. Formats with float32's exponents have nothing to
-            scale. Its tensors may be bfloat16 (torch.autocast, a checkpoint's dtype), where a product's gradient is
-            rounded to bfloat16 first. A float16 gradient has lost numbers before it could be scaled, and raises
+        model: a model from `fpsim.quantize`, with any format and policy. Formats with float32's exponents do not need
+            scaling. The model's tensors may be bfloat16 (torch.autocast, a checkpoint's dtype); a product's gradient is
+            then rounded to bfloat16 first. A float16 gradient has lost numbers before it could be scaled, and raises
             TypeError (RuntimeError in an operator).
         transforms: the modules whose products are scaled, `[AdaLossTransformLinear(), ...]`. None for every product,
             and for the cast of float32 gradients at the model's outputs.
-        init_scale: the scale of gradients that enter the model, a power of two. With a rule that measures, another
-            value than 1 needs `transforms`, and is for the modules that they leave out.
+        init_scale: the scale of gradients that enter the model, a power of two. With a rule that measures, a value
+            other than 1 needs `transforms`, and applies to the modules that they leave out.
         rule: how a scale is chosen: a `LayerRule`, or a name: "approx_range", "abs_range", "element_wise_range" and
             "fixed" predict a product's result; "exact", "current", "amax_history" and "mse" measure each tensor where
             it is rounded.
-        update_every: scales are chosen in every n-th step, a step being a backward pass, and held in between, each site
-            its own. If a gradient is zero or not finite, the last scale stays; if there is none yet, the next step
-            chooses it. A gradient that overflows between updates, more than 16 times as large as in the step before,
-            may have been rounded once already when its scale is lowered. A rule that measures does so in every step:
-            only 1 is allowed.
+        update_every: scales are chosen in every n-th step, where a step is a backward pass. In between, each site holds
+            its own scale. If a gradient is zero or not finite, the last scale stays; if there is none yet, the next
+            step chooses it. A gradient that overflows between updates, more than 16 times as large as in the step
+            before, may have been rounded once already when its scale is lowered. A rule that measures does this in
+            every step, so it allows only 1.
         scale_upper_bound: the largest factor of one product or cast, None for no bound (the original: 16). For rules
             that predict.
         accum_upper_bound: the largest scale that the product of factors, or a rule that measures, may reach, None for
             no bound (the original: 1024). Bounds are rounded down to powers of two.
-        branches: where the gradients of several consumers are added, "exact" rounds their sum once, at the largest of
-            their scales, which is lowered until the sum fits. "original" rounds each at its own scale, and the sum at
-            the scale that the original chooses; between updates it reuses factors, not scales. For rules that predict.
-        u_min: the lower limit of gradients: "smallest", the format's smallest magnitude; "flush", the half of it, where
-            rounding flushes; "normal", the smallest normal number, which suits 8-bit formats; or a number that every
-            format of a gradient holds (the original: 6e-8). "exact", which counts powers of two, rounds that number up
-            to one.
+        branches: how the gradients of several consumers are added. "exact" rounds their sum once, at the largest of
+            their scales, which is lowered until the sum fits. "original" rounds each gradient at its own scale, and the
+            sum at the scale that the original chooses; between updates it reuses factors, not scales. For rules that
+            predict.
+        u_min: the lower limit of gradients: "smallest", the format's smallest magnitude; "flush", half of that
+            magnitude, up to which rounding flushes to zero; "normal", the smallest normal number, which suits 8-bit
+            formats; or a number that every format of a gradient holds (the original: 6e-8). "exact", which counts
+            powers of two, rounds that number up to one.
         u_max: the upper limit of gradients: None, the largest magnitude of each format, or a number that every
             format holds (the original: 60000, then 65504). Scales are lowered until no gradient exceeds it.
-        power_of_two: True only. The original has an option for other factors. Here a gradient is rounded at its scale
-            and divided by it, which is exact for powers of two only.
+        power_of_two: only True is allowed. The original has an option for other factors. Here a gradient is rounded at
+            its scale and divided by it, which is exact only for powers of two.
 
     >>> import fpsim
     >>> model = fpsim.quantize(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)), "fp16")
@@ -138,10 +140,10 @@ class AdaLossScaled:
             *_selected(model, transforms),
         )
         self.model = model
-        # A weak reference, because the model's hooks hold the engine: an AdaLossScaled that its user dropped must be
-        # seen to be lost, so that the next one may take over the model.
+        # The engine holds a weak reference to this object, because the model's hooks hold the engine. The engine can
+        # then tell that the user dropped this object, and the next AdaLossScaled may take over the model.
         self._engine = Engine(self._options, weakref.ref(self))
-        self.is_inside = False  # of a `with` block; fpsim's Exit resets it
+        self.is_inside = False  # whether a `with` block is running; fpsim's Exit resets it
         try:
             for group in self._listeners:
                 group.scaling = self._engine.make_site
@@ -162,7 +164,7 @@ class AdaLossScaled:
 
     @property
     def update_every(self) -> int:
-        """The interval of steps in which scales are chosen."""
+        """The interval, in steps, at which scales are chosen."""
         return self._options.update_every
 
     @property
@@ -229,7 +231,7 @@ class AdaLossScaled:
         return f"AdaLossScaled({type(self.model).__name__}, {', '.join(words)}, step={self.step})"
 
     def detach(self) -> nn.Module:
-        """Restore the model and return it. Graphs made before keep their scales."""
+        """Restore the model and return it. Graphs that were recorded before keep their scales."""
         for group in self._listeners:
             if group.scaling == self._engine.make_site:
                 _release(group)
@@ -239,7 +241,7 @@ class AdaLossScaled:
     def detach_from(model: nn.Module) -> None:
         """Detach whichever AdaLossScaled is attached to a model, without a reference to it.
 
-        Ctrl-C between construction and `with` leaves one that only a traceback references.
+        Ctrl-C between construction and `with` leaves an AdaLossScaled that only a traceback references.
 
         Raises TypeError for anything but a module, ValueError for a model that is not quantised.
         """
@@ -248,7 +250,7 @@ class AdaLossScaled:
                 _release(group)
 
     def last_log2_scale(self, site: str, role: str = "error") -> int:
-        """log2 of the scale at which a site's gradient was rounded last; copies it to the host.
+        """Return log2 of the scale at which a site's gradient was rounded last; copies it to the host.
 
         site: the site's name, such as "layer1.conv1:conv2d".
         role: "error" or "weight_grad".
@@ -263,9 +265,9 @@ class AdaLossScaled:
         return int(scales[site])
 
     def log2_scales(self, role: str = "error") -> dict[str, int]:
-        """log2 of the scales at which gradients were rounded last, by site, from input to output.
+        """Return log2 of the scales at which gradients were rounded last, by site, from input to output.
 
-        role: "error" or "weight_grad"; "wgrad.dy" of a second copy of dy, where the weight gradient's product has
+        role: "error" or "weight_grad"; or "wgrad.dy" for the second copy of dy, if the weight gradient's product has
             another format.
         Copies the scales to the host.
         """
@@ -277,7 +279,7 @@ class AdaLossScaled:
         return {site: s.log2_scale for (site, r), s in states.items() if r == role and s.log2_scale is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """All settings, the step, and the state of each site, as plain values; copies numbers to the host."""
+        """Return all settings, the step, and the state of each site, as plain values; copies numbers to the host."""
         schedule, states = self._engine.schedule, self._engine.states
         return {
             **self._options.as_plain(),
@@ -292,7 +294,7 @@ class AdaLossScaled:
         The whole state is checked first: a refused state changes nothing.
 
         Raises TypeError for anything but a mapping; ValueError for the state of other settings or of another model, for
-        an invalid value, and for missing settings: an older version saved the rule alone.
+        an invalid value, and for missing settings, because an older version saved only the rule.
         """
         require_mapping("state", state, "what state_dict() returns")
         if state.get("native"):
@@ -316,7 +318,8 @@ class AdaLossScaled:
                 f"has {', '.join(f'{name}={_short(settings[name])}' for name in other)}. Make an AdaLossScaled with "
                 f"the state's settings, or start without the state."
             )
-        # Nothing is loaded before all of it is checked: half of a state would train on with mixed scales.
+        # Nothing is loaded before the whole state is checked: after loading half of it, the training would continue
+        # with mixed scales.
         check_progress(state)
         modules = {name for m in self.model.modules() for name, _ in m.named_modules()}
         length = getattr(self.rule, "length", None)
@@ -329,13 +332,13 @@ def _release(listener: Any) -> None:
 
 
 def _engine_of(listener: Any) -> Engine | None:
-    """The engine that scales a model's gradients, if it is one of ours."""
+    """Return the engine that scales a model's gradients, or None if another object does."""
     engine = getattr(listener.scaling, "__self__", None)
     return engine if isinstance(engine, Engine) else None
 
 
 def _require_unscaled(registered: list[Any]) -> None:
-    """Raise ValueError if the model is scaled; detach a lost AdaLossScaled with a warning."""
+    """Raise ValueError if the model is scaled already; detach an AdaLossScaled that was lost, with a warning."""
     busy = [group for group in registered if group.scaling is not None]
     engines = [_engine_of(group) for group in busy]
     if any(engine is None or engine.owner() is not None for engine in engines):
@@ -353,7 +356,7 @@ def _require_unscaled(registered: list[Any]) -> None:
 
 
 def _short(setting: Any) -> str:
-    """Format a setting for an error, shortening a long list of modules."""
+    """Return a setting as text for an error, with a long list of modules shortened."""
     text = repr(setting)
     return text if len(text) <= 80 else f"{text[:38]} ... {text[-38:]}"
 
@@ -361,7 +364,7 @@ def _short(setting: Any) -> str:
 def _selected(
     model: nn.Module, transforms: Iterable[AdaLossTransform | AdaLossTransformCast] | None
 ) -> tuple[frozenset[str] | None, bool]:
-    """The names of the modules whose products are scaled, None for all, and whether casts are scaled."""
+    """Return the names of the modules whose products are scaled (None for all), and whether casts are scaled."""
     if transforms is None:
         return None, True
     given = require_iterable("transforms", transforms, "[AdaLossTransformLinear()]")

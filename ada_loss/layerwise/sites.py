@@ -4,9 +4,9 @@ A site is a place in the model where a tensor is rounded. A `GradientSite` belon
 sites behind it, towards the model's input; with branches="original" each branch is rounded on its own. A `SiteState`
 belongs to the training and holds scales and statistics.
 
-`Schedule` counts backward passes, and decides whether one chooses all scales, completes them, or holds them. A backward
-pass is a *graph task*, numbered upwards by torch. Each is a step of its own, except one that a checkpoint runs within
-another.
+`Schedule` counts backward passes, and decides whether a pass chooses all scales, completes them, or holds them. A
+backward pass is a *graph task*; torch gives later tasks larger numbers. Each backward pass is a step of its own, except
+a pass that a checkpoint runs within another pass.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ __all__ = [
     "sites_behind",
 ]
 
-# A gradient may be this many times as large as the last one and still be rounded before its amax is known.
+# A gradient may be up to this many times as large as the last one and still be rounded before its amax is known.
 HEADROOM = 16.0
-MEASURED = -1  # the index of the factor that a site's own gradient gets; products count from 0
+MEASURED = -1  # the index of the factor of a site's own gradient; products count from 0
 
 
 class SiteState:
@@ -78,16 +78,17 @@ class SiteState:
     )
 
     def __init__(self) -> None:
-        self.factors: dict[int, Tensor] = {}  # by product, or MEASURED; 0 is a factor that is not known yet
-        self.factors_on_host: dict[int, Tensor] = {}  # the same; a GPU's arrive later
+        self.factors: dict[int, Tensor] = {}  # by product, or MEASURED; 0 means that the factor is not known yet
+        self.factors_on_host: dict[int, Tensor] = {}  # copies of the factors, which arrive later from a GPU
         self.held_log2_scale: Tensor | None = None  # used between updates, unless the gradient would overflow
         self.ceiling = 0.0  # on the CPU, the largest magnitude that fits at the held scale; 0 where it is not known
-        self.last_amax = 0.0  # of the last gradient, where the ceiling is known
-        self.last_step = 0  # in which a gradient arrived
-        self.uses = 0  # gradients of the site in that step, counted in the state of the first of them
-        self.history: Tensor | None = None  # of amax, for delayed scaling
-        self.log2_scale: Tensor | None = None  # at which the last gradient was rounded
-        # Of the unrounded gradient, often only its amax; and of the rounded one, if a product needs it.
+        self.last_amax = 0.0  # the amax of the last gradient, if the ceiling is known
+        self.last_step = 0  # the last step in which a gradient arrived
+        self.uses = 0  # the number of the site's gradients in that step, counted in the state of the first of them
+        self.history: Tensor | None = None  # the history of amax, for delayed scaling
+        self.log2_scale: Tensor | None = None  # log2 of the scale at which the last gradient was rounded
+        # Moments of the unrounded gradient, often only its amax; and moments of the rounded gradient, if a product
+        # needs them.
         self.moments = keep_memory_of(torch.zeros(len(Moments._fields), dtype=torch.float64, device="cpu"))
         self.rounded_moments = keep_memory_of(torch.zeros_like(self.moments))
         self.chosen = keep_memory_of(torch.full((len(CHOSEN),), math.nan, dtype=torch.float64, device="cpu"))
@@ -103,7 +104,7 @@ class SiteState:
 
     def copy_to_host(self, index: int) -> None:
         """Start a copy of a factor to the host."""
-        # Every step asks on the host which factors are known (`knows`), and must not wait for the card.
+        # In every step the host asks which factors are known (`knows`), and this must not wait for the GPU.
         factor = self.factors[index]
         if factor.device.type == "cpu":
             self.factors_on_host[index] = factor
@@ -115,14 +116,14 @@ class SiteState:
         self.factors_on_host[index].copy_(factor, non_blocking=True)
 
     def factor(self, index: int, device: torch.device) -> Tensor:
-        """The cached factor of this index; a new one is 0, which means unknown."""
+        """Return the cached factor of this index; a new factor is 0, which means unknown."""
         factor = self.factors.get(index)
         if factor is None:
             factor = self.factors[index] = keep_memory_of(torch.zeros(1, dtype=torch.float64, device=device))
         return factor
 
     def note_headroom(self, held: Tensor, limits: Tensor) -> None:
-        """Record the ceiling and amax by which the next step predicts whether its gradient fits (CPU only)."""
+        """Record the ceiling and the amax from which the next step predicts whether its gradient fits (CPU only)."""
         if held.is_cpu:
             k, bounds = memory_of(held)[0], memory_of(limits)
             can_be_carried = bounds[LOWEST] <= k <= bounds[HIGHEST]
@@ -131,7 +132,7 @@ class SiteState:
 
     def move_to(self, device: torch.device) -> None:
         """Move to the device of the site's gradient."""
-        if device.type == "cuda":  # without pinned memory the host would wait for each copy
+        if device.type == "cuda":  # the memory is pinned; otherwise the host would wait for each copy
             self.factors_on_host = {i: keep_memory_of(f.pin_memory()) for i, f in self.factors_on_host.items()}
         self.factors = {index: factor.to(device) for index, factor in self.factors.items()}
         self.history = None if self.history is None else self.history.to(device)
@@ -141,7 +142,7 @@ class SiteState:
         self.chosen = self.chosen.to(device)
 
     def as_plain(self) -> dict[str, Any]:
-        """The state of a site for `state_dict`, as plain values; copies numbers to the host."""
+        """Return the state of a site for `state_dict`, as plain values; copies numbers to the host."""
         return {
             "factors": {index: float(f) for index, f in self.factors.items()},
             "kept": None if self.held_log2_scale is None else int(self.held_log2_scale),
@@ -167,11 +168,11 @@ class SiteState:
 class IncomingScale(NamedTuple):
     """The scale that a consumer of a tensor sends to the tensor's site."""
 
-    log2_scale: Tensor  # the scale that the gradient from there asks for
-    is_new: bool  # whether it was chosen in this step, and is not a held one
-    must_measure: bool  # whether the product hides its operands, so that the gradient itself has to give the factor
+    log2_scale: Tensor  # log2 of the scale that the consumer requests
+    is_new: bool  # whether it was chosen in this step; False for a held scale
+    must_measure: bool  # whether the product hides its operands, so that the factor must come from the gradient itself
     sender: GradientSite | ProductEdge
-    amax: Tensor | None = None  # of the gradient from there, where it is known: with branches="original"
+    amax: Tensor | None = None  # amax of the consumer's gradient, if it is known: with branches="original"
 
 
 class ProductEdge:
@@ -183,8 +184,8 @@ class ProductEdge:
         self.targets, self.terms, self.index = targets, product.terms, index
         self.channel = product.channel
         self.is_hidden = product.other is None
-        # No additional memory: autograd saves the operand for the backward pass anyway. It is released once its moments
-        # are known, if they are all it takes.
+        # This takes no additional memory: autograd saves the operand for the backward pass anyway. The operand is
+        # released once its moments are known, if nothing else of it is needed.
         self.other = None if product.other is None else product.other.detach()
         if self.other is not None and product.gain != 1:
             self.other = self.other * product.gain
@@ -221,16 +222,16 @@ class GradientSite:
     ) -> None:
         self.key, self.role, self.spec, self.dtype = (name, role), role, spec, dtype
         self.is_selected = is_selected  # whether the products of its module are scaled
-        self.is_linked = is_linked  # whether it links to other sites; between updates none does
+        self.is_linked = is_linked  # whether it links to other sites; between updates no site does
         self.made_in = made_in  # the graph task in which a checkpoint ran this forward pass, or -1
-        self.products: list[ProductEdge] = []  # whose operands' gradients get a factor
-        self.predicted: list[int] = []  # the index of those whose factor is computed here
+        self.products: list[ProductEdge] = []  # the operands whose gradients get a factor
+        self.predicted: list[int] = []  # the indices of the products whose factor is computed here
         self.passes_on_to: list[GradientSite] = []  # sites that get its scale without a factor
         self.incoming: list[IncomingScale] = []
-        self.graph_task = -1  # in which they arrived
+        self.graph_task = -1  # the graph task in which these scales arrived
 
     def receive(self, graph_task: int, incoming: IncomingScale) -> None:
-        """Add the scale of one consumer, and drop those of an earlier, partial backward pass."""
+        """Add the scale of one consumer, and drop the scales of an earlier, partial backward pass."""
         if self.graph_task != graph_task:
             self.graph_task, self.incoming = graph_task, []
         self.incoming.append(incoming)
@@ -249,21 +250,21 @@ UPDATE, COMPLETE, BETWEEN = StepKind
 
 
 class Schedule:
-    """Count steps, and hold the kind of the current one.
+    """Count steps, and hold the kind of the current step.
 
-    update_every: every n-th step is an update.
+    update_every: the interval of updates, in steps.
     holds_scales: whether scales are held between updates, rather than factors.
-    states: those of all sites, a mapping that grows while the model trains.
+    states: the states of all sites, a mapping that grows while the model trains.
     """
 
     def __init__(self, update_every: int, holds_scales: bool, states: Mapping[Any, SiteState]) -> None:
         self.step = 0
         self.kind = UPDATE
-        self.last_update = -update_every  # the step from which the next update is counted
-        self.is_all_known: bool | None = None  # whether all scales are; None if not checked yet
-        self._graph_task = -1  # of the current step
+        self.last_update = -update_every  # the step after which the next update is counted
+        self.is_all_known: bool | None = None  # whether all scales are known; None if this is not checked yet
+        self._graph_task = -1  # the graph task of the current step
         self._update_every, self._holds_scales, self._states = update_every, holds_scales, states
-        self._roots: dict[int, int] = {}  # of graph tasks within the current step
+        self._roots: dict[int, int] = {}  # the outermost task of each graph task within the current step
 
     def load(self, step: int, last_update: int) -> None:
         """Resume from a saved step."""
@@ -271,9 +272,9 @@ class Schedule:
         self.is_all_known = None
 
     def links_sites(self, graph_task: int) -> bool:
-        """True if sites made now must be linked, because their step, this one or the next, chooses scales.
+        """True if sites that are created now must be linked, because their step (this or the next) chooses scales.
 
-        graph_task: the one in which the forward pass runs, -1 outside of one.
+        graph_task: the graph task in which the forward pass runs; -1 outside of a backward pass.
         """
         if not self._holds_scales:
             return True
@@ -282,7 +283,8 @@ class Schedule:
         if self.step + 1 - self.last_update >= self._update_every:
             return True
         if self.is_all_known is None:
-            # A site that no step has reached since the update may never come again: waiting for it would link for ever.
+            # A site that no step has reached since the update may never come again. It is left out, because waiting for
+            # it would link sites forever.
             reached = [s for s in self._states.values() if s.last_step >= self.last_update]
             self.is_all_known = all(s.held_log2_scale is not None and s.knows(s.factors_on_host) for s in reached)
         return not self.is_all_known
@@ -290,8 +292,8 @@ class Schedule:
     def enter(self, graph_task: int, made_in: int, is_linked: bool) -> bool:
         """Record that a gradient reached a site; return True if it begins a new step.
 
-        graph_task: the one in which it arrived.
-        made_in: the site's; a checkpoint's graph task belongs to the step that runs its forward pass.
+        graph_task: the graph task in which it arrived.
+        made_in: `made_in` of the site; a checkpoint's graph task belongs to the step that runs its forward pass.
         is_linked: whether the site is linked.
         """
         root = graph_task
@@ -309,25 +311,26 @@ class Schedule:
             self.kind = BETWEEN if not is_linked else UPDATE if is_due else COMPLETE
             if self.kind is UPDATE:
                 self.last_update = self.step
-        # The site is of an earlier forward pass and cannot choose: the next step is made an update too.
+        # The site comes from an earlier forward pass and cannot choose a scale, so the next step becomes an update too.
         if not is_linked and self.kind is UPDATE:
             self.last_update = self.step - self._update_every
         return begins
 
 
 Entry = tuple[Any, int | None]  # a node of the graph and the number of one of its outputs
-_KEY = "ada_loss"  # under which a node's metadata holds the sites of its outputs
+_KEY = "ada_loss"  # the key under which a node's metadata holds the sites of its outputs
 
 
 def register(site: GradientSite, out: Tensor) -> None:
     """Store the site of `out` in its graph node, for `sites_behind`."""
-    # In the node's metadata, which lives as long as the graph: a table by id would need to be told when that dies.
+    # The site is stored in the node's metadata, which lives as long as the graph. A table by id would need to know when
+    # the graph is freed.
     node: Any = out.grad_fn
     node.metadata.setdefault(_KEY, {})[out.output_nr] = site
 
 
 def link(site: GradientSite, out: Tensor, products: Iterable[Product]) -> dict[Entry, ProductEdge]:
-    """Find the sites behind `out`: those that a product reaches, and those that its scale is passed on to.
+    """Find the sites behind `out`: sites that a product reaches, and sites to which its scale is passed on.
 
     site: that of `out`.
     out: an operation's result.
@@ -350,12 +353,12 @@ def link(site: GradientSite, out: Tensor, products: Iterable[Product]) -> dict[E
 
 
 def _entry_of(operand: Tensor, out: Tensor) -> Entry:
-    """The graph entry at which an operand's gradient arrives, behind the operation that returned `out`."""
+    """Return the graph entry at which an operand's gradient arrives, behind the operation that returned `out`."""
     node: Any = operand.grad_fn
     if operand is not out:
         return node, operand.output_nr
-    # The operand was written to, and is the result itself. If it is a view, the rest of its base was not multiplied, so
-    # that no factor would be right for all of it.
+    # The operation wrote to the operand, so the operand is the result itself. If it is a view, the rest of its base was
+    # not multiplied, and no factor would be right for the whole base.
     if base_of(operand) is not None:
         return None, 0
     return node.next_functions[0]  # type: ignore[no-any-return]
@@ -368,14 +371,15 @@ def has_site(entry: Entry) -> bool:
 
 
 def error_sites_behind(entry: Entry) -> list[GradientSite]:
-    """The nearest sites behind an operand that round an error, not a parameter's gradient."""
+    """Return the nearest sites behind an operand that round an error, not a parameter's gradient."""
     return [site for site in sites_behind([entry]) if site.role == "error"]
 
 
 def sites_behind(entries: Iterable[Entry]) -> list[GradientSite]:
-    """The nearest sites, searched from output to input.
+    """Return the nearest sites, searched from output to input.
 
-    entries: where to start. An output number of None looks behind a node, whatever sites its own outputs have.
+    entries: where the search starts. With None as the output number, it starts behind the node and ignores the sites of
+        the node's own outputs.
     """
     sites, seen, stack = [], set(), list(entries)
     while stack:
@@ -417,7 +421,7 @@ def round_branches(
 
 
 def _entries(operands: Iterable[Any]) -> Iterator[Entry]:
-    """The graph entries at which the gradients of operands arrive."""
+    """Yield the graph entries at which the gradients of operands arrive."""
     for x in operands:
         if isinstance(x, Tensor) and x.grad_fn is not None:
             yield x.grad_fn, x.output_nr
@@ -442,12 +446,13 @@ class _RoundBranch:
             return None
         limits = self.constants.limits_of(first.spec, first.dtype, branch.device)
         log2_scale = torch.empty_like(sent.log2_scale)
-        chosen = limits.new_empty(len(CHOSEN))  # no recorder is told
+        chosen = limits.new_empty(len(CHOSEN))  # not passed to a recorder
         on_device(pass_scale_on, sent.log2_scale, amax_of(branch), limits, log2_scale, chosen)
         rounded = round_differentiably(branch, first.spec, log2_scale)
         new = sent._replace(log2_scale=log2_scale, amax=amax_of(rounded)[AMAX : AMAX + 1])
         for target in self.targets:
-            # It replaces what was sent, and is added to it from the second time on that an operand is taken.
+            # The new scale replaces the scale that was sent. If the operation takes an operand more than once, later
+            # scales are added.
             sent_before = (i for i, a in enumerate(target.incoming) if a.sender is self.sender and a.amax is None)
             at = next(sent_before, len(target.incoming))
             target.incoming[at : at + 1] = [new]

@@ -1,8 +1,8 @@
-"""Rules of one layer, which choose the scale of its gradient: the paper's, and those that measure.
+"""Rules of one layer, which choose the scale of its gradient: the paper's rules, and rules that measure.
 
-A new rule is a subclass of LayerRule and an entry in LAYER_RULES. One that predicts needs its formula in `formulas.py`,
-given by `core()`. One that measures names the statistic in `measures`; a new kind of measure needs a kernel in
-`layerwise/scale_kernels.py` and its call in `MEASURES` of `layerwise/chooser.py`.
+A new rule is a subclass of LayerRule and an entry in LAYER_RULES. A rule that predicts needs a formula in
+`formulas.py`, which `core()` returns. A rule that measures names its statistic in `measures`; a new statistic needs a
+kernel in `layerwise/scale_kernels.py` and its call in `MEASURES` of `layerwise/chooser.py`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class LayerRule:
     """A rule that chooses the scale of one layer's gradient."""
 
     name: ClassVar[str]  # the name for `layer_rule`
-    predicts: ClassVar[bool] = True  # it predicts a product from its operands; others measure the gradient itself
+    predicts: ClassVar[bool] = True  # it predicts a product from its operands; other rules measure the gradient itself
     measures: ClassVar[str] = ""  # the statistic of a rule that measures, a key of `layerwise.chooser.MEASURES`
     is_constant: ClassVar[bool] = False  # its factor depends neither on the gradient nor on operands
-    forms_products: ClassVar[bool] = False  # its moments are those of all products, which are formed for it
+    forms_products: ClassVar[bool] = False  # it needs the moments of all products, which are formed one by one
     logs: ClassVar[bool] = False  # it needs the moments of log|x|
-    # In a format of few bits it scales the largest magnitude to just below the maximum, and nothing saturates: then
+    # In a format of few bits the rule scales the largest magnitude to just below the maximum. Nothing saturates, so
     # stochastic rounding has no bias.
     fits_few_bits: ClassVar[bool] = False
     saturates: ClassVar[bool] = False  # it may choose a scale at which the largest elements saturate
@@ -59,7 +59,7 @@ class LayerRule:
         checks.check_fields(self, f"{self.name} rule")
 
     def factor(self, g: Any, w: Any, terms: int, u_min: float, u_max: float) -> float:
-        """The unbounded factor for a gradient that carries scale 1. `formulas.py` documents the arguments.
+        """Return the unbounded factor for a gradient that carries scale 1. `formulas.py` documents the arguments.
 
         Raises NotImplementedError for a rule that measures.
         """
@@ -67,11 +67,11 @@ class LayerRule:
 
     @staticmethod
     def core() -> Any:
-        """The formula of the factor."""
+        """Return the formula of the factor."""
         raise NotImplementedError
 
     def parameters(self) -> tuple[float, ...]:
-        """The last argument of the formula."""
+        """Return the last argument of the formula."""
         return (0.0,)
 
 
@@ -80,14 +80,14 @@ class ApproxRange(LayerRule):
     """The method of Zhao et al. 2020: at most a share of normally distributed products underflows.
 
     n_uf_threshold: that share.
-    stats: which of the authors' versions: "grad+weight" (the last one), "grad" (labelled as the IJCAI submission: the
-        standard deviation and the largest magnitude of the gradient alone, so that a constant one has the factor 1) or
-        "product" (the first one; it leaves the sum out).
-    lognormal: for gradients without weights (casts), take their magnitudes as lognormal.
+    stats: the authors' version of the statistics: "grad+weight" (the last version), "grad" (labelled as the IJCAI
+        submission: only the standard deviation and the largest magnitude of the gradient, so that a constant gradient
+        has the factor 1) or "product" (the first version, which leaves the sum out).
+    lognormal: whether the magnitudes of gradients without weights (casts) are taken as lognormal.
     bound: how products are kept from overflowing. "measured": each scale is lowered until the gradient at its site
-        fits, which every rule does. "worst_case": in addition, the authors' limit on the factor, as if all terms of
-        a sum were the largest and of one sign. In formats of few bits that limit dominates: in e2m1fn the scales are
-        smaller by 2**8 to 2**14, and all gradients underflow.
+        fits, which every rule does. "worst_case": in addition, the authors' limit on the factor, which assumes that all
+        terms of a sum have the largest magnitude and the same sign. In formats of few bits that limit dominates: in
+        e2m1fn the scales are smaller by 2**8 to 2**14, and all gradients underflow.
 
     >>> from fpsim.tensors.moments import Moments
     >>> g = Moments(256, 256, 0, 2.0**-40, -(2.0**-20), 2.0**-20, 2.0**-20, 2.0**-20)
@@ -102,7 +102,7 @@ class ApproxRange(LayerRule):
     lognormal: bool = param(False, checks.FLAG)
     bound: str = param("measured", ONE_OF_BOUNDS)
 
-    # Properties, because two facts that are constants of other rules follow from this rule's parameters.
+    # These are properties, because they are constants of other rules but follow from parameters of this rule.
     @property
     def logs(self) -> bool:  # type: ignore[override]
         return self.lognormal
@@ -119,7 +119,7 @@ class ApproxRange(LayerRule):
         normal, share = NormalDist(), self.n_uf_threshold
         # sqrt(2) erfinv(2q - 1) is the normal's quantile at q, so that no SciPy is needed for erfinv.
         half_width = normal.inv_cdf((1 + share) / 2)
-        # 1 + share has lost digits of a small share, which one step of Newton's method restores.
+        # 1 + share has lost digits of a small share, and one step of Newton's method restores them.
         slope = math.sqrt(2 / math.pi) * math.exp(-half_width * half_width / 2)
         half_width += (share - math.erf(half_width / math.sqrt(2))) / slope
         words = float(STATS.index(self.stats)), float(self.lognormal), normal.inv_cdf(share)
@@ -130,7 +130,8 @@ class ApproxRange(LayerRule):
 class AbsRange(LayerRule):
     """Keep every product from underflowing, judged by the extreme non-zero magnitudes of both operands.
 
-    The smallest product counts `terms` times, as if sums never cancelled; where they do, some underflow.
+    The smallest product counts `terms` times, as if terms of a sum never cancelled. Where they cancel, some results
+    underflow.
     """
 
     name: ClassVar[str] = "abs_range"
@@ -146,8 +147,9 @@ class ElementWiseRange(LayerRule):
 
     For diagnosis of linear layers and convolutions.
 
-    max_rescue_ratio: the share of the products, largest first, that must not underflow. None for all of them, which
-        is found channel by channel. With a share every product is formed, at most 2**27 of them.
+    max_rescue_ratio: the share of the products, counted from the largest, that must not underflow. None for all
+        products, whose smallest and largest are found channel by channel. With a share every product is formed, at most
+        2**27 of them.
     """
 
     name: ClassVar[str] = "element_wise_range"
@@ -163,7 +165,7 @@ class ElementWiseRange(LayerRule):
 class Fixed(LayerRule):
     """Use the same factor at every layer.
 
-    fixed_loss_scale: the factor. 1 makes this loss scaling by `init_scale`.
+    fixed_loss_scale: the factor. With 1 the rule is plain loss scaling by `init_scale`.
     """
 
     name: ClassVar[str] = "fixed"
@@ -182,8 +184,8 @@ class Fixed(LayerRule):
 class Exact(LayerRule):
     """Choose the smallest scale, 1 or more, at which at most a share of the gradient itself underflows.
 
-    The share is counted in the histogram of exponents, without assuming a distribution: the reference for the other
-    rules.
+    The share is counted in a histogram of exponents, without assuming a distribution. This makes it the reference for
+    the other rules.
 
     n_uf_threshold: that share.
     """
@@ -198,7 +200,7 @@ class Exact(LayerRule):
 class Current(LayerRule):
     """Scale the gradient's largest magnitude to just below the format's maximum.
 
-    margin: the powers of two by which to stay below it.
+    margin: the number of powers of two by which to stay below the maximum.
     """
 
     name: ClassVar[str] = "current"
@@ -210,13 +212,13 @@ class Current(LayerRule):
 
 @dataclass(frozen=True)
 class AmaxHistory(LayerRule):
-    """Delayed scaling as in NVIDIA's Transformer Engine: like Current, by the largest magnitude of the last steps.
+    """Delayed scaling as in NVIDIA's Transformer Engine: like Current, but by the largest magnitude of the last steps.
 
     The current step is not among them, so nothing waits for its statistics. Until the history has a nonzero gradient,
     the gradient's own largest magnitude is used.
 
     length: the number of steps.
-    margin: the powers of two by which to stay below the format's maximum.
+    margin: the number of powers of two by which to stay below the format's maximum.
     """
 
     name: ClassVar[str] = "amax_history"
@@ -228,12 +230,12 @@ class AmaxHistory(LayerRule):
 
 @dataclass(frozen=True)
 class Mse(LayerRule):
-    """Choose the power of two with the least squared error: that of `Current`, or 2, 4 or 8 times it.
+    """Choose the scale with the least squared error: the scale of `Current`, or 2, 4 or 8 times that scale.
 
-    For rounding to nearest: in 6 bits and fewer it keeps small elements that `Current` loses, and saturates a few large
-    ones; in 8 bits it equals `Current`. Never combine it with stochastic rounding, whose errors average out only
-    without saturation: this warns. The gradient of the loss itself (see `fpsim.last_layers`) needs its largest
-    element, and is better left in a wider format.
+    It is for rounding to nearest. In 6 bits and fewer it keeps small elements that `Current` loses, and saturates a few
+    large elements; in 8 bits it equals `Current`. Never combine it with stochastic rounding, whose errors average out
+    only without saturation; a warning says so. The gradient of the loss itself (see `fpsim.last_layers`) needs its
+    largest element, and is better left in a wider format.
     """
 
     name: ClassVar[str] = "mse"
@@ -252,7 +254,7 @@ def layer_rule(name: str, **params: Any) -> LayerRule:
 
     Args:
         name: "approx_range", "abs_range", "element_wise_range", "fixed", "exact", "current", "amax_history" or "mse".
-        params: the parameters of its class.
+        params: the parameters of the rule's class.
 
     Raises:
         ValueError: for an unknown name or an invalid value.

@@ -32,14 +32,14 @@ class GradScaler:
 
     Args:
         rule: a `LossRule`, the name of a system ("torch", "nnabla", ...), or a number for a constant scale. A device
-            selects torch's rule. The rule "off" does not scale. None is torch's, or with `layers` a constant 1 that
-            skips steps with gradients that are not finite.
-        max_gradient_norm: `step` clips the unscaled gradients of its optimizer to this global norm.
+            selects torch's rule. The rule "off" does not scale. None selects torch's rule or, with `layers`, a constant
+            scale of 1 that skips steps with gradients that are not finite.
+        max_gradient_norm: the global norm to which `step` clips the unscaled gradients of its optimizer.
         enabled: False disables scaling, like the rule "off".
-        layers: a model in real float16 training (torch.autocast, half weights), whose gradients then have a scale for
-            each layer, besides that of the rule; or `ada_loss.layerwise.native.NativeScaling(model, ...)`, which has
-            the settings. A step that is skipped lowers the scales where numbers left the range. `state_dict()`
-            stores them under "layers".
+        layers: a model in real float16 training (torch.autocast, half weights). Its gradients then have a scale for
+            each layer, in addition to the rule's scale. `ada_loss.layerwise.native.NativeScaling(model, ...)` instead
+            of the model takes settings. A skipped step lowers the scales of layers in which numbers left the range.
+            `state_dict()` stores them under "layers".
         device: accepted as in torch, and not used: the scale is put on the device of each loss.
         params: parameters of the rule, if it is given by name.
 
@@ -72,7 +72,8 @@ class GradScaler:
         device: str | torch.device | None = None,
         **params: Any,
     ) -> None:
-        # With layers the loss needs no scale. Steps with an overflow are skipped all the same, which lowers the layers.
+        # With layers the loss needs no scale. Steps with an overflow must still be skipped, because this lowers the
+        # layers' scales.
         if rule is None:
             rule = Static(1.0, skip_overflow=True) if layers is not None and not params else "torch"
         if isinstance(rule, str | torch.device):
@@ -113,7 +114,7 @@ class GradScaler:
 
     @property
     def rule(self) -> LossRule:
-        """The rule for the coming step. Copies its state to the host if the device has adjusted it."""
+        """Return the rule for the coming step. Copies its state to the host if the device has adjusted it."""
         return self._verbs.rule
 
     def scale(self, outputs: Any) -> Any:
@@ -140,7 +141,8 @@ class GradScaler:
         Raises ValueError for float16 gradients, since the quotient would underflow; RuntimeError for a second call.
         """
         self._verbs.unscale_(optimizer)
-        # Before gradients are clipped: one NaN would make all of them NaN, and every layer would be lowered.
+        # This comes before gradients are clipped: clipping would spread one NaN to all gradients, and every layer's
+        # scale would be lowered.
         self._lower_layers(optimizer)
 
     def clip_(self, optimizer: Optimizer, max_norm: float) -> None:
@@ -158,7 +160,8 @@ class GradScaler:
         result = self._verbs.step(self, optimizer, args, kwargs)
         if self.layers is not None and not self.layers.has_scaled:
             self._warn_of_a_plain_loss()
-        # Here too, for optimizers that unscale by themselves. Not in update(): a loop may drop the gradients before it.
+        # Layers are lowered here too, for optimizers that unscale by themselves. update() would be too late, because a
+        # loop may delete the gradients before it.
         self._lower_layers(optimizer)
         return result
 
@@ -176,7 +179,7 @@ class GradScaler:
             self.layers.overflowed()
 
     def overflowed(self, optimizer: Optimizer) -> bool:
-        """True if `unscale_` or `step` has found a gradient of this optimizer that is not finite, since `update`.
+        """True if `unscale_` or `step` has found a gradient of this optimizer that is not finite since `update` ran.
 
         Copies one number to the host, unless `step` already did.
         """
@@ -196,9 +199,10 @@ class GradScaler:
 
     @property
     def skipped(self) -> int:
-        """Number of steps skipped since this scaler was created, as counted by `update`.
+        """Return the number of steps skipped since this scaler was created, as counted by `update`.
 
-        Copies a number to the host for each device on which an optimizer skips by itself. Not part of `state_dict()`.
+        Copies a number to the host for each device on which an optimizer skips by itself. `state_dict()` does not
+        contain the number.
 
         >>> weight = torch.nn.Parameter(torch.ones(1))
         >>> optimizer, scaler = torch.optim.SGD([weight]), GradScaler("torch")
@@ -213,7 +217,7 @@ class GradScaler:
         return self._verbs.skipped
 
     def get_scale(self) -> float:
-        """The scale of the coming step. Copies it to the host if the device has adjusted it."""
+        """Return the scale of the coming step. Copies it to the host if the device has adjusted it."""
         return self.rule.scale
 
     def get_growth_factor(self) -> float:
@@ -245,7 +249,7 @@ class GradScaler:
         return self._verbs.is_enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """The rule's name, its parameters and its state, and `max_gradient_norm`, as plain values.
+        """Return the rule's name, its parameters and its state, and `max_gradient_norm`, as plain values.
 
         `torch.amp.GradScaler` can load the state of torch's rule, and the other way round.
         """
@@ -253,7 +257,7 @@ class GradScaler:
         return state if self.layers is None else {**state, "layers": self.layers.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state, at any time. Raises RuntimeError if it is empty, or of another rule.
+        """Continue from a state, at any time. Raises RuntimeError if the state is empty, or of another rule.
 
         A scaler with layers accepts a state without them and warns: the next step chooses their scales again.
         """
@@ -272,7 +276,7 @@ class GradScaler:
                 stacklevel=2,
             )
             return
-        # A refused state changes nothing, and the rule's part is loaded by now.
+        # A refused state must change nothing, but the rule's part is already loaded: it is restored.
         try:
             self.layers.load_state_dict(layers)
         except BaseException:
@@ -280,7 +284,8 @@ class GradScaler:
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        # As torch's: tensors of the scale are made again, on whichever device the copy is used.
+        # As in torch, the copy has no tensors of the scale; they are created again on the devices where the copy is
+        # used.
         return {**self.__dict__, "_verbs": self._verbs.between_steps()}
 
 

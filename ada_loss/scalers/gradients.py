@@ -30,20 +30,20 @@ Gradients = dict[tuple[torch.device, torch.dtype], list[Tensor]]
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The parameters of all groups."""
+    """Yield the parameters of all groups."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def gradients_of(optimizer: Optimizer) -> Gradients:
-    """The gradients, listed by device and dtype. A sparse gradient is coalesced, and its values are listed."""
-    # torch's foreach kernels take lists of tensors of one kind.
+    """Return lists of gradients by device and dtype. A sparse gradient is coalesced, and its values are listed."""
+    # torch's foreach kernels take lists of tensors with one device and dtype.
     gradients: Gradients = {}
     for parameter in parameters_of(optimizer):
         grad = parameter.grad
         if grad is None:
             continue
         if grad.is_sparse:
-            # Coalesced before the check: two finite values of one index may have a sum that overflows.
+            # It is coalesced before the check, because the sum of two finite values of one index may overflow.
             grad = parameter.grad = grad.coalesce()
             grad = grad.values()
         gradients.setdefault((grad.device, grad.dtype), []).append(grad)
@@ -55,36 +55,37 @@ def unscale_and_check_(
 ) -> None:
     """Multiply gradients by the inverse of the scale, in place, and record on which devices one is not finite.
 
-    gradients: of one optimizer.
-    inverse_on: returns the inverse, 0-d float32, on a device.
+    gradients: the gradients of one optimizer.
+    inverse_on: a function that returns the inverse on a device, as 0-d float32.
     found_inf: for each device a 0-d float32, which becomes 1 if a gradient there is not finite; new devices are added.
     """
     for (device, _), grads in gradients.items():
         flag = found_inf.get(device)
         if flag is None:
             flag = found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
-        # One pass over all gradients of a device, with the flag left there: the host does not wait.
+        # One pass over all gradients of a device. The flag stays on the device, so the host does not wait.
         torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse_on(device))
 
 
 def one_on(device: torch.device) -> Tensor:
-    """The inverse for `unscale_and_check_` that leaves gradients as they are."""
+    """Return an inverse of 1, with which `unscale_and_check_` leaves gradients unchanged."""
     return torch.ones((), dtype=torch.float32, device=device)
 
 
 def largest_of(gradients: Gradients) -> list[Tensor]:
-    """The largest magnitude of each gradient, 0-d; gradients without elements are left out."""
+    """Return the largest magnitude of each gradient, 0-d; gradients without elements are left out."""
     some = [grad for grads in gradients.values() for grad in grads if grad.numel()]
     return list(torch._foreach_norm(some, ord=float("inf"))) if some else []
 
 
 def clip_to_norm_(gradients: Gradients, max_norm: float) -> Tensor | None:
-    """Clip gradients to a global norm, in place, and return their norm before; None if there is no gradient."""
+    """Clip gradients to a global norm, in place, and return the norm before clipping; None if there is no gradient."""
     every = [grad for grads in gradients.values() for grad in grads]
     if not every:
         return None
     norm = torch.nn.utils.get_total_norm(every)
-    # 1e-6 and the clamp as in torch.nn.utils.clip_grad_norm_: always a product, so that the host need not compare
+    # The 1e-6 and the clamp are those of torch.nn.utils.clip_grad_norm_: it always multiplies, so that the host need
+    # not compare
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for (device, _), grads in gradients.items():
         torch._foreach_mul_(grads, coefficient.to(device, non_blocking=device.type != "cpu"))
@@ -92,7 +93,7 @@ def clip_to_norm_(gradients: Gradients, max_norm: float) -> Tensor | None:
 
 
 def total_of(tensors: Iterable[Tensor]) -> Tensor | None:
-    """The sum of 0-d tensors on the device of the first one; None if there are none."""
+    """Return the sum of 0-d tensors, on the device of the first tensor; None if there are no tensors."""
     total: Tensor | None = None
     for each in tensors:
         total = each if total is None else total + each.to(total.device, non_blocking=not total.is_cpu)
@@ -102,8 +103,8 @@ def total_of(tensors: Iterable[Tensor]) -> Tensor | None:
 def all_reduce_(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Sum gradients over a process group, in one collective for each device and type.
 
-    A gradient that is missing on some ranks counts as zero there, and one that is missing on all stays None: the same
-    collective sums the number of ranks that have each gradient.
+    A gradient that is missing on some ranks counts as zero there, and a gradient that is missing on all ranks stays
+    None. For this, the same collective also counts the ranks that have each gradient.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
@@ -127,13 +128,15 @@ def all_reduce_(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def join_overflows_(kept: Iterable[Tensor], summed: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Make gradients NaN on every rank if one that is not summed is not finite on any rank, so that all ranks skip.
+    """Make gradients NaN on every rank if any rank's own gradient is not finite, so that all ranks skip the step.
 
     kept: the parameters whose gradients each rank keeps for itself.
-    summed: the parameters whose gradients are equal on all ranks. They become NaN too: a rank may lack all of `kept`.
+    summed: the parameters whose gradients are equal on all ranks. Their gradients become NaN too, because a rank may
+        have no parameter of `kept`.
     """
     kept, summed = list(kept), list(summed)
-    # NaN, not a flag: the checks of every rank then find the overflow by themselves, whatever scaler they use.
+    # The gradients become NaN instead of setting a flag: every rank's check then finds the overflow by itself, with any
+    # scaler.
     grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in kept if p.grad is not None]
     lost = torch.zeros(1, device=summed[0].device)
     for grad in grads:

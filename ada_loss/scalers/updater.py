@@ -32,13 +32,13 @@ class Updater:
         data_feeder: takes no arguments, and returns the data of the next loss.
         scaler: any GradScaler.
         accumulate: the number of losses whose gradients are summed. For their mean, divide the loss.
-        weight_decay: adds this times the weights to the gradients.
+        weight_decay: the factor with which the weights are added to the gradients.
         process_group: None for one process, `torch.distributed.group.WORLD` for all. Every rank must have the same
             parameters and an equal rule; then all see the same gradients, and skip, retry and adjust together.
-        clip: clips the unscaled gradients to this global norm.
-        max_retries: how often a skipped step is retried.
-        grads: the parameters whose gradients are summed over `process_group`; None for all. The others keep their
-            rank's gradient; if one of these overflows on one rank, all ranks retry.
+        clip: the global norm to which the unscaled gradients are clipped.
+        max_retries: the largest number of retries of a skipped step.
+        grads: the parameters whose gradients are summed over `process_group`; None for all. Each rank keeps its own
+            gradients of the other parameters; if one of these gradients overflows on one rank, all ranks retry.
 
     Raises:
         ValueError: for an invalid value.
@@ -87,7 +87,7 @@ class Updater:
         self.grads = None if grads is None else self._summed(grads)
 
     def update(self) -> Tensor | None:
-        """Run one step. Returns the unscaled sum of its losses, or None if all tries overflowed: nothing is changed."""
+        """Run one step. Returns the unscaled sum of its losses; None if all tries overflowed and no weight changed."""
         for _ in range(1 + self.max_retries):
             loss = self._backward()
             self.scaler.unscale_(self.optimizer)
@@ -96,7 +96,7 @@ class Updater:
             if self.weight_decay is not None:
                 self._decay(self.weight_decay)
             self.scaler.step(self.optimizer)
-            # Before update(), which forgets what the checks of this step found.
+            # This comes before update(), which deletes the results of this step's checks.
             skipped = self.scaler.rule.skips and self.scaler.overflowed(self.optimizer)
             self.scaler.update()
             if not skipped:
@@ -120,7 +120,8 @@ class Updater:
             all_reduce_(parameters_of(self.optimizer), group)
             return
         all_reduce_(self.grads, group)
-        # A sum carries an overflow to all ranks. Gradients that each rank keeps do not, and ranks must skip together.
+        # A sum carries an overflow to all ranks. An overflow in a gradient that a rank keeps for itself has to be
+        # shared, because all ranks must skip the same steps.
         if self.scaler.rule.skips:
             summed = set(map(id, self.grads))
             join_overflows_((p for p in parameters_of(self.optimizer) if id(p) not in summed), self.grads, group)

@@ -128,7 +128,8 @@ class Scaling:
                 f"Call unscale_(optimizer) first, and step(optimizer) after."
             )
         norm = clip_to_norm_(gradients_of(optimizer), float(max_norm))
-        # The norm of finite gradients may overflow, and clips all of them to zero. As in Cerebras, the step is skipped.
+        # The norm of finite gradients may overflow. Clipping would then set all of them to zero. As in Cerebras, the
+        # step is skipped instead.
         if norm is not None:
             progress.require_checked()
             progress.found_inf[norm.device] += ~torch.isfinite(norm)
@@ -144,7 +145,8 @@ class Scaling:
         progress = self._begin(optimizer, "step")
         if progress.stage is Stage.STEPPED:
             raise RuntimeError("step() has already been called since the last update(). Call update() first.")
-        # A fused optimizer unscales in its own kernel. Clipping, and rules that need the largest gradient, come before.
+        # A fused optimizer unscales in its own kernel. Clipping, and rules that need the largest gradient, need
+        # unscaled gradients before.
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         must_unscale = not fused or scaler.max_gradient_norm is not None or self._rule.needs_largest
         if progress.stage is Stage.READY and must_unscale:
@@ -182,20 +184,21 @@ class Scaling:
         self.progress = {}
         if not self._rule.dynamic:
             return
-        # The host has not asked whether this step overflowed, and need not: torch's kernel adjusts on the device. Not
-        # isinstance: apex's rule with hysteresis is a subclass, and the kernel does not count its overflows.
+        # The host does not know yet whether this step overflowed, and need not know: torch's kernel adjusts the scale
+        # on the device. The test is not isinstance, because apex's rule with hysteresis is a subclass, and the kernel
+        # does not count overflows for it.
         if type(self._rule) is Torch and any(progress.known is None for progress in seen):
             found_inf = total_of(flag for progress in seen for flag in progress.found_inf.values())
             assert found_inf is not None
             self._adjust_on_device(self._rule, found_inf)
             return
         ok = not any(progress.overflow() for progress in seen)
-        # Only a rule that needs the largest gradient has collected any, and the copy to the host waits for the device.
+        # The list is empty unless the rule needs the largest gradient: each copy to the host waits for the device.
         largest = [float(t) for progress in seen for t in progress.largest] if ok else []
         self._adopt(self.rule.adjust(ok, max(largest, default=None)))
 
     def _count_skipped(self) -> None:
-        """Count the finished step if an optimizer skipped it. For a fused optimizer only the device knows."""
+        """Count the finished step if an optimizer skipped it. With a fused optimizer the count is on the device."""
         seen = [progress for progress in self.progress.values() if progress.stage is Stage.STEPPED]
         if not self._rule.skips or not seen:
             return
@@ -223,7 +226,7 @@ class Scaling:
                 "GradScaler. A state has the rule's parameters. Save it where is_enabled() is true."
             )
         rule = self.rule
-        # A state of torch.amp.GradScaler names no rule, and no scale of the first step.
+        # A state of torch.amp.GradScaler has neither the name of a rule nor the scale of the first step.
         if set(state) == TORCH_STATE and type(rule) is Torch:
             state = {"rule": rule.system, "init_scale": rule.init_scale, **state}
         name = state.pop("rule", None)
@@ -247,7 +250,7 @@ class Scaling:
         scaler.max_gradient_norm = norm
         self.progress = {}
         self._adopt(rule)
-        # Loaded all the same: a rule can reach 0 and inf, and its state continues from there.
+        # A scale of 0 or inf is loaded too: a rule can reach these values, and its state continues from there.
         if not POSITIVE.allows(float32(scale)):
             warnings.warn(
                 f"The state has scale={shown(scale)}, {float32(scale)} as float32: with 0 the parameters become NaN, "
@@ -258,7 +261,7 @@ class Scaling:
             )
 
     def between_steps(self) -> Scaling:
-        """A copy without tensors, for pickling. RuntimeError in the middle of a step."""
+        """Return a copy without tensors, for pickling. Raises RuntimeError in the middle of a step."""
         if self.progress:
             raise RuntimeError(
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end "
@@ -285,7 +288,8 @@ class Scaling:
     def _scale_on(self, device: torch.device) -> Tensor:
         scale = self.scales.get(device)
         if scale is None:
-            # A tensor, as in torch: it promotes a 0-d float16 loss, which a number would let overflow.
+            # A tensor, as in torch: it promotes a 0-d float16 loss, which would overflow if it were multiplied by a
+            # number.
             if self._adjusted is not None:
                 scale = self._adjusted[0].to(device, non_blocking=device.type != "cpu", copy=True)
             else:
@@ -319,7 +323,7 @@ class Scaling:
         optimizer.grad_scale, optimizer.found_inf = scale, found_inf if self._rule.skips else None
         try:
             return optimizer.step(*args, **kwargs)
-        finally:  # as torch does: a step without a scaler would read them again
+        finally:  # as in torch: otherwise a later step without a scaler would read these attributes
             del optimizer.grad_scale, optimizer.found_inf
 
     def _adjust_on_device(self, rule: Torch, found_inf: Tensor) -> None:
@@ -334,7 +338,8 @@ class Scaling:
         self.scales, self.inverses = {}, {}
 
     def _adopt(self, rule: LossRule) -> None:
-        # Tensors of an unchanged scale are kept: most steps change none, and would make one for each device again.
+        # If the scale is unchanged, its tensors are kept: most steps do not change it, and would create the tensors of
+        # all devices again.
         if rule.scale != self._rule.scale or self._adjusted is not None:
             self.scales, self.inverses = {}, {}
         self._rule, self._adjusted = rule, None
@@ -400,7 +405,7 @@ class Progress:
     def __init__(self) -> None:
         self.stage = Stage.READY
         self.found_inf: dict[torch.device, Tensor] = {}  # 0-d, above 0 if a gradient was not finite
-        self.known: bool | None = None  # whether one was, once that was copied to the host
+        self.known: bool | None = None  # whether a gradient was not finite, once the flags were copied to the host
         self.largest: list[Tensor] = []  # 0-d, for rules that need the largest gradient
 
     def require_checked(self) -> None:
@@ -419,7 +424,7 @@ class Progress:
 
 
 def parameter_of(rule: LossRule, name: str) -> Any:
-    """A parameter of a rule. Raises AttributeError for an unknown name."""
+    """Return a parameter of a rule. Raises AttributeError for an unknown name."""
     if not hasattr(rule, name):
         raise AttributeError(
             f"The rule {rule.system!r} has no {name!r}. "

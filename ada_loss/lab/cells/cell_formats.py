@@ -37,18 +37,18 @@ __all__ = [
     "usual_rounding",
 ]
 
-BASELINE = "fp32"  # the format that the others are compared with
-# The rounding of a cell whose gradients alone are rounded stochastically, and all else to the nearest.
+BASELINE = "fp32"  # the format with which all others are compared
+# The rounding of a cell in which only gradients are rounded stochastically, and all other tensors to nearest.
 STOCHASTIC_GRADIENTS = "stochastic_gradients"
 CACHED = ("k", "v")  # the tensors in a policy's cache
-# More bits than any format has: all gradients are rounded stochastically.
+# More bits than any format has, so that all gradients are rounded stochastically.
 ANY_BITS = 64
-# Fields of `Products` and `Attention` that are words, not operands.
+# The fields of `Products` and `Attention` that are not operands.
 WORDS = ("accumulator", "backward", "attention", "block_kv", "p_scale")
 
 
 def label(value: Any) -> str:
-    """Label of a format or a scaling method, for tables.
+    """Return the label of a format or a scaling method, for tables.
 
     >>> label(1024.0), label({"error": "e5m2", "weight_grad": "fp16"})
     ('1024', 'error=e5m2 weight_grad=fp16')
@@ -79,7 +79,7 @@ def label(value: Any) -> str:
     if UPDATE in value:
         return f"{label(value.get('format'))}, update {update_label(value[UPDATE])}"
     if SCHEDULE in value:
-        # A ledger of someone else may hold anything under this key; then the fields are listed below.
+        # A foreign ledger may hold anything under this key; in this case the fields are listed below.
         with suppress(TypeError, ValueError):
             return str(
                 FormatSchedule(tuple(stage._replace(fmt=label(stage.fmt)) for stage in as_schedule(value).stages))
@@ -88,19 +88,19 @@ def label(value: Any) -> str:
 
 
 def rollout_words(rollout: Any, name: Callable[[Any], str]) -> str:
-    """Words for a rollout in canonical form. name: gives the name of a format."""
+    """Return words for a rollout in canonical form. name: a function that returns the name of a format."""
     fmt, weights = (rollout.get("format"), rollout.get(WEIGHTS_KEY)) if isinstance(rollout, Mapping) else (rollout, "")
     words = [f"rollouts {name(fmt)}" if fmt is not None else "", f"weights {weights}" if weights else ""]
     return ", ".join(filter(None, words))
 
 
 def _spoken(value: Any) -> str:
-    """Text of a value for people. A code book without a name is given by its digest, not by its values."""
+    """Return the text of a value for people. A code book without a name is shown by its digest, not its values."""
     return str(fpsim.as_format(value)) if isinstance(value, str) and "Codebook(" in value else str(value)
 
 
 def _operands_label(value: Mapping[str, Any]) -> str:
-    """Label of operands or products, with those of one format together."""
+    """Return the label of operands or products, where those with the same format are listed together."""
     names: dict[str, list[str]] = {}
     for name, fmt in value.items():
         if isinstance(fmt, Mapping):  # the operands of an attention
@@ -110,12 +110,12 @@ def _operands_label(value: Mapping[str, Any]) -> str:
 
 
 def _is_recipe(fmt: Any) -> bool:
-    """True if a format is the name of a recipe, which has roundings of its own."""
+    """True if a format is the name of a recipe; recipes have roundings of their own."""
     return isinstance(fmt, str) and fmt.startswith(fpsim.RECIPE_PREFIX)
 
 
 def canonical_format(fmt: Any) -> Any:
-    """The canonical form of a format, as JSON: equal formats have equal forms. It is hashed into a cell's id.
+    """Return the canonical form of a format, as JSON: equal formats have equal forms. A cell's id hashes this form.
 
     Raises ValueError for anything but a format.
 
@@ -148,13 +148,14 @@ def canonical_format(fmt: Any) -> Any:
         schedule = as_schedule(fmt)
         return _canonical_schedule(schedule) if SCHEDULE in fmt else _canonical_policy(fmt)
     if isinstance(fmt, str):
-        # Only for its error: it tells that a recipe's name lacks the prefix, which `as_format` does not.
+        # This call is only for its error, which says that a recipe's name lacks the prefix; the error of `as_format`
+        # does not.
         fpsim.as_policy(fmt)
     return format_words(fmt)
 
 
 def _canonical_rollout(own: Any, given: Any) -> dict[str, str] | None:
-    """Canonical form of a rollout beside its trainer's format; None for one that changes nothing."""
+    """Return the canonical form of a rollout, given its trainer's format; None for a rollout that changes nothing."""
     rollout = as_rollout(given)
     canonical: dict[str, Any] = {}
     if rollout.fmt is not None:
@@ -166,7 +167,8 @@ def _canonical_rollout(own: Any, given: Any) -> dict[str, str] | None:
                 f"A rollout was given with {shown(fmt if is_native(fmt) else own)}, which emulates nothing. Use fp16 "
                 f"for both, or leave the rollout's format out: it is the trainer's then."
             )
-        # A rollout in the trainer's own format is the default. Left out, both spellings are one cell.
+        # A rollout in the trainer's own format is the default. It is left out, so that both spellings are the same
+        # cell.
         canonical |= {} if fmt == own else {"format": fmt}
     if rollout.weights != Rollout.weights:
         canonical[WEIGHTS_KEY] = rollout.weights
@@ -174,7 +176,7 @@ def _canonical_rollout(own: Any, given: Any) -> dict[str, str] | None:
 
 
 def rollout_of(fmt: Any) -> Rollout | None:
-    """The rollout of a cell's format, rounded to nearest unless its format says otherwise; None where it has none."""
+    """Return the rollout of a cell's format, or None. It rounds to nearest unless its format says otherwise."""
     if not isinstance(fmt, Mapping) or ROLLOUT not in fmt:
         return None
     rollout = as_rollout(fmt[ROLLOUT])
@@ -182,7 +184,7 @@ def rollout_of(fmt: Any) -> Rollout | None:
 
 
 def _canonical_schedule(schedule: FormatSchedule) -> Any:
-    """Pairs of start and format, without starts that change nothing; a single format stands alone."""
+    """Return pairs of start and format, without starts that change nothing; or the format, if there is only one."""
     stages: list[list[Any]] = []
     for stage in schedule.stages:
         fmt = canonical_format(stage.fmt)
@@ -196,10 +198,11 @@ def _canonical_policy(fmt: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("A format has 'rounding' in it. The sweep varies it: give roundings=[...].")
     try:
         _policy(fmt)
-        # None and variant "A" are defaults: a policy that names them is the one that does not.
+        # None and variant "A" are defaults: a policy that names them equals a policy that does not.
         given = {k: v for k, v in fmt.items() if v is not None and (k, v) != ("variant", "A")}
         canonical = {k: word for k, v in given.items() if (word := _canonical(k, v)) is not None}
-        # What JSON cannot hold has no identity; here it still raises with the format in the message.
+        # A value that JSON cannot hold has no identity. The error is raised here, where its message can name the
+        # format.
         json.dumps(canonical)
     except TypeError as error:
         raise ValueError(
@@ -210,7 +213,7 @@ def _canonical_policy(fmt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _canonical(field: str, value: Any) -> Any:
-    """Canonical form of a policy's field: one spelling for all that mean the same."""
+    """Return the canonical form of a policy's field: one spelling for all values with the same meaning."""
     if field == "products" and isinstance(value, Mapping):
         defaults = (("backward", "original"), ("attention", False))
         return {k: _canonical_of_products(k, v) for k, v in value.items() if v is not None and (k, v) not in defaults}
@@ -229,11 +232,11 @@ def _canonical_of_products(field: str, value: Any) -> Any:
 
 
 def _accumulator(value: Any) -> Any:
-    if isinstance(value, list | tuple):  # one for each of the three products
+    if isinstance(value, list | tuple):  # an accumulator for each of the three products
         return [None if v is None else _accumulator(v) for v in value]
     if isinstance(value, fpsim.Accumulator):
         return str(value)
-    with suppress(ValueError):  # raised for names that only accumulators have, such as "hopper_fp8"
+    with suppress(ValueError):  # raised for a name that is only an accumulator's, such as "hopper_fp8"
         return format_words(value)
     return value
 
@@ -248,7 +251,7 @@ def _operands(value: Any) -> Any:
 
 
 def _policy(fields: Mapping[str, Any]) -> Policy:
-    """A policy from the fields of a cell's format."""
+    """Return a policy from the fields of a cell's format."""
     if (cache := fields.get("cache")) is not None:
         pairs = cache.items() if isinstance(cache, Mapping) else [(name, cache) for name in CACHED]
         fields = {**fields, "cache": {name: _as_operand(v) for name, v in pairs}}
@@ -267,7 +270,7 @@ def _operands_of(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def needs_no_scaling(fmt: Any) -> bool:
-    """True if scaling changes nothing, as no gradient is rounded, or each has its own scale already."""
+    """True if scaling changes nothing, because no gradient is rounded, or each gradient has its own scale already."""
     return all(_has_nothing_to_scale(stage.fmt) for stage in as_schedule(split(fmt)[0]).stages)
 
 
@@ -284,13 +287,13 @@ def _has_nothing_to_scale(fmt: Any) -> bool:
 
 
 def has_own_rounding(fmt: Any) -> bool:
-    """True if a cell's rounding changes nothing: its formats are recipes, or recipes and float32."""
+    """True if a cell's rounding changes nothing, because its formats are only recipes, or recipes and float32."""
     formats = [stage.fmt for stage in as_schedule(split(fmt)[0]).stages]
     return any(map(_is_recipe, formats)) and all(_is_recipe(inner) or inner == BASELINE for inner in formats)
 
 
 def usual_rounding(fmt: Any, method: str | float) -> str:
-    """The default rounding of a cell: to nearest, except for scaled gradients of few bits.
+    """Return the default rounding of a cell: to nearest, except for scaled gradients in formats of few bits.
 
     >>> usual_rounding("e2m1fn", "adaptive"), usual_rounding("e2m1fn", "torch"), usual_rounding("fp16", "adaptive")
     ('stochastic_gradients', 'nearest_even', 'nearest_even')
@@ -306,7 +309,7 @@ def usual_rounding(fmt: Any, method: str | float) -> str:
 def policy_of(fmt: Any, rounding: str) -> FormatSchedule:
     """Return the formats of a cell as `train` takes them, without its update; recipes keep their own roundings.
 
-    Raises ValueError for an unknown rounding, and for one that a native format does not have.
+    Raises ValueError for an unknown rounding, and for a rounding that a native format does not have.
     """
     if is_native(fmt):
         require_native(rounding, {})
@@ -330,10 +333,11 @@ def _policy_of(fmt: Any, rounding: str) -> Any:
         return fmt if _is_recipe(fmt) else _as_policy(fmt).with_stochastic_gradients(ANY_BITS)
     policy = _policy(fmt) if isinstance(fmt, Mapping) else fmt
     if isinstance(policy, Policy):
-        # Only for its error: random bits and variants that the rounding cannot use are refused when planning.
+        # This call is only for its error: random bits and variants that the rounding cannot use are refused in
+        # planning.
         policy.with_rounding(rounding)
     is_name = isinstance(fmt, str) and not _is_recipe(fmt)
-    # Only for its error, likewise: an unknown rounding.
+    # This call, too, is only for its error: an unknown rounding.
     fpsim.as_policy(policy if is_name else None, rounding)
     return policy
 
@@ -345,7 +349,7 @@ EXPECTED = "Expected: a function of a module on Python's path, as 'module:functi
 class ImportedOperand:
     """A function of a tensor and an axis, by its import path. It is imported when called, not when a ledger is read.
 
-    A call raises ValueError for a path that leads to no function.
+    A call raises ValueError if there is no function at the path.
     """
 
     path: str
@@ -355,7 +359,7 @@ class ImportedOperand:
 
     @property
     def function(self) -> Callable[[Tensor, int], Any]:
-        """The function itself, imported."""
+        """Import the function and return it."""
         found = imported("operand", self.path)
         if not callable(found):
             raise ValueError(f"The operand {shown(self.path)} is a {type(found).__name__}. {EXPECTED}")
@@ -373,7 +377,7 @@ def _is_path(value: object) -> bool:
 
 
 def _operand_word(value: Any) -> Any:
-    """An operand for a configuration: the import path of a function; anything else unchanged.
+    """Return an operand as a configuration holds it: a function as its import path, and anything else unchanged.
 
     Raises ValueError for a function that cannot be imported by its name.
     """
@@ -390,7 +394,7 @@ def _operand_word(value: Any) -> Any:
 
 
 def _as_operand(value: Any) -> Any:
-    """An operand of a configuration as `Products` takes it."""
+    """Return an operand of a configuration as `Products` takes it."""
     if isinstance(value, list | tuple):
         return tuple(map(_as_operand, value))
     word = _operand_word(value)
@@ -398,7 +402,7 @@ def _as_operand(value: Any) -> Any:
 
 
 def operand_functions(fmt: Any) -> Iterator[str]:
-    """The import paths of operands anywhere in a format of a cell."""
+    """Yield the import paths of all operands anywhere in the format of a cell."""
     if isinstance(fmt, Mapping):
         for key, value in fmt.items():
             if key in ("products", "cache"):

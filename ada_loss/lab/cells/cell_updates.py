@@ -1,7 +1,7 @@
 """Updates of cells (formats that an optimizer stores): canonical form, label, and `fpsim.Update`.
 
-A cell whose optimizer stores float32 has only its format, as if there were no updates. With an update, {"format":
-format, "update": update} replaces the format.
+If the optimizer of a cell stores float32, the cell names only its format, as if there were no updates. With an update,
+{"format": format, "update": update} replaces the format.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
     "with_updates",
 ]
 
-# The key beside "format" in a mapping that is given for a format.
+# The key that stands next to "format" in a mapping that is given for a format.
 UPDATE = "update"
 FORMAT = "format"
 FLOAT32 = "float32"  # the name of an update that rounds nothing
@@ -39,7 +39,7 @@ FIELDS = {field.name: field for field in fields(Update)}
 
 
 def split(fmt: Any) -> tuple[Any, Any]:
-    """Split a cell's format, that of its trainer, from its update; None if the optimizer stores float32.
+    """Split a cell's format into the trainer's format and the update, which is None if the optimizer stores float32.
 
     >>> split("fp16"), split({"format": "fp32", "update": "bf16_sr"})
     (('fp16', None), ('fp32', 'bf16_sr'))
@@ -83,7 +83,7 @@ def _joined(entry: Any, given: Any) -> Any:
         update = rest[UPDATE] if {*rest} == {UPDATE} else rest
     if isinstance(entry, Mapping) and UPDATE in entry:
         raise ValueError(f"The format {shown(dict(entry))} has an update of its own. Give it in formats or in updates.")
-    # The identity of a cell without an update must not tell whether updates were asked for.
+    # A cell without an update must have the same identity in a sweep with `updates` as in one without.
     if canonical_update(update) is None:
         return entry
     own = entry if isinstance(entry, Mapping) and "name" in entry else None
@@ -91,7 +91,7 @@ def _joined(entry: Any, given: Any) -> Any:
     joined = {FORMAT: fmt, UPDATE: update}
     if isinstance(entry, Mapping) and ROLLOUT in entry:
         fmt = split({key: value for key, value in entry.items() if key != "name"})[0]
-        # A rollout stays beside the format and the update, on one level: that is the canonical form.
+        # In the canonical form the rollout is on the same level as the format and the update.
         joined = {FORMAT: fmt, UPDATE: update, ROLLOUT: entry[ROLLOUT]}
     if not name and own is None:
         return joined
@@ -100,7 +100,7 @@ def _joined(entry: Any, given: Any) -> Any:
 
 
 def canonical_update(update: Any) -> Any:
-    """Canonical form of an update: a name of `fpsim.UPDATES`, or its fields as JSON; None if it rounds nothing.
+    """Return the canonical form of an update: a name of `fpsim.UPDATES`, or fields as JSON; None if it rounds nothing.
 
     Raises:
         ValueError: for an unknown name or field, and for values that `fpsim.Update` refuses.
@@ -115,7 +115,7 @@ def canonical_update(update: Any) -> Any:
     if parsed.is_float32:
         return None
     fields = _as_json(parsed)
-    # The name, where the fields are those of a known update: both spellings are one cell.
+    # Fields of a known update become its name, because both spellings are one cell.
     return next((name for name, known in UPDATES.items() if _as_json(known) == fields), fields)
 
 
@@ -148,7 +148,7 @@ def _update(update: Any) -> Update:
 
 
 def _as_json(update: Update) -> dict[str, Any]:
-    """Fields of an update that differ from the default, in words that `Update` reads."""
+    """Return the fields of an update that differ from the default, in words that `Update` reads."""
     changed: dict[str, Any] = {}
     plain = Update()
     for name in FIELDS:
@@ -176,7 +176,7 @@ def _as_json(update: Update) -> dict[str, Any]:
 
 
 def format_words(fmt: Any) -> str:
-    """Words that `as_format` reads: a format's name; the values of a code book that has none.
+    """Return words that `as_format` reads: a format's name, or the values of a code book that has no name.
 
     >>> format_words("half"), format_words("mxfp4"), format_words(fpsim.Codebook((-1.0, 0.0, 1.0)))
     ('fp16', 'mxfp4', "Codebook(values=(-1.0, 0.0, 1.0), ties='even', borders=None)")
@@ -209,7 +209,7 @@ def _spoken(fields: Mapping[str, Any]) -> Iterable[str]:
 
 
 def update_of(fmt: Any) -> Update | None:
-    """The update of a cell's format; None if the optimizer stores float32."""
+    """Return the update of a cell's format; None if the optimizer stores float32."""
     _, update = split(fmt)
     return None if update is None else _update(update)
 
@@ -217,7 +217,7 @@ def update_of(fmt: Any) -> Update | None:
 def require_update(fmt: Any, options: Mapping[str, Any]) -> None:
     """Raise ValueError for an update that the optimizer of these options does not support.
 
-    Takes one step of a tiny model. Overrides are not checked: they name modules of the real model.
+    The check takes one step of a tiny model. It leaves out overrides, because they name modules of the real model.
     """
     update = update_of(fmt)
     if update is None:
@@ -230,8 +230,8 @@ def require_update(fmt: Any, options: Mapping[str, Any]) -> None:
             )
     model = torch.nn.Linear(1, 1)
     optimizer = make_optimizer(TrainOptions(**options), model)
-    # A step of a tiny model, because states have their names only after one. Overrides name modules of the real model,
-    # and `min_size` would leave two weights alone.
+    # One step of a tiny model is needed, because states have names only after a step. Overrides are left out, because
+    # they name modules of the real model, and `min_size`, because it would exempt a weight of two elements.
     fpsim.quantize_optimizer(optimizer, replace(update, overrides={}, min_size=0))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)

@@ -46,18 +46,18 @@ __all__ = [
     "stored_cell",
 ]
 
-# The limit of a grid: a cell takes a kilobyte.
+# The largest number of cells in a grid: each takes a kilobyte.
 MOST_CELLS = 1_000_000
-# From here on planning takes a second or more, and is announced.
+# The number of cells from which on planning takes a second or more, and is announced.
 MANY_CELLS = 50_000
 AXES = ("task", "format", "rounding", "scaling", "seed")
-# Not options of a cell: two are axes, and its identity does not depend on the device.
+# These are not options of a cell: two of them are axes, and a cell's identity does not depend on the device.
 SET_BY_THE_SWEEP = ("scaling", "seed", "device")
 OPTIONS = {name: default for name, default in asdict(TrainOptions()).items() if name not in SET_BY_THE_SWEEP}
 
 
 def digest(value: Any) -> str:
-    """16 hexadecimal digits of the hash of a value's JSON."""
+    """Return 16 hexadecimal digits of the hash of a value's JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -66,9 +66,9 @@ def digest(value: Any) -> str:
 class Cell:
     """One training of a sweep.
 
-    config: the complete configuration in canonical form, equal for equal trainings however they were written.
-        It holds "task", "format", "rounding", "scaling", "seed" and "options", the options of `train`.
-    name: of the format, as the sweep names it; not part of the configuration.
+    config: the complete configuration in canonical form. It is equal for equal trainings, even if they were written
+        differently. It holds "task", "format", "rounding", "scaling", "seed" and "options", the options of `train`.
+    name: the name of the format in the sweep; it is not part of the configuration.
 
     >>> a, b = plan("digits", ["fp16"], [1024]), plan("digits", ["half"], [2.0**10], options={"epochs": 12})
     >>> a[0].id == b[0].id
@@ -80,7 +80,7 @@ class Cell:
 
     @cached_property
     def id(self) -> str:
-        """16 hexadecimal digits of the hash of the configuration."""
+        """Return 16 hexadecimal digits of the hash of the configuration."""
         return digest(self.config)
 
     def __str__(self) -> str:
@@ -102,28 +102,29 @@ def plan(
 ) -> list[Cell]:
     """Create a cell for every combination, formats first. Invalid values and combinations are rejected here.
 
-    float32, the baseline, is trained once for each seed: it has nothing to round or scale. A recipe has its own
+    float32, the baseline, is trained once for each seed, because it has nothing to round or scale. A recipe has its own
     roundings. If it also scales each gradient that enters a product, loss scaling has no effect, and only the cell
-    without scaling remains: of recipes, only those of fp16 and bf16 are combined with scaling methods.
+    without scaling remains. Therefore only the recipes of fp16 and bf16 are combined with scaling methods.
 
     task: a name, "module:function", or a function from a seed to a Task.
-    formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`, of which "products" is a
-        mapping too: of "x", "w" and "dy" to the formats of operands, or of the fields of `fpsim.Products`. With "name"
-        in a mapping it is the name of the format: {"name": "mine", "format": "mxfp4"}. Several in
-        turn are {"schedule": {start: format}}, where a start is 0, and either a fraction of all steps, 0.8, or a step,
-        500. Trainings that begin alike are trained once until their formats part. {"native": "fp16"} does not emulate:
-        the model trains in real float16, under torch.autocast.
+    formats: names, recipes ("recipe:nvfp4"), or mappings with the fields of `fpsim.Policy`. The field "products" is
+        itself a mapping: from "x", "w" and "dy" to the formats of operands, or with the fields of `fpsim.Products`. The
+        key "name" names a format: {"name": "mine", "format": "mxfp4"}. {"schedule": {start: format}} has several
+        formats one after the other; the first start is 0, and the others are either fractions of all steps, 0.8, or
+        steps, 500. Trainings that begin alike are trained once until their formats differ. {"native": "fp16"} does not
+        emulate: the model trains in real float16, under torch.autocast.
     scaling: the scaling methods; see `make_scaling`.
-    roundings: names, one for all roles each; "stochastic_gradients" rounds gradients alone stochastically. None is
-        nearest-even; but where adaptive or current scaling fits gradients to a format of at most 6 bits, it is
-        "stochastic_gradients".
-    seeds: their number, or a list.
-    options: those of `TrainOptions`, without scaling, seed and device.
+    roundings: names of rounding rules, each for all roles; "stochastic_gradients" rounds only gradients stochastically.
+        None is nearest-even, or "stochastic_gradients" if adaptive or current scaling fits gradients to a format of at
+        most 6 bits.
+    seeds: the number of seeds, or a list of seeds.
+    options: the options of `TrainOptions`, without scaling, seed and device.
     train: a training function of the user instead of a task; its options are any mapping of numbers and
         words.
-    updates: the optimizer's storage: names of `fpsim.UPDATES`, or mappings with the fields of `fpsim.Update`, with
-        "name" in one as in a format; "float32" leaves the optimizer unchanged, and so does None for all cells. The
-        format and the update together are the cell's format: {"format": "fp32", "update": "bf16_sr"}.
+    updates: how the optimizer stores weights and states: names of `fpsim.UPDATES`, or mappings with the fields of
+        `fpsim.Update`, which may have a "name" like a format. "float32" leaves the optimizer unchanged; None does this
+        for all cells. The format and the update together are the cell's format: {"format": "fp32", "update":
+        "bf16_sr"}.
     Raises ValueError for an unknown task, format, method, rounding or option, for an empty grid, and for combinations
     that are the same training; TypeError for anything but lists, and for seeds that are not integers.
 
@@ -157,12 +158,12 @@ def plan(
         if train is None:
             require_update(fmt, full)
             if full["steps"]:
-                # Only for its error: a start that rounds to the same step as the next leaves a format without steps.
+                # This call is only for its error: two starts that round to the same step leave a format without steps.
                 as_schedule(split(fmt)[0]).steps(full["steps"])
     methods = [_method(method) for method in scaling]
     if any(map(is_native, canonical)):
         _require_native(methods, full, train)
-    # Before any cell is made: a grid can have more cells than fit into memory.
+    # This check comes before any cell is created, because a grid can have more cells than fit into memory.
     count = math.prod(map(len, (canonical, given, methods, seeds)))
     if count > MOST_CELLS:
         raise ValueError(f"The grid has more than {MOST_CELLS:,} cells. Give fewer formats, scaling methods or seeds.")
@@ -170,8 +171,8 @@ def plan(
         say(f"Planning {count:,} cells.")
     cells = []
     for fmt, named, method, seed in itertools.product(canonical, given, methods, seeds):
-        # A value that changes nothing would train the same again: such a format has one cell, under the first of the
-        # values.
+        # If an axis changes nothing for a format, its values would lead to equal trainings. The format then has only
+        # one cell, with the first value.
         if has_own_rounding(fmt) and named != given[0]:
             continue
         if needs_no_scaling(fmt):
@@ -189,10 +190,11 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
     """Create the cells of a grid and of further grids, each given by its differences from the first.
 
     grid: the arguments of `plan`, with "task_options" for its options.
-    also: mappings of the same names. One without task_options has the grid's, unless it has another task.
-    baseline: whether float32 is trained with each task, options and seed, where no grid has it among its formats.
-    Raises the errors of `plan`; TypeError for no list of mappings, and for tasks of which one is a function;
-    ValueError for an unknown name, and if two grids share a cell.
+    also: mappings with the same names. A mapping without task_options has the grid's task_options, unless it has
+        another task.
+    baseline: whether float32 is trained too with each task, options and seed, if no grid has float32 among its formats.
+    Raises the errors of `plan`; TypeError if `also` is not a list of mappings, and if one of several tasks is a
+    function; ValueError for an unknown name, and if two grids share a cell.
 
     >>> grid = {"task": "digits", "formats": ["fp32"], "scaling": ["none"], "task_options": None}
     >>> [str(cell) for cell in plan_all(grid, [{"formats": ["e5m2"], "scaling": ["torch"]}])]
@@ -204,7 +206,7 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
         or not all(isinstance(g, Mapping) for g in also)
     ):
         raise TypeError(f"also is {shown(also)}. Expected: a list of mappings, [{{'formats': ['fp16']}}] for instance.")
-    # `train` is not among the names: one function trains the cells of all grids.
+    # `train` is not among the names, because one function trains the cells of all grids.
     known_names = [name for name in grid if name != "train"]
     grids = [dict(grid)]
     for changes in also:
@@ -215,14 +217,14 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
             raise TypeError("also was given with a task that is not a name. Give both as 'module:function'.")
         other_task = changes.get("task", grid["task"]) != grid["task"]
         grids.append({**grid, **({"task_options": None} if other_task else {}), **changes})
-    # A flag from a file: YAML 1.2 reads `no` as a word, which would count as true.
+    # The flag may come from a file: YAML 1.2 reads `no` as a string, which would count as true.
     if not isinstance(baseline, bool):
         raise ValueError(f"baseline={shown(baseline)} is invalid. Expected: true or false.")
     asked = [_planned(one) for one in grids]
     planned = [cell for cells in asked for cell in cells]
     _require_different(planned)
     require_different({label(cell.config["format"]): cell.name for cell in planned if cell.name})
-    # A float32 that any grid asks for itself is not added once more.
+    # If a grid has float32 among its own formats, it is not added again.
     known = {cell.id for cells in asked for cell in cells}
     all_cells: list[Cell] = []
     for one, cells in zip(grids, asked, strict=True):
@@ -238,7 +240,7 @@ def plan_all(grid: Mapping[str, Any], also: Sequence[Mapping[str, Any]] = (), ba
 
 
 def _warn_of_idle_scaling(grids: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> None:
-    """Warn where a scaling was asked for, and every cell has none."""
+    """Warn if a scaling method was given, but no cell has one."""
     asked = [method for grid in grids for method in grid["scaling"] if _method(method) != "none"]
     if asked and all(cell.config["scaling"] == "none" for cell in cells):
         formats = [fmt for grid in grids for fmt in grid["formats"]]
@@ -257,7 +259,7 @@ def _planned(grid: Mapping[str, Any]) -> list[Cell]:
 def _task_and_options(
     task: str | MakeTask | None, train: str | TrainFunction | None, options: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """The name of the task, or of the training function, and all options."""
+    """Return the name of the task, or of the training function, and all options."""
     if train is not None:
         if task is not None:
             raise ValueError(
@@ -267,13 +269,13 @@ def _task_and_options(
         return own_training(train), _own_options(options)
     if callable(task):
         _require_task(task)
-    name = task_of(task)  # type: ignore[arg-type]  # which refuses None
+    name = task_of(task)  # type: ignore[arg-type]  # it refuses None
     function = find_task(task) if isinstance(task, str) else task
     return name, _options({**getattr(function, "options", {}), **options})
 
 
 def _require_rollouts(fmt: Any, task: str | MakeTask | None, train: object) -> None:
-    """Raise ValueError for a format with a rollout that nothing draws; a user's task raises when it runs."""
+    """Raise ValueError for a rollout if the task draws no samples; a user's task raises the error when it runs."""
     # This raises for an invalid format, too.
     if rollout_of(fmt) is None:
         return
@@ -303,7 +305,8 @@ def _require_native(methods: Sequence[str | float], options: Mapping[str, Any], 
 def _require_task(function: Any) -> None:
     """Raise TypeError for a training function given as a task: its first parameter is a job."""
     try:
-        # Found by name or annotation: called with a seed, such a function would fail in a worker, long after.
+        # Such a function is recognized by name or annotation: if it were called with a seed, it would fail in a worker,
+        # long after.
         first = next(iter(inspect.signature(function).parameters.values()), None)
     except (TypeError, ValueError):
         return
@@ -313,7 +316,7 @@ def _require_task(function: Any) -> None:
 
 
 def _other_name(value: Any) -> Any:
-    """First name in nested mappings that is not a string; None where all are."""
+    """Return the first name in nested mappings that is not a string; None if all names are strings."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if not isinstance(name, str):
@@ -326,14 +329,15 @@ def _other_name(value: Any) -> Any:
 
 
 def _own_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a training function, which are part of a cell's identity."""
-    # JSON would turn such a name into a string, and the function would not find its option.
+    """Return the options of a training function, which are part of a cell's identity."""
+    # JSON would turn a name of another type into a string, and the function would not find its option.
     if (name := _other_name(options)) is not None:
         raise TypeError(
             f"task_options is {shown(dict(options))}, with {shown(name)} as a name. Expected: strings as names."
         )
     try:
-        # JSON and back, so that tuples are lists, as they are when read from the ledger. The id must be the same.
+        # The options are converted to JSON and back, so that tuples become lists, as when they are read from the
+        # ledger. Both must have the same id.
         own: dict[str, Any] = json.loads(json.dumps(options, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ValueError(
@@ -358,21 +362,21 @@ def is_intact(cell: str, config: dict[str, Any]) -> bool:
     """True if an id is the hash of this configuration."""
     try:
         return Cell(config).id == cell
-    # JSON refuses NaN, which no configuration holds.
+    # JSON refuses NaN, and no configuration holds NaN.
     except ValueError:
         return False
 
 
 def stored_cell(cell: str, config: dict[str, Any]) -> Cell:
-    """Restore a cell of a ledger, with the checks of a YAML file. Its task is not looked up.
+    """Restore a cell of a ledger, checking it like one of a YAML file. Its task is not looked up.
 
-    cell, config: its id and configuration in the ledger.
-    Raises ValueError, with the id, if the configuration does not match the id or makes no cell.
+    cell, config: the id and the configuration of the cell in the ledger.
+    Raises ValueError, with the id, if the configuration does not match the id or does not describe a cell.
     """
     problem = "its configuration is not the one of which the id was made."
     if is_configuration(config) and is_intact(cell, config):
         checked = ("task", "format", "rounding", "scaling", "options")
-        # As text without the seed, so that the cache below serves all seeds of a setting.
+        # The settings are passed as text without the seed, so that the cache below serves all seeds of a setting.
         problem = _problem_of(json.dumps({name: config[name] for name in checked}))
     if problem:
         raise ValueError(
@@ -384,7 +388,7 @@ def stored_cell(cell: str, config: dict[str, Any]) -> Cell:
 
 @lru_cache(maxsize=1024)
 def _problem_of(text: str) -> str:
-    """Problem of the settings of a cell, given as JSON; "" where they are valid."""
+    """Return the problem in the settings of a cell, which are given as JSON; "" if they are valid."""
     settings = json.loads(text)
     try:
         policy_of(canonical_format(settings["format"]), settings["rounding"])
@@ -420,7 +424,7 @@ def _seeds(seeds: int | Sequence[int]) -> Sequence[int]:
         if not is_whole(seed):
             words = "is not an integer. Expected: how many seeds, or a list of integers."
             raise TypeError(f"The seed {shown(seed)} {words}")
-    return [int(seed) for seed in seeds]  # NumPy's integers are not JSON
+    return [int(seed) for seed in seeds]  # JSON cannot hold NumPy's integers
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Names of tasks in configurations; that of a notebook's function includes a hash of its source and data."""
+"""Names of tasks in configurations. The name of a notebook's function includes a hash of its source and data."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["MakeTask", "TrainFunction", "is_local", "is_own", "own_training", "p
 
 MakeTask = Callable[[int], Task]
 TrainFunction = Callable[[Job], Mapping[str, Any]]
-# Stands before the name of a training function, in the field of a task's name.
+# The prefix of a training function's name in the field of the task's name.
 OWN = "train "
 
 
 def own_training(train: str | TrainFunction) -> str:
-    """Name of a training function, to use as a task's. Raises TypeError and ValueError as `task_of` does."""
+    """Return the name of a training function, used as a task's name. Raises TypeError and ValueError as `task_of`."""
     if isinstance(train, str) and ":" not in train:
         raise ValueError(f"train={shown(train)} is invalid. Expected: a function, or 'module:function'.")
     if isinstance(train, str) or callable(train):
@@ -33,12 +33,12 @@ def own_training(train: str | TrainFunction) -> str:
 
 
 def is_own(name: str) -> bool:
-    """True if a task's name is that of a training function."""
+    """True if a task's name is the name of a training function."""
     return name.startswith(OWN)
 
 
 def path_of(name: str) -> str:
-    """The import path of a training function, or a task's name unchanged.
+    """Return the import path of a training function, or a task's name unchanged.
 
     >>> path_of("train mine:fit"), path_of("digits")
     ('mine:fit', 'digits')
@@ -47,7 +47,7 @@ def path_of(name: str) -> str:
 
 
 def is_local(name: str) -> bool:
-    """True if the name is that of a function of a notebook or a script, which cannot be imported.
+    """True if the name belongs to a function of a notebook or a script, which cannot be imported.
 
     >>> is_local("__main__:mine@0a1b2c3d"), is_local("mine:task"), is_local("chars=a@b.txt")
     (True, False, False)
@@ -56,11 +56,11 @@ def is_local(name: str) -> bool:
 
 
 def task_of(task: str | MakeTask) -> str:
-    """Name of a task in a configuration, ending with a hash for a function that cannot be imported.
+    """Return the name of a task in a configuration; the name of a function that cannot be imported ends with a hash.
 
-    The name of a task with the user's own data does too, "chars=book.txt#0a1b2c3d": the hash of the file or the folder.
+    The name of a task with the user's own data also ends with a hash, "chars=book.txt#0a1b2c3d", of the file or folder.
 
-    The hash covers the function's source, its defaults, and the globals and closed-over variables that it uses:
+    The hash of a function covers its source, its defaults, and the globals and closed-over variables that it uses:
     numbers, strings, tensors, arrays, lists, tuples and mappings of them, and functions and classes of the same
     notebook or script. It does not cover other objects, such as a module that was trained there.
 
@@ -74,13 +74,13 @@ def task_of(task: str | MakeTask) -> str:
     module = sys.modules.get(name.partition(":")[0])
     if not name.startswith("__main__:") and getattr(module, name.partition(":")[2], None) is task:
         return name
-    # The arguments of a partial, and the object of a method, are in no name.
+    # A name cannot contain the arguments of a partial, or the object of a method.
     if not inspect.isfunction(task):
         raise TypeError(
             f"task is {type(task).__name__}. Expected: a name, 'module:function', or a function. "
             f"Write one around it: def mine(seed): return make(seed, ...)."
         )
-    # A notebook's function keeps its name when it is edited. The hash tells that its cells are others.
+    # A notebook's function keeps its name when it is edited. With another hash, its cells are new cells.
     return name + "@" + hashlib.sha256("\n".join(_sources(task, task.__module__, set())).encode()).hexdigest()[:8]
 
 
@@ -92,7 +92,7 @@ def _sources(thing: Any, module: str, seen: set[int]) -> Iterator[str]:
     try:
         yield inspect.getsource(thing)
     except (OSError, TypeError):
-        # Without a source (typed into a REPL, built by `type`) the byte code stands for it.
+        # If there is no source (typed into a REPL, built by `type`), the byte code takes its place.
         yield repr(getattr(getattr(thing, "__code__", None), "co_code", thing.__qualname__))
     for name, value in sorted((_used(thing) if inspect.isfunction(thing) else _members(thing)).items()):
         yield from _values(name, value, module, seen)
@@ -101,11 +101,11 @@ def _sources(thing: Any, module: str, seen: set[int]) -> Iterator[str]:
 def _used(function: Any) -> dict[str, Any]:
     """Return the globals and closed-over variables that a function and its inner functions use, and its defaults."""
     codes, names = [function.__code__], set()
-    # The list grows while it is gone through: code of inner functions is a constant of the outer one.
+    # The list grows during the loop: the code of an inner function is a constant of the outer function.
     for code in codes:
         names |= {*code.co_names}
         codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
-    # Not of the function that a decorator wraps: its own defaults count.
+    # The signature is that of the function itself, not of a function that it wraps as a decorator.
     parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
     return {
         **{name: value for name, value in function.__globals__.items() if name in names},
@@ -119,9 +119,9 @@ def _members(cls: Any) -> dict[str, Any]:
 
 
 def _values(name: str, value: Any, module: str, seen: set[int]) -> Iterator[str]:
-    """Yield a value as text that is the same in every process; nothing for objects that are not covered."""
+    """Yield a value as text that is the same in every process; yield nothing for objects that are not covered."""
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        # The bytes of an array of objects are addresses.
+        # The bytes of an array of Python objects are addresses.
         value = value.tolist()
     elif isinstance(value, torch.Tensor) and value.is_nested:
         # A nested tensor has no shape.
@@ -139,13 +139,13 @@ def _values(name: str, value: Any, module: str, seen: set[int]) -> Iterator[str]
 
 
 def _digest(data: Any) -> str:
-    """Element type, shape and the hash of the values of an array or a tensor, whatever its strides and device."""
+    """Return dtype, shape and a hash of the values of an array or a tensor; strides and device do not matter."""
     words = f"{data.dtype} {tuple(data.shape)}"
     if isinstance(data, torch.Tensor):
         if data.is_meta:
             return words
         flat = data.detach().to_dense().cpu().resolve_conj().resolve_neg().flatten().contiguous()
-        # As bytes, since NumPy has no bfloat16.
+        # The tensor is viewed as bytes, because NumPy has no bfloat16.
         data = flat.view(torch.uint8).numpy()
     return f"{words} {hashlib.sha256(data.tobytes()).hexdigest()}"
 

@@ -32,16 +32,16 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 3
-# Version 2 had no version of the numbers; 1, without digests, was never in a release.
+# Version 2 of the ledger had no version of the numbers. Version 1 had no digests, and was never released.
 FIRST_VERSION = 2
 APPLICATION_ID = 0x4C6F7373  # "Loss", in the header of the file
 CannotWrite = sqlite3.OperationalError  # raised for a full disk or a missing permission
 STATES = ("planned", "running", "done", "failed")
-BESIDE = ("-wal", "-shm", "-journal")  # suffixes of the files that SQLite opens beside the ledger
-# The largest file that is opened: 100,000 finished cells take 100 MB.
+BESIDE = ("-wal", "-shm", "-journal")  # suffixes of the files that SQLite opens next to the ledger
+# The largest file that may be opened: 100,000 finished cells take 100 MB.
 MOST_BYTES = 1 << 32
 MOST_BYTES_OF_A_ROW = 1 << 26
-# Seconds between two moments at which the log is written into the file: a damaged log then loses less.
+# The number of seconds after which the log is written into the file again, so that a damaged log loses less.
 TRUNCATE_EVERY = 60.0
 
 SCHEMA = """
@@ -67,7 +67,7 @@ CREATE TABLE cells (
 CREATE INDEX cells_by_state ON cells (state);
 CREATE TABLE sessions (started REAL NOT NULL, environment TEXT NOT NULL, digest TEXT) STRICT;
 """
-# The plan as JSON, with its digest. Ledgers without one are read, and get it from the next driver.
+# The plan as JSON, with its digest. A ledger without a plan can be read, and the next driver adds the plan.
 PLAN_SCHEMA = "CREATE TABLE IF NOT EXISTS plan (content TEXT NOT NULL, digest TEXT NOT NULL) STRICT"
 FIRST_BITS = 1  # the version of numbers that were stored without a version; see `fpsim.BITS`
 TEXTS = ("error", "traceback")
@@ -83,13 +83,13 @@ RESULT = (
     "bits",
 )
 COLUMNS = ("id", "position", "config", "state", "attempts", "finished", *RESULT)
-# Columns in every digest. "bits" is in it only where it is set: digests of version 2 were made without it.
+# The columns in every digest. "bits" is included only if it is set: digests of version 2 were made without it.
 SEALED = COLUMNS[:-1]
 DAMAGED = "its row of the ledger was changed by something else than a sweep; run the sweep again: it repeats the cell"
 
 
 class OtherBits(ValueError):
-    """Raised if results of a ledger come from versions of the library whose numbers differ; `bits` lists these."""
+    """Raised if a ledger's results come from versions of the library with other numbers; `bits` lists the versions."""
 
     def __init__(self, bits: Iterable[int]) -> None:
         self.bits = sorted(bits)
@@ -97,7 +97,7 @@ class OtherBits(ValueError):
 
 
 class RowChanged(LookupError):
-    """Raised if a row of the ledger is not as its driver wrote it."""
+    """Raised if a row of the ledger has changed since its driver wrote it."""
 
 
 class Ledger:
@@ -108,12 +108,12 @@ class Ledger:
     next driver plans the cell again.
 
     path: the file, or ":memory:".
-    readonly: for readers; the file must exist. In a folder that cannot be written it must be complete: no driver may
-        have died there.
-    bits: the version of the numbers that a driver writes; None if it goes on with those of any.
-    Raises OtherBits where results have other numbers; FileNotFoundError without a file to read; ValueError for a file
-    that is not a ledger, is damaged, or that is of a newer version or of 1. One of version 2 is opened; a driver brings
-    it to this version.
+    readonly: True for readers; the file must exist. In a folder that cannot be written, the file must be complete: no
+        driver may have died there.
+    bits: the version of the numbers that a driver writes; None to continue results of any version.
+    Raises OtherBits if results have another version of the numbers; FileNotFoundError if there is no file to read;
+    ValueError for a file that is not a ledger, that is damaged, or that has version 1 or a newer version than this. A
+    ledger of version 2 is opened, and a driver converts it to this version.
 
     >>> with Ledger(":memory:") as ledger:
     ...     ledger.add([("a1", {"seed": 0}), ("b2", {"seed": 1})])
@@ -127,7 +127,7 @@ class Ledger:
     def __init__(self, path: Path | str, *, readonly: bool = False, bits: int | None = None) -> None:
         self.bits = bits
         self.path, self.readonly, self._is_open = Path(path), readonly, False
-        # Identity of the file that is written; None in memory, and for readers.
+        # The identity of the file that is written; None for a ledger in memory, and for readers.
         self._file: tuple[int, int] | None = None
         memory = str(path) == ":memory:"
         if readonly and not self.path.exists():
@@ -141,7 +141,7 @@ class Ledger:
             self._open()
         except sqlite3.OperationalError as error:
             self._sql.close()
-            # A full disk, or a missing permission: the content may be fine.
+            # The disk is full or a permission is missing: the content may be fine.
             if not readonly:
                 raise
             if not self._is_at_rest():
@@ -153,9 +153,9 @@ class Ledger:
         self._file = None if memory or readonly else _identity(self.path)
 
     def _require_files(self) -> None:
-        """Raise UnreadableLedger unless SQLite will open regular files only, and none of another folder."""
-        # SQLite itself would wait for the other end of a pipe, read a device without an end, and write to the target of
-        # a link.
+        """Raise UnreadableLedger unless all files that SQLite will open are regular files of this folder."""
+        # Without this check SQLite would wait for the other end of a pipe, read a device forever, and write to the
+        # target of a link.
         for suffix in ("", *BESIDE):
             path = self.path.with_name(self.path.name + suffix)
             if path.is_symlink():
@@ -181,7 +181,7 @@ class Ledger:
         self._sql = sqlite3.connect(uri, uri=uri != ":memory:", isolation_level=None, timeout=10)
         self._sql.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES_OF_A_ROW)
         self._sql.row_factory = sqlite3.Row
-        # Text that is not UTF-8 must not raise here: the digest finds the damaged row.
+        # Text that is not UTF-8 must not raise an error here: the digest finds the damaged row.
         self._sql.text_factory = partial(str, encoding="utf-8", errors="backslashreplace")
 
     def _is_at_rest(self) -> bool:
@@ -190,7 +190,7 @@ class Ledger:
         return not log.exists() or log.stat().st_size == 0
 
     def _open_unchanging(self) -> None:
-        """Open a file in a folder that cannot be written, where SQLite cannot make the files of its log."""
+        """Open a file in a folder that cannot be written, where SQLite cannot create the files of its log."""
         self._connect(f"{self.path.absolute().as_uri()}?mode=ro&immutable=1")
         try:
             self._open()
@@ -228,17 +228,17 @@ class Ledger:
                 f"its rows. This release reads {FIRST_VERSION} to {SCHEMA_VERSION}. Run that sweep again into another "
                 f"folder."
             )
-        # A file of someone else may hold views and triggers, whose functions would run.
+        # A foreign file may hold views and triggers, and SQLite would run their functions.
         self._query("PRAGMA trusted_schema = OFF")
         if version == 0:
             self._create()
         else:
             self._require_sound(version)
             if self.bits is not None:
-                # Here, before anything in the folder changes.
+                # The check is here, before anything in the folder changes.
                 self._require_bits(version)
         if not self.readonly:
-            # Two transactions a cell: safety costs little.
+            # There are only two transactions for each cell, so that full synchronization costs little.
             self._query("PRAGMA synchronous = FULL")
             if 0 < version < SCHEMA_VERSION:
                 self._bring_up()
@@ -256,7 +256,7 @@ class Ledger:
     def _require_sound(self, version: int) -> None:
         """Raise UnreadableLedger unless SQLite finds the file whole, with the columns of its version."""
         for kind, name, text in map(tuple, self._query("SELECT type, name, sql FROM sqlite_master")):
-            # A trigger changes written rows, and a view or a virtual table may compute forever.
+            # A trigger can change written rows, and a view or a virtual table may compute forever.
             is_plain = kind == "index" or (kind == "table" and str(text).upper().startswith("CREATE TABLE"))
             if not is_plain:
                 raise self._unreadable(f"it holds the {kind} {name!r}, which no sweep writes")
@@ -267,33 +267,33 @@ class Ledger:
         cells = {*COLUMNS, "digest"} - ({"bits"} if version == FIRST_VERSION else set())
         expected = {"cells": cells, "sessions": {"started", "environment", "digest"}}
         for table, columns in expected.items():
-            # xinfo, as table_info hides computed columns.
+            # table_xinfo, because table_info hides computed columns.
             there = {row["name"] for row in self._query(f"PRAGMA table_xinfo({table})")}
             if there != columns:
                 raise self._unreadable(f"its table {table} has not the columns of version {version}")
 
     def _require_bits(self, version: int) -> None:
-        """Raise OtherBits where a cell that is done has other numbers than the driver's."""
+        """Raise OtherBits if a finished cell has another version of the numbers than the driver."""
         column = str(FIRST_BITS) if version == FIRST_VERSION else f"coalesce(bits, {FIRST_BITS})"
         found = {row[0] for row in self._query(f"SELECT DISTINCT {column} FROM cells WHERE state = 'done'")}
         if found - {self.bits}:
             raise OtherBits(found - {self.bits})
 
     def _bring_up(self) -> None:
-        """Give a ledger of version 2 the column that it lacks."""
+        """Add the missing column to a ledger of version 2."""
         with self._transaction():
             self._query("ALTER TABLE cells ADD COLUMN bits INTEGER")
             self._query(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _query(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[sqlite3.Row]:
-        """The rows of a statement. Raises UnreadableLedger where SQLite meets damage."""
+        """Return the rows of a statement. Raises UnreadableLedger if SQLite meets damage."""
         try:
             return self._sql.execute(statement, values).fetchall()
         except sqlite3.OperationalError as error:
             if self.readonly and self._is_open:
                 raise self._unreadable(error) from None
             raise
-        # UnicodeDecodeError: of names of columns, which the text factory does not decode.
+        # UnicodeDecodeError comes from names of columns, which the text factory does not decode.
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise self._unreadable(error) from None
 
@@ -328,7 +328,7 @@ class Ledger:
             return new
 
     def plan(self) -> Plan | None:
-        """The stored plan; None in a ledger of an earlier version, which has none."""
+        """Return the stored plan; None in a ledger of an earlier version, which has no plan."""
         if not self._query("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'plan'"):
             return None
         rows = self._query("SELECT content, digest FROM plan")
@@ -338,7 +338,7 @@ class Ledger:
         return Plan(frozenset(content["cells"]), content["sessions"])
 
     def _plan_or_rows(self) -> Plan:
-        """Return the stored plan, or where that is lost, one of all rows and sessions."""
+        """Return the stored plan, or, if it is missing or damaged, a plan of all intact rows and sessions."""
         plan = self.plan()
         if plan is None or not plan.is_intact:
             plan = Plan(frozenset(row["id"] for row in self.rows() if not row["damaged"]), len(self.sessions()))
@@ -365,7 +365,7 @@ class Ledger:
             raise RowChanged(f"The row of cell {cell} was deleted, or changed by something else than a sweep.")
 
     def restore(self, cell: str, config: dict[str, Any], state: str) -> None:
-        """Write the row of a cell again, as planned or running; of the old row only the attempts are kept."""
+        """Write the row of a cell again, as planned or running; only the attempts of the old row are kept."""
         self.add([(cell, config)])
         with self._transaction():
             self._query("UPDATE cells SET config = ? WHERE id = ?", (json.dumps(config), cell))
@@ -392,7 +392,7 @@ class Ledger:
         self._seal(cell)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Delete damaged rows by their numbers: their ids may be no text."""
+        """Delete damaged rows by their numbers, because their ids may not be text."""
         with self._transaction():
             for number in numbers:
                 self._query("DELETE FROM cells WHERE rowid = ?", (number,))
@@ -406,7 +406,7 @@ class Ledger:
         self._settle(cell, "done", result)
 
     def fail(self, cell: str, error: str, traceback: str = "") -> None:
-        """Write why a running cell has no result. A long text is shortened to its ends."""
+        """Write why a running cell has no result. The middle of a long text is left out."""
         self._settle(cell, "failed", {"error": error, "traceback": traceback})
 
     def _settle(self, cell: str, state: str, result: dict[str, Any]) -> None:
@@ -426,9 +426,10 @@ class Ledger:
             self._truncate_log()
 
     def _truncate_log(self) -> None:
-        """Bring the log into the file, and empty it; not now if a reader is in the way."""
+        """Write the log into the file and empty the log; skip this if a reader blocks it."""
         self._truncated = time.monotonic()
-        # A reader blocks the truncation. The driver must not wait for it: the next one will do.
+        # A reader blocks the truncation. The driver must not wait for the reader: the next truncation will empty the
+        # log.
         (patience,) = self._query("PRAGMA busy_timeout")[0]
         self._query("PRAGMA busy_timeout = 50")
         self._query("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -441,15 +442,16 @@ class Ledger:
     def rows(self, state: str | None = None) -> list[dict[str, Any]]:
         """A dictionary of columns for each cell, in the order of planning, with "config" and "metrics" decoded.
 
-        The key "damaged" is 0, or the row's number in the file if it was changed. Such a row has the state "failed" and
-        no result; its configuration is empty unless it can still be read.
+        The key "damaged" is 0, or the row's number in the file if the row is damaged. A damaged row has the state
+        "failed" and no result; its configuration is empty unless it can still be read.
 
         state: only cells in this state; None for all.
         """
-        # A changed row counts as failed, whatever its state says: for "failed" all are read.
+        # A damaged row counts as failed, whatever its state says. All rows are therefore read for "failed".
         where = "" if state in (None, "failed") else "WHERE state = :state"
         found = self._query(f"SELECT rowid AS number, * FROM cells {where} ORDER BY position, id", {"state": state})
-        # Names once for all rows: asking each sqlite3.Row for them takes longer than decoding it.
+        # The names are read once for all rows: asking each sqlite3.Row for its names takes longer than decoding the
+        # row.
         configs, names = Configs(), found[0].keys() if found else []
         with _without_collector():
             rows = [self._decoded(dict(zip(names, row)), configs) for row in found]
@@ -474,7 +476,7 @@ class Ledger:
         return {row["id"]: row["state"] for row in self.rows()}
 
     def add_session(self, environment: dict[str, Any]) -> None:
-        """Write the environment of a driver, with the time."""
+        """Write the environment of a driver, with the current time."""
         row = {"started": time.time(), "environment": json.dumps(environment)}
         with self._transaction():
             plan = self._plan_or_rows()
@@ -482,9 +484,9 @@ class Ledger:
             self._write_plan(plan._replace(sessions=plan.sessions + 1))
 
     def sessions(self) -> list[dict[str, Any]]:
-        """The environments of all drivers in their order, each with "started", in seconds since 1970.
+        """Return the environments of all drivers in order, each with "started", in seconds since 1970.
 
-        Changed ones are left out.
+        Damaged entries are left out.
         """
         sessions = []
         for row in self._query("SELECT * FROM sessions ORDER BY started"):
@@ -516,7 +518,7 @@ def counted(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Switch the cycle collector off in a block: it takes a quarter of the time in which 100,000 rows are made."""
+    """Switch the cycle collector off in a block: it takes a quarter of the time in which 100,000 rows are created."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -527,7 +529,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Identity of a file that does not depend on its name."""
+    """Return an identity of a file that does not depend on its name."""
     found = path.stat()
     return found.st_dev, found.st_ino
 
@@ -542,13 +544,13 @@ def _session_digest(row: Any) -> str:
 
 
 class _Transaction:
-    """A context in which all statements take effect, or none."""
+    """A context whose statements take effect all together, or not at all."""
 
     def __init__(self, sql: sqlite3.Connection, query: Callable[[str], object]) -> None:
         self._sql, self._query = sql, query
 
     def __enter__(self) -> None:
-        # Ctrl-C came between an earlier BEGIN and its block.
+        # Ctrl-C came between an earlier BEGIN and the block that follows it.
         if self._sql.in_transaction:
             self._query("ROLLBACK")
         self._query("BEGIN IMMEDIATE")
@@ -556,6 +558,6 @@ class _Transaction:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self._query("COMMIT")
-        # Not in a transaction: a full disk has ended it.
+        # There is no transaction any more: a full disk has ended it.
         elif self._sql.in_transaction:
             self._query("ROLLBACK")

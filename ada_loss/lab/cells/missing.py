@@ -1,6 +1,6 @@
 """Detect missing data in a sweep's folder: planned cells without a row, telemetry without a result, lost sessions.
 
-A driver locks the folder; while it runs, less counts as missing.
+A driver locks the folder. While it runs, fewer things count as missing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["CELL_ID", "Missing", "Plan", "Snapshot", "is_driven", "lock_path", "
 
 try:
     import fcntl
-# Windows has no fcntl. There a folder never counts as driven.
+# Windows has no fcntl, so a folder never counts as driven there.
 except ImportError:
     fcntl = None  # type: ignore[assignment]
 
@@ -30,18 +30,18 @@ def lock_path(out: Path) -> Path:
 
 
 def require_lockable(out: Path) -> None:
-    """Raise ChangedFolder if the lock is not a file, but a pipe or a link, for example."""
+    """Raise ChangedFolder if the lock is not a file but, for example, a pipe or a link."""
     require_own_file(lock_path(out))
 
 
 def is_driven(out: Path) -> bool:
-    """True if a driver on this machine runs in a folder, or if that is unknown. The folder does not change.
+    """True if a driver on this machine runs in a folder, or if this cannot be told. The folder is not changed.
 
     >>> is_driven(Path("nowhere"))
     False
     """
     path = lock_path(out)
-    # A driver locks only a regular file. Opening a pipe would wait for its other end.
+    # A driver locks only a regular file, and opening a pipe would wait for its other end.
     if not path.is_file() or path.is_symlink():
         return False
     try:
@@ -52,7 +52,7 @@ def is_driven(out: Path) -> bool:
         return True
     try:
         if fcntl is not None:
-            # A shared lock for a moment: a driver that starts now tries for longer than that.
+            # The shared lock is held only for a moment. A driver that starts now retries for longer than that.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
     except OSError:
@@ -71,7 +71,7 @@ class Plan(NamedTuple):
 
     cells: the ids of all cells that were ever planned.
     sessions: the number of drivers so far.
-    is_intact: whether it is unchanged. If not, the others are empty.
+    is_intact: whether the stored plan is unchanged. If not, the other fields are empty.
     """
 
     cells: frozenset[str]
@@ -81,12 +81,12 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Missing:
-    """Losses of a sweep's folder; false without any. `str` describes them.
+    """Lost data of a sweep's folder. It is false if nothing is lost. `str` describes the losses.
 
     cells: the ids of cells that were planned, or have telemetry, but have no row.
     planned: the number of cells that should exist.
-    results: the ids of cells that have telemetry, and a row without a result.
-    sessions: the number of drivers' environments that are gone or were changed.
+    results: the ids of cells that have telemetry, but a row without a result.
+    sessions: the number of drivers' environments that are missing or damaged.
     plan_was_changed: whether the plan is unreadable.
 
     >>> print(Missing(("a", "b"), 9))
@@ -129,7 +129,7 @@ trains them again.
 
 
 class Snapshot(NamedTuple):
-    """A ledger's rows and sessions at one moment, and its losses."""
+    """A ledger's rows and sessions at one moment, and its lost data."""
 
     rows: list[dict[str, Any]]
     sessions: list[dict[str, Any]]
@@ -143,15 +143,17 @@ class _Ledger(Protocol):
 
 
 def read_snapshot(ledger: _Ledger, out: Path, *, drives: bool = False) -> Snapshot:
-    """Read a folder's ledger, and find its losses. Changes nothing, and reads no telemetry.
+    """Read a folder's ledger, and find lost data. This changes nothing, and reads no telemetry.
 
-    ledger, out: of the sweep. Without a plan, missing rows are only found by their telemetry.
+    ledger, out: the ledger and the folder of the sweep. If the ledger has no plan, missing rows are found only by their
+        telemetry.
     drives: whether the caller is the folder's driver. While another driver runs, only planned cells count as missing,
         because it writes telemetry before the row.
     """
-    # Asked before and after: a driver that starts or ends in between has written telemetry without a row.
+    # This is asked before and after reading: a driver that starts or ends in between may have written telemetry without
+    # a row.
     driven = not drives and is_driven(out)
-    # The plan before the rows: cells that a driver adds meanwhile then have rows, and do not count as missing.
+    # The plan is read before the rows: cells that a driver adds in between then have rows, and do not count as missing.
     plan = ledger.plan()
     rows, sessions = ledger.rows(), ledger.sessions()
     files = _with_telemetry(out, {row["id"] for row in rows if _is_done(row)})
@@ -164,8 +166,8 @@ def _missing(rows: Iterable[Mapping[str, Any]], sessions: int, plan: Plan | None
     known = {row["id"]: row for row in rows}
     expected = files if plan is None else files | plan.cells
     strangers = [cell for cell, row in known.items() if row["damaged"] and cell not in expected]
-    # A damaged row of an unknown id is probably one of the lost cells. Each such row takes one from the list, or that
-    # cell would be reported twice.
+    # A damaged row with an unknown id is probably the row of a lost cell. For each such row one cell is taken from the
+    # list; otherwise the cell would be reported twice.
     lost = sorted(expected - known.keys())[len(strangers) :]
     return Missing(
         cells=tuple(lost),
@@ -177,19 +179,19 @@ def _missing(rows: Iterable[Mapping[str, Any]], sessions: int, plan: Plan | None
 
 
 def _with_telemetry(out: Path, done: Collection[str]) -> set[str]:
-    """Ids of cells with telemetry; an empty file counts only where the cell is done."""
+    """Return the ids of cells with telemetry; an empty file counts only if the cell is done."""
     ids = set()
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(out / "telemetry") as entries:
         for entry in entries:
             # A driver that has just begun deletes leftovers.
             with suppress(FileNotFoundError):
                 found = FILE.fullmatch(entry.name)
-                # `stat` only where it is needed, not for each of 100,000 files.
+                # `stat` is called only if it is needed, not for each of 100,000 files.
                 if found and (found[1] in done or entry.stat().st_size):
                     ids.add(found[1])
     return ids
 
 
 def _is_done(row: Mapping[str, Any]) -> bool:
-    """True if a row has a result, or may have had one before it was damaged, which is reported elsewhere."""
+    """True if a row has a result, or may have had one before it was damaged; damage is reported elsewhere."""
     return bool(row["damaged"]) or row["state"] == "done"

@@ -1,4 +1,4 @@
-"""Names of formats: as given in a sweep, else short pronounceable ones. A name is not part of a cell's identity."""
+"""Names of formats: as given in a sweep, otherwise short and easy to say. A cell's identity has no names."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fpsim.checks import shown
 
 __all__ = ["file_name", "keep_names", "names_of", "read_names", "require_different", "short_name", "unnamed"]
 
-FILE = "names.json"  # in the folder of a sweep
-LONGEST = 60  # letters in a name
+FILE = "names.json"  # the name of the file in the folder of a sweep
+LONGEST = 60  # the largest number of letters in a name
 ELEMENTS = {"e4m3fn": "FP8", "e5m2": "FP8 e5m2", "e2m3fn": "FP6 e2m3", "e3m2fn": "FP6 e3m2", "e2m1fn": "FP4"}
 BLOCKS = {"mxfp8_e4m3": "MXFP8", "mxfp8_e5m2": "MXFP8 e5m2", "mxfp6_e2m3": "MXFP6 e2m3", "mxfp6_e3m2": "MXFP6 e3m2"}
 OPERANDS = ("x", "w", "dy")
@@ -27,7 +27,7 @@ TILES = ("per 1x128 ceil", "per 128x128 ceil")
 
 
 def unnamed(entry: Any) -> tuple[Any, str]:
-    """Split an entry of a sweep's formats into the format and its name; "" for no name.
+    """Split an entry of a sweep's formats into the format and its name, which is "" if it has none.
 
     entry: a format, {"name": ..., "format": a format}, or a format's mapping with "name" in it.
     Raises ValueError for an invalid name, and for a name without a format.
@@ -45,7 +45,7 @@ def unnamed(entry: Any) -> tuple[Any, str]:
             f"Got the name {shown(name)} with {', '.join(map(str, rest)) or 'nothing'}. "
             f"Use {{name: ..., format: ...}}, or a name with the fields of fpsim.Policy."
         )
-    # With an update or a rollout the mapping itself stands for the format; see `cell_formats`.
+    # If there is an update or a rollout, the mapping itself is the format; see `cell_formats`.
     fmt = rest if {UPDATE, ROLLOUT} & {*rest} else rest.get("format", rest)
     is_baseline = name.lower() in (BASELINE, "float32")
     if is_baseline and canonical_format(fmt) != BASELINE:
@@ -58,7 +58,7 @@ def _is_name(name: object) -> bool:
 
 
 def short_name(fmt: Any) -> str:
-    """Short name of a canonical format that can be spoken; its `label` if it has none.
+    """Return a short name of a canonical format that is easy to say; its `label` if it has no such name.
 
     >>> [short_name(fmt) for fmt in ("fp16", "recipe:bf16", "recipe:fp8_current", "mxfp4", "e4m3fn per tensor fp32")]
     ['fp16', 'bf16', 'fp8_current recipe', 'MXFP4', 'FP8, a scale per tensor']
@@ -84,7 +84,7 @@ def short_name(fmt: Any) -> str:
     if SCHEDULE in fmt:
         try:
             stages = tuple(stage._replace(fmt=short_name(stage.fmt)) for stage in as_schedule(fmt).stages)
-        # A ledger of someone else may hold anything under this key.
+        # A foreign ledger may hold anything under this key.
         except (TypeError, ValueError):
             return label(fmt)
         return str(FormatSchedule(stages))
@@ -110,7 +110,7 @@ def _of_word(fmt: str) -> str:
 
 
 def _parts(fmt: str) -> tuple[str, str]:
-    """The element of a format and its scale, both in words; no words for a format without scales.
+    """Return the element of a format and its scale, both in words; "" for the scale of a format without scales.
 
     >>> _parts("e4m3fn per row fp32"), _parts("e2m1fn per tensor fp32 delayed"), _parts("e5m2")
     (('FP8', 'a scale per row'), ('FP4', 'a delayed scale per tensor'), ('FP8 e5m2', ''))
@@ -125,7 +125,7 @@ def _parts(fmt: str) -> tuple[str, str]:
 
 
 def _of_operands(products: Mapping[str, str]) -> str:
-    """A name for the formats of operands; "" where they have none in common."""
+    """Return a name for the formats of operands; "" if they have no common name."""
     if {*products} == {"dy"}:
         fmt = products["dy"]
         element, scale = (_of_word(fmt), "") if fmt in fpsim.BLOCKS else _parts(fmt)
@@ -134,11 +134,11 @@ def _of_operands(products: Mapping[str, str]) -> str:
         return ""
     parts = {name: _parts(fmt) for name, fmt in products.items()}
     elements = {element for element, _ in parts.values()}
-    # Blocks have names of their own, which hold element and scale in one word.
+    # Block formats have names of their own, in which one word stands for element and scale.
     if len(elements) > 1 or any(fmt in fpsim.BLOCKS for fmt in products.values()):
         return ""
     (element,) = elements
-    # A gradient without a scale of its own is scaled by the method of the cell.
+    # The cell's method scales a gradient that has no scale of its own.
     if not parts["dy"][1]:
         return f"{element}, gradients by method" if parts["x"][1] == parts["w"][1] else ""
     if all(fmt.endswith(TILES) for fmt in products.values()) and len({*products.values()}) > 1:
@@ -147,9 +147,9 @@ def _of_operands(products: Mapping[str, str]) -> str:
 
 
 def names_of(formats: Iterable[Any], given: Mapping[str, str] = {}) -> dict[str, str]:
-    """Names of a sweep's formats, by `label`: as given, else short, else the label itself.
+    """Return the names of a sweep's formats, by `label`: the given name, else a short name, else the label itself.
 
-    A name that is also the name or the label of another format is not used: both keep their labels.
+    A name that is also the name or the label of another format is not used; both formats keep their labels.
 
     >>> names_of(["recipe:fp16", "mxfp4"], {"mxfp4": "mine"})
     {'recipe:fp16': 'fp16', 'mxfp4': 'mine'}
@@ -158,13 +158,13 @@ def names_of(formats: Iterable[Any], given: Mapping[str, str] = {}) -> dict[str,
     """
     names = {label(fmt): short_name(fmt) for fmt in formats}
     names |= {words: name for words, name in given.items() if words in names}
-    # Without case, since `where={"format": ...}` finds a name in other letters, too.
+    # Names are compared without case, because `where={"format": ...}` ignores the case of names too.
     used = Counter(word for words, name in names.items() for word in {words.lower(), name.lower()})
     return {words: name if used[name.lower()] == 1 else words for words, name in names.items()}
 
 
 def read_names(folder: Path) -> dict[str, str]:
-    """Read the stored names of a sweep's folder, {label: name}; invalid ones are skipped."""
+    """Read the stored names of a sweep's folder, {label: name}; invalid entries are skipped."""
     return {words: name for words, name in mapping_in(folder / FILE).items() if _is_name(name)}
 
 
@@ -190,7 +190,7 @@ def require_different(names: Mapping[str, str]) -> None:
 
 
 def file_name(words: str) -> str:
-    """File name from words: characters that a system may refuse become underscores.
+    """Return a file name made of words: characters that a system may refuse become underscores.
 
     >>> file_name("FP8, a scale per 1x128 (ceil) torch seed 0"), file_name("a/b:c")
     ('FP8, a scale per 1x128 (ceil) torch seed 0', 'a_b_c')

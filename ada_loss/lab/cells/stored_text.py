@@ -13,14 +13,14 @@ from typing import Any
 
 __all__ = ["Configs", "as_float64", "digest_of", "is_json_number", "json_object", "storable"]
 
-MOST_TEXT = 20_000  # characters kept of an error or a traceback
-# The methods, since json.dumps and json.loads check their options in each call.
+MOST_TEXT = 20_000  # the number of characters that are kept of an error or a traceback
+# The methods are used, because json.dumps and json.loads check their options in each call.
 ENCODE, DECODE = json.JSONEncoder().encode, json.JSONDecoder().decode
 SEED = re.compile(r'"seed": (-?[0-9]{1,18})(?=[,}])')  # the seed in a configuration's JSON
 
 
 def digest_of(values: Sequence[Any]) -> str:
-    """SHA-256 of values of SQLite, written as JSON by json.dumps.
+    """Return the SHA-256 of values of SQLite, written as JSON by json.dumps.
 
     >>> values = [1, None, "\\u00e9", 0.5, math.inf]
     >>> digest_of(values) == hashlib.sha256(json.dumps(values).encode()).hexdigest()
@@ -34,7 +34,7 @@ def _float(value: float) -> str:
     return repr(value) if math.isfinite(value) else ENCODE(value)
 
 
-# What json.dumps writes for each type of SQLite; a call of it takes longer than all values of a row
+# the text that json.dumps writes for each type of SQLite: calling it would take longer than all values of a row
 WRITTEN: dict[type, Callable[[Any], str]] = {
     str: json.encoder.encode_basestring_ascii,
     int: repr,
@@ -44,25 +44,25 @@ WRITTEN: dict[type, Callable[[Any], str]] = {
 
 
 class Configs:
-    """Decode the configurations of a sweep; those that differ only in the seed share everything else.
+    """Decode the configurations of a sweep. Configurations that differ only in the seed share everything else.
 
-    Most of 100,000 cells differ only in the seed, and decoding each takes seconds and a kilobyte per cell.
+    Most of 100,000 cells differ only in the seed. Decoding each of them would take seconds, and a kilobyte per cell.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, dict[str, Any]] = {}
 
     def decoded(self, text: str) -> dict[str, Any] | None:
-        """The configuration in a text; None for anything but a JSON object."""
+        """Return the configuration in a text; None for anything but a JSON object."""
         parts = SEED.split(text, 2)
-        # Without a seed, or with an option of that name, the text is decoded as a whole.
+        # A text without a seed, or with an option of the same name, is decoded as a whole.
         if len(parts) != 3:
             return json_object(text)
         before, seed, after = parts
         known = self._known.get(before + after)
         if known is None:
             known = json_object(text)
-            # Nor is it shared if the number found belongs to another "seed", nested deeper.
+            # It is not shared either if the number found belongs to another "seed", which is nested deeper.
             if known is None or known.get("seed") != int(seed):
                 return known
             self._known[before + after] = known
@@ -70,7 +70,7 @@ class Configs:
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """The object of a JSON text; None for anything else."""
+    """Return the object in a JSON text; None for anything else."""
     try:
         content = DECODE(text)
     except (ValueError, RecursionError):
@@ -96,7 +96,7 @@ def as_float64(value: Any) -> Any:
 
 
 def storable(text: str) -> str:
-    """A text as UTF-8 can encode it; a long one is shortened to its ends.
+    """Return a text that UTF-8 can encode; the middle of a long text is left out.
 
     >>> storable("file \\udcff"), len(storable("x" * 5_000_000)) < 1.01 * MOST_TEXT
     ('file \\\\udcff', True)

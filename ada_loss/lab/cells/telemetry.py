@@ -41,7 +41,7 @@ __all__ = [
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 Curves = dict[str, tuple[Numbers, Numbers]]  # {name: (steps, values)}
 NAMES = {"loss": "losses", "scale": "scales"}  # the arrays of every training
-# The largest file, packed or unpacked: losses and scales of ten million steps take 160 MB.
+# The largest allowed file, packed or unpacked: losses and scales of ten million steps take 160 MB.
 MOST_BYTES = 1 << 29
 HEADS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 OF_CURVES = {"losses", "scales", "sites.role", "history.steps", "history.underflow", "history.nonzero"}
@@ -55,20 +55,22 @@ def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
     Always:
         losses, scales: (steps,), the loss of each step and the loss scale before it.
         skipped: the steps that were skipped because a gradient was not finite.
-    With evaluations on the way:
+    If the training is evaluated in between:
         evaluations.steps, evaluations.METRIC: (evaluations,).
-    With the user's own training function:
+    If a user's training function trains:
         curves.NAME: (2, numbers), steps and values that it logged.
-    With a recording, whose sites come in the order of the forward pass:
+    If tallies are recorded, for sites in the order of the forward pass:
         sites.COLUMN: (sites,), each column of the tallies; NaN where a role has none.
         history.steps: (points,).
         history.elements, .nonzero, .underflow, .overflow: (points, sites), the counts up to those steps.
-    With adaptive scaling and a recording:
+    If tallies are recorded and scaling is adaptive:
         layers.steps: (points,); layers.site: (layers,).
         layers.log2_scale: (points, layers), NaN where a layer had no gradient.
-    With an optimizer that stores weights in few bits, of some steps, counted from 0:
-        updates.steps, .lost, .edq: (points,), the share of lost updates, and the effective over the intended update.
-        parameters.name, .lost, .at_first: (parameters,), at the end; see `fpsim.LostUpdates.table`.
+    If the optimizer stores weights in few bits, at some steps, counted from 0:
+        updates.steps, .lost, .edq: (points,), the steps, the share of lost updates, and the ratio of the effective to
+            the intended update.
+        parameters.name, .lost, .at_first: (parameters,), values at the end of the training; see
+            `fpsim.LostUpdates.table`.
     """
     arrays = {"losses": np.array(run.losses), "scales": np.array(run.scales), "skipped": np.array(run.skipped_steps)}
     if run.evaluations:
@@ -94,7 +96,7 @@ def telemetry(run: Run) -> dict[str, np.ndarray[Any, Any]]:
             for name in ("lost", "at_first")
         }
     if run.rows:
-        # "underflow" is a count here, as in the first files, where the rows have the share under that name.
+        # In a file "underflow" is a count, as it was in the first files; in the rows this name is a share.
         for name in run.rows[0]:
             if not name.endswith("_count"):
                 key = f"{name}_count" if f"{name}_count" in run.rows[0] else name
@@ -115,12 +117,12 @@ def _column(values: Iterable[Any]) -> np.ndarray[Any, Any]:
 
 
 def curves_of(arrays: Mapping[str, np.ndarray[Any, Any]]) -> Curves:
-    """The curves of a training, each number at the step it belongs to, {name: (steps, values)}.
+    """Return the curves of a training, {name: (steps, values)}.
 
-    "loss" and "scale" of every step, counted from 0; logged values, at the steps that were named (also a logged
-    "loss"); metrics that were computed on the way; and "underflow/ROLE", the share of a role's numbers that were lost
-    up to a step, with those of "error" that enter products; "updates/lost" and "updates/edq". Arrays of another kind
-    are passed over.
+    The curves are: "loss" and "scale" of every step, counted from 0; logged values at the steps that were logged, also
+    a logged "loss"; metrics that were computed during the training; "underflow/ROLE", the share of a role's numbers
+    that underflowed up to a step (for "error", the gradients that enter products count too); "updates/lost" and
+    "updates/edq". Other arrays are ignored.
     """
     curves: Curves = {}
     for name, key in NAMES.items():
@@ -156,7 +158,7 @@ def _add(curves: Curves, name: str, steps: Any, values: Any) -> None:
 
 
 def npz(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
-    """The content of a compressed .npz file; equal arrays give equal bytes."""
+    """Return the content of a compressed .npz file; equal arrays make equal bytes."""
     content = io.BytesIO()
     np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
     return content.getvalue()
@@ -173,7 +175,7 @@ def telemetry_digest(content: bytes) -> str:
 
 
 def is_whole(content: bytes, size: int | None, digest: str | None) -> bool:
-    """True if a file is the one of the ledger."""
+    """True if a file has the size and the digest that the ledger stores."""
     return len(content) == size and digest == telemetry_digest(content)
 
 
@@ -185,10 +187,10 @@ def is_of_curve(array: str) -> bool:
 def read_telemetry(
     out: Path, cell: str, digest: str | None = None, is_wanted: Callable[[str], bool] | None = None
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """The arrays of a cell's file. Raises ValueError for a file that is missing or damaged.
+    """Return the arrays of a cell's file. Raises ValueError for a file that is missing or damaged.
 
-    digest: that of the ledger; None where it has none.
-    is_wanted: takes a name, and returns whether to read the array; None for all.
+    digest: the digest that the ledger stores; None if it stores none.
+    is_wanted: a function from an array's name to whether it is read; None to read all.
     """
     path = telemetry_path(out, cell)
     try:
@@ -196,7 +198,7 @@ def read_telemetry(
         if digest not in (None, telemetry_digest(content)):
             raise ValueError("it has not the digest that the ledger has")
         return arrays_of(content, is_wanted)
-    # Everything is caught: without a digest, an archive with a flipped bit may raise anything.
+    # All exceptions are caught: without a digest, an archive with a flipped bit may raise anything.
     except Exception as error:
         raise ValueError(
             f"The telemetry {path} is missing or damaged ({printable(error)}). Run the sweep again: it repeats that "
@@ -205,12 +207,12 @@ def read_telemetry(
 
 
 def telemetry_content(out: Path, cell: str) -> bytes:
-    """The bytes of a cell's file. Raises OSError and ValueError as `content_of` does."""
+    """Return the bytes of a cell's file. Raises OSError and ValueError as `content_of` does."""
     return content_of(telemetry_path(out, cell), MOST_BYTES)
 
 
 def arrays_of(content: bytes, is_wanted: Callable[[str], bool] | None = None) -> dict[str, np.ndarray[Any, Any]]:
-    """The arrays of an .npz file, which may come from someone else: 2 MB can unpack to 2 GB.
+    """Return the arrays of an .npz file, which may be untrusted: 2 MB can unpack to 2 GB.
 
     Raises ValueError and other errors for an invalid file, and for one that unpacks to more than `MOST_BYTES`.
     """
@@ -231,13 +233,13 @@ def arrays_of(content: bytes, is_wanted: Callable[[str], bool] | None = None) ->
 
 
 def _array(content: bytes) -> np.ndarray[Any, Any]:
-    """The array of an .npy file. Raises ValueError unless it has as many elements as its head says, of some size."""
+    """Return the array of an .npy file. Raises ValueError unless the bytes are as many as its header says."""
     file = io.BytesIO(content)
     version = np.lib.format.read_magic(file)
     if version not in HEADS:
         raise ValueError(f"it has an array in version {version}")
     shape, is_fortran, dtype = HEADS[version](file)
-    # numpy would allocate an array of any shape before it reads, and loop forever over elements without a size.
+    # NumPy would allocate an array of any shape before reading it, and loop forever if the elements have size 0.
     if dtype.hasobject or math.prod(shape) * max(dtype.itemsize, 1) != len(content) - file.tell():
         raise ValueError(f"it has an array of {shape} elements in {len(content)} bytes")
     values = np.frombuffer(content, dtype, offset=file.tell()) if math.prod(shape) else np.empty(0, dtype)
@@ -245,23 +247,23 @@ def _array(content: bytes) -> np.ndarray[Any, Any]:
 
 
 MOST_AT_ONCE = 1 << 25  # bytes read at once from the lines of a training
-EVERY = 1.0  # least seconds between two writes
+EVERY = 1.0  # the least number of seconds between two writes
 # A worker waits this many times as long as it took to write: writing takes 2 % of its time at most.
 LEISURE = 50
 
 
 def live_path(checkpoint: Path) -> Path:
-    """The file with the curves of a cell so far, next to its checkpoint."""
+    """Return the path of the file with the curves of a cell so far, next to its checkpoint."""
     return checkpoint.with_suffix(".live")
 
 
 class LiveFile:
-    """Progress callback that appends the growth of the curves from time to time.
+    """Progress callback that appends the new values of the curves to a file from time to time.
 
-    If the file cannot be written, it is skipped: the driver gets the whole at the end.
+    If the file cannot be written, nothing is appended: the driver gets the whole curves at the end.
 
-    path: of the file, which begins empty.
-    run: returns the current state of the training.
+    path: the path of the file, which begins empty.
+    run: a function that returns the current state of the training.
     """
 
     def __init__(self, path: Path, run: Callable[[], Run]) -> None:
@@ -291,9 +293,9 @@ class LiveFile:
 
 
 class LiveReader:
-    """Read the lines that a worker appends to its file. A restarted worker writes the same from the start.
+    """Read the lines that a worker appends to its file. A restarted worker writes the same lines again from the start.
 
-    path: of the file, which may not exist yet.
+    path: the path of the file, which may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -307,18 +309,19 @@ class LiveReader:
                     self._at = 0
                 file.seek(self._at)
                 content = file.read(MOST_AT_ONCE)
-        # The file does not exist yet or any more, or a worker did not write it.
+        # The file does not exist yet, or no longer exists, or no worker wrote it.
         except (OSError, ValueError):
             return {}
         whole = content[: content.rfind(b"\n") + 1]
-        # A full buffer without a newline is skipped, or reading would never go on: no worker writes a line as long.
+        # No worker writes a line as long as the buffer. A full buffer without a newline is therefore skipped; otherwise
+        # the reader would stay at this place forever.
         self._at += len(whole) or len(content) // MOST_AT_ONCE * MOST_AT_ONCE
         gained: Curves = {}
         for line in whole.splitlines():
             try:
                 name, first, steps, values = json.loads(line)
                 new = self._new(name, first, np.array(steps, float), np.array(values, float))
-            # A line that was cut off: the worker began again in the middle of it.
+            # The line is cut off, because the worker was restarted while writing it.
             except (ValueError, TypeError, OverflowError, RecursionError):
                 continue
             if len(new[0]):
@@ -334,7 +337,7 @@ class LiveReader:
     def _new(self, name: str, first: int, steps: Numbers, values: Numbers) -> tuple[Numbers, Numbers]:
         told = self.told.get(name, 0)
         skip = max(told - first, 0)
-        # A line is lost. The rest is left for the end, when the whole curve is there.
+        # A line is lost. The values after it are returned at the end by `rest`, which gets the whole curve.
         if first > told:
             return steps[:0], values[:0]
         self.told[name] = max(told, first + len(steps))

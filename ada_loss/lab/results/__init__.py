@@ -21,16 +21,17 @@ __all__ = ["Results"]
 class Results(StoredResults):
     """Results of a sweep: the current content of its folder as rows and tables, with pictures and a report.
 
-    A facade over `StoredResults`, which reads the folder, and the modules for pictures and the report. Opening a folder
-    changes nothing in it.
+    This class is a facade: `StoredResults` reads the folder, and other modules make the pictures and the report.
+    Opening a folder changes nothing in it.
 
     out: the folder.
 
     Raises:
-        FileNotFoundError: without a ledger.
+        FileNotFoundError: if the folder has no ledger.
     """
 
-    # Modules that need more than NumPy are imported on use: a sweep needs neither SciPy nor matplotlib nor Jinja.
+    # Modules that need more than NumPy are imported when used, because a sweep needs neither SciPy nor matplotlib nor
+    # Jinja.
 
     def compare(
         self, a: str | Mapping[str, Any], b: str | Mapping[str, Any], metric: str | None = None, level: float = 0.05
@@ -39,17 +40,18 @@ class Results(StoredResults):
 
         If b is float32, the comparison includes the verdict on a.
 
-        a, b: a format, or values that select one cell for each seed, such as {"format": "e5m2", "scaling": "torch"}.
-        metric: the task's first unless named; also "underflow", "skipped" or "seconds".
-        level: of the test, and 1 minus the confidence of the interval.
-        Raises ValueError if a side has no cell or several for a seed, and if the sides share no seed.
+        a, b: the settings: a format, or values that select one cell for each seed, such as {"format": "e5m2",
+            "scaling": "torch"}.
+        metric: the metric, or "underflow", "skipped" or "seconds"; None for the task's first metric.
+        level: the level of the test, and 1 minus the confidence of the interval.
+        Raises ValueError if a side has no cell or several cells for a seed, and if the sides have no seed in common.
         """
         from ada_loss.lab.results.verdict import compare
 
         return compare(self, a, b, metric, level)
 
     def curves(self, name: str = "loss", where: Mapping[str, Any] | None = None, points: int = 200) -> Curves:
-        """A `Curve` over the steps for each combination, with the values of every seed, mean and deviation.
+        """Return a `Curve` over the steps for each combination, with the values of every seed, mean and deviation.
 
         name: "loss", "scale", a metric computed during training (task_options={"evaluate_every": 1}), or a name that
             the user's own training logged.
@@ -70,11 +72,12 @@ class Results(StoredResults):
     ) -> list[Verdict]:
         """Test which settings are at most a tolerance below float32, which fall short, and which are undecided.
 
-        One verdict for each task, and for each combination of options in which the cells differ; prints as three lists.
+        There is a verdict for each task, and for each combination of options in which the cells differ. A verdict is
+        printed as three lists.
 
-        metric: by default the first of each task.
-        tolerance: how far below float32 is good enough, in the units of the metric; by default one percentage point of
-            a share, and a hundredth of float32's mean of any other metric.
+        metric: the metric; by default the first metric of each task.
+        tolerance: how far below float32 is good enough, in the units of the metric; by default one percentage point for
+            a share, and a hundredth of float32's mean for any other metric.
         level: the bound for the probability of any wrong statement in a verdict, if differences are normal.
         equivalence: whether a setting must be within the tolerance of float32 on both sides to match it.
         """
@@ -90,9 +93,10 @@ class Results(StoredResults):
     def plot_accuracy(self, metric: str | None = None, where: Mapping[str, Any] | None = None) -> Any:
         """Plot a metric by format and scaling method: each seed, mean and standard deviation.
 
-        With many constant scales among the methods: a line over the constants, next to the methods that choose a scale.
+        If there are many constant scales among the methods, they are drawn as a line, next to the methods that choose a
+        scale.
 
-        metric: by default the task's first.
+        metric: the metric; by default the task's first metric.
         where: only cells with these values, such as {"rounding": "stochastic"}.
         """
         from ada_loss.lab.results.pictures import picture_metric
@@ -102,9 +106,9 @@ class Results(StoredResults):
     def plot_underflow(self, cell: str | None = None, role: str = "error") -> Any:
         """Plot where one training lost gradients, by site and step.
 
-        cell: its id; by default the cell that lost most.
-        role: "weight", "activation", "error" or "weight_grad", or an operand such as "fprop.x". "error" has the
-            operands "dgrad.dy" and "wgrad.dy" in it.
+        cell: the id of the training's cell; by default the cell that lost most.
+        role: "weight", "activation", "error" or "weight_grad", or an operand such as "fprop.x". "error" includes the
+            operands "dgrad.dy" and "wgrad.dy".
         Raises ValueError if nothing was recorded; give the sweep task_options={"record_every": n}.
         """
         from ada_loss.lab.results.pictures import picture_underflow
@@ -112,7 +116,7 @@ class Results(StoredResults):
         return picture_underflow(self, cell, role)
 
     def plot_scales(self, where: Mapping[str, Any] | None = None) -> Any:
-        """Plot the loss scale over the steps: a line for each format and method, of the first seed.
+        """Plot the loss scale over the steps: a line for each format and method, from the first seed.
 
         where: only cells with these values.
         Raises ValueError if no cell scaled its loss.
@@ -122,7 +126,7 @@ class Results(StoredResults):
         return picture_scales(self, where)
 
     def plot_layer_scales(self, where: Mapping[str, Any] | None = None) -> Any:
-        """Plot the scale of each site's gradient, by site and step, of the first training with adaptive scaling.
+        """Plot the scale of each site's gradient, by site and step, from the first training with adaptive scaling.
 
         where: only cells with these values.
         Raises ValueError if no such training was recorded.
@@ -134,7 +138,7 @@ class Results(StoredResults):
     def report(self, path: str | os.PathLike[str] | None = None, question: str | None = None) -> Path:
         """Write one HTML file with the tables, the pictures and every cell; return its path.
 
-        path: by default report.html in the sweep's folder.
+        path: the path of the file; by default report.html in the sweep's folder.
         question: the question that the sweep should answer, for the head of the page.
         Raises ValueError for a ledger without cells.
         """

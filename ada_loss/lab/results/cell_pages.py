@@ -23,19 +23,19 @@ __all__ = ["cell_page", "error_rows", "gradient_rows", "lost_by_site", "paramete
 ALL = "100.0 %"
 POINTS = 120
 MOST_SITES = 40
-# Tensors whose error is shown, those of the lowest SQNR.
+# The number of tensors whose error is shown: those with the lowest SQNR.
 MOST_ERRORS = 20
-MOST_NAMES = 8  # most curves of a cell on the page
+MOST_NAMES = 8  # the largest number of curves of a cell on the page
 
 
 def cell_page(
     results: StoredResults, place: int, cell: dict[str, Any], row: dict[str, Any] | None, with_curves: bool
 ) -> dict[str, Any]:
-    """Data of a cell for the page.
+    """Return the data of a cell for the page.
 
-    place: of the cell among all of the sweep, counted from 0.
-    row: of `Results.rows`; None for a cell that is not done.
-    with_curves: whether its curves and its heat map are read.
+    place: the index of the cell among all cells of the sweep, counted from 0.
+    row: the cell's row in `Results.rows`; None for a cell that is not done.
+    with_curves: whether the curves and the heat map are read.
     """
     settings = {name: value for name, value in results.settings_of(cell).items() if name != "id"}
     curves: Curves = {}
@@ -49,7 +49,7 @@ def cell_page(
             arrays = results.telemetry(cell["id"])
             curves, heat, gradients = _shown(curves_of(arrays)), _heat(arrays), gradient_rows(arrays)
             parameters, errors = parameter_rows(arrays), error_rows(arrays)
-        # Telemetry of another origin may hold any arrays. The page shows the damage, and the other cells.
+        # Foreign telemetry may hold any arrays. The page reports the damage, and still shows the other cells.
         except Exception as error:
             damage = str(error)
     return {
@@ -73,7 +73,7 @@ def cell_page(
 
 
 def _shown(curves: Curves) -> Curves:
-    """Curves worth drawing: those with at least two points, without a constant scale."""
+    """Return the curves worth drawing: those with at least two points, except constant scales."""
     telling = {
         name: points
         for name, points in curves.items()
@@ -83,7 +83,7 @@ def _shown(curves: Curves) -> Curves:
 
 
 def _points(steps: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[list[float], list[float | None]]:
-    """Steps and means of at most POINTS intervals, with four digits; None for an interval without a number."""
+    """Return steps and means of at most POINTS intervals, with four digits; None for an interval without a number."""
     xs, ys = [], []
     for part in np.array_split(np.arange(len(steps)), min(POINTS, len(steps))):
         known = values[part][np.isfinite(values[part])]
@@ -95,18 +95,18 @@ def _points(steps: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[li
 def lost_by_site(
     arrays: Mapping[str, NDArray[Any]], role: str = "error"
 ) -> tuple[list[int], list[str], NDArray[np.float64]] | None:
-    """Losses of a role by site: steps, sites, and shares, (steps, sites), NaN where there were no numbers.
+    """Return a role's lost shares by site: steps, sites and (steps, sites) shares, NaN where there were no numbers.
 
-    None without a recording. Gradients are listed from input to output.
+    Returns None if there is no recording. Gradients are listed from input to output.
     """
     if "history.steps" not in arrays:
         return None
     roles = [str(name) for name in arrays["sites.role"]]
     chosen = np.array([i for i, name in enumerate(roles) if is_of_role(name, role)], dtype=int)
     if role in ("error", "weight_grad"):
-        chosen = chosen[::-1]  # gradients are recorded from the output to the input
+        chosen = chosen[::-1]  # gradients are recorded from output to input
     lost, nonzero = (
-        # The history holds cumulative counts: differences are the losses between two points.
+        # The history holds cumulative counts, so differences count the losses between two points.
         np.diff(arrays[f"history.{name}"][:, chosen], axis=0, prepend=0)
         for name in ("underflow", "nonzero")
     )
@@ -117,10 +117,10 @@ def lost_by_site(
 
 
 def gradient_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
-    """A row for each gradient of a training: site, lost, bias of the row sums, kurtosis; from input to output.
+    """Return a row for each gradient of a training: site, lost, bias of the row sums, kurtosis; from input to output.
 
-    Empty without a recording, or with one of a version without the bias. Gradients that are not rounded, or
-    that are all zero, are left out.
+    The list is empty if there is no recording, or if it comes from a version without the bias. Gradients that are not
+    rounded, or that are all zero, are left out.
     """
     names = [f"sites.{name}" for name in ("site", "role", "underflow", "nonzero", "row_bias", "kurtosis")]
     if not arrays.keys() >= set(names):
@@ -134,10 +134,11 @@ def gradient_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
 
 
 def error_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
-    """Components of each rounded tensor's error, the largest first, as in `fpsim.Tally.error_shares`.
+    """Return the components of each rounded tensor's error, largest error first, as in `fpsim.Tally.error_shares`.
 
-    Site and role, format, SQNR, the shares of scale, dead zone and grid, and the bias of the scale. Empty without a
-    recording, or with one of a version without the shares; tensors without an error are left out.
+    A row has site and role, format, SQNR, the shares of scale, dead zone and grid, and the bias of the scale. The list
+    is empty if there is no recording, or if it comes from a version without the shares. Tensors without an error are
+    left out.
     """
     # The names of the columns in the file; a file of an earlier version lacks some.
     shares = [f"{part}_share" for part in ("scale", "dead_zone", "grid")]
@@ -152,9 +153,9 @@ def error_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
 
 
 def parameter_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
-    """Losses of each parameter under an optimizer that stores few bits: name, lost updates, weights still at first.
+    """Return name, lost updates and share of unchanged weights for each parameter that is stored in few bits.
 
-    Empty if it stores float32. Those that lost most come first.
+    The list is empty if the optimizer stores float32. Parameters that lost most come first.
     """
     names = [f"parameters.{name}" for name in ("name", "lost", "at_first")]
     if not arrays.keys() >= set(names):
@@ -166,19 +167,19 @@ def parameter_rows(arrays: Mapping[str, NDArray[Any]]) -> list[tuple[str, ...]]:
 def _percent(share: float) -> str:
     if not math.isfinite(share):
         return "-"
-    # 99.96 % must not read as all: only a share of exactly 1 does.
+    # 99.96 % must not be shown as 100 %: only a share of exactly 1 is.
     return ALL if share == 1 else f"{min(100 * share, 99.9):.1f} %"
 
 
 def _heat(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any] | None:
-    """The heat map of a cell's gradients; None where nothing was recorded or rounded."""
+    """Return the heat map of a cell's gradients; None if nothing was recorded or rounded."""
     lost = lost_by_site(arrays)
     if lost is None or not lost[1] or not len(lost[0]):
         return None
     steps, sites, shares = lost
     more = len(sites) - MOST_SITES
     if more > 0:
-        # Evenly spaced, so that the whole depth of the network is shown.
+        # The sites are evenly spaced, so that the whole depth of the network is shown.
         chosen = np.linspace(0, len(sites) - 1, MOST_SITES).round().astype(int)
         sites, shares = [sites[i] for i in chosen], shares[:, chosen]
     address = f"data:image/png;base64,{base64.b64encode(heat_png(shares.T)).decode()}"
@@ -186,11 +187,11 @@ def _heat(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any] | None:
 
 
 def _value(value: Any) -> tuple[str, str]:
-    """The text that is shown, and the key that the page sorts by: "" comes last."""
+    """Return the text that is shown, and the key by which the page sorts: "" comes last."""
     if isinstance(value, bool):
         return ("yes" if value else "no"), str(int(value))
     if isinstance(value, int | float):
-        # An option may be any integer, and one beyond float64 cannot be a key to sort by.
+        # An option may be any integer, and an integer beyond float64 cannot be a key for sorting.
         if isinstance(value, int) and abs(value) > sys.float_info.max:
             return str(value), ""
         if not math.isfinite(value):

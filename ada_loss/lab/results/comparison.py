@@ -23,23 +23,24 @@ except ImportError as error:
 __all__ = ["Comparison", "compare", "in_units", "per_cent", "require_level", "rows_of_side"]
 
 
-MOST_DIGITS = 12  # most decimals of percentage points
+MOST_DIGITS = 12  # the largest number of decimals of percentage points
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Differences of a metric between two settings, a minus b, by seed.
 
-    Student's paired t-test (Student 1908) assumes normal differences. With two seeds its power is low; with one, nil.
+    Student's paired t-test (Student 1908) assumes normal differences. With two seeds its power is low; with one seed it
+    has none.
 
     a, b: the settings, in words.
-    metric: its name.
-    differences: {seed: the metric of a minus that of b}, of the seeds that both have.
-    level: of the test, and 1 minus the confidence of `interval`.
-    diverged, diverged_too: how many of the seeds of a diverged, and of those of b.
-    note: on the metric, "lower is better".
-    statement: the sweep's verdict on a, if b is float32: of one test among all settings, at the tolerance.
-    step: in which the metric is counted: a deviation is taken to be at least half of it, as in the verdict.
+    metric: the name of the metric.
+    differences: {seed: the metric of a minus the metric of b}, for the seeds that both have.
+    level: the level of the test, and 1 minus the confidence of `interval`.
+    diverged, diverged_too: how many seeds of a diverged, and how many seeds of b.
+    note: a note on the metric, "lower is better".
+    statement: the sweep's verdict on a, if b is float32: the result of one test among all settings, at the tolerance.
+    step: the step in which the metric is counted: a deviation is taken to be at least half a step, as in the verdict.
 
     >>> c = Comparison("e5m2", "fp32", "accuracy", {0: -0.02, 1: -0.01, 2: -0.03})
     >>> print(c)
@@ -59,27 +60,28 @@ class Comparison:
 
     @property
     def mean(self) -> float:
-        """The mean difference; NaN without differences, or if one is not a number."""
+        """Return the mean difference; NaN if there are no differences, or if one of them is NaN."""
         return mean_of(self.differences.values()) if self.differences else math.nan
 
     @property
     def error(self) -> float:
-        """The standard error of the mean; NaN for fewer than two seeds, or if a difference is not finite."""
+        """Return the standard error of the mean; NaN for fewer than two seeds, or if a difference is not finite."""
         values = [*self.differences.values()]
         if len(values) < 2 or not all(map(math.isfinite, values)):
             return math.nan
-        # Differences in steps can be equal by chance. A deviation of 0 would make any difference significant.
+        # Differences of a counted metric can be equal by chance. A deviation of 0 would make any difference
+        # significant.
         return max(statistics.stdev(values), PART_OF_STEP * self.step) / math.sqrt(len(values))
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The confidence interval of the mean difference; NaN for fewer than two seeds."""
+        """Return the confidence interval of the mean difference; NaN for fewer than two seeds."""
         width = float(stdtrit(len(self.differences) - 1, 1 - self.level / 2)) * self.error
         return self.mean - width, self.mean + width
 
     @property
     def p(self) -> float:
-        """The p-value, two-sided; 0 and 1 for equal differences that are not zero, and that are."""
+        """Return the two-sided p-value. If all differences are equal, it is 1 if they are zero, and 0 otherwise."""
         if math.isnan(self.error):
             return math.nan
         if self.error == 0:
@@ -93,11 +95,11 @@ class Comparison:
         return True
 
     def to_frame(self) -> Any:
-        """A pandas.DataFrame with a row for each seed."""
+        """Return a pandas.DataFrame with a row for each seed."""
         return data_frame([{"seed": seed, "difference": value} for seed, value in self.differences.items()])
 
     def plot(self) -> Any:
-        """Plot the difference of each seed, their mean and its interval; needs matplotlib."""
+        """Plot the difference of each seed, and the mean with its interval; needs matplotlib."""
         from ada_loss.lab.results.figures import plot_differences
 
         row = {"name": self.a, "differences": [*self.differences.values()], "interval": self.interval}
@@ -127,8 +129,9 @@ class Comparison:
 def in_units(metric: str, value: float, unit: bool = True, tolerance: float | None = None, seen: float = 0.0) -> str:
     """Format a difference of a metric: in percentage points if the metric is a share.
 
-    tolerance: of the metric; decimals that are small compared to it are omitted.
-    seen: an amount of which a tenth must be visible; points get more than one decimal if it is less than one.
+    tolerance: the tolerance of the metric; decimals that are small compared to it are omitted.
+    seen: an amount of which a tenth must be visible; points get more than one decimal if this amount is less than one
+        point.
 
     >>> in_units("accuracy", -0.015), in_units("accuracy", -0.0002), in_units("loss", 0.0213)
     ('-1.5 points', '0.0 points', '0.0213')
@@ -143,7 +146,7 @@ def in_units(metric: str, value: float, unit: bool = True, tolerance: float | No
         # "z" prints -0.0 as 0.0.
         return f"{100 * value:z.{min(digits, MOST_DIGITS)}f}{' points' * unit}"
     if tolerance is not None and tolerance > 0 and math.isfinite(value):
-        # Two digits beyond the first of the tolerance: smaller ones decide nothing.
+        # Two digits after the first digit of the tolerance are kept: smaller digits decide nothing.
         value = round(value, 2 - math.floor(math.log10(tolerance)))
     return f"{value:z.3g}"
 
@@ -173,7 +176,7 @@ def compare(
     """See `Results.compare`."""
     require_level(level)
     name = results.named(metric)
-    # One cell for each seed on each side: only then are the differences paired.
+    # Each side has one cell for each seed: only then are the differences paired.
     left, right = (_by_seed(results, chosen) for chosen in (a, b))
     for row in (*left.values(), *right.values()):
         if not is_number(row.get(name)):
@@ -189,7 +192,7 @@ def compare(
     diverged, diverged_too = (sum(side[seed]["diverged"] for seed in common) for side in (left, right))
     note = results.directions.words(name)
     tasks = {side[seed]["task"] for side in (left, right) for seed in common}
-    # The step is estimated from all cells of the task, as in the verdict: a few differences do not show it.
+    # The step is estimated from all cells of the task, as in the verdict, because a few differences do not reveal it.
     counted = [row[name] for row in results.rows() if row["task"] in tasks and is_finite_number(row.get(name))]
     size = max((abs(side[seed][name]) for side in (left, right) for seed in common), default=0.0)
     step = smallest_step(counted, size if math.isfinite(size) else None)
@@ -198,7 +201,7 @@ def compare(
 
 
 def rows_of_side(results: StoredResults, chosen: str | Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of one side of a comparison, one for each seed."""
+    """Return the rows of one side of a comparison, one row for each seed."""
     return [*_by_seed(results, chosen).values()]
 
 

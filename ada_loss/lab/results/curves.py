@@ -19,17 +19,17 @@ from fpsim.insight.rows import Rows
 
 __all__ = ["Curve", "CurveReader", "Curves", "curves"]
 
-MOST_BYTES = 1 << 28  # of curves kept in the cache
+MOST_BYTES = 1 << 28  # the largest size of the curves in the cache
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over the steps of one combination.
+    """The values of one combination over the steps.
 
-    settings: of the combination, those in which the cells differ.
-    seeds: in order.
+    settings: the settings of the combination in which the cells differ.
+    seeds: the seeds, in order.
     steps: (points,), the middles of the intervals of steps.
-    values: (seeds, points), the mean of each interval; NaN after the end of a training, or for numbers not finite.
+    values: (seeds, points), the mean of each interval; NaN after the end of a training, or if numbers are not finite.
     """
 
     settings: Mapping[str, str]
@@ -39,17 +39,17 @@ class Curve:
 
     @property
     def name(self) -> str:
-        """The combination in words."""
+        """Return the combination in words."""
         return " ".join(self.settings.values())
 
     @property
     def mean(self) -> NDArray[np.float64]:
-        """Means, (points,), over the seeds that have a number there."""
+        """Return the means, (points,), over the seeds that have a number there."""
         return _over_seeds(np.nanmean, self.values)
 
     @property
     def deviation(self) -> NDArray[np.float64]:
-        """Sample standard deviations, (points,); NaN where fewer than two seeds have a number."""
+        """Return the sample standard deviations, (points,); NaN where fewer than two seeds have a number."""
         enough = np.isfinite(self.values).sum(axis=0) > 1
         return np.where(enough, _over_seeds(lambda x, axis: np.nanstd(x, axis=axis, ddof=1), self.values), np.nan)
 
@@ -57,8 +57,8 @@ class Curve:
 class Curves(list[Curve]):
     """Curves of a sweep, one for each combination; see `Results.curves`.
 
-    name: of the quantity.
-    note: "lower is better", if so.
+    name: the name of the quantity.
+    note: "lower is better" if it is, otherwise "".
     """
 
     def __init__(self, curves: Iterable[Curve], name: str, note: str = "") -> None:
@@ -66,7 +66,7 @@ class Curves(list[Curve]):
         self.curve, self.note = name, note
 
     def table(self) -> Rows:
-        """A row for each combination: settings, number of seeds, and first and last mean."""
+        """Return a row for each combination: settings, number of seeds, and first and last mean."""
         ends = [{"seeds": len(one.seeds), "first": float(one.mean[0]), "last": float(one.mean[-1])} for one in self]
         return Rows({**one.settings, **row} for one, row in zip(self, ends))
 
@@ -76,7 +76,7 @@ class Curves(list[Curve]):
     __repr__ = __str__
 
     def to_frame(self) -> Any:
-        """A pandas.DataFrame with a row for each combination, seed and point."""
+        """Return a pandas.DataFrame with a row for each combination, seed and point."""
         return data_frame(
             [
                 {**one.settings, "seed": seed, "step": float(step), self.curve: float(value)}
@@ -96,13 +96,13 @@ class Curves(list[Curve]):
 
 def _over_seeds(reduce: Any, values: NDArray[np.float64]) -> NDArray[np.float64]:
     with warnings.catch_warnings():
-        # numpy warns of a point where no seed has a number. NaN is the answer there.
+        # NumPy warns of a point where no seed has a number. The result there is NaN, as it should be.
         warnings.simplefilter("ignore", RuntimeWarning)
         return reduce(values, axis=0)  # type: ignore[no-any-return]
 
 
 class CurveReader:
-    """Bounded cache of the curves of cells, by id. Beyond `MOST_BYTES` files are read again."""
+    """A bounded cache of the curves of cells, by id. Curves beyond `MOST_BYTES` are read again from the files."""
 
     def __init__(self, results: StoredResults) -> None:
         self._results, self._known, self._left = results, dict[str, CurvesOfCell](), MOST_BYTES
@@ -129,7 +129,7 @@ def curves(
     """See `Results.curves`.
 
     read: the reader of files; by default a new one.
-    most_seeds: of each combination, the first ones; None for all.
+    most_seeds: the number of first seeds of each combination that are read; None for all seeds.
     """
     read = read or CurveReader(results)
     if not is_whole(points, least=1):
@@ -144,7 +144,7 @@ def curves(
     for row in rows:
         group = tuple(str(row.get(axis)) for axis in axes)
         seen[group] = seen.get(group, 0) + 1
-        # Before the file is read: reading is what takes the time.
+        # This check comes before the file is read, because reading takes most of the time.
         if most_seeds is not None and seen[group] > most_seeds:
             continue
         there = read(row["id"])
@@ -164,7 +164,8 @@ def _curve(
     settings: dict[str, str], series: Mapping[int, tuple[NDArray[np.float64], NDArray[np.float64]]], points: int
 ) -> Curve:
     seeds = tuple(sorted(series))
-    # A training that diverged ends early: the longest one gives the axis, and the others are NaN behind their end.
+    # A training that diverged ends early. The longest training determines the axis, and the others are NaN after their
+    # end.
     longest = max((steps for steps, _ in series.values()), key=len)
     stretches = np.array_split(np.arange(len(longest)), min(points, len(longest)))
     values = np.full((len(seeds), len(stretches)), np.nan)

@@ -1,4 +1,4 @@
-"""Tolerances that a sweep of a task can decide, in words, from the spread of its metric over the seeds.
+"""Which tolerances a sweep of a task can decide, in words, from the spread of the task's metric over the seeds.
 
 `benchmarks/tasks.py` measured the spread.
 """
@@ -20,17 +20,17 @@ __all__ = ["FILE", "PAIRED", "SEEDS", "Spread", "decidable", "spread_of", "sprea
 
 SEEDS = (3, 5, 10)
 FILE = Path(__file__).with_name("spread.json")
-# The setting whose differences from float32 were measured. A verdict is on paired differences, whose spread is not that
-# of the metric.
+# The setting whose differences from float32 were measured. A verdict judges paired differences, and their spread
+# differs from the spread of the metric.
 PAIRED = "gradients in e5m2, adaptive"
 
 
 def decidable(task: str, seeds: int, settings: int = 1) -> str:
-    """The smallest tolerance that this many seeds can probably decide; "" for a task that was not measured.
+    """Return the smallest tolerance that this many seeds can probably decide; "" for a task that was not measured.
 
     Args:
-        task: its name.
-        seeds: of each setting.
+        task: the name of the task.
+        seeds: the number of seeds of each setting.
         settings: the number of settings compared with float32 together.
 
     >>> decidable("mine:task", 5)
@@ -52,7 +52,7 @@ def decidable(task: str, seeds: int, settings: int = 1) -> str:
 
 
 def task_rows() -> list[dict[str, str]]:
-    """A row for each task of the library: its metric, float32's mean and deviation, and the decidable tolerances.
+    """Return a row for each task of the library: its metric, float32's mean and deviation, decidable tolerances.
 
     >>> task_rows()[0]["task"]
     'digits'
@@ -81,9 +81,9 @@ def _number(one: Spread, value: float) -> str:
 class Spread(NamedTuple):
     """The spread of a task's first metric with its own options.
 
-    metric: which is judged.
-    seeds, mean, deviation: of float32.
-    paired_seeds, paired: how many differences from float32 there are, of `PAIRED`, and their standard deviation.
+    metric: the metric that is judged.
+    seeds, mean, deviation: the number of seeds, the mean and the standard deviation of float32.
+    paired_seeds, paired: the number of differences of the setting `PAIRED` from float32, and their standard deviation.
     """
 
     metric: str
@@ -95,7 +95,7 @@ class Spread(NamedTuple):
 
 
 def spread_of(task: str) -> Spread | None:
-    """The spread of a task of this library; None for another, or one that was not measured.
+    """Return the spread of a task of this library; None for another task, or for one that was not measured.
 
     >>> spread_of("deep_digits").metric, spread_of("mine:task") is None
     ('accuracy', True)
@@ -112,7 +112,7 @@ def _known() -> dict[str, Spread]:
 
 
 def spreads(of_tasks: Mapping[str, Spread]) -> bytes:
-    """The content of the file: four digits, and null where one value has no deviation."""
+    """Return the content of the file: numbers with four digits; null for the deviation of a single value."""
     content = {
         task: {name: float(f"{v:.4g}") if isinstance(v, float) else v for name, v in one._asdict().items()}
         for task, one in of_tasks.items()

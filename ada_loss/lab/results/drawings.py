@@ -22,26 +22,27 @@ from ada_loss.lab.results.verdict import Combination, Verdict
 
 __all__ = ["curve_panels", "difference_panels"]
 
-# Tolerances on both sides of float32 up to which the axis is linear; beyond, it is logarithmic.
+# The number of tolerances, on both sides of float32, up to which the axis is linear; beyond, it is logarithmic.
 EVEN = 2.0
-LEAST = 3.0  # tolerances that the axis reaches at least
-MARGIN = 0.5  # at both ends of the axis, in its own units
-APART = 11.0  # least distance between two numbers of the axis, in per cent of its width
+LEAST = 3.0  # the number of tolerances that the axis covers at least
+MARGIN = 0.5  # the margin at both ends of the axis, in its own units
+APART = 11.0  # the least distance between two numbers of the axis, in per cent of its width
 # Widths on a phone, in per cent of an axis of 170 pixels: a letter of 6.2 pixels, and the space between two numbers.
 LETTER, GAP = 3.7, 4.0
 POINTS = 80
 MOST_LINES = 7
 MOST_PANELS = 24
-CLOSE = 0.6  # in units of a panel's height of 100: closer curves cover one another
-STRIPE = 7  # pixels of each curve in a striped line
+CLOSE = 0.6  # curves that are closer cover one another; in units of a panel's height of 100
+STRIPE = 7  # the length, in pixels, of each curve's stripe in a striped line
 
 
 def difference_panels(verdict: Verdict, listed: Collection[str] | None = None) -> dict[str, Any] | None:
-    """A panel for each format, a line for each other setting: its differences from float32, with their interval.
+    """Return a panel for each format, with a line for each other setting: differences from float32 and their interval.
 
-    Formats with only one setting share a panel, with a line for each. None if there is nothing to compare.
+    Formats with only one setting share a panel, with a line for each format. Returns None if there is nothing to
+    compare.
 
-    listed: ids of the cells on the page; None for all.
+    listed: the ids of the cells on the page; None for all cells.
     """
     if not verdict.baseline or not verdict.combinations or not verdict.tolerance > 0 or not verdict.sign:
         return None
@@ -66,10 +67,10 @@ def difference_panels(verdict: Verdict, listed: Collection[str] | None = None) -
 
 
 class _Axis:
-    """The axis of differences from float32: places from 0 to 100 from left to right, of smaller to larger values.
+    """The axis of differences from float32. Places go from 0 at the left to 100 at the right, in the order of values.
 
-    It is linear up to `EVEN` tolerances on both sides, and beyond that a factor of two is as long as a tolerance. It
-    reaches from the smallest to the largest difference of a seed, so that no dot lies at its edge.
+    The axis is linear up to `EVEN` tolerances on both sides; beyond, a factor of two is as long as a tolerance. It
+    reaches from the smallest to the largest difference of a seed, plus a margin, so that no dot lies at its edge.
     """
 
     def __init__(self, verdict: Verdict) -> None:
@@ -80,14 +81,14 @@ class _Axis:
         self.high = _bent(max([*values, LEAST])) + MARGIN
 
     def place(self, difference: float) -> float:
-        """Place of a difference in the units of the metric, within the axis."""
+        """Return the place, within the axis, of a difference in the units of the metric."""
         place = 100 * (_bent(difference / self.tolerance) - self.low) / (self.high - self.low)
         return round(min(max(place, 0.0), 100.0), 2)
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """Numbers and their places: 0, the tolerance, and 2, 5, 10, 20, 50 ... tolerances where there is room."""
-        # In order of importance: a number is left out where it would overlap an earlier one.
+        """Return numbers and their places: 0, the tolerance, and 2, 5, 10, 20, 50 ... tolerances if there is room."""
+        # The numbers are in order of importance: a number that would overlap an earlier one is left out.
         sizes = [1.0, *(k * 10.0**n for n in range(6) for k in (2, 5, 10))]
         values = [0.0, *(sign * size for size in sizes for sign in (-1, 1))]
         ticks: list[tuple[float, str]] = []
@@ -102,12 +103,12 @@ class _Axis:
 
 
 def _apart(*words: str) -> float:
-    """Least distance between the middles of two numbers, in per cent of the axis of a phone."""
+    """Return the least distance between the middles of two numbers, in per cent of the axis on a phone."""
     return max(APART, GAP + LETTER * sum(map(len, words)) / 2)
 
 
 def _bent(tolerances: float) -> float:
-    """A difference in tolerances as a length of the axis.
+    """Return a difference, given in tolerances, as a length on the axis.
 
     >>> _bent(-1.5), _bent(2.0), _bent(4.0), _bent(-16.0)
     (-1.5, 2.0, 3.0, -5.0)
@@ -123,7 +124,7 @@ def _tick(verdict: Verdict, value: float) -> str:
 
 def _line(one: Combination, axis: _Axis, listed: Collection[str] | None) -> dict[str, Any]:
     comparison, sign = one.comparison, axis.verdict.sign
-    # Judgements are positive where the setting is better; the drawing has the metric's own direction.
+    # Judgements are positive if the setting is better; the drawing has the metric's own direction.
     low, high = (math.nan, math.nan) if one.judgement is None else sorted(sign * b for b in one.judgement.interval)
     words = (
         in_units(comparison.metric, comparison.mean, False, axis.tolerance)
@@ -153,13 +154,13 @@ def curve_panels(
     most_seeds: int | None = None,
     listed: Collection[str] | None = None,
 ) -> dict[str, Any] | None:
-    """A panel for each format, a line for each other setting: mean and deviation over the seeds, with float32's.
+    """Return a panel for each format, with a line for each other setting, and float32: mean and deviation over seeds.
 
-    Curves that coincide are drawn as one striped line, and named: "torch = adaptive". None if no cell has such a curve
-    of two points.
+    Curves that coincide are drawn as one striped line, named "torch = adaptive". Returns None if no cell has such a
+    curve with at least two points.
 
     read, most_seeds: as in `curves`.
-    listed: ids of the cells on the page; None for all.
+    listed: the ids of the cells on the page; None for all cells.
     """
     try:
         drawn = [*curves(results, name, None, POINTS, read, most_seeds)]
@@ -172,7 +173,8 @@ def curve_panels(
     is_log = bool(finite.min() > 0 and finite.max() / finite.min() > FACTOR)
     low, high = float(finite.min()), float(finite.max())
     float32 = [curve for curve in drawn if curve.settings.get("format") == results.float32]
-    # With several tasks or options none of these lines is the float32 of all other curves.
+    # With several tasks or options, there are several float32 lines, and none of them is the float32 of all other
+    # curves.
     if len({_task_and_options(curve) for curve in float32}) > 1:
         float32 = []
     others = [curve for curve in drawn if not any(curve is one for one in float32)]
@@ -192,7 +194,7 @@ def curve_panels(
     panels = panels or {BASELINE: []}
     better = results.directions.words(name.split("/")[0])
     seeds = "the seeds" if most_seeds is None else f"the first {most_seeds} seeds"
-    # float32 is one line, even if several grids trained it.
+    # float32 is drawn as one line, even if several grids trained it.
     lines = [
         {"name": "float32", "colour": "float32", "cells": "", **_paths(curve, low, high, last, is_log), "band": ""}
         for curve in float32[:1]
@@ -217,7 +219,7 @@ def curve_panels(
 def _cells(
     results: StoredResults, drawn: Sequence[Curve], listed: Collection[str] | None
 ) -> Callable[[Curve], list[str]]:
-    """Return a function that finds the ids of a curve's cells, of those that the page has."""
+    """Return a function that finds the ids of a curve's cells, among the cells on the page."""
     # All curves have the same settings.
     axes = [axis for axis in drawn[0].settings if axis in results.settings]
     found: dict[tuple[str, ...], list[str]] = {}
@@ -236,7 +238,7 @@ def _rest(curve: Curve) -> str:
 
 
 def _striped(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Lines of a panel, with stripes for curves that cover one another, and the names of these."""
+    """Return the lines of a panel, with stripes for curves that cover one another, and the names of these curves."""
     groups: list[list[dict[str, Any]]] = []
     for line in lines:
         same = next((group for group in groups if _covers(group[0], line, ("mean",))), None)
@@ -249,7 +251,8 @@ def _striped(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for group in groups:
         for i, line in enumerate(group):
             is_one = len(group) == 1
-            # Each curve of a group shows one stripe in turn: the dash is as long as one stripe, the gap as all others.
+            # The curves of a group show a stripe in turn: a dash is as long as one stripe, and a gap as long as all
+            # others.
             line["dashes"] = "" if is_one else f"{STRIPE} {STRIPE * (len(group) - 1)}"
             line["offset"] = -STRIPE * i
             striped.append(line)
@@ -268,9 +271,9 @@ def _covers(a: dict[str, Any], b: dict[str, Any], names: Sequence[str]) -> bool:
 
 
 def _paths(curve: Curve, low: float, high: float, last: float, is_log: bool) -> dict[str, Any]:
-    """The line of a curve and its band as paths of an SVG of 100 x 100; a gap where no seed has a number.
+    """Return the line of a curve and its band as paths of an SVG of 100 x 100, with gaps where no seed has a number.
 
-    Also their heights, 0 at the top: "mean", "top" and "bottom", (points,).
+    The result also has their heights, 0 at the top: "mean", "top" and "bottom", each (points,).
     """
     spread = np.where(np.isfinite(curve.deviation), curve.deviation, 0.0)
 

@@ -49,25 +49,25 @@ __all__ = [
     "plot_table",
 ]
 
-# Okabe and Ito 2008
+# The palette of Okabe and Ito 2008.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # in addition to the ink
 MARKERS = "osD^vP*X<>h"
-# Dashes too, so that lines can be told apart in a black-and-white print.
+# Lines also differ in their dashes, so that they can be told apart in a black-and-white print.
 DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)))
-# Marks a training that diverged, at the edge of a panel.
+# The mark of a training that diverged, at the edge of a panel.
 CROSS = {"marker": "x", "markersize": 7, "color": COLOURS[5], "linestyle": "", "label": "diverged", "clip_on": False}
-# From this many times the distance of the setting before, settings are off the axis.
+# If a setting's distance is this many times the next smaller distance, it and all farther settings are off the axis.
 FAR = 5
-MOST_DOTS = 200  # most seeds of a place that are drawn
+MOST_DOTS = 200  # the largest number of seeds of a place that are drawn
 PANELS_A_ROW = 4
-LETTERS_AN_INCH = 13  # in the labels of plot_table
-SHORT = 18  # letters of a name that fit beside one panel
-LETTERS = 28  # most letters in a line of a legend
-# An axis is logarithmic from this factor between the largest and the smallest number on.
+LETTERS_AN_INCH = 13  # the number of letters per inch in the labels of plot_table
+SHORT = 18  # the number of letters of a name that fit next to one panel
+LETTERS = 28  # the largest number of letters in a line of a legend
+# An axis is logarithmic if the largest number is at least this many times the smallest.
 FACTOR = 8.0
-HEAT = "cividis"  # colours of heat maps
+HEAT = "cividis"  # the colour map of heat maps
 SHOWN_SITES = 60
-# Steps of the colours. The last entry of the palette is transparent, for NaN.
+# The number of colours. The last entry of the palette is transparent, for NaN.
 STEPS = 255
 DARK = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#e6e9ed"),
@@ -89,26 +89,26 @@ def in_the_dark() -> Iterator[None]:
 
 
 def colour(i: int) -> str:
-    """The hue of the i-th of several lines; every seventh has the ink."""
+    """Return the colour of the i-th of several lines; every seventh line has the ink."""
     return (*COLOURS, ink())[i % (len(COLOURS) + 1)]
 
 
 def ink() -> str:
-    """The colour of lines without a hue."""
+    """Return the ink: the colour of lines without a hue."""
     return str(rcParams["text.color"])
 
 
 def figure_bytes(figure: Figure, kind: str = "png") -> bytes:
-    """A figure as the content of a file. kind: "png", "svg" or "pdf"."""
+    """Return a figure as the content of a file. kind: "png", "svg" or "pdf"."""
     content = io.BytesIO()
     figure.savefig(content, format=kind, dpi=150)
     return content.getvalue()
 
 
 def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
-    """The error of the first layer's weight gradient by gain and method, a panel for each format.
+    """Plot the error of the first layer's weight gradient by gain and method, with a panel for each format.
 
-    rows: those of `depth_trial`.
+    rows: the rows of `depth_trial`.
     """
     formats = list(dict.fromkeys(row["format"] for row in rows))
     gains = list(dict.fromkeys(row["gain"] for row in rows))
@@ -118,7 +118,7 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
     for fmt, axes in zip(formats, panels, strict=True):
         for i, method in enumerate(methods):
             by_gain = {r["gain"]: r["error"] for r in rows if (r["format"], r["method"]) == (fmt, method)}
-            # An error of inf cannot be drawn: it stands at the top, as the label of the axis says.
+            # An infinite error cannot be drawn: it is put at the top, as the label of the axis says.
             errors = [min(by_gain[g], 3.0) if math.isfinite(by_gain[g]) else 3.0 for g in gains]
             style = {"color": colour(i), "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.3}
             dashes = "-" if i <= len(COLOURS) else "--"
@@ -138,12 +138,12 @@ def plot_depth(rows: Sequence[dict[str, Any]]) -> Figure:
 
 
 def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, factor: float = 1.0) -> Figure:
-    """Plot a line over the constant loss scales, next to the methods that choose theirs; a panel for each format.
+    """Plot a line over the constant loss scales, next to the methods that choose a scale; a panel for each format.
 
     A setting with a value that is not finite is marked at the lower edge; for float32 the finite values are drawn.
 
     places: {(format, method): values}; the format "fp32" is the baseline, a band of mean and deviation.
-    title: name of the values, for the axis.
+    title: the name of the values, for the axis.
     factor: 100 for values shown in %.
     """
     formats = [fmt for fmt in dict.fromkeys(fmt for fmt, _ in places) if fmt != "fp32"]
@@ -163,12 +163,12 @@ def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, 
             0 if m == "none" else round(math.log2(float(m))): m for m in methods if m == "none" or is_constant(m)
         }
         chosen = [m for m in methods if m not in constant.values()]
-        # The methods stand to the right of the constants, with a gap of one place.
+        # The methods are to the right of the constants, with a gap of one place.
         positions = [max(constant, default=0) + 2 + i for i in range(len(chosen))]
         line = {"color": COLOURS[0], "marker": "o", "markersize": 3.5, "linewidth": 1.2}
         dots = {"color": COLOURS[5], "marker": "D", "markersize": 5, "linestyle": "", "capsize": 2}
         for x, drawn, style in (([*constant], [*constant.values()], line), (positions, chosen, dots)):
-            # A sweep of constants alone has no other methods, and zip(*()) cannot be unpacked.
+            # If a sweep has only constants, there are no other methods, and zip(*()) cannot be unpacked.
             if drawn:
                 means, deviations = zip(*(spread(fmt, method) for method in drawn), strict=True)
                 axes.errorbar(x, means, deviations, **style)
@@ -195,10 +195,10 @@ def plot_methods(places: Mapping[tuple[str, str], Sequence[float]], title: str, 
 
 
 def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] = ()) -> Figure:
-    """Plot scales over the steps, a line for each.
+    """Plot scales over the steps, with a line for each name.
 
     scales: {name: the scale of each step}.
-    overflows: steps to mark.
+    overflows: the steps to mark.
     """
     figure, axes = new_axes(9, 4, grid="both")
     for i, (name, values) in enumerate(scales.items()):
@@ -217,7 +217,7 @@ def plot_scales(scales: Mapping[str, Sequence[float]], overflows: Sequence[int] 
 
 
 def method_words(method: str) -> str:
-    """The name of a scaling method; a constant scale as a power of two.
+    """Return the name of a scaling method; a constant scale is written as a power of two.
 
     >>> method_words("8.0"), method_words("torch")
     ('2^3', 'torch')
@@ -245,12 +245,13 @@ def plot_table(
 ) -> Figure:
     """Plot a dot for each seed, mean and standard deviation: methods as rows, a panel for each format.
 
-    Values that are not finite are marked at the left edge. If two fifths of the panels' rows or more would be empty,
-    and with only one method, formats and methods share the rows of one panel. Only shares have limits: with another
-    metric, settings far off float32 are marked at the edge by an arrow and their mean, and the axis fits the others.
+    Values that are not finite are marked at the left edge. Formats and methods share the rows of one panel if there is
+    only one method, or if two fifths or more of the panels' rows would be empty. Only shares have limits: with any
+    other metric, settings far from float32 are marked at the edge by an arrow and their mean, and the axis fits the
+    other settings.
 
     places: {(format, method): values}.
-    title: name of the values, for the axis.
+    title: the name of the values, for the axis.
     factor: 100 for values shown in %.
     baseline: the values of float32, for a line through all panels.
     """
@@ -270,7 +271,7 @@ def plot_table(
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     line = factor * statistics.fmean(baseline) if baseline else math.nan
     means = {place: statistics.fmean(values) for place, values in places.items() if values}
-    # A factor of 100 says that the metric is a share, which has limits: nothing is far off there.
+    # A factor of 100 means that the metric is a share. A share has limits, so no setting is far off.
     far = far_off({place: mean - line for place, mean in means.items()}) if factor == 1 else set()
     finite = [v for place, values in places.items() if place not in far for v in _spread(values)]
     lowest, highest = (min(finite), max(finite)) if finite else (0.0, 1.0)
@@ -302,9 +303,10 @@ def plot_table(
 
 
 def far_off(distances: Mapping[Any, float]) -> set[Any]:
-    """Outliers among settings, by distance from the baseline: those that would squeeze the others on an axis.
+    """Return outliers among settings, by distance from the baseline: those that would squeeze the others on an axis.
 
-    They begin at the largest jump between neighbours, of five times or more, and are fewer than half.
+    The outliers begin at the largest jump between neighbouring distances, by a factor of five or more, and are fewer
+    than half of the settings.
 
     >>> sorted(far_off({"a": 0.0, "b": 0.01, "c": -0.1, "d": 1.0, "e": 3.4}))
     ['d', 'e']
@@ -321,7 +323,7 @@ def far_off(distances: Mapping[Any, float]) -> set[Any]:
 
 
 def evenly(values: Sequence[float], most: int) -> list[float]:
-    """All of the numbers, or a limited number of them, in even steps from the least to the largest.
+    """Return all numbers, or a limited number of them, in even steps from the least to the largest.
 
     >>> evenly([3, 1, 2], 3), evenly(range(100, -1, -1), 3)
     ([3, 1, 2], [0, 50, 100])
@@ -335,7 +337,7 @@ def evenly(values: Sequence[float], most: int) -> list[float]:
 def plot_differences(rows: Sequence[Mapping[str, Any]], title: str, tolerance: float = 0.0, factor: float = 1.0) -> Any:
     """Plot differences from float32: a dot for each seed, the mean and its interval, and the tolerance as a band.
 
-    rows: for each setting "name", "differences" and the "interval" of their mean, NaN for none.
+    rows: a row for each setting with "name", "differences" and the "interval" of their mean, NaN if there is none.
     """
     figure, axes = new_axes(7.2, 1.0 + 0.3 * len(rows))
     axes.axvspan(-factor * tolerance, factor * tolerance, color=COLOURS[2], alpha=0.15, linewidth=0)
@@ -362,12 +364,12 @@ def plot_front(
     title: str,
     factor: float = 1.0,
 ) -> Any:
-    """Plot the metric by bits of a search: a dot for each try, a line through the front, float32 dashed.
+    """Plot a search's metric by bits: a dot for each tried setting, a line through the front, float32 dashed.
 
-    rows, front: of a `SearchResult`.
+    rows, front: the rows and the front of a `SearchResult`.
     baseline: float32's metric.
-    bits: of the answer, to mark it.
-    title: of the metric, with its unit.
+    bits: the bits of the answer, to mark it.
+    title: the title of the metric, with its unit.
     factor: 100 for values shown in %.
     """
     figure, axes = new_axes(7.2, 4.0, grid="both")
@@ -391,7 +393,7 @@ def plot_curves(
 ) -> Any:
     """Plot curves over the steps, each with its standard deviation as a band.
 
-    lines: name, steps, means, deviations (NaN where unknown) of each.
+    lines: for each curve its name, steps, means, and deviations (NaN if unknown).
     title: the label of the axis.
     """
     figure, axes = new_axes(7.2, 3.8, grid="both")
@@ -411,9 +413,9 @@ def plot_curves(
 
 
 def heat_png(shares: NDArray[np.float64]) -> bytes:
-    """The content of a PNG of shares between 0 and 1.
+    """Return the content of a PNG image of shares between 0 and 1.
 
-    shares: (rows, columns), at least one of each; NaN is transparent.
+    shares: (rows, columns), with at least one row and column; NaN is transparent.
 
     >>> content = heat_png(np.array([[0.0, np.nan], [0.5, 1.0]]))
     >>> content[:8], len(content) < 1200
@@ -439,10 +441,10 @@ def plot_heat(
 ) -> Any:
     """Plot values by site and step, as colours.
 
-    steps: the steps at which a column ends.
-    sites: from input to output.
+    steps: the step at which each column ends.
+    sites: the sites, from input to output.
     values: (steps, sites); NaN is hatched.
-    title: of the figure.
+    title: the title of the figure.
     words: the label of the colour bar.
     limits: the values of the first and the last colour.
     """
@@ -455,7 +457,7 @@ def plot_heat(
     edges = [0, *steps]
     low, high = limits
     mesh = axes.pcolormesh(edges, range(len(sites) + 1), values.T, cmap=HEAT, vmin=low, vmax=high)
-    # Without an edge, viewers of vector pictures draw hairlines between the cells.
+    # The cells have edges, because viewers of vector pictures would otherwise draw hairlines between cells.
     mesh.set(edgecolor="face", linewidth=0.2)
     axes.set_facecolor("0.85" if ink() == "black" else "0.3")
     is_empty = bool(np.isnan(values).any())
@@ -485,14 +487,14 @@ def _draw(axes: Any, y: int, values: Sequence[float], edge: float) -> None:
         deviation = statistics.stdev(finite)
         plot([mean - deviation, mean + deviation], [y, y], color=COLOURS[0], linewidth=1.4, zorder=3)
     plot([mean], [y], marker="D", markersize=5, color=COLOURS[0], zorder=4)
-    # A background, which hides the line of float32 behind the number.
+    # The number has a background, which hides the line of float32 behind it.
     behind = {"pad": 0.7, "facecolor": axes.get_facecolor(), "edgecolor": "none"}
     place = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "fontsize": 6.5}
     axes.annotate(f"{mean:#.3g}".rstrip("."), (mean, y), **place, bbox=behind, zorder=2.5)
 
 
 def _point_to(axes: Any, y: int, mean: float, left: float, right: float) -> None:
-    """An arrow at the edge beyond which the mean of a setting lies, and that mean."""
+    """Draw an arrow at the edge beyond which the mean of a setting lies, and write that mean."""
     is_right = mean > right
     at, towards = (right, -1) if is_right else (left, 1)
     axes.plot([at], [y], linestyle="", marker=">" if is_right else "<", markersize=6, color=COLOURS[5], clip_on=False)
@@ -506,7 +508,7 @@ def _words(method: str) -> str:
 
 
 def _spread(values: Sequence[float]) -> list[float]:
-    """The finite values, and their mean plus and minus deviation: all that is drawn."""
+    """Return all numbers that are drawn: the finite values, and their mean plus and minus their deviation."""
     finite = [v for v in values if math.isfinite(v)]
     if len(finite) < 2:
         return finite

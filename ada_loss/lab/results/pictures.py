@@ -15,9 +15,9 @@ from ada_loss.lab.training.methods import scales_by_layer
 
 __all__ = ["NothingToShow", "picture_layer_scales", "picture_metric", "picture_scales", "picture_underflow"]
 
-# Files that are opened at most to find data for a picture.
+# The largest number of files that are opened to find data for a picture.
 MOST_READ = 500
-MANY_CONSTANTS = 6  # from this many constant scales on they are drawn as a line
+MANY_CONSTANTS = 6  # if there are at least this many constant scales, they are drawn as a line
 
 
 class NothingToShow(ValueError):
@@ -28,7 +28,7 @@ def picture_metric(results: StoredResults, metric: str | None = None, where: Map
     """See `Results.plot_accuracy`."""
     table = results.table(metric=metric, where=where)
     own = results.float32
-    # The figures know float32 by its usual name, under any name that the sweep gave it.
+    # The figures get float32 under its usual name, even if the sweep gave it another name.
     table.places = {(BASELINE if fmt == own else fmt, method): v for (fmt, method), v in table.places.items()}
     factor = 100.0 if table.is_share else 1.0
     constants = [column for column in table.across if figures.is_constant(column)]
@@ -56,10 +56,10 @@ def picture_underflow(results: StoredResults, cell: str | None = None, role: str
 
 
 def _lossiest(results: StoredResults, known: Mapping[str, Mapping[str, Any]]) -> str:
-    """The id of the recorded cell that lost the largest share of its gradients."""
+    """Return the id of the recorded cell that lost the largest share of its gradients."""
     lossy = sorted((row for row in known.values() if row["underflow"]), key=lambda row: -row["underflow"])
     ids = [str(row["id"]) for row in lossy]
-    # Lazily: files are opened one by one until one has a recording.
+    # The search is lazy: files are opened one by one until one of them has a recording.
     recorded = (cell for cell in ids[:MOST_READ] if has_array(results, cell, "history.steps"))
     return next(recorded, ids[0] if ids else "with underflow")
 
@@ -82,7 +82,7 @@ def picture_scales(results: StoredResults, where: Mapping[str, Any] | None = Non
 
 def picture_layer_scales(results: StoredResults, where: Mapping[str, Any] | None = None) -> Any:
     """See `Results.plot_layer_scales`."""
-    # Other methods have no scales by layer; their files are not opened.
+    # Other methods have no scales of layers, so their files are not opened.
     rows = [row for row in results.chosen_rows(where) if scales_by_layer(row["scaling"])]
     for row in rows[:MOST_READ]:
         arrays = results.readable_telemetry(row["id"])
@@ -97,7 +97,7 @@ def picture_layer_scales(results: StoredResults, where: Mapping[str, Any] | None
 
 
 def has_array(results: StoredResults, cell: str, name: str) -> bool:
-    """True if the telemetry of a cell can be read, and has an array."""
+    """True if the telemetry of a cell can be read, and has an array of this name."""
     return name in results.readable_telemetry(cell, {name}.__contains__)
 
 

@@ -1,4 +1,4 @@
-"""Report of a sweep: one self-contained HTML file, for a browser without a network."""
+"""The report of a sweep: one self-contained HTML file, for a browser without a network."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ except ImportError as error:
 
 __all__ = ["OverviewRow", "overview", "write_report"]
 
-# Cells that the page lists: each takes 2 kB and a millisecond.
+# The largest number of cells that the page lists: each takes 2 kB and a millisecond.
 MOST_CELLS = 5000
-# Files that are read for the curves of one name.
+# The largest number of files that are read for the curves of one name.
 MOST_READ = 2000
-# Failures that are told apart, and links to the cells of each.
+# The largest numbers of failures that are listed separately, and of links to the cells of each.
 MOST_FAILURES, MOST_LINKS = 200, 30
-# Cells whose curves are drawn: a curve takes 2 kB.
+# The largest number of cells whose curves are drawn: a curve takes 2 kB.
 MOST_CURVES = 500
-MOST_NAMES = 8  # curves of different names that are drawn
-MANY = 5  # from this many on formats are counted, not named
-PHONE = 4.4  # width of a figure on a phone, in inches
-PARTS = {"style": "css", "script": "js"}  # files beside the template
+MOST_NAMES = 8  # the largest number of names whose curves are drawn
+MANY = 5  # if there are at least this many formats, they are counted, not named
+PHONE = 4.4  # the width of a figure on a phone, in inches
+PARTS = {"style": "css", "script": "js"}  # files next to the template
 
 
 def write_report(results: StoredResults, path: Path, question: str | None = None) -> Path:
     """Write the report of a sweep atomically; return its path.
 
-    results: those of the sweep.
-    path: the HTML file.
+    results: the results of the sweep.
+    path: the path of the HTML file.
     question: the question that the sweep should answer; by default derived from the configurations.
     Raises ValueError if the ledger holds no cell.
     """
@@ -71,7 +71,7 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
         raise ValueError(f"{results.words} has nothing to report. Run the sweep first.")
     environment = Environment(
         loader=PackageLoader("ada_loss.lab.results", "."),
-        # Names and errors may come from someone else's task or ledger.
+        # Names and errors may come from a foreign task or ledger.
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -126,9 +126,9 @@ def write_report(results: StoredResults, path: Path, question: str | None = None
 
 
 def _listed(results: StoredResults, rows: Mapping[str, Mapping[str, Any]]) -> list[int]:
-    """The places of the cells that the page lists: all of them, or of more than `MOST_CELLS` some, in their order.
+    """Return the indices of the cells that the page lists, in order: at most `MOST_CELLS`.
 
-    Failed and diverged cells come first, then the first of the others.
+    Failed and diverged cells are chosen first, then the first of the other cells.
     """
     if len(results.cells) <= MOST_CELLS:
         return [*range(len(results.cells))]
@@ -146,7 +146,7 @@ def _of_listed(row: OverviewRow, listed: Collection[str]) -> OverviewRow:
 
 
 def _security(style: str, script: str) -> str:
-    """The page's Content-Security-Policy: its own style and script, by their hashes, its pictures, and nothing else.
+    """Return the page's Content-Security-Policy: only its own style and script, by their hashes, and its pictures.
 
     W3C CSP Level 3, 2.3.1: 'sha256-...' allows the inline element with that content.
     """
@@ -157,7 +157,7 @@ def _security(style: str, script: str) -> str:
 
 
 def _question(results: StoredResults) -> str:
-    """The question that the configurations answer, in words."""
+    """Return the question that the configurations answer, in words."""
     rows = [results.settings_of(cell) for cell in results.cells]
     values = {axis: [*dict.fromkeys(str(row[axis]) for row in rows)] for axis in AXES}
     words = f"What do {_counted(values['format'], 'format')} do to the training of {_list(values['task'])}"
@@ -168,7 +168,7 @@ def _question(results: StoredResults) -> str:
 
 
 def _counted(words: Sequence[str], kind: str) -> str:
-    """A few things by their names, many by their number: the lists above have the names."""
+    """Return the names of a few things, or the number of many things, whose names are in the lists above."""
     return f"the {kind}s {_list(words)}" if len(words) < MANY else f"{len(words)} {kind}s"
 
 
@@ -177,7 +177,7 @@ def _list(words: Sequence[str]) -> str:
 
 
 def _tables(results: StoredResults) -> list[dict[str, Any]]:
-    """The tables of the task's first metric, and of the underflow where there is any."""
+    """Return the tables of the task's first metric, and of the underflow if there is any."""
     if not any(cell["metrics"] for cell in results.cells):
         return []
     metrics = [None, *(["underflow"] if any(row["underflow"] for row in results.rows()) else [])]
@@ -194,9 +194,9 @@ def _tables(results: StoredResults) -> list[dict[str, Any]]:
 
 
 def _lines(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """The rows of a table: (name, [(text, whether it is within a standard deviation of the best of the row)]).
+    """Return the rows of a table: (name, [(text, whether it is within a standard deviation of the row's best)]).
 
-    The best is one with all seeds of its row: fewer may be easier ones.
+    The best place must have the largest number of seeds in its row, because fewer seeds may be easier ones.
     """
     lines = []
     for row in table.down:
@@ -206,7 +206,7 @@ def _lines(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
         known = {column: sign * mean for column, mean in means.items() if sign and math.isfinite(mean)}
         best = max(known, key=lambda column: known[column], default="")
         spread = table.deviation(row, best) if len(known) > 1 else math.nan
-        # NaN for a single place or seed: no comparison with it is true, so that nothing is bold.
+        # `least` is NaN for a single place or seed: no comparison with it is true, so nothing is bold.
         least = known.get(best, math.nan) - spread
         texts = [(table.text(row, column), known.get(column, math.nan) >= least) for column in table.across]
         lines.append((row, texts))
@@ -214,9 +214,9 @@ def _lines(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
 
 
 def _pictures(results: StoredResults, with_metrics: bool) -> list[dict[str, Any]]:
-    """The pictures for which there is data, for a light and a dark page; for one that cannot be drawn, the problem.
+    """Return the pictures for which there is data, for a light and a dark page, or the problem that prevents one.
 
-    with_metrics: also of the metrics themselves, where no difference from float32 is drawn.
+    with_metrics: whether the metrics themselves are drawn too, because differences from float32 are not.
     """
     wanted: list[tuple[str, Callable[[], Any]]] = []
     for table in results.tables() if with_metrics else []:
@@ -236,7 +236,7 @@ def _pictures(results: StoredResults, with_metrics: bool) -> list[dict[str, Any]
                 variants["dark"] = _addresses(plot)
         except NothingToShow:
             continue
-        # Telemetry of another origin, or names that cannot be drawn: the rest of the report is shown.
+        # The cause may be foreign telemetry, or names that cannot be drawn. The rest of the report is still shown.
         except Exception as error:
             drawn.append({"words": words, "variants": {}, "problem": f"{type(error).__name__}: {error}"})
         else:
@@ -245,7 +245,7 @@ def _pictures(results: StoredResults, with_metrics: bool) -> list[dict[str, Any]
 
 
 def _has_a_moving_scale(results: StoredResults, fmt: str) -> bool:
-    """True if a loss scale of a format's trainings changes: a picture of constants tells nothing."""
+    """True if a loss scale of a format's trainings changes: a picture of constants would tell nothing."""
     rows = [row for row in results.chosen_rows(None) if row["format"] == fmt and row["scaling"] != "none"]
     for row in rows[:MOST_CURVES]:
         scales = results.readable_telemetry(row["id"], {"scales"}.__contains__).get("scales", np.empty(0))
@@ -255,39 +255,39 @@ def _has_a_moving_scale(results: StoredResults, fmt: str) -> bool:
 
 
 def _addresses(plot: Callable[[], Any]) -> tuple[str, str]:
-    """A figure as data URLs, wide and narrow."""
+    """Return a figure as two data URLs, wide and narrow."""
     with apart_from_pyplot():
         figure = plot()
     return _address(figure, None), _address(figure, PHONE)
 
 
 def _address(figure: Any, width: float | None) -> str:
-    """A figure as a data URL. width: in inches, for which it is drawn again; None leaves it."""
+    """Return a figure as a data URL. width: the width in inches for which it is drawn again; None for its own width."""
     if width is not None:
         figure.set_size_inches(min(width, figure.get_figwidth()), figure.get_figheight())
     return f"data:image/svg+xml;base64,{base64.b64encode(figure_bytes(figure, 'svg')).decode()}"
 
 
 def _shared(results: StoredResults) -> dict[str, str]:
-    """The settings that all trainings share."""
+    """Return the settings that all trainings share."""
     rows = [{k: v for k, v in results.settings_of(cell).items() if k != "id"} for cell in results.cells]
     return {name: str(value) for name, value in rows[0].items() if all(row.get(name) == value for row in rows)}
 
 
 def _data(cells: Sequence[dict[str, Any]]) -> str:
-    """The curves of the cells for the page's script, as JSON that ends no element."""
+    """Return the curves of the cells for the page's script, as JSON that cannot end an HTML element."""
     points = {cell["id"]: cell["points"] for cell in cells if cell["points"]}
     # "</script>" in a curve's name would end the element; "\u003c" is the same character in JSON.
     return strict_json(points).replace("<", "\\u003c")
 
 
 def _names(cells: Sequence[dict[str, Any]]) -> list[str]:
-    """The names of the curves that cells have."""
+    """Return the names of the curves that cells have."""
     return [*dict.fromkeys(name for cell in cells for name in cell["points"])]
 
 
 def _curves(results: StoredResults, cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The panels of each curve that a cell has, the loss first."""
+    """Return the panels of each curve that a cell has, the loss first."""
     names = _names(cells)
     names.sort(key=lambda name: name != "loss")
     wanted = (names or ["loss"])[:MOST_NAMES]
@@ -304,9 +304,9 @@ def _curves(results: StoredResults, cells: Sequence[dict[str, Any]]) -> list[dic
 def _failures(
     results: StoredResults, rows: Mapping[str, Mapping[str, Any]], cells: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Each failure with its cells: those that failed, that diverged, or whose file is lost, as far as it was read.
+    """Return each kind of failure with its cells: they failed or diverged, or their file, if it was read, is lost.
 
-    cells: those that the page lists, which can be linked to.
+    cells: the cells that the page lists, to which it can link.
     """
     listed = {cell["id"]: cell for cell in cells}
     failures: dict[str, dict[str, Any]] = {}
@@ -318,7 +318,7 @@ def _failures(
         if cell["id"] in listed and listed[cell["id"]]["damage"]:
             words.append(("telemetry lost", "its file is missing or damaged; run the sweep again: it repeats the cell"))
         for state, error in words:
-            # Every message may differ (an address, a number). Beyond the limit they share one entry.
+            # Every message may differ, by an address or a number. Beyond the limit messages share one entry.
             if f"{state}: {error}" not in failures and len(failures) == MOST_FAILURES:
                 state, error = "failed", "for other reasons"
             failure = failures.setdefault(
@@ -331,7 +331,7 @@ def _failures(
 
 
 def _columns(rows: Any) -> list[str]:
-    """The columns of the table of cells: those in which they differ, and format, scaling and seed."""
+    """Return the columns of the table of cells: those in which cells differ, and format, scaling and seed."""
     rows = list(rows)
     if not rows:
         return ["format", "rounding", "scaling", "seed"]
@@ -341,10 +341,10 @@ def _columns(rows: Any) -> list[str]:
 
 
 def _session(session: dict[str, Any]) -> dict[str, str]:
-    """The environment of a driver's session, a string for each entry."""
+    """Return the environment of a driver's session, with a string for each entry."""
     try:
         started = datetime.fromtimestamp(session["started"], UTC).strftime("%Y-%m-%d %H:%M UTC")
-    # A changed row of the ledger may hold any number.
+    # A damaged row of the ledger may hold any number.
     except (OverflowError, OSError, ValueError):
         started = str(session["started"])
     known = session.get("versions")
@@ -354,9 +354,9 @@ def _session(session: dict[str, Any]) -> dict[str, str]:
 
 
 class OverviewRow(NamedTuple):
-    """Row of a format: name, best setting, the metric there, difference from float32, lost gradients, as text.
+    """The row of a format, as text: name, best setting, its metric, its difference from float32, lost gradients.
 
-    kind: "match", "above", "short" or "open", as in the verdict; "" for float32, and where nothing is judged.
+    kind: "match", "above", "short" or "open", as in the verdict; "" for float32, and if nothing is judged.
     cells: the ids of the format's cells, under every setting.
     """
 
@@ -370,11 +370,11 @@ class OverviewRow(NamedTuple):
 
 
 def overview(results: StoredResults, verdict: Verdict) -> list[OverviewRow]:
-    """A row for float32 and one for each format of a verdict, in the order of the sweep.
+    """Return a row for float32 and a row for each format of a verdict, in the order of the sweep.
 
-    The best setting of a format has the best mean difference from float32, paired by seed, among those without diverged
-    seeds, or else with the fewest. If seeds failed, three must be left. Without float32 it is the setting with the best
-    mean. If the metric's direction is unknown, or no seed has a number, there is "-".
+    The best setting of a format has the best mean difference from float32, paired by seed, among the settings with the
+    fewest diverged seeds. If seeds failed, three must be left. Without float32, it is the setting with the best mean.
+    If the metric's direction is unknown, or no seed has a number, the row has "-".
     """
     rows = {row["id"]: row for row in results.rows()}
     values = [*verdict.baseline.values()]
@@ -398,11 +398,11 @@ def _row(
     def differences(one: Combination) -> list[float]:
         return [value for value in one.comparison.differences.values() if math.isfinite(value)]
 
-    # Without float32 (or with none of its seeds) the means themselves are compared.
+    # If there is no float32, or none of its seeds, the means themselves are compared.
     are_paired = all(differences(one) for one in chosen if numbers(one))
 
-    # The share of seeds with a number comes first: the mean of the other seeds alone would flatter a setting that
-    # diverges.
+    # The share of seeds with a number comes first: otherwise the mean of the remaining seeds would flatter a setting
+    # that diverges.
     def worth(one: Combination) -> tuple[float, float]:
         values = differences(one) if are_paired else numbers(one)
         seeds = one.seeds - len(one.silent) if len(numbers(one)) >= LEAST_SEEDS else one.asked
@@ -437,7 +437,7 @@ def _row(
 
 
 def _metric(name: str, values: Sequence[float]) -> str:
-    """Mean and deviation, in % for shares."""
+    """Return mean and deviation as text, in % for shares."""
     if not values:
         return "-"
     is_finite = len(values) > 1 and all(map(math.isfinite, values))

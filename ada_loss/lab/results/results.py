@@ -1,4 +1,4 @@
-"""Results of a sweep as rows and tables, over seeds."""
+"""The results of a sweep as rows, and as tables of means over seeds."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from fpsim.insight.rows import Rows
 
 __all__ = ["REASONS", "StoredResults", "first_metric", "read_reasons", "since", "telling_axes"]
 
-# Column of rows in a folder with numbers of several versions.
+# The column of rows in a folder whose numbers have several versions.
 BITS = "bits_version"
-# Reasons why cells diverged or fell short, by id. Beside the ledger, so that its rows and their digests stay.
+# The file of the reasons why cells diverged or fell short, by id. It is next to the ledger, so that the ledger's rows
+# and digests do not change.
 REASONS = "reasons.json"
-OF_A_CELL = ("skipped", "underflow", "seconds")  # columns of a row besides its settings and metrics
-# A mean of shares in float32 may be this far above 1.
+OF_A_CELL = ("skipped", "underflow", "seconds")  # columns of a row in addition to its settings and metrics
+# A mean of shares, computed in float32, may exceed 1 by this much.
 ROUNDED = 1e-5
-RESULTS = ("id", "diverged", "reason", BITS, *OF_A_CELL)  # columns that no option and no metric has
+RESULTS = ("id", "diverged", "reason", BITS, *OF_A_CELL)  # columns that no option and no metric may have
 
 
 class StoredResults:
@@ -46,16 +47,18 @@ class StoredResults:
     A metric with the name of another column, such as "format", is the column "metric.format", and an option with the
     name of a result, such as "seconds", is "option.seconds".
 
-    A format has the name that the sweep gave it, or a short one; `names` maps descriptions to names.
+    A format has the name that the sweep gave it, or a short name; `names` maps descriptions to names.
 
-    `missing` lists losses of the folder, such as planned cells without a row. If there are any, opening it warns.
+    `missing` lists lost data of the folder, such as planned cells without a row. If data are lost, opening the folder
+    warns.
 
-    Control characters and newlines of names and settings, which would reach a terminal, are escaped; not in `cells`.
+    Control characters and newlines in names and settings are escaped, because they would reach a terminal; in `cells`
+    they are not.
 
     out: the folder.
-    minimize, maximize: metrics of which a smaller, or a larger, value is better; they override the sweep's statement,
-        and the direction that a name implies.
-    Raises FileNotFoundError without a ledger, ValueError for one that cannot be read.
+    minimize, maximize: metrics whose smaller, or larger, values are better; they override the sweep's statement, and
+        the direction that a name implies.
+    Raises FileNotFoundError if there is no ledger, ValueError if it cannot be read.
     """
 
     def __init__(
@@ -68,13 +71,13 @@ class StoredResults:
         if self.missing:
             warnings.warn(f"{self.out}: {self.missing}", stacklevel=2)
         for cell in self.cells:
-            # A damaged row may have no configuration, and one with a valid digest another object. Both are shown as
-            # failures.
+            # A damaged row may have no configuration, and a row with a valid digest may hold another object. Both are
+            # shown as failures.
             if not is_configuration(cell["config"]):
                 cell |= {"state": "failed", "metrics": {}, "error": DAMAGED, "damaged": 1}
                 cell["config"] = {**dict.fromkeys(AXES, "?"), "options": {}}
         self._label, self._options = _OnceEach(lambda value: in_line(label(value))), _OnceEach(_columns_of)
-        # Names of columns are settled once for all cells: a metric named "format" must not replace the format.
+        # Names of columns are decided once for all cells: a metric named "format" must not replace the format.
         columns = {*AXES, *RESULTS, *self._option_names()}
         named: dict[str, str] = {}
         for cell in self.cells:
@@ -85,19 +88,19 @@ class StoredResults:
         self.reasons = read_reasons(self.out)
         formats = {self._label(fmt): fmt for fmt in (cell["config"]["format"] for cell in self.cells)}
         names = names_of(formats.values(), read_names(self.out))
-        # Escaped here, once: names reach terminals, tables and the report.
+        # Names are escaped here, once, because they reach terminals, tables and the report.
         self.names = {in_line(words): in_line(name) for words, name in names.items()}
 
     @property
     def words(self) -> str:
-        """The folder and the number of cells in each state, in words."""
+        """Return the folder and the number of cells in each state, in words."""
         counts = {**self.counts, "missing": len(self.missing.cells)}
         words = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
         return f"Results({str(self.out)!r}: {words or 'no cells'})"
 
     @property
     def old(self) -> str:
-        """The number of results of another version of the numbers, and the changes; "" without any."""
+        """Return the number of results with another version of the numbers, and the changes; "" if there are none."""
         done = [cell["bits"] for cell in self.cells if cell["state"] == "done"]
         others = Counter(bits for bits in done if bits != fpsim.BITS)
         if not others:
@@ -119,10 +122,10 @@ class StoredResults:
         return True
 
     def rows(self) -> Rows:
-        """A flat row for each finished cell: configuration, metrics, diverged, skipped, underflow, seconds.
+        """Return a flat row for each finished cell: configuration, metrics, diverged, skipped, underflow, seconds.
 
-        After a sweep with `why=True`, "reason" explains why the cell diverged or fell short, "" for the others. If some
-        have the numbers of another version of the library, "bits_version" is that version; see `old`.
+        After a sweep with `why=True`, "reason" explains why the cell diverged or fell short; it is "" for other cells.
+        If some cells have the numbers of another version of the library, "bits_version" is that version; see `old`.
         """
         return Rows(map(dict, self._rows))
 
@@ -138,36 +141,36 @@ class StoredResults:
         return rows
 
     def settings_of(self, cell: Mapping[str, Any]) -> dict[str, Any]:
-        """A cell's id and flat configuration: names of format and method, seed, options."""
+        """Return a cell's id and flat configuration: names of format and method, seed, options."""
         config = cell["config"]
         words = {axis: self._label(config[axis]) for axis in AXES if axis != "seed"}
         words["format"] = self.names[words["format"]]
         return {"id": cell["id"], **words, "seed": config["seed"], **self._options(config["options"])}
 
     def _option_names(self) -> list[str]:
-        """The columns of options, in the order of the cells."""
+        """Return the columns of options, in the order of the cells."""
         different = {id(options): options for options in (cell["config"]["options"] for cell in self.cells)}
         return [*dict.fromkeys(name for options in different.values() for name in self._options(options))]
 
     @property
     def float32(self) -> str:
-        """The name of the baseline float32: "fp32", unless the sweep gave it another."""
+        """Return the name of the baseline float32: "fp32", unless the sweep gave it another name."""
         return self.names.get(BASELINE, BASELINE)
 
     @property
     def legend(self) -> dict[str, str]:
-        """Descriptions of formats, {name: description}, except names that are their own description."""
+        """Return descriptions of formats, {name: description}, without names that are their own description."""
         return {name: words for words, name in self.names.items() if name != words}
 
     def chosen_rows(self, where: Mapping[str, Any] | None) -> Rows:
-        """The rows with these values, {column: value}; None for all. Raises ValueError for a value that no row has."""
+        """Return the rows with these values, {column: value}; None for all. Raises ValueError for an unknown value."""
         if where is not None:
             require_mapping("where", where, "{'format': 'fp16'}")
         chosen = every = self._rows
         for name, value in (where or {}).items():
             value = self._named_format(value) if name == "format" else value
             rows = chosen
-            # A cell without the option, which other cells have, has None there.
+            # A cell that lacks an option which other cells have gets None for it.
             is_known = any(name in row for row in every)
             chosen = Rows(row for row in rows if is_known and _word(row.get(name)) == _word(value))
             if rows and not chosen:
@@ -181,7 +184,7 @@ class StoredResults:
         return chosen
 
     def _named_format(self, value: Any) -> Any:
-        """The name of a format that is described, or named in other letters."""
+        """Return the name of a format that is given by its description, or by its name in another case."""
         words = label(value)
         if words in self.names.values():
             return words
@@ -189,11 +192,11 @@ class StoredResults:
 
     @property
     def settings(self) -> list[str]:
-        """The columns that identify a training except its seed: task, format, rounding, scaling, the options."""
+        """Return the columns that identify a training, without the seed: task, format, rounding, scaling, options."""
         return [*AXES[:-1], *self._option_names()]
 
     def failures(self) -> list[dict[str, Any]]:
-        """The failed cells, with "error" and "traceback"."""
+        """Return the failed cells, with "error" and "traceback"."""
         return [cell for cell in self.cells if cell["state"] == "failed"]
 
     def to_frame(self) -> Any:
@@ -202,7 +205,7 @@ class StoredResults:
 
     @property
     def metric(self) -> str:
-        """The first metric of the task, the default of tables."""
+        """Return the first metric of the task, which is the default of tables."""
         tasks = [cell["config"]["task"] for cell in self.cells if cell["metrics"]]
         if tasks:
             name = first_metric(self, [c["id"] for c in self.cells if c["config"]["task"] == tasks[0]])
@@ -212,7 +215,7 @@ class StoredResults:
         )
 
     def named(self, metric: str | None) -> str:
-        """The given metric; the first of the task for None. Raises TypeError for anything but a name."""
+        """Return the given metric; for None, the task's first metric. Raises TypeError for anything but a name."""
         if metric is not None and not isinstance(metric, str):
             raise TypeError(f"metric={shown(metric)} is not a string. Expected: the name of a metric, or None.")
         return self.metric if metric is None else self.shown(metric)
@@ -225,7 +228,7 @@ class StoredResults:
             raise ValueError(refuse(f"Unknown metric {shown(metric)}", known, word=metric))
 
     def shown(self, metric: str) -> str:
-        """A metric's name, marked if it is shown in %: accuracies whose values are shares are."""
+        """Return a metric's name, marked if it is shown in %, as an accuracy whose values are shares is."""
         if not is_share_by_name(metric):
             return metric
         values = [v for cell in self.cells if is_finite_number(v := cell["metrics"].get(metric))]
@@ -234,10 +237,10 @@ class StoredResults:
         return Share(metric) if all(-ROUNDED <= v <= 1 + ROUNDED for v in values) else NoShare(metric)
 
     def best(self, metric: str | None = None, *, largest: bool | None = None) -> dict[str, Any]:
-        """The row with the best value of a metric, without NaN and diverged trainings.
+        """Return the row with the best value of a metric, without NaN and diverged trainings.
 
         metric: by default the task's first.
-        largest: whether a larger value is better; None for the metric's stated direction, or that of its name.
+        largest: whether a larger value is better; None for the metric's stated direction, or the direction of its name.
         Raises ValueError if no cell has a number, and if the metric's direction is unknown.
         """
         if largest is not None:
@@ -261,9 +264,10 @@ class StoredResults:
         metric: str | None = None,
         where: Mapping[str, Any] | None = None,
     ) -> Table:
-        """Mean and standard deviation of a metric over the seeds.
+        """Return a table with mean and standard deviation of a metric over the seeds.
 
-        A metric of a diverged training is NaN, whatever its value, as in the verdict; other columns stay.
+        As in the verdict, a metric of a diverged training is NaN, whatever its value is; other columns keep their
+        values.
 
         rows, columns: "task", "format", "rounding", "scaling", "seed", or an option of the training.
         metric: by default the task's first; also "underflow", "skipped" or "seconds".
@@ -298,10 +302,10 @@ class StoredResults:
         return Table(rows, columns, name, down, across, places, chosen, self.directions, self.names)
 
     def tables(self, metric: str | None = None) -> list[Table]:
-        """A `table` of formats and scaling methods for each combination of the other columns in which the cells differ.
+        """Return a `table` of formats and scaling methods for each combination of other columns in which cells differ.
 
-        Columns determined by those before them, as a training's options by its task, are omitted. The list is empty if
-        no training finished.
+        A column that earlier columns determine is omitted, such as options that follow from the task. The list is empty
+        if no training finished.
 
         metric: by default the first of each task.
         """
@@ -313,7 +317,7 @@ class StoredResults:
         others = [*AXES[:1], "rounding", *self._option_names()]
         varying: list[str] = []
         for axis in others:
-            # The usual rounding follows from format and scaling: then the rounding distinguishes nothing.
+            # If the rounding is the usual one, it follows from format and scaling, and distinguishes nothing.
             before = [*varying, "format", "scaling"] if axis == "rounding" else varying
             if _count(all_rows, [*before, axis]) > max(_count(all_rows, before), 1):
                 varying.append(axis)
@@ -327,7 +331,7 @@ class StoredResults:
         return tables
 
     def cell(self, cell: str) -> dict[str, Any]:
-        """The cell with an id, as in `cells`. Raises ValueError for an id that is not among them."""
+        """Return the cell with an id, as in `cells`. Raises ValueError for an id that is not among them."""
         if not isinstance(cell, str):
             raise TypeError(f"cell={shown(cell)} is not a string. Expected: the id of a cell.")
         if cell not in self._by_id:
@@ -339,13 +343,13 @@ class StoredResults:
         return {cell["id"]: cell for cell in self.cells}
 
     def telemetry(self, cell: str) -> dict[str, np.ndarray[Any, Any]]:
-        """The arrays of a cell's file: "losses" and "scales" of each step, "skipped", and recordings.
+        """Return the arrays of a cell's file: "losses" and "scales" of each step, "skipped", and recordings.
 
-        With `record_every`, "history.underflow" and its like have a row for each step of "history.steps" and a column
-        for each place in "sites.site" and "sites.role". Where each layer has a scale, "layers.log2_scale" has a row for
-        each of "layers.steps", and a column for each of "layers.site".
+        With `record_every`, "history.underflow" and similar arrays have a row for each step of "history.steps", and a
+        column for each entry of "sites.site" and "sites.role". If each layer has a scale, "layers.log2_scale" has a row
+        for each entry of "layers.steps", and a column for each entry of "layers.site".
 
-        cell: its id.
+        cell: the id of the cell.
         Raises ValueError for a file that is missing or damaged.
         """
         return read_telemetry(self.out, cell, self.cell(cell)["telemetry_sha256"])
@@ -353,7 +357,7 @@ class StoredResults:
     def readable_telemetry(
         self, cell: str, is_wanted: Callable[[str], bool] | None = None
     ) -> dict[str, np.ndarray[Any, Any]]:
-        """`telemetry`, or no arrays if the file cannot be read, for a choice among cells."""
+        """Return `telemetry`, or {} if the file cannot be read, to choose among cells."""
         try:
             return read_telemetry(self.out, cell, self.cell(cell)["telemetry_sha256"], is_wanted)
         except ValueError:
@@ -361,7 +365,7 @@ class StoredResults:
 
 
 def read_reasons(out: Path) -> dict[str, str]:
-    """Reasons why cells diverged or fell short, by id; {} if not requested. Raises ValueError for a damaged file."""
+    """Return the reasons why cells diverged or fell short, by id; {} if there is no file. ValueError if damaged."""
     try:
         reasons = json.loads(content_of(out / REASONS))
         if not isinstance(reasons, dict):
@@ -374,7 +378,7 @@ def read_reasons(out: Path) -> dict[str, str]:
 
 
 def since(versions: Iterable[int]) -> str:
-    """Changes of numbers since some versions, in words.
+    """Return the changes of numbers since some versions, in words.
 
     >>> since([fpsim.BITS + 1])
     'a newer release than this one computed them'
@@ -385,18 +389,18 @@ def since(versions: Iterable[int]) -> str:
 
 
 def _count(rows: list[dict[str, Any]], axes: list[str]) -> int:
-    """Number of combinations of values that the rows have in some columns."""
+    """Return the number of combinations of values that the rows have in some columns."""
     return len({tuple(map(str, map(row.get, axes))) for row in rows})
 
 
 def first_metric(results: StoredResults, cells: Iterable[str]) -> str | None:
-    """The most frequent first metric of some cells, by id; None if none has any."""
+    """Return the most frequent first metric of some cells, by id; None if no cell has a metric."""
     firsts = Counter(next(iter(metrics)) for cell in cells if (metrics := results.cell(cell)["metrics"]))
     return max(firsts, key=lambda name: firsts[name], default=None)
 
 
 def telling_axes(axes: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Settings in which rows differ, except options determined by the task."""
+    """Return the settings in which rows differ, except options that the task determines."""
     telling = [axis for axis in axes if len({str(row.get(axis)) for row in rows}) > 1]
     if "task" not in telling:
         return telling
@@ -414,13 +418,13 @@ class _OnceEach:
     def __call__(self, value: Any) -> Any:
         key = value if isinstance(value, str) else id(value)
         if key not in self._known:
-            # The object is kept: its id could otherwise go to another one.
+            # The object is kept, because otherwise another object could get its id.
             self._known[key] = value, self._function(value)
         return self._known[key][1]
 
 
 def _columns_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by their columns."""
+    """Return options by their columns."""
     return {_option(name): in_line(value) if isinstance(value, str) else value for name, value in options.items()}
 
 
@@ -429,14 +433,14 @@ def _option(name: str) -> str:
 
 
 def _column(metric: str, columns: set[str]) -> str:
-    """The column of a metric in addition to those columns."""
+    """Return the column of a metric that is added to these columns."""
     while metric in columns:
         metric = f"metric.{metric}"
     return metric
 
 
 def _number(row: Mapping[str, Any], name: str) -> float:
-    """A number of a row; NaN where its training gave none."""
+    """Return a number of a row; NaN if its training returned none."""
     value = row.get(name)
     if isinstance(value, str):
         raise ValueError(f"The column {name!r} holds words: {value!r}. Name one of numbers, a metric or 'underflow'.")
@@ -444,9 +448,9 @@ def _number(row: Mapping[str, Any], name: str) -> float:
 
 
 def _word(value: Any) -> str:
-    """A value as a word, the same however it was written: 0, 0.0 and "0.0" are one number, None is "None"."""
+    """Return a value as a word that does not depend on its spelling: 0, 0.0 and "0.0" are equal; None is "None"."""
     try:
         return label(value if isinstance(value, bool) else float(value))
-    # OverflowError: of an integer beyond float64.
+    # OverflowError comes from an integer beyond float64.
     except (TypeError, ValueError, OverflowError):
         return in_line(label(value))

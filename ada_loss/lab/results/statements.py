@@ -1,4 +1,4 @@
-"""The statements of a verdict: settings against float32 in lists, and the tests in the end."""
+"""The statements of a verdict: lists of settings compared with float32, and the tests at the end."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from ada_loss.lab.results.table import heading, is_share, latex, mean_and_deviat
 
 __all__ = ["SECTIONS", "WORSE", "Combination", "Section", "Verdict", "as_html", "as_latex", "as_text"]
 
-# Settings of one list that are described.
+# The largest number of settings in a list that are described.
 MOST_NAMED = 20
-# Formats of a list without descriptions.
+# The largest number of formats in a list without descriptions.
 MOST_LISTED = 12
-# Of the tolerance: smaller amounts are float64's own error, and are shown as 0.
+# A part of the tolerance: smaller amounts are rounding errors of float64, and are shown as 0.
 NOISE = 1e-9
-# Shares of lost gradients that are mentioned.
+# The least share of lost gradients that is mentioned.
 NOTABLE = 0.005
-# Seeds that reveal most collapses; docs/verdict.md has the numbers.
+# The number of seeds that reveals most collapses; docs/verdict.md has the numbers.
 ENOUGH = 5
-# The lists of a verdict in their order, with the outcomes of each.
+# The lists of a verdict in order, with the outcomes in each list.
 SECTIONS = {
     "match": ("match",),
     "above": ("above",),
@@ -45,27 +45,28 @@ SECTIONS = {
     "counted": ("diverged", "worse"),
     "open": ("undecided", "few", "failed"),
 }
-# Outcomes whose reason is worth knowing.
+# The outcomes whose reason is worth knowing.
 WORSE = (*SECTIONS["short"], *SECTIONS["collapsed"], *SECTIONS["counted"])
 
 
 @dataclass(frozen=True)
 class Combination:
-    """A format with its scaling method, and all other settings that differ, against float32.
+    """A format with its scaling method and all other settings that differ, compared with float32.
 
     fmt, rest: the format, and the other settings that differ, as words.
-    outcome: "match" (no more than the tolerance worse), "short" (more), "above" (better by more, of a test for
-        equivalence), "collapsed" (some seeds do not belong to the others), "undecided"; and without a test
-        "diverged", "worse" (with every seed, and much worse with one), "failed" (no result) or "few" (results of
-        fewer than three seeds).
-    comparison: with float32; without differences where it failed.
-    seeds: how many trainings are done.
-    shares: what its trainings lost, {"underflow", "overflow", "skipped steps": a share}, as means over the seeds.
-    judgement: of the test, with differences that are positive where the setting is better; None where it is not tested.
-    collapsed, failed: the seeds that did.
+    outcome: "match" (worse by no more than the tolerance), "short" (worse by more), "above" (in a test for equivalence:
+        better by more), "collapsed" (some seeds do not belong to the others) or "undecided". Without a test it is
+        "diverged", "worse" (with every seed, and much worse with one), "failed" (no result) or "few" (results of fewer
+        than three seeds).
+    comparison: the comparison with float32; it has no differences if the setting failed.
+    seeds: the number of trainings that are done.
+    shares: what the trainings lost, {"underflow", "overflow", "skipped steps": a share}, as means over the seeds.
+    judgement: the result of the test, whose differences are positive if the setting is better; None if it is not
+        tested.
+    collapsed, failed: the seeds that collapsed, and the seeds that failed.
     silent: the seeds whose trainings ended without this metric.
-    cells: the ids of its cells.
-    why: what `fpsim.why` says of one of them, where the sweep asked.
+    cells: the ids of the cells.
+    why: the reason that `fpsim.why` found for one of the cells, if the sweep asked for it.
     """
 
     fmt: str
@@ -83,12 +84,12 @@ class Combination:
 
     @property
     def name(self) -> str:
-        """The combination in words."""
+        """Return the combination in words."""
         return f"{self.fmt} ({self.rest})" if self.rest else self.fmt
 
     @property
     def reasons(self) -> str:
-        """Losses of its trainings and the reason, in words; "" without any."""
+        """Return what its trainings lost, and the reason, in words; "" if there is nothing to say."""
         diverged = self.comparison.diverged
         words = [f"{diverged} of {self.seeds} diverged"] if diverged else []
         text = ", ".join([*words, *self.losses])
@@ -96,34 +97,35 @@ class Combination:
 
     @property
     def losses(self) -> list[str]:
-        """Losses of its trainings, in words."""
+        """Return what its trainings lost, in words."""
         return [f"{name} {per_cent(round(share, 3))}" for name, share in self.shares.items() if share >= NOTABLE]
 
     @property
     def asked(self) -> int:
-        """Number of seeds that were trained or failed."""
+        """Return the number of seeds that were trained or failed."""
         return self.seeds + len(self.failed)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict of a sweep on all settings against float32. Its `str` is a few lists, as is `_repr_html_`.
+    """The verdict of a sweep on all settings compared with float32. It is printed as a few lists.
 
-    A setting collapses if the other seeds exclude that some belong to them. Each other setting is tested once,
-    two-sided, at the tolerance below float32: it stays within that, it falls short by more, or the test is open.
-    `judgement.py` has the tests and their simulated errors. A setting of which a seed diverged is counted and not
-    tested, and one with fewer than three seeds is not judged.
+    A setting has collapsed if some of its seeds cannot belong to its other seeds. Each other setting is tested once,
+    two-sided, at the tolerance below float32: it stays within the tolerance, it falls short by more, or the test is
+    open. `judgement.py` has the tests and their simulated errors. A setting with a diverged seed is counted and not
+    tested, and a setting with fewer than three seeds is not judged.
 
-    metric: its name.
-    baseline: of float32, {seed: metric}; empty without float32.
-    tolerance: in units of the metric.
+    metric: the name of the metric.
+    baseline: the results of float32, {seed: metric}; empty without float32.
+    tolerance: the tolerance in units of the metric.
     level: the bound for a wrong statement anywhere, if differences are normal.
-    combinations: in the order of the sweep.
-    subject: the part of the sweep that it is about, where there are several: the task, the options that differ.
-    sign: 1 where a larger metric is better, -1 where a smaller is; 0 where it is not known: nothing is judged then.
-    equivalence: whether "match" is within the tolerance on both sides.
-    lost: seeds of float32 that diverged or failed.
-    is_near_zero: whether float32 is too near 0 for a tolerance that is a share of it, and none was given.
+    combinations: the combinations, in the order of the sweep.
+    subject: the part of the sweep that the verdict is about, if there are several: the task, the options that differ.
+    sign: 1 if a larger metric is better, -1 if a smaller metric is better; 0 if this is not known, so that nothing is
+        judged.
+    equivalence: whether "match" means within the tolerance on both sides.
+    lost: the seeds of float32 that diverged or failed.
+    is_near_zero: whether no tolerance was given, and float32 is too near 0 for a tolerance that is a share of it.
     """
 
     metric: str
@@ -138,12 +140,12 @@ class Verdict:
     is_near_zero: bool = False
 
     def of(self, outcome: str) -> list[Combination]:
-        """The combinations of an outcome."""
+        """Return the combinations with an outcome."""
         return [one for one in self.combinations if one.outcome == outcome]
 
     @property
     def problem(self) -> str:
-        """Reason why a verdict is impossible, as a sentence; "" otherwise."""
+        """Return the reason why a verdict is impossible, as a sentence; "" if it is possible."""
         if not self.baseline and self.lost:
             return f"No verdict: float32 itself gave no finite {self.metric}, so there is nothing to compare with."
         if not self.baseline:
@@ -166,7 +168,7 @@ class Verdict:
 
     @property
     def head(self) -> str:
-        """float32's metric, or the reason why a verdict is impossible."""
+        """Return float32's metric, or the reason why a verdict is impossible."""
         words = self.problem
         if not words:
             better = ", lower is better" * (self.sign < 0)
@@ -177,13 +179,13 @@ class Verdict:
 
     @property
     def _of_float32(self) -> str:
-        """The mean and the deviation of float32."""
+        """Return the mean and the deviation of float32."""
         values = [*self.baseline.values()]
         return mean_and_deviation(self.metric, mean_of(values), statistics.stdev(values))
 
     @property
     def sections(self) -> list[Section]:
-        """The lists; those that are empty are left out."""
+        """Return the lists, without empty ones."""
         sections = []
         for kind, outcomes in SECTIONS.items():
             chosen = [one for one in self.combinations if one.outcome in outcomes]
@@ -196,11 +198,11 @@ class Verdict:
 
     @property
     def foot(self) -> str:
-        """The tests, and the chance of a wrong statement."""
+        """Return the description of the tests, and of the chance of a wrong statement."""
         judged = [one for one in self.combinations if one.judgement is not None or one.collapsed]
         if not judged:
             return ""
-        # A setting that collapsed has no judgement, though it was tested for collapses.
+        # A setting that collapsed has no judgement, although it was tested for collapses.
         tested = [one.judgement for one in judged if one.judgement is not None]
         counts = [len(one.comparison.differences) for one in judged]
         fewest, seeds = min(counts), max(counts)
@@ -242,7 +244,7 @@ class Verdict:
         return True
 
     def to_frame(self) -> Any:
-        """A pandas.DataFrame with a row for each setting."""
+        """Return a pandas.DataFrame with a row for each setting."""
         rows = []
         for one in self.combinations:
             low, high = (math.nan, math.nan) if one.judgement is None else one.judgement.interval
@@ -254,7 +256,7 @@ class Verdict:
         return data_frame(rows)
 
     def plot(self) -> Any:
-        """A figure: the differences from float32, with their intervals and the tolerance; needs matplotlib."""
+        """Return a figure: the differences from float32, with their intervals and the tolerance; needs matplotlib."""
         from ada_loss.lab.results.figures import plot_differences
 
         rows = []
@@ -275,20 +277,20 @@ class Verdict:
         return as_html(self.head, self.sections, self.foot)
 
     def to_html(self) -> str:
-        """The lists as a block of HTML."""
+        """Return the lists as a block of HTML."""
         return as_html(self.head, self.sections, self.foot)
 
     def to_latex(self) -> str:
-        """The lists as a LaTeX description."""
+        """Return the lists as a LaTeX description."""
         return as_latex(self.head, self.sections, self.foot)
 
     def statement(self, one: Combination) -> str:
-        """Statement on a combination, a sentence without its name."""
+        """Return the statement on a combination, a sentence without the combination's name."""
         (title,) = [self._title(kind) for kind, outcomes in SECTIONS.items() if one.outcome in outcomes]
         title = title[0].lower() + title[1:]
         if one.outcome in ("match", "above"):
             return ", ".join(filter(None, (f"{title}: {self._estimate(one)}", self._words(one))))
-        # Their descriptions need no title.
+        # The descriptions of these outcomes need no title.
         is_told = one.outcome in (*SECTIONS["collapsed"], *SECTIONS["counted"])
         return self._words(one) if is_told else f"{title}: {self._words(one)}"
 
@@ -298,15 +300,15 @@ class Verdict:
 
     @property
     def amount(self) -> str:
-        """The tolerance in words."""
-        # Of the tolerance itself all digits are shown: it was given, not measured.
+        """Return the tolerance in words."""
+        # All digits of the tolerance itself are shown, because it was given, not measured.
         if is_share(self.metric):
             words = f"{100 * self.tolerance:.4g}"
             return "1 point" if words == "1" else f"{words if '.' in words or 'e' in words else words + '.0'} points"
         return _bare(self.metric, self.tolerance)
 
     def _said(self, value: float) -> str:
-        """An amount in words, with decimals that can be told from the tolerance."""
+        """Return an amount in words, with as many decimals as are needed to compare it with the tolerance."""
         return _bare(self.metric, value, self.tolerance)
 
     def _title(self, kind: str) -> str:
@@ -325,7 +327,7 @@ class Verdict:
         return f"No more than {self.amount} {self._side} float32"
 
     def _named(self, chosen: Sequence[Combination]) -> list[tuple[str, str]]:
-        """Formats with descriptions of their settings, a line for each."""
+        """Return formats with the descriptions of their settings, a line for each format."""
         lines = []
         shown = chosen[:MOST_NAMED]
         for fmt in dict.fromkeys(one.fmt for one in shown):
@@ -337,7 +339,7 @@ class Verdict:
         return lines + ([(f"{len(chosen) - MOST_NAMED} more", "")] if len(chosen) > MOST_NAMED else [])
 
     def _listed(self, chosen: Sequence[Combination]) -> list[tuple[str, str]]:
-        """The combinations by their formats, in the order of the sweep."""
+        """Return the combinations by their formats, in the order of the sweep."""
         chosen = [one for one in self.combinations if one in chosen]
         words = []
         for fmt in dict.fromkeys(one.fmt for one in chosen):
@@ -353,7 +355,7 @@ class Verdict:
         return [(word, "") for word in words]
 
     def _words(self, one: Combination) -> str:
-        """Description of a combination in addition to the title of its list; "" for none."""
+        """Return the description of a combination that the title of its list does not contain; "" if there is none."""
         parts = []
         if one.outcome in ("match", "above") and one.judgement is not None:
             far = one.judgement.mean > self.tolerance
@@ -370,7 +372,7 @@ class Verdict:
             parts.append("gave no result")
         elif one.outcome == "few":
             few = len(one.comparison.differences)
-            # A running sweep has not asked for the other seeds yet: "2 of 2" would say nothing.
+            # A running sweep has not trained the other seeds yet, so "2 of 2" would say nothing.
             of = f" of {one.asked}" if few < one.asked else ""
             parts.append(f"gave too few results, {few}{of} seed{'s' * (few > 1 or bool(of))}; {LEAST_SEEDS} are needed")
         elif len(one.comparison.differences) < one.asked and one.outcome != "diverged":
@@ -382,7 +384,7 @@ class Verdict:
         return f"{words}: {one.why}" if one.why else words
 
     def _counted(self, one: Combination) -> str:
-        """Number of seeds that diverged or collapsed, and the range of the others."""
+        """Return the number of seeds that diverged or collapsed, and the range of the others, in words."""
         differences = one.comparison.differences
         if one.outcome == "diverged":
             words, out = f"diverges with {one.comparison.diverged} of {one.asked} seeds", set[int]()
@@ -399,14 +401,14 @@ class Verdict:
         return f"{words}, {verb} {low if low == high else f'{low} to {high}'}"
 
     def _worse(self, one: Combination) -> str:
-        """A setting that is worse with every seed: by how much."""
+        """Describe by how much a setting is worse that is worse with every seed."""
         losses = [-self.sign * value for value in one.comparison.differences.values()]
         low, high = (in_units(self.metric, value, False, seen=self.tolerance) for value in (min(losses), max(losses)))
         side = f"more than {self.amount} {self._side} float32"
         return f"{side} with each of {len(losses)} seeds, by {low} to {high}"
 
     def _far(self, one: Combination) -> str:
-        """Describe the seeds of an open setting that are far below the others; "" without any."""
+        """Describe the seeds of an open setting that are far below the others; "" if there are none."""
         if one.judgement is None or not one.judgement.low:
             return ""
         seeds, values = [*one.comparison.differences], [*one.comparison.differences.values()]
@@ -418,7 +420,7 @@ class Verdict:
         return f"{words}, by a collapse or by chance: {more} seeds would tell"
 
     def _open(self, one: Combination) -> str:
-        """An open setting: its difference, and how many seeds would decide."""
+        """Describe an open setting: its difference, and how many seeds would decide."""
         if one.judgement is None:
             mean = one.comparison.mean
             difference = in_units(self.metric, mean, seen=self.tolerance)
@@ -433,13 +435,13 @@ class Verdict:
         return f"{words}; {number} seeds would probably decide it"
 
     def _estimate(self, one: Combination, positive: bool = False) -> str:
-        """The mean difference with its interval, in the metric's own direction; or how much worse it is."""
+        """Return the mean difference with its interval, in the metric's own direction, or how much worse it is."""
         assert one.judgement is not None
         sign = -1 if positive else self.sign
         low, high = sorted(sign * bound for bound in one.judgement.interval)
         seen = self.tolerance or high - low or abs(one.judgement.mean)
         least = NOISE * self.tolerance
-        # Otherwise 1e-17 would be shown for 0, with an exponent.
+        # Without this, 0 would be shown as 1e-17, with an exponent.
         values = (value if abs(value) >= least else 0.0 for value in (sign * one.judgement.mean, low, high))
         words = [in_units(self.metric, value, unit=False, seen=seen) for value in values]
         return f"{words[0]} [{words[1]}, {words[2]}]"
@@ -450,7 +452,7 @@ def _finite(value: float) -> float:
 
 
 def _seeds(seeds: Sequence[int]) -> str:
-    """Seeds in words.
+    """Return seeds in words.
 
     >>> _seeds([3]), _seeds([3, 4, 5])
     ('seed 3', 'seeds 3, 4, 5')
@@ -459,14 +461,14 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 
 def _bare(metric: str, value: float, seen: float = 0.0) -> str:
-    """An amount in words: "1 point", "1.5 points"."""
+    """Return an amount in words: "1 point", "1.5 points"."""
     words = in_units(metric, value, seen=seen)
     return words.removesuffix("s").replace("1.0", "1") if words == "1.0 points" else words
 
 
 WIDTH = 110
 WIDEST_LABEL = 44
-# Not a comma: names have commas of their own.
+# The separator is not a comma, because names contain commas.
 APART = " · "
 
 
@@ -475,8 +477,8 @@ class Section:
     """A list with a title.
 
     kind: one of `SECTIONS`, which chooses the colour.
-    title: without a full stop.
-    lines: (label, its description, in lines); labels without a description are printed in a row.
+    title: the title, without a full stop.
+    lines: (label, description, which may have several lines); labels without a description are printed in a row.
     """
 
     kind: str
@@ -485,22 +487,22 @@ class Section:
 
     @property
     def named(self) -> list[tuple[str, str]]:
-        """Lines with a description."""
+        """Return the lines with a description."""
         return [line for line in self.lines if line[1]]
 
     @property
     def listed(self) -> list[str]:
-        """Labels without a description."""
+        """Return the labels without a description."""
         return [label for label, words in self.lines if not words]
 
 
 def as_text(head: str, sections: Sequence[Section], foot: str) -> str:
-    """Lines for a terminal; without a newline in the end."""
+    """Return lines for a terminal, without a newline at the end."""
     lines = [head] if head else []
     for section in sections:
         lines.append(f"{section.title}:")
         if section.listed:
-            # A no-break space before the dot: a line must not begin with it.
+            # There is a no-break space before the dot, because a line must not begin with the dot.
             names = APART.replace(" ", "\N{NO-BREAK SPACE}", 1).join(section.listed)
             wrapped = textwrap.wrap(names, WIDTH, initial_indent="  ", subsequent_indent="  ", break_long_words=False)
             lines += [line.replace("\N{NO-BREAK SPACE}", " ") for line in wrapped]
@@ -514,7 +516,7 @@ def as_text(head: str, sections: Sequence[Section], foot: str) -> str:
 
 
 def as_html(head: str, sections: Sequence[Section], foot: str) -> str:
-    """A block of HTML, for a notebook and for the report, which brings the style. A % is never alone on a line."""
+    """Return a block of HTML, for a notebook and for the report, which has the style. No line has only a %."""
     parts = [f"<p>{html.escape(head)}</p>"] if head else []
     for section in sections:
         parts.append(f'<div class="{section.kind}"><b>{html.escape(section.title)}</b><ul>')
@@ -530,7 +532,7 @@ def as_html(head: str, sections: Sequence[Section], foot: str) -> str:
 
 
 def as_latex(head: str, sections: Sequence[Section], foot: str) -> str:
-    """A description list, with a newline in the end."""
+    """Return a description list in LaTeX, with a newline at the end."""
     lines = [latex(head), r"\begin{description}"]
     for section in sections:
         said = [latex("; ".join(section.listed))] if section.listed else []

@@ -1,4 +1,4 @@
-"""A table of a sweep: a metric by two columns, mean and deviation over the cells."""
+"""A table of a sweep: mean and deviation of a metric over the cells, by two columns."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fpsim.checks import refuse
 
 __all__ = ["NoShare", "Share", "Table", "heading", "is_share", "is_share_by_name", "mean_and_deviation", "mean_of"]
 
-# Metrics that are shown in % by their whole name.
+# Metrics with these whole names are shown in %.
 SHARES = ("accuracy", "underflow")
-# Between these a metric is shown without a power of ten.
+# A metric between these values is shown without a power of ten.
 LEAST_PLAIN, MOST_PLAIN = 1e-4, 1e7
-# Words in names of metrics that are shown in % if all values are between 0 and 1.
+# A metric with one of these words in its name is shown in % if all its values are between 0 and 1.
 SHARE_WORDS = {"acc", "accuracy"}
 
 
@@ -40,7 +40,7 @@ def is_share(metric: str) -> bool:
 
 
 def is_share_by_name(metric: str) -> bool:
-    """True if a metric may be a share by its name; its values decide.
+    """True if a metric's name allows it to be a share; then its values decide.
 
     >>> [name for name in ("val_acc", "testAccuracy", "top5_acc", "accelerate", "loss") if is_share_by_name(name)]
     ['val_acc', 'testAccuracy', 'top5_acc']
@@ -57,8 +57,8 @@ class Table:
     down, across: the values of the columns, in order.
     places: {(row, column): the values of its cells}.
     where: the values by which the cells were chosen, for the title.
-    directions: which tell whether larger or smaller is better; by the metric's name unless given.
-    names: {description: name} of formats, so that a place is found by either.
+    directions: the directions of metrics, larger or smaller is better; by the metric's name if not given.
+    names: {description: name} of formats, so that a place is found by its format's name or description.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Table:
         self.down, self.across, self.places = list(down), list(across), places
 
     def mean(self, row: str, column: str) -> float:
-        """The mean of a place; NaN where a value is NaN, or without values."""
+        """Return the mean of a place; NaN if a value is NaN, or if there are no values."""
         values = self.places.get(self._place(row, column))
         return mean_of(values) if values else math.nan
 
@@ -88,17 +88,17 @@ class Table:
         return len(self.places.get(self._place(row, column), ()))
 
     def _place(self, row: str, column: str) -> tuple[str, str]:
-        """The place of a row and a column, formats by their names or descriptions."""
+        """Return the place of a row and a column; a format is found by its name or its description."""
         known = row in self.down, column in self.across
         return row if known[0] else self._names.get(row, row), column if known[1] else self._names.get(column, column)
 
     def deviation(self, row: str, column: str) -> float:
-        """The standard deviation of the sample; NaN for less than two values, and where one is not finite."""
+        """Return the standard deviation of the sample; NaN for fewer than two values, or if a value is not finite."""
         values = self.places.get(self._place(row, column), [])
         return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
 
     def text(self, row: str, column: str, plus_minus: str = " ± ") -> str:
-        """A place as text: mean and deviation in the unit of `heading`; "-" without cells."""
+        """Return a place as text: mean and deviation in the unit of `heading`, or "-" if it has no cells."""
         if self._place(row, column) not in self.places:
             return "-"
         return mean_and_deviation(self.metric, self.mean(row, column), self.deviation(row, column), plus_minus)
@@ -110,7 +110,7 @@ class Table:
 
     @property
     def title(self) -> str:
-        """The metric with its unit, "lower is better" if so, and the values by which the cells were chosen."""
+        """Return the metric with its unit, "lower is better" if it is, and the values that selected the cells."""
         better = self.directions.words(self.metric)
         words = [
             heading(self.metric),
@@ -120,14 +120,14 @@ class Table:
         return ", ".join(words)
 
     def to(self, kind: str) -> str:
-        """The table as text. kind: "markdown", "latex", "csv" or "json"."""
+        """Return the table as text. kind: "markdown", "latex", "csv" or "json"."""
         writers = {"markdown": self.to_markdown, "latex": self.to_latex, "csv": self.to_csv, "json": self.to_json}
         if kind not in writers:
             raise ValueError(refuse(f"Unknown kind of table {kind!r}", writers, word=kind))
         return writers[kind]()
 
     def lines(self) -> list[dict[str, Any]]:
-        """A dictionary for each place: row, column, mean, standard deviation, number of cells; shares are not in %."""
+        """Return a dictionary for each place: row, column, mean, deviation, number of cells; shares are not in %."""
         names = (self.rows, self.columns, f"{self.metric} mean", f"{self.metric} deviation", "cells")
         return [
             dict(zip(names, (row, column, self.mean(row, column), self.deviation(row, column), len(values))))
@@ -154,7 +154,7 @@ class Table:
         return data_frame(self.lines())
 
     def plot(self) -> Any:
-        """A figure: each value a dot, mean and standard deviation; needs matplotlib."""
+        """Return a figure: a dot for each value, with mean and standard deviation; needs matplotlib."""
         from ada_loss.lab.results.figures import plot_table
 
         return plot_table(self.places, self.title, 100.0 if self.is_share else 1.0)
@@ -168,7 +168,7 @@ class Table:
         return "\n".join(lines) + "\n"
 
     def to_latex(self) -> str:
-        """A LaTeX table with a caption; the rules are those of booktabs."""
+        """Return a LaTeX table with a caption; its rules are those of the package booktabs."""
         counts = sorted({len(values) for values in self.places.values()})
         seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}" if counts else "no"
         trainings = f"{seeds} training{'s' * (seeds != '1')}"
@@ -199,25 +199,25 @@ def heading(metric: str) -> str:
 
 
 def mean_of(values: Collection[float]) -> float:
-    """The mean of numbers of any kind: NaN where one is, and where inf stands beside -inf.
+    """Return the mean of any numbers; NaN if one of them is NaN, or if both inf and -inf are among them.
 
     >>> mean_of([1.0, 2.0]), mean_of([1.0, math.inf]), mean_of([math.inf, -math.inf])
     (1.5, inf, nan)
     """
     if not all(map(math.isfinite, values)):
-        # math.fsum raises for inf beside -inf, where the mean is NaN.
+        # math.fsum raises an error for inf together with -inf; the mean is NaN.
         return sum(values) / len(values)
     try:
         return math.fsum(values) / len(values)
-    # The sum is beyond float64, the mean is not.
+    # The sum exceeds float64, but the mean does not.
     except OverflowError:
         return math.fsum(value / len(values) for value in values)
 
 
 def mean_and_deviation(metric: str, mean: float, deviation: float = math.nan, plus_minus: str = " ± ") -> str:
-    """A mean with its deviation, in the unit of `heading`; the mean alone where the deviation is NaN.
+    """Return a mean with its deviation, in the unit of `heading`; the mean alone if the deviation is NaN.
 
-    A metric that is not a share has four decimals, more below 0.1, and a power of ten where it is tiny or huge.
+    A metric that is not a share has four decimals, more if it is below 0.1, and a power of ten if it is tiny or huge.
 
     >>> mean_and_deviation("accuracy", 0.975, 0.004), mean_and_deviation("loss", 0.975)
     ('97.5 ± 0.4', '0.9750')
@@ -228,7 +228,7 @@ def mean_and_deviation(metric: str, mean: float, deviation: float = math.nan, pl
         mean, deviation, form, small = 100 * mean, 100 * deviation, ".1f", ".1f"
     else:
         size = max(abs(value) for value in (mean, deviation, 0.0) if math.isfinite(value))
-        # By the larger of mean and deviation, so that both have the same decimals.
+        # The larger of mean and deviation decides, so that both have the same number of decimals.
         is_plain = not size or LEAST_PLAIN <= size < MOST_PLAIN
         digits = max(4, 3 - math.floor(math.log10(size))) if size and is_plain else 4
         form, small = (f".{digits}f",) * 2 if is_plain else (".3e", ".1e")

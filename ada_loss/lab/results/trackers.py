@@ -1,4 +1,4 @@
-"""Trackers (TensorBoard, MLflow, Weights & Biases), and the `Notifier` that tells them of each cell of a sweep once."""
+"""Trackers (TensorBoard, MLflow, Weights & Biases), and the `Notifier` that reports each cell of a sweep to them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
     "TRACKERS", "About", "MLflow", "Notifier", "TensorBoard", "Tracker", "TrackerOfRuns", "WandB", "make_trackers",
 ]  # fmt: skip
 
-# The most numbers that MLflow takes in one call.
+# The largest number of metrics that MLflow takes in one call.
 AT_ONCE = 1000
 # The longest tag that Weights & Biases takes, in letters.
 LONGEST_TAG = 64
@@ -46,22 +46,22 @@ LOWER = "lower is better"
 
 
 class Tracker(Protocol):
-    """Receiver of finished cells. The driver calls it once for each cell, after the ledger has it.
+    """A receiver of finished cells. The driver calls it once for each cell, after the ledger has the cell.
 
-    One with the methods of `TrackerOfRuns` also gets the curves of cells while they train.
+    A tracker with the methods of `TrackerOfRuns` also gets the curves of cells while they train.
     """
 
     def known(self) -> set[str]:
-        """The ids of the cells that it was told of, in earlier runs too."""
+        """Return the ids of the cells that were reported to it, also in earlier runs."""
         ...
 
     def log(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any], telemetry: Path) -> None:
-        """Take in a cell.
+        """Log a cell.
 
-        cell: its id.
-        config: its configuration.
-        row: its result, with "metrics", "seconds", "skipped", "underflow" and "diverged".
-        telemetry: its .npz file.
+        cell: the id of the cell.
+        config: the configuration of the cell.
+        row: the result of the cell, with "metrics", "seconds", "skipped", "underflow" and "diverged".
+        telemetry: the path of the cell's .npz file.
         """
         ...
 
@@ -70,11 +70,11 @@ class Tracker(Protocol):
 class About:
     """A cell in words, for lists of runs.
 
-    format, scaling, seed: of the cell; the format by its name.
-    rounding: where it is not to the nearest, "" otherwise.
-    description: of the format, in full.
+    format, scaling, seed: the format's name, the scaling method and the seed of the cell.
+    rounding: the rounding; "" for rounding to nearest.
+    description: the full description of the format.
     sweep: the name of the sweep.
-    directions: of metrics.
+    directions: the directions of metrics.
     """
 
     format: str
@@ -93,7 +93,7 @@ class About:
         sweep: str = "sweep",
         directions: Directions | None = None,
     ) -> About:
-        """A cell by its configuration. names: of formats, by their labels; short ones unless given."""
+        """Describe a cell by its configuration. names: the names of formats, by label; short names if not given."""
         words, rounding = label(config["format"]), str(config["rounding"])
         name = names.get(words) or short_name(config["format"])
         shown_rounding = "" if rounding == "nearest_even" else rounding.replace("_", " ")
@@ -102,16 +102,16 @@ class About:
 
     @property
     def group(self) -> str:
-        """Name that the cells of all seeds share: "e4m3fn torch"."""
+        """Return the name that the cells of all seeds share: "e4m3fn torch"."""
         return " ".join(filter(None, (self.format, self.rounding, self.scaling)))
 
     @property
     def name(self) -> str:
-        """The cell: "e4m3fn torch seed 0"."""
+        """Return the name of the cell: "e4m3fn torch seed 0"."""
         return f"{self.group} seed {self.seed}"
 
     def lower(self, names: Sequence[str]) -> list[str]:
-        """Return the metrics and curves of which lower is better."""
+        """Return the metrics and curves whose lower values are better."""
         return [name for name in dict.fromkeys(names) if self.directions.of(name.split("/")[0]) == MINIMIZE]
 
 
@@ -126,33 +126,33 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TrackerOfRuns:
-    """A tracker that has a run for each cell, and takes in its curves while it trains: begin, add, and end.
+    """A tracker that has a run for each cell, and gets the curves of the cell while it trains.
 
-    A run that was begun and not finished is begun again the next time.
+    A run that was begun but not finished is begun again the next time.
     """
 
     def known(self) -> set[str]:
-        """The ids of the cells whose runs are finished."""
+        """Return the ids of the cells whose runs are finished."""
         raise NotImplementedError
 
     def begin(self, cell: str, config: Mapping[str, Any], about: About) -> None:
-        """A cell trains."""
+        """Begin the run of a cell that starts to train."""
         raise NotImplementedError
 
     def add(self, cell: str, curves: Curves) -> None:
-        """Take in the new points of a cell's curves, {name: (steps, values)}."""
+        """Add the new points of a cell's curves, {name: (steps, values)}."""
         raise NotImplementedError
 
     def finish(self, cell: str, row: Mapping[str, Any], telemetry: Path) -> None:
-        """A cell is done, and its curves are complete; the arguments are those of `log`."""
+        """Finish the run of a cell that is done, whose curves are complete; the arguments are those of `log`."""
         raise NotImplementedError
 
     def abandon(self, cell: str) -> None:
-        """A cell that was begun has failed, or was interrupted."""
+        """End the run of a cell that has failed, or was interrupted."""
         raise NotImplementedError
 
     def log(self, cell: str, config: Mapping[str, Any], row: Mapping[str, Any], telemetry: Path) -> None:
-        """Take in a cell that is done, as a whole."""
+        """Log a finished cell as a whole."""
         curves = curves_of(arrays_of(content_of(telemetry, MOST_BYTES)))
         self.begin(cell, config, About.of(config))
         self.add(cell, curves)
@@ -160,11 +160,11 @@ class TrackerOfRuns:
 
 
 class TensorBoard(TrackerOfRuns):
-    """A run for each cell: every curve, underflow by role, and the hyperparameters; "lower is better" where it is.
+    """A run for each cell: every curve, underflow by role, the hyperparameters, and "lower is better" where it is.
 
     Args:
-        folder: of the runs. A run is a folder with the cell's name; the file "cell" in it has the id, once it is
-            finished.
+        folder: the folder of the runs. A run is a folder with the cell's name. The file "cell" in it has the cell's id,
+            once the run is finished.
 
     Raises:
         ImportError: without the package.
@@ -182,7 +182,7 @@ class TensorBoard(TrackerOfRuns):
         return {_cell_in(path) for path in self.folder.glob("*/cell")}
 
     def begin(self, cell: str, config: Mapping[str, Any], about: About) -> None:
-        # A run that a killed driver left. The cell begins again, and its old points would stand among the new.
+        # A killed driver left this run. The cell begins again, and old points would be mixed with new ones.
         for begun in self.folder.glob("*/begun"):
             if _cell_in(begun) == cell:
                 shutil.rmtree(begun.parent)
@@ -225,12 +225,12 @@ class TensorBoard(TrackerOfRuns):
 class MLflow(TrackerOfRuns):
     """A run for each cell: parameters, every curve, underflow by role, and the telemetry file; the cell's id is a tag.
 
-    Curves of layers are left out: a row in MLflow's store takes long. `Results.telemetry` has them.
+    Curves of layers are left out, because a row in MLflow's store takes long. `Results.telemetry` has them.
 
     Args:
-        uri: of the tracking store.
-        experiment: the name of the experiment, made if need be.
-        artifacts: where a new experiment keeps its artifacts; None leaves it to the store.
+        uri: the URI of the tracking store.
+        experiment: the name of the experiment; it is created if it does not exist.
+        artifacts: the place of a new experiment's artifacts; None for the store's default.
 
     Raises:
         ImportError: without the package.
@@ -241,19 +241,19 @@ class MLflow(TrackerOfRuns):
             from mlflow.tracking import MlflowClient
         except ImportError:
             raise ImportError(f"MLflow is not installed: {pip_install('mlflow')}.") from None
-        # alembic, with which MLflow makes its tables, would print a line for each.
+        # alembic, with which MLflow creates its tables, would print a line for each table.
         logging.getLogger("alembic").setLevel(logging.WARNING)
         self._client = MlflowClient(uri)
         known = self._client.get_experiment_by_name(experiment)
         self._experiment = known.experiment_id if known else self._client.create_experiment(experiment, artifacts)
-        # By cell: the run, the cell in words, the last step of each curve, and the curves that have an infinity.
+        # For each cell: the run, the cell in words, the last step of each curve, and the curves with an infinity.
         self._open: dict[str, tuple[str, About, dict[str, float], set[str]]] = {}
 
     def known(self) -> set[str]:
         return {cell for cell, _ in self._runs("attributes.status = 'FINISHED'")}
 
     def _runs(self, condition: str) -> list[tuple[str, str]]:
-        """The cells and the ids of the runs that fulfil a condition."""
+        """Return the cells and the ids of the runs that fulfil a condition."""
         runs: list[tuple[str, str]] = []
         token = None
         while True:
@@ -295,7 +295,7 @@ class MLflow(TrackerOfRuns):
         run, about, last, infinite = self._open.pop(cell)
         now, numbers = int(1000 * time.time()), _numbers(row)
         end = int(max(last.values(), default=0))
-        # Behind the points of a curve with the same name: MLflow shows the last number of a run.
+        # Metrics come after the points of a curve with the same name: MLflow shows the last number of a run.
         metrics = [Metric(_key(name), value, now, max(end, int(last.get(name, 0)))) for name, value in numbers.items()]
         lower = about.lower([*numbers, *last])
         tags = [RunTag("mlflow.note.content", f"{LOWER.capitalize()}: {', '.join(lower)}.")] if lower else []
@@ -312,7 +312,7 @@ class MLflow(TrackerOfRuns):
 
 
 def _key(name: str) -> str:
-    """A name as MLflow takes it.
+    """Return a name that MLflow accepts.
 
     >>> _key("hits@10"), _key("underflow/error")
     ('hits_10', 'underflow/error')
@@ -323,11 +323,11 @@ def _key(name: str) -> str:
 class WandB(TrackerOfRuns):
     """A run of Weights & Biases for each cell: every curve, underflow by role, final metrics and parameters.
 
-    The cells of all seeds are a group, "e4m3fn torch"; the format and the scaling method are tags. By default nothing
-    is sent: `wandb sync FOLDER/offline-run-*` uploads the runs.
+    Cells that differ only in the seed are a group, "e4m3fn torch"; the format and the scaling method are tags. By
+    default nothing is sent: `wandb sync FOLDER/offline-run-*` uploads the runs.
 
     Args:
-        folder: of the runs.
+        folder: the folder of the runs.
         group: the name of the sweep, which is the type of the jobs.
         project: the name of the project.
         mode: "offline", or "online", which sends each number at once and needs a login.
@@ -347,7 +347,7 @@ class WandB(TrackerOfRuns):
         if mode not in ("offline", "online"):
             raise ValueError(f"Got mode={shown(mode)}. Use 'offline' or 'online'.")
         self.folder, self.group, self.project, self.mode, self._wandb = Path(folder), group, project, mode, wandb
-        # By cell: the run, the cell in words, and the names of its curves.
+        # For each cell: the run, the cell in words, and the names of its curves.
         self._open: dict[str, tuple[Any, About, set[str]]] = {}
 
     def known(self) -> set[str]:
@@ -361,7 +361,7 @@ class WandB(TrackerOfRuns):
             shutil.rmtree(path)
         write_atomically(begun, b"")
         settings = {"silent": True, "console": "off", "disable_git": True, "x_disable_stats": True}
-        # The library appends "wandb" to the folder that it gets.
+        # wandb appends "wandb" to the folder that it gets.
         home = self.folder.parent if self.folder.name == "wandb" else self.folder
         run = self._wandb.init(
             project=self.project,
@@ -383,12 +383,12 @@ class WandB(TrackerOfRuns):
     def add(self, cell: str, curves: Curves) -> None:
         run, _, seen = self._open[cell]
         seen |= curves.keys()
-        # A column "step" of its own: the library drops numbers with a smaller step than the one before.
+        # There is a separate column "step", because wandb drops numbers whose step is smaller than the last.
         rows: dict[tuple[float, int], dict[str, float]] = {}
         for name, (steps, values) in curves.items():
             times: dict[float, int] = {}
             for step, value in zip(steps.tolist(), values.tolist()):
-                # A row for each time that a user's training logs a curve at one step, or the last would win.
+                # A value logged again at the same step gets another row; otherwise only the last would remain.
                 times[step] = times.get(step, -1) + 1
                 rows.setdefault((step, times[step]), {})[name] = value
         for (step, _), numbers in sorted(rows.items()):
@@ -408,7 +408,7 @@ class WandB(TrackerOfRuns):
 
 
 def _cell_in(path: Path) -> str:
-    """The id that a file has."""
+    """Return the id that a file contains."""
     return content_of(path, 100).decode(errors="replace").strip()
 
 
@@ -416,25 +416,25 @@ TRACKERS = ("tensorboard", "mlflow", "wandb")
 
 
 def make_trackers(wanted: Sequence[str | Tracker], out: Path) -> list[Tracker]:
-    """The trackers of a sweep.
+    """Return the trackers of a sweep.
 
-    wanted: names, whose trackers write to the sweep's folder, and trackers.
-    out: the folder.
-    Raises ValueError for an unknown name, ImportError for one whose package is not installed.
+    wanted: tracker objects, and names of trackers, which write to the sweep's folder.
+    out: the folder of the sweep.
+    Raises ValueError for an unknown name, ImportError for a tracker whose package is not installed.
     """
     if isinstance(wanted, str | bytes | bytearray) or not isinstance(wanted, Sequence):
         raise ValueError(f"track={shown(wanted)} is invalid. Expected: a list of {', '.join(TRACKERS)}, or trackers.")
     made: list[Tracker] = []
     for tracker in wanted:
         if tracker in TRACKERS:
-            # Through a link, a tracker would delete runs in another folder.
+            # If this were a link, a tracker would delete runs in another folder.
             require_own(out / str(tracker))
         if tracker == "tensorboard":
             made.append(TensorBoard(out / "tensorboard"))
         elif tracker == "mlflow":
             folder = (out / "mlflow").absolute()
             folder.mkdir(parents=True, exist_ok=True)
-            # MLflow would wait for the other end of a pipe, and retry a folder again and again.
+            # MLflow would wait for the other end of a pipe, and retry forever if this were a folder.
             for suffix in ("", *BESIDE):
                 require_own_file(folder / f"mlflow.db{suffix}")
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
@@ -454,7 +454,7 @@ METHODS = ("begin", "add", "finish", "abandon")
 
 
 class Notifier:
-    """Report each finished cell to trackers once. A tracker that fails is dropped: it must not cost a result.
+    """Report each finished cell to trackers once. A tracker that fails is dropped, so that no result is lost.
 
     Trackers of running cells get new points every second if driver and workers share the folder; otherwise
     they get whole curves at the end.
@@ -465,11 +465,11 @@ class Notifier:
 
     def __init__(self, trackers: Sequence[Tracker], out: Path) -> None:
         self.trackers, self.out = [*trackers], out
-        # Ids of cells by tracker. A cell whose file was damaged runs again, and is not reported twice.
+        # Ids of cells by tracker: a cell that runs again, because its file was damaged, is not reported twice.
         self._known: dict[int, set[str]] = {}
         self._training: dict[str, tuple[Mapping[str, Any], LiveReader]] = {}
         self._begun: dict[int, set[str]] = {}
-        # Two threads call trackers: the one that follows the files, and the driver's.
+        # Two threads call trackers: the thread that follows the files, and the driver's thread.
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -496,7 +496,7 @@ class Notifier:
         if not self.is_live:
             return
         with self._lock:
-            # A cell whose worker died goes on with its reader: no point is told twice.
+            # A cell whose worker died keeps its reader, so that no point is reported twice.
             if cell not in self._training:
                 self._training[cell] = config, LiveReader(live_path(self.out / "checkpoints" / f"{cell}.pt"))
         if self._thread is None:
@@ -511,7 +511,7 @@ class Notifier:
             self._forget(cell)
 
     def stop(self, cell: str) -> None:
-        """Report that a cell stopped training, perhaps by a failure."""
+        """Report that a cell stopped training, perhaps because it failed."""
         with self._lock:
             for tracker in [*self.trackers]:
                 if cell in self._begun[id(tracker)]:
@@ -520,7 +520,7 @@ class Notifier:
             self._forget(cell)
 
     def close(self) -> None:
-        """End unfinished runs; they are restarted the next time."""
+        """End unfinished runs, which are begun again the next time."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -570,7 +570,7 @@ class Notifier:
         def finish() -> None:
             told = dict(reader.told)
             rest = reader.rest(curves_of(read_telemetry(self.out, cell)))
-            # `rest` marks the points as told, and the next tracker still needs them.
+            # `rest` marks the points as reported, but the next tracker still needs them.
             reader.told = told
             tracker.add(cell, rest)
             tracker.finish(cell, complete, path)
@@ -582,7 +582,7 @@ class Notifier:
             return None
         try:
             return work()
-        # A store may raise anything. The ledger has the cell, so nothing is lost.
+        # A tracker may raise anything. The ledger has the cell, so nothing is lost.
         except Exception as error:
             self.trackers.remove(tracker)
             warnings.warn(

@@ -1,4 +1,4 @@
-"""The verdict of a sweep: settings worse than float32 by more than a tolerance, settings that are not, open ones."""
+"""The verdict of a sweep: which settings are worse than float32 by more than a tolerance, which not, which open."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fpsim.checks import is_finite_number, is_number, shown
 
 __all__ = ["LEAST_SEEDS", "Combination", "Verdict", "compare", "default_tolerance", "verdicts"]
 
-# One point of a share; for another metric a hundredth of float32's mean.
+# The default tolerance: one point of a share, and for another metric a hundredth of float32's mean.
 TOLERANCE = 0.01
-# A mean of float32 within this many deviations of 0 gives no tolerance: a hundredth of it is noise.
+# A mean of float32 within this many deviations of 0 yields no default tolerance: a hundredth of this mean is noise.
 NEAR_ZERO = 3.0
-# Seeds of a setting whose files are read for its losses.
+# The largest number of seeds of a setting whose files are read for skipped steps, underflow and overflow.
 MOST_READ = 100
 OF_SHARES = {"losses", "sites.role", "sites.nonzero", "sites.underflow", "sites.overflow"}
 GRADIENTS = {"weight_grad": " of weight gradients", "error": ""}  # roles, in words
@@ -124,7 +124,7 @@ def _verdict(
 
 
 def default_tolerance(metric: str, float32: Sequence[float]) -> float | None:
-    """A point of a share; of another metric a hundredth of float32's mean, None where float32 is too near 0 for that.
+    """Return one point for a share, else a hundredth of float32's mean; None if this mean is too near 0.
 
     >>> default_tolerance("accuracy", [0.9, 0.8]), default_tolerance("loss", [2.0, 2.0, 2.0])
     (0.01, 0.02)
@@ -139,7 +139,7 @@ def default_tolerance(metric: str, float32: Sequence[float]) -> float | None:
 
 
 def _words_of_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Words for the setting of each row without its format: its rounding and its scaling, where these differ.
+    """Return words for each row's setting without its format: rounding and scaling, if these differ between rows.
 
     Stochastic rounding of gradients follows from format and scaling, and is always mentioned.
     """
@@ -160,8 +160,8 @@ def _words_of_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _combination(
     fmt: str, rest: str, rows: Sequence[Mapping[str, Any]], metric: str, baseline: Mapping[int, float], level: float
 ) -> Combination:
-    """The differences of a setting from float32, with an outcome where no test is needed: it diverged or failed."""
-    # Only rows of cells that are done have the column; the others failed.
+    """Return the differences of a setting from float32, and an outcome if it diverged or failed, without a test."""
+    # Only rows of finished cells have this column; cells of the other rows failed.
     finished = [row for row in rows if "diverged" in row]
     silent = [row for row in finished if not row["diverged"] and not is_number(row.get(metric))]
     told = [row for row in finished if row not in silent]
@@ -184,11 +184,11 @@ def _judged(
     equivalence: bool,
     step: float,
 ) -> list[Combination]:
-    """The combinations, with the undecided ones judged together."""
+    """Return the combinations, after judging the undecided ones together."""
     chosen = [i for i, one in enumerate(combinations) if one.outcome == "undecided"]
     differences = [[sign * value for value in combinations[i].comparison.differences.values()] for i in chosen]
     judged = [*combinations]
-    # All at once: the level of each test depends on their number.
+    # All are judged at once, because the level of each test depends on the number of tests.
     found = judge_sweep(differences, [*baseline.values()], tolerance, level, equivalence, step)
     for i, judgement in zip(chosen, found, strict=True):
         seeds = [*combinations[i].comparison.differences]
@@ -201,15 +201,15 @@ def _judged(
 
 
 def _number(row: Mapping[str, Any], metric: str) -> float:
-    """The metric of a row; NaN where it is not finite, and for a training that diverged, whatever its metric."""
+    """Return the metric of a row; NaN if it is not finite, or if the training diverged, whatever its metric is."""
     value: Any = row.get(metric)
     return float(value) if is_finite_number(value) and not row.get("diverged") else math.nan
 
 
 def _shares(results: StoredResults, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Losses of trainings: skipped steps, and gradients that underflowed or overflowed.
+    """Return what trainings lost: the shares of skipped steps, and of gradients that underflowed or overflowed.
 
-    Only the role that lost more is kept, gradients of activations or of weights.
+    Of gradients of activations and gradients of weights, only the role that lost more is kept.
     """
     lost: dict[str, list[float]] = {}
     for row in rows:
@@ -229,7 +229,7 @@ def _shares(results: StoredResults, rows: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 def _share(arrays: Mapping[str, Any], role: str, kind: str) -> float:
-    """The share of the non-zero elements of a role's tensors that underflowed or overflowed; 0 without a recording."""
+    """Return the share of a role's non-zero elements that underflowed or overflowed; 0 without a recording."""
     if not {"sites.role", "sites.nonzero", f"sites.{kind}"} <= arrays.keys():
         return 0.0
     chosen = arrays["sites.role"] == role

@@ -1,1 +1,1 @@
-"""Studies made of trainings and sweeps: the search for the smallest format, gradients in depth, what rounds where."""
+"""Studies built on trainings and sweeps: the search for the smallest format, gradients in deep networks, and others."""

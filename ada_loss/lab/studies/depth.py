@@ -1,4 +1,4 @@
-"""A controlled trial of scaling methods: deep networks whose gradients shrink or grow towards the input."""
+"""A controlled trial of scaling methods, on deep networks whose gradients shrink or grow towards the input."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from ada_loss.rules import LAYER_RULES, layer_rule, loss_rule
 __all__ = ["GAINS", "METHODS", "depth_trial", "layer_errors", "relu_network"]
 
 GAINS = (3.0, 1.2, 0.8, 0.5, 0.2)
-# A number is a constant scale. A loss rule's name runs that rule for STEPS steps on the same batch, from its own first
-# scale. The others are rules of AdaLossScaled, "approx_range 16/1024" with the bounds of the original implementation.
+# A number is a constant scale. A loss rule's name runs that rule for STEPS steps on the same batch, from the rule's own
+# first scale. The other names are rules of AdaLossScaled; "approx_range 16/1024" has the bounds of the original
+# implementation.
 METHODS = (
     *("none", 2.0**7, 2.0**15, "torch", "nnabla", "cerebras"),
     *("approx_range 16/1024", "approx_range", "abs_range", "exact", "current"),
@@ -28,12 +29,12 @@ STEPS = 60
 
 
 def relu_network(gain: float, depth: int = 24, width: int = 128, seed: int = 0) -> nn.Sequential:
-    """A network of ReLUs and linear layers without bias, with normally distributed weights.
+    """Return a network of ReLUs and linear layers without bias, with normally distributed weights.
 
-    gain: the variance of the weights times the width; at 2, gradients keep their size.
+    gain: the variance of the weights times the width; with 2, gradients keep their size.
     depth: the number of linear layers.
-    width: of every layer.
-    seed: of the weights.
+    width: the width of every layer.
+    seed: the seed of the weights.
 
     >>> len(relu_network(2.0, depth=3))
     6
@@ -59,19 +60,20 @@ def depth_trial(
     seed: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> list[dict[str, Any]]:
-    """Run one backward pass of each network for each format and method, and measure its gradients.
+    """Run a backward pass of each network for each format and method, and measure its gradients.
 
-    The gradients of activations are rounded to the format, nothing else. A row holds:
+    Only the gradients of activations are rounded to the format. A row holds:
         format, gain, method.
         underflow: the share of the non-zero gradients that became zero.
-        overflow: how many gradients left the range.
-        error: the norm of the first layer's weight gradient minus float32's, over the norm of float32's.
-        log2_scale: that of the loss, or of the first layer.
+        overflow: the number of gradients that left the range.
+        error: the norm of the difference between the first layer's weight gradient and float32's, divided by the norm
+            of float32's.
+        log2_scale: log2 of the scale of the loss, or of the first layer.
 
-    formats, gains, methods: the ones to try; see METHODS.
-    depth, width, batch: of the networks and of the data.
-    seed: of the weights and of the data.
-    progress: called with 1 after each row.
+    formats, gains, methods: the formats, gains and methods to try; see METHODS.
+    depth, width, batch: the sizes of the networks and of the data.
+    seed: the seed of the weights and of the data.
+    progress: a function that is called with 1 after each row.
 
     >>> (row,) = depth_trial(["fp16"], [0.5], ["none"], depth=4, width=16, batch=8)
     >>> sorted(row)
@@ -79,7 +81,7 @@ def depth_trial(
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, width, generator=generator)
-    # As small as the gradients of a mean loss.
+    # The gradient is as small as the gradients of a mean loss.
     gradient = torch.randn(batch, width, generator=generator) * 2.0**-10
     rows = []
     for gain in gains:
@@ -87,7 +89,7 @@ def depth_trial(
         network(x).backward(gradient)
         reference = _first_gradient(network)
         for fmt in formats:
-            # Gradients alone are rounded, so that the forward pass is the same for all methods.
+            # Only gradients are rounded, so that the forward pass is the same for all methods.
             model = fpsim.quantize(network, fpsim.Policy(error=fmt))
             for method in methods:
                 rows.append(
@@ -99,12 +101,12 @@ def depth_trial(
 
 
 def layer_errors(network: nn.Module, x: Tensor, gradient: Tensor, fmt: str, scale: float | None = None) -> list[float]:
-    """The error of each layer's weight gradient in one backward pass, its norm over the norm of float32's.
+    """Return the error of each layer's weight gradient in one backward pass: its norm over float32's norm.
 
-    network, x: the network, plain, in float32, and its input.
-    gradient: of its output, from which the backward pass begins.
-    fmt: of the gradients of activations; nothing else is rounded.
-    scale: of the loss; None for a scale of its own for each layer.
+    network, x: the network, in plain float32, and its input.
+    gradient: the gradient of its output, from which the backward pass begins.
+    fmt: the format of the gradients of activations; nothing else is rounded.
+    scale: the scale of the loss; None for a separate scale for each layer.
 
     >>> x = torch.ones(4, 8)
     >>> layer_errors(relu_network(2.0, depth=2, width=8), x, x, "fp16", 2.0**40)
@@ -136,7 +138,7 @@ def _run(model: nn.Sequential, method: str | float, x: Tensor, gradient: Tensor,
         name, _, bounds = method.partition(" ")
         if name in LAYER_RULES:
             low, high = map(float, bounds.split("/")) if bounds else (None, None)
-            # The original's bounds go with the authors' limit on the factor, which the default leaves out.
+            # With the original's bounds, the authors' limit on the factor applies too; the default leaves it out.
             rule = layer_rule(name, **({"bound": "worst_case"} if name == "approx_range" and bounds else {}))
             scaled = AdaLossScaled(model, rule=rule, scale_upper_bound=low, accum_upper_bound=high)
         else:
@@ -163,16 +165,16 @@ def _backward(model: nn.Sequential, x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _settled(model: nn.Sequential, system: str, x: Tensor, gradient: Tensor) -> float:
-    """The scale that a loss rule reaches on one batch."""
+    """Return the scale that a loss rule reaches on one batch."""
     rule = loss_rule(system)
     for _ in range(STEPS):
         _backward(model, x, gradient * rule.scale)
         largest = torch.stack([p.grad.abs().amax() for p in model.parameters() if p.grad is not None]).amax().item()
         ok = math.isfinite(largest)
         try:
-            # Some rules look at the largest unscaled gradient, which is unknown after an overflow.
+            # Some rules need the largest unscaled gradient, which is unknown after an overflow.
             rule = rule.adjust(ok, largest / rule.scale if ok else None)
-        # FloatingPointError: its scale can fall no further.
+        # FloatingPointError: the rule's scale can fall no further.
         except FloatingPointError:
             break
     return rule.scale

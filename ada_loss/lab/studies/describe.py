@@ -1,4 +1,4 @@
-"""The formats of a model, before it is trained: of its modules, and of every site of one step."""
+"""The formats of a model before it is trained: of its modules, and of every site of one step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Description:
-    """The formats of a model. Its `str` is two tables.
+    """The formats of a model. `str` returns two tables.
 
-    modules: a row for each, with its format for each role.
+    modules: a row for each module, with its format for each role.
     sites: the tallies of every site of one training step; empty for a model without a task.
     """
 
@@ -32,7 +32,7 @@ class Description:
     sites: list[dict[str, Any]]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields as plain values, for JSON."""
         return {"modules": self.modules, "sites": self.sites}
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class Description:
         return str(self)
 
     def to_frame(self) -> Any:
-        """The sites as a pandas.DataFrame, or the modules without sites."""
+        """Return the sites as a pandas.DataFrame, or the modules if there are no sites."""
         return data_frame(self.sites or self.modules)
 
     def __str__(self) -> str:
@@ -68,10 +68,10 @@ class Description:
 def describe(name: str, fmt: FormatLike = "fp16") -> Description:
     """Quantise a model, and describe it.
 
-    name: that of a task, or "module:function" of a function that returns a task or a model. A function with a
+    name: the name of a task, or "module:function" for a function that returns a task or a model. A function with a
         parameter is called with the seed 0.
     fmt: a format for every role, or a Policy.
-    Raises ValueError for an unknown name, TypeError for a function that gives neither a task nor a model.
+    Raises ValueError for an unknown name, TypeError for a function that returns neither a task nor a model.
 
     >>> description = describe("digits", "e5m2")
     >>> description.modules[1]["module"], description.modules[1]["error"]
@@ -89,7 +89,7 @@ def describe(name: str, fmt: FormatLike = "fp16") -> Description:
 
 
 def _call(name: str, function: Any) -> Any:
-    """A task's function takes a seed; a model's usually takes nothing."""
+    """Call a function with a seed if it takes one: a task's function does, and a model's usually takes no arguments."""
     try:
         required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     except (TypeError, ValueError):
@@ -103,9 +103,9 @@ def _call(name: str, function: Any) -> Any:
 def _sites(task: Task, model: nn.Module) -> list[dict[str, Any]]:
     batch = task.train if is_pair(task.train) else next(iter(task.train))
     x, y = (t[:BATCH] for t in batch)
-    # Samples and dropout must not move the caller's random numbers.
+    # Samples and dropout must not change the state of the caller's random numbers.
     with torch.random.fork_rng(devices=[]):
-        # The batch has prompts. The loss takes samples that are drawn from them.
+        # The batch has prompts, but the loss takes samples, which are drawn from the prompts.
         if task.play is not None:
             x, y = task.play(model, x, y)
         with fpsim.record(model) as record:

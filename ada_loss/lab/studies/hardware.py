@@ -1,7 +1,7 @@
 """Hardware by name: its formats of training, the accumulators of its products, and the numbers that it flushes.
 
-A preset is data with a source for each line, and with the effects that it does not model. Its name has a version,
-`h100@1`: if a source changes, the preset gets the next one.
+A preset is data: lines with a source each, and a list of the effects that it does not model. Its name has a version,
+`h100@1`: if a source changes, the preset gets the next version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["PRESETS", "Line", "Preset", "described", "preset", "presets_in"]
 
 
 class Line(NamedTuple):
-    """One thing that a preset models, and where that is written."""
+    """One property that a preset models, and its source."""
 
     what: str
     source: str
@@ -31,13 +31,14 @@ class Preset:
     """The arithmetic of a model on some hardware.
 
     Args:
-        name, version: of the preset; together they are its full name.
-        hardware: in words.
-        make: given a model, or None, gives the policy. With True as a second argument, that of a step whose scales have
-            settled: a scale that follows from earlier steps is that of the tensor itself.
-        scaling: the loss scaling that goes with it, a system of `GradScaler`; None needs none.
+        name, version: the name and the version of the preset; together they are its full name.
+        hardware: the hardware in words.
+        make: a function from a model, or None, to the policy. If its second argument is True, it returns the policy of
+            a step whose scales have settled: a scale that would follow from earlier steps follows from the tensor
+            itself.
+        scaling: the loss scaling that the hardware needs, a system of `GradScaler`; None if it needs no loss scaling.
         lines: the effects that are modelled, each with its source.
-        missing: the effects that are not.
+        missing: the effects that are not modelled.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Preset:
         return "\n".join([*lines, *(f"  not modelled: {words}" for words in self.missing)])
 
     def policy(self, model: nn.Module | None = None, *, settled: bool = False, sums: bool = True) -> Policy:
-        """The policy for a model. sums: False leaves the sums of products to torch, in float32, which is quicker."""
+        """Return the policy for a model. sums: False leaves sums of products to torch, in float32, which is faster."""
         policy = self.make(model, settled)
         if sums or policy.products is None:
             return policy
@@ -67,7 +68,7 @@ class Preset:
 
 
 def preset(name: str) -> Preset:
-    """The preset of a name, `h100` (its newest version) or `h100@1`. Raises ValueError for an unknown one.
+    """Return the preset of a name, `h100` (its newest version) or `h100@1`. Raises ValueError for an unknown name.
 
     >>> preset("h100").full_name
     'h100@1'
@@ -84,7 +85,7 @@ def preset(name: str) -> Preset:
 
 
 def presets_in(names: str | Sequence[str]) -> list[Preset]:
-    """Return the presets of names with commas between, each once.
+    """Return the presets of comma-separated names, each preset once.
 
     >>> [one.full_name for one in presets_in("h100, tpu,h100")]
     ['h100@1', 'tpu@1']
@@ -94,7 +95,7 @@ def presets_in(names: str | Sequence[str]) -> list[Preset]:
 
 
 def described(one: Preset) -> dict[str, Any]:
-    """A preset for JSON."""
+    """Return a preset as plain values, for JSON."""
     lines = [line._asdict() for line in one.lines]
     return {"name": one.full_name, "hardware": one.hardware, "scaling": one.scaling, "lines": lines} | {
         "missing": [*one.missing]
@@ -102,7 +103,7 @@ def described(one: Preset) -> dict[str, Any]:
 
 
 def _hybrid(forward: str, gradient: str, scale: str) -> dict[str, Any]:
-    """Both formats with a float32 scale for a tensor; what exceeds the scale saturates, as it does in casts."""
+    """Return operands in both formats with a float32 scale per tensor; overflows saturate, as they do in casts."""
     rule = Delayed() if scale == "delayed" else "amax"
     f, g = (
         Operand(BlockFormat(e, "tensor", "fp32", rule, nonfinite="saturate"), overflow="saturate")  # type: ignore[arg-type]
@@ -112,7 +113,7 @@ def _hybrid(forward: str, gradient: str, scale: str) -> dict[str, Any]:
 
 
 def _h100(model: nn.Module | None, settled: bool) -> Policy:
-    # Only sums of gradients are promoted to float32 every 128 terms; see the lines of the preset.
+    # Only the sums in products of gradients are promoted to float32 every 128 terms; see the lines of the preset.
     slow = "hopper_fp8_chunk128"
     return fpsim.recipe("fp8_current", model, accumulator=("hopper_fp8", slow, slow))
 
@@ -138,7 +139,7 @@ def _tpu(model: nn.Module | None, settled: bool) -> Policy:
 
 
 def _gaudi(model: nn.Module | None, settled: bool) -> Policy:
-    # One step has no history. Settled, its scales are those of the tensor itself.
+    # A single step has no history. If scales have settled, they follow from the tensor itself.
     return fpsim.recipe("fp8_delayed", model, **_hybrid("e4m3", "e5m2", "current" if settled else "delayed"))
 
 

@@ -1,4 +1,4 @@
-"""Behaviour of a model on other hardware: failures, errors by site, a short training, bytes that move."""
+"""Behaviour of a model on other hardware: failures, errors by site, a short training, and memory traffic."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from fpsim.checks import require_number, require_whole, required_arguments, show
 
 __all__ = ["On", "OnRow", "function_at", "on", "runs"]
 
-# The final loss of a training is the mean over its last fifth: of one step it depends on the batch.
+# The final loss of a training is the mean over its last fifth, because the loss of one step depends on the batch.
 LAST = 5
 FLOAT32 = 32  # bits
-# Of a gradient. Where float32 itself misses more, the error of a format says nothing about the format.
+# A relative error of a gradient. If float32 itself has a larger error, the error of a format says nothing about the
+# format.
 NOISE = 0.01
-WIDTH = 110  # letters of a printed line
-WORST = 3  # sites that are printed
+WIDTH = 110  # the number of letters in a printed line
+WORST = 3  # the number of sites that are printed
 
 Loss = Callable[..., Tensor]
 
@@ -43,18 +44,19 @@ Loss = Callable[..., Tensor]
 class OnRow:
     """Behaviour of a model on one kind of hardware.
 
-    preset, hardware: its full name, and in words.
-    failure: the first lines of `fpsim.why` on one step; "" where it finds nothing.
+    preset, hardware: the full name of the preset, and the hardware in words.
+    failure: the first lines of `fpsim.why` on one step; "" if it finds nothing.
     losses: the loss of one step, in float32 and with the preset.
     results, gradients: the results of operations, and the gradients of parameters, with the largest relative errors.
-    breaks: the place where a result or a gradient becomes inf or vanishes entirely; "" without one.
-    trained: the loss that each seed ends with; inf for one that diverged.
-    float32: the same in float32.
-    verdict: in words; "" where nothing was trained.
-    weight_bits: the mean bits per element of weights that are operands of products.
-    moved, moved_float32: bytes that the products of a step read and write, with the preset and in float32.
+    breaks: the place where a result or a gradient becomes inf or vanishes entirely; "" if there is none.
+    trained: the final loss of each seed; inf for a seed that diverged.
+    float32: the final losses in float32.
+    verdict: the verdict in words; "" if nothing was trained.
+    weight_bits: the mean number of bits per element of weights that are operands of products.
+    moved, moved_float32: the bytes that the products of a step read and write, with the preset and in float32.
     missing: the effects that the preset does not model.
-    choices: the share of rows whose `topk` or `argmax` differs from float32: tokens that are routed to other experts.
+    choices: the share of rows whose `topk` or `argmax` differs from float32, such as tokens that are routed to other
+        experts.
     """
 
     preset: str
@@ -102,7 +104,7 @@ class OnRow:
 
 @dataclass(frozen=True)
 class On:
-    """A row for each hardware; prints in words."""
+    """A row for each hardware; it is printed in words."""
 
     rows: list[OnRow] = field(default_factory=list)
 
@@ -131,17 +133,19 @@ def on(
 
     Args:
         hardware: names of presets, in a list or with commas between.
-        make: returns the model; called with a seed if it needs an argument.
-        batch: returns the input of the model: a tensor, a tuple of arguments, or a mapping of named ones; called with
-            the number of a step if it needs an argument. With a `loss` of two arguments a pair: input and target.
-        loss: from the model's output, or from that and the target, to a scalar. None takes the output's `loss`, or an
-            output that is one number.
-        steps, seeds, learning_rate: of the trainings with AdamW; no seeds, no training.
-        sums: False leaves the sums of products to torch, which is quicker.
-        progress: is called after each training, and after each row: `runs` times.
+        make: a function that returns the model; it is called with a seed if it needs an argument.
+        batch: a function that returns the input of the model: a tensor, a tuple of arguments, or a mapping of named
+            arguments; it is called with the number of a step if it needs an argument. If `loss` takes two arguments, it
+            returns a pair: input and target.
+        loss: a function from the model's output, or from output and target, to a scalar. None takes the output's
+            `loss`, or an output that is a single number.
+        steps, seeds, learning_rate: the numbers of steps and seeds, and the learning rate, of the trainings with AdamW.
+            With 0 seeds nothing is trained.
+        sums: whether sums of products are emulated; False leaves them to torch, which is faster.
+        progress: a function that is called after each training and after each row, `runs` times in all.
 
     Raises:
-        ValueError: for an unknown name, and numbers out of range.
+        ValueError: for an unknown name, and for numbers out of range.
         TypeError: for functions that return something else.
 
     >>> def batch(): return torch.ones(4, 8), torch.zeros(4, 2)
@@ -176,7 +180,7 @@ def on(
 
 
 def runs(hardware: str | Sequence[str], seeds: int) -> int:
-    """Number of calls of `progress` by `on`, if no training of float32 diverges.
+    """Return how often `on` calls `progress`, if no training of float32 diverges.
 
     >>> runs("h100,tpu", 3)
     11
@@ -203,7 +207,7 @@ class _Subject:
         return self.batch(step) if required_arguments(self.batch) else self.batch()
 
     def total(self, model: nn.Module, given: Any) -> Tensor:
-        """The loss of a batch."""
+        """Return the loss of a batch."""
         target: tuple[Any, ...] = ()
         if self.takes_target:
             if not isinstance(given, tuple | list) or len(given) != 2:
@@ -225,7 +229,7 @@ class _Subject:
         return found
 
     def trained(self, one: Preset | None, seed: int, steps: int, learning_rate: float, sums: bool = True) -> float:
-        """The loss that a short training ends with; inf where it diverged."""
+        """Return the final loss of a short training; inf if it diverged."""
         model = self.model(seed).train()
         if one is not None:
             model = fpsim.quantize(model, one.policy(model, sums=sums), inplace=True)
@@ -234,7 +238,7 @@ class _Subject:
         losses: list[float] = []
         for step in range(steps):
             given = self.data(step)
-            # Dropout draws the same numbers as in float32, of its own for each step.
+            # Dropout draws other numbers in each step, but the same as in float32.
             torch.manual_seed(steps * seed + step)
             total = self.total(model, given)
             losses.append(float(total.detach()))
@@ -252,7 +256,7 @@ class _Subject:
 
 
 def _in_dtype(given: Any, dtype: torch.dtype) -> Any:
-    """A batch with its floating tensors in a dtype."""
+    """Return a batch whose floating tensors are cast to a dtype."""
     if isinstance(given, Mapping):
         return {name: _in_dtype(x, dtype) for name, x in given.items()}
     if isinstance(given, tuple | list):
@@ -279,8 +283,8 @@ def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float
     rows = fpsim.compare(model, step_of(model), None, policy)
     choices = _choices(subject, (model, quantised), given)
     roles = ("activation", "error")
-    # An expert that gets other tokens differs entirely, or from zeros, though nothing is lost. Only inf counts as a
-    # break.
+    # The gradient of an expert that gets other tokens may be entirely different, or zero, although nothing is lost. If
+    # choices differ, only inf counts as a break.
     if choices:
         is_inf = [row for row in rows if row["relative"] == math.inf and row["amax_a"] and row["role"] in roles]
         breaks = min(is_inf, key=lambda row: roles.index(row["role"]), default=None)
@@ -307,7 +311,7 @@ def _row(subject: _Subject, one: Preset, sums: bool, trained: list[float], float
 
 
 class _Choosing(TorchFunctionMode):
-    """Record the choices of `topk` and `argmax`, which routers of experts make."""
+    """Record the choices of `topk` and `argmax`, which routers of experts use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +320,7 @@ class _Choosing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in (torch.topk, Tensor.topk):
-            # Sorted: the same experts in another order are the same choice.
+            # The choices are sorted, because the same experts in another order are the same choice.
             self.chosen.append(out[1].sort(-1).values)
         elif func in (torch.argmax, Tensor.argmax):
             self.chosen.append(out[..., None])
@@ -324,7 +328,7 @@ class _Choosing(TorchFunctionMode):
 
 
 def _choices(subject: _Subject, models: tuple[nn.Module, nn.Module], given: Any) -> float:
-    """The share of rows whose choice differs in the second model; 0.0 without choices."""
+    """Return the share of rows whose choice differs in the second model; 0.0 if there are no choices."""
     runs = []
     for model in models:
         torch.manual_seed(0)  # for dropout
@@ -339,10 +343,10 @@ def _choices(subject: _Subject, models: tuple[nn.Module, nn.Module], given: Any)
 def _worst(
     rows: Sequence[Mapping[str, Any]], role: str, noise: Mapping[str, float] | None = None
 ) -> tuple[tuple[str, float], ...]:
-    """The sites of a role with the largest errors, the largest first, without those that are noise in float32 too.
+    """Return a role's sites with the largest errors, largest first, without sites that are noise in float32 too.
 
     The gradient of a bias before a normalisation, for example, is zero except for rounding.
-    noise: of parameters, as `_noise` gives it.
+    noise: the noise of parameters, as `_noise` returns it.
     """
     known = noise or {}
     found = [
@@ -354,9 +358,9 @@ def _worst(
 
 
 def _noise(subject: _Subject, model: nn.Module, given: Any) -> dict[str, float]:
-    """The largest error of each parameter's gradient in float32 against float64, relative to its largest element.
+    """Return the largest float32 error of each parameter's gradient against float64, relative to its largest element.
 
-    Empty for a model that runs in float32 alone, and for one that draws other random numbers in float64.
+    It is empty for a model that runs only in float32, and for a model that draws other random numbers in float64.
     """
     losses, gradients = [], []
     for dtype in (torch.float32, torch.float64):
@@ -366,12 +370,12 @@ def _noise(subject: _Subject, model: nn.Module, given: Any) -> dict[str, float]:
         try:
             total = subject.total(run, data)
             total.backward()
-        # Its forward creates float32 tensors, which do not mix with float64.
+        # The model's forward pass creates float32 tensors, which do not mix with float64.
         except (RuntimeError, TypeError):
             return {}
         losses.append(float(total.detach()))
         gradients.append({name: p.grad for name, p in run.named_parameters() if p.grad is not None})
-    # Other losses mean other random numbers in float64: the gradients are not comparable.
+    # If the losses differ, the model drew other random numbers in float64, and the gradients are not comparable.
     if not math.isclose(*losses, rel_tol=1e-3):
         return {}
     narrow, wide = gradients
@@ -383,8 +387,8 @@ def _noise(subject: _Subject, model: nn.Module, given: Any) -> dict[str, float]:
 
 
 def _traffic(subject: _Subject, model: nn.Module, given: Any, policy: Policy) -> tuple[float, float, float]:
-    """Bits per weight, and the bytes that products of modules with a weight read and write in a step."""
-    # A layer's x, w and y pass three times: y = x w^T, dx = dy w, dw = dy^T x.
+    """Return bits per weight, and the bytes that products of modules with a weight read and write in a step."""
+    # Tensors with the sizes of a layer's x, w and y are moved three times: y = x w^T, dx = dy w, dw = dy^T x.
     of_modules = policy.for_modules(model)
     sizes: list[tuple[str, int, int, int]] = []
 
@@ -431,7 +435,7 @@ def _bits_of(fmt: Any) -> float:
 
 
 def _operand_bits(operand: Any, wide: float) -> float:
-    """Bits per number of an operand; for a user's function those of the role."""
+    """Return the bits per number of an operand; for a user's function, the bits of the role."""
     if not isinstance(operand, Operand) or operand.is_own or operand.fmt is None:
         return wide
     return _bits_of(operand.fmt)
@@ -440,7 +444,7 @@ def _operand_bits(operand: Any, wide: float) -> float:
 def _verdicts(
     chosen: list[Preset], trained: dict[Preset, list[float]], float32: list[float], steps: int
 ) -> dict[Preset, str]:
-    """Verdict of the trainings on each hardware, in words."""
+    """Return the verdict on the trainings for each hardware, in words."""
     if not float32:
         return {}
     if not all(map(math.isfinite, float32)):
@@ -452,7 +456,7 @@ def _verdicts(
         lost = sum(not math.isfinite(x) for x in trained[one])
         words[one] = f"{lost} of {len(float32)} seeds diverged" if lost else f"loss {_mean(trained[one])}"
         words[one] += f", {beside}"
-    # A hardware with a diverged seed has its statement, and is not tested.
+    # Hardware with a diverged seed already has a statement, and is not tested.
     whole = [one for one in chosen if all(map(math.isfinite, trained[one]))]
     if tolerance is None:
         return {one: f"{text}. Too near to 0 for a verdict" if one in whole else text for one, text in words.items()}
@@ -482,7 +486,7 @@ def _in_words(found: Judgement, tolerance: float) -> str:
 
 
 def function_at(word: str, what: str) -> Callable[..., Any]:
-    """The function of "file.py:name" or "package.module:name". what: its purpose, for an error.
+    """Return the function at "file.py:name" or "package.module:name". what: its purpose, for an error.
 
     Raises ValueError if it cannot be found.
     """
@@ -505,7 +509,7 @@ _MODULES: dict[Path, Any] = {}
 
 
 def _module_of(path: Path, what: str) -> Any:
-    """Return the module of a file. Each file is run once, so that make and batch share its state."""
+    """Return the module of a file. Each file runs only once, so that `make` and `batch` share its state."""
     place = path.resolve()
     if place in _MODULES:
         return _MODULES[place]
@@ -515,8 +519,8 @@ def _module_of(path: Path, what: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Among the modules while it runs: a dataclass looks there for the names in its annotations, and pickle for its
-    # classes. First on the path: it may import modules beside it.
+    # The module is put into sys.modules before it runs: dataclasses look there for names in annotations, and pickle
+    # looks there for classes. Its folder comes first on the path, because it may import modules next to it.
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(place.parent))
     try:

@@ -1,4 +1,4 @@
-"""Search for the smallest formats that keep a metric: bits by role and modules in float32, with sweeps in a folder."""
+"""Search for the smallest formats that keep a metric: bits by role, and modules in float32, by sweeps in a folder."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ from fpsim.checks import did_you_mean, is_number, is_whole, pip_install, refuse,
 
 __all__ = ["SETTABLE", "SearchResult", "StoredStudy", "require_optuna", "search"]
 
-# From this many tolerances below float32 on, one seed is enough to reject a format.
+# If a format is this many tolerances below float32, one seed is enough to reject it.
 HOPELESS = 5.0
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search. Its `str` is the Pareto front as a Markdown table, and the answer in words.
+    """Result of a search. `str` returns the Pareto front as a Markdown table, and the answer in words.
 
-    formats: those of the smallest policy found, by role.
-    bits: bits per number, summed over the roles; with `modules`, the mean over them, 32 for each role in float32.
-    accuracy: the mean of the metric over the seeds, for that policy, also of another metric than accuracy.
+    formats: the formats of the smallest policy found, by role.
+    bits: bits per number, summed over the roles; with `modules`, the mean over the modules, 32 for each role in
+        float32.
+    accuracy: the mean of the metric over the seeds for that policy, also if the metric is not accuracy.
     baseline: the mean of the metric in float32.
     rows: the settings that were tried, in order: a format for each role, "bits", "accuracy" (the mean of the metric),
         "deviation", "seeds", "complete" (all seeds were trained) and "kept"; with `modules` also "float32", the modules
-        left in it.
-    results: all cells.
+        that stay in float32.
+    results: the results of all cells.
     metric: the name of the metric.
-    wide: the modules that stay in float32, among the candidates.
-    sign: 1 where a larger metric is better, -1 where a smaller is.
+    wide: the candidate modules that stay in float32.
+    sign: 1 if a larger metric is better, -1 if a smaller metric is better.
     deviation: the standard deviation of the metric over the seeds, for that policy; NaN for one seed.
     tolerance: the tolerance of the search.
     outcome: the outcome for that policy in the verdict on all settings, at the tolerance: "match", "undecided", "few"
@@ -93,19 +94,19 @@ class SearchResult:
 
     @property
     def policy(self) -> Policy:
-        """The formats as `fpsim.quantize` takes them."""
+        """Return the formats as `fpsim.quantize` takes them."""
         fields: dict[str, Any] = {**self.formats, "overrides": dict.fromkeys(self.wide)}
         fields.pop(STATES, None)
         return Policy(**fields)
 
     @property
     def update(self) -> Update | None:
-        """The format of the optimizer's states as `fpsim.quantize_optimizer` takes it; None where none was searched."""
+        """Return the states' format as `fpsim.quantize_optimizer` takes it; None if it was not searched."""
         states = self.formats.get(STATES)
         return None if states is None else Update(**update_of(states))
 
     def front(self) -> list[dict[str, Any]]:
-        """The rows that no other beats in both bits and metric, the smallest first."""
+        """Return the rows that no other row beats in both bits and metric, the smallest first."""
         complete = [row for row in self.rows if row["complete"] and not math.isnan(row["accuracy"])]
         complete.sort(key=lambda row: (row["bits"], -self.sign * row["accuracy"]))
         front: list[dict[str, Any]] = []
@@ -127,11 +128,11 @@ class SearchResult:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def to_frame(self) -> Any:
-        """`rows` as a pandas.DataFrame."""
+        """Return `rows` as a pandas.DataFrame."""
         return data_frame(self.rows)
 
     def plot(self) -> Any:
-        """A figure: metric by bits of all tries, with the front and float32; needs matplotlib."""
+        """Return a figure: metric by bits of all tried settings, with the front and float32; needs matplotlib."""
         from ada_loss.lab.results.figures import plot_front
 
         factor = 100.0 if is_share(self.metric) else 1.0
@@ -163,50 +164,55 @@ def search(
     show_progress: bool = True,
     **options: Any,
 ) -> SearchResult:
-    """Find the smallest formats, a number of exponent and mantissa bits for each role, that keep the metric of float32.
+    """Find the smallest formats (exponent and mantissa bits for each role) that keep the metric of float32.
 
-    A policy keeps it unless the mean of the metric over the seeds is worse than float32's, over the same seeds, by more
-    than `tolerance`. With few seeds that mean is itself uncertain by some deviation / sqrt(seeds), and of many policies
-    one has a good mean by chance. The answer says whether the seeds decide: it has its statement in the verdict on all
-    tries, `results.verdicts(tolerance=)`. If they do not decide, choose a larger tolerance, or more seeds.
-    The size of a policy is the number of bits of one number, added over the roles: each role counts the same.
+    A policy keeps the metric unless the mean over the seeds is worse than float32's mean, over the same seeds, by more
+    than `tolerance`. With few seeds this mean is itself uncertain, by about deviation / sqrt(seeds), and among many
+    policies some have a good mean by chance. The answer says whether the seeds decide: it contains its statement in the
+    verdict on all tried policies, `results.verdicts(tolerance=)`. If they do not decide, choose a larger tolerance, or
+    more seeds.
+    The size of a policy is the number of bits per number, summed over the roles: all roles have the same weight.
 
-    First, Optuna's TPE sampler proposes `trials` policies; one that diverges with the first seed, or is five tolerances
-    below float32, gets no other seeds. Then, from the smallest that keeps the metric (the widest, if none does), one
-    bit at a time is taken from a role while some removal keeps it: the answer is a local minimum, and a smaller one may
-    exist elsewhere. Every trial is cells of a sweep in `out`: run again after a crash, it goes the same way over them.
+    First, Optuna's TPE sampler proposes `trials` policies. A policy that diverges with the first seed, or is five
+    tolerances below float32, is not trained with the other seeds. The second stage starts from the smallest policy that
+    keeps the metric, or from the widest policy if none does. It takes away one bit of a role at a time, as long as some
+    removal keeps the metric. The answer is a local minimum, and a smaller policy may exist elsewhere. Every trial
+    consists of cells of a sweep in `out`. A search that is run again after a crash takes the same steps, and finds the
+    finished cells there.
 
-    With `modules` the search also decides which of them stay in float32. Of names it proposes any set, and takes the
-    modules back into the formats one at a time, as it takes bits. With a result of `fpsim.sensitivity` it first finds
-    how many of the costliest modules have to stay in float32 with the widest formats (0, 1, 2, 4 and so on). It
-    proposes these or fewer, and takes back the one that costs least, the others only where that does not keep the
-    metric. The answer is a local minimum in either case: each module of it was tried in the formats.
+    With `modules` the search also decides which modules stay in float32. If they are names, it proposes any set of
+    them, and later moves modules back into the formats one at a time, as it takes away bits. If `modules` is a result
+    of `fpsim.sensitivity`, it first finds how many of the costliest modules have to stay in float32 with the widest
+    formats (0, 1, 2, 4 and so on). It proposes this number or fewer. Later it first moves back the module that costs
+    least, and tries another module only if the metric is not kept. In both cases the answer is a local minimum: each of
+    its modules in float32 was tried in the formats.
 
-    All tries are also a study of Optuna in `out`: `optuna-dashboard sqlite:///runs/search/optuna.db` shows it.
+    All tried policies are also stored as a study of Optuna in `out`: `optuna-dashboard sqlite:///runs/search/optuna.db`
+    shows it.
 
     Args:
         task, train, task_options, engine, out, show_progress: as in `sweep`.
-        roles: those that are searched; the others stay in float32. "states" are those of the optimizer: each is stored
-            in the format, at the largest power of two under which nothing saturates; without one where the format has
-            float32's exponents.
-        exponent_bits, mantissa_bits: the least and the largest number.
-        modules: those that may stay in float32: their names, or patterns as in `fpsim.Policy`; or the result of
-            `fpsim.sensitivity` on the model. All others are in the formats.
-        tolerance: how far the mean may be below float32's, in the units of the metric.
+        roles: the roles whose formats are searched; the others stay in float32. "states" are the optimizer's states:
+            each is stored in the format, scaled by the largest power of two with which nothing saturates. If the format
+            has float32's exponents, states are not scaled.
+        exponent_bits, mantissa_bits: the least and the largest number of bits.
+        modules: the modules that may stay in float32: names, or patterns as in `fpsim.Policy`; or the result of
+            `fpsim.sensitivity` on the model. All other modules are in the formats.
+        tolerance: how much worse than float32's the mean may be, in the units of the metric.
         scaling: the scaling method of all trials.
-        rounding: that of all trials; None as in `sweep`.
-        seeds: how many, or which.
-        trials: how many policies the sampler proposes.
-        metric: the task's first unless named.
-        minimize, maximize: the metrics of which a smaller, or a larger, value is better, as in `sweep`.
-        workers: processes of this machine, and how many policies are proposed at once.
-        seed: of the sampler.
+        rounding: the rounding of all trials; None as in `sweep`.
+        seeds: the number of seeds, or the seeds.
+        trials: the number of policies that the sampler proposes.
+        metric: the metric to keep; None for the task's first metric.
+        minimize, maximize: the metrics whose smaller, or larger, values are better, as in `sweep`.
+        workers: the number of processes on this machine, and of policies that are proposed at once.
+        seed: the seed of the sampler.
         options: the other arguments of `sweep`: device, limits, resources, engine_timeout, retry_failed,
             keep_old, track.
 
     Raises:
-        ValueError: for an invalid search, where nothing tells whether a larger metric is better, and where even the
-            widest formats do not keep the metric.
+        ValueError: for invalid arguments, if nothing tells whether a larger metric is better, and if even the widest
+            formats do not keep the metric.
         ImportError: without Optuna.
     """
     is_ranking, names = isinstance(modules, fpsim.Sensitivity), _names_in(modules)
@@ -223,7 +229,7 @@ def search(
     roundings = None if rounding is None else [rounding]
     grid: dict[str, Any] = {"roundings": roundings, "options": task_options, "train": train}
     formats = [space.fields(point) for point in space.widest()]
-    # Only to reject invalid cells, before any work.
+    # This call is only to reject invalid cells before any work.
     (first, *_) = plan(task, formats, [scaling], seeds=seeds, **grid)
     _require_states(roles, first.config["options"])
     if names:
@@ -240,7 +246,7 @@ def search(
         def run(
             formats: Sequence[Any], method: str | float, chosen: Sequence[int], title: str
         ) -> list[list[dict[str, float]]]:
-            """The metrics of each format with each seed; empty where a training failed or diverged."""
+            """Return the metrics of each format with each seed; empty if a training failed or diverged."""
             cells = plan(task, formats, [method], seeds=[*chosen], **grid)
             done = run_cells(cells, folder, opened, function, title=title, **told)
             metrics = {c["id"]: c["metrics"] for c in done.cells if c["state"] == "done" and not c["diverged"]}
@@ -258,7 +264,7 @@ def search(
 
 
 def _answer(trials_done: _Trials, best: Point, results: Results, cells: Collection[str]) -> SearchResult:
-    """The result, with the verdict on the best policy. cells: those of that policy, by their ids."""
+    """Return the result, with the verdict on the best policy. cells: the ids of that policy's cells."""
     space, metric, tolerance = trials_done.space, trials_done.metric, trials_done.tolerance
     rows = [trials_done.row(point) for point in trials_done.tried]
     answer = space.formats(best), space.size(best), trials_done.mean(best), trials_done.baseline, rows, results
@@ -268,12 +274,12 @@ def _answer(trials_done: _Trials, best: Point, results: Results, cells: Collecti
 
 
 def _require_verdicts() -> None:
-    """Raise ImportError if a verdict lacks a package, before the first training and not behind the last one."""
+    """Raise ImportError if a verdict lacks a package, before the first training and not after the last."""
     import ada_loss.lab.results.verdict  # noqa: F401
 
 
 def _judged(results: Results, metric: str, tolerance: float, cells: Collection[str]) -> tuple[str, str]:
-    """Return outcome and statement of the verdict on the setting with these cells; ("few", "") for none."""
+    """Return outcome and statement of the verdict on the setting with these cells; ("few", "") if there is none."""
     for verdict in results.verdicts(metric, tolerance):
         for one in verdict.combinations:
             if not {*cells} & {*one.cells}:
@@ -286,14 +292,14 @@ def _judged(results: Results, metric: str, tolerance: float, cells: Collection[s
 
 
 def _names_in(modules: Sequence[str] | fpsim.Sensitivity) -> Sequence[str]:
-    # Only whole modules: an override of a module reaches all modules inside it.
+    # Only whole modules are candidates: an override of a module applies to all modules inside it.
     if isinstance(modules, fpsim.Sensitivity):
         return [row["module"] for row in modules if not row["own"]]
     return modules
 
 
 def _require_states(roles: Sequence[str], trained: Mapping[str, Any]) -> None:
-    """Raise ValueError if states are searched and the optimizer has none. trained: the options of the training."""
+    """Raise ValueError if states are searched and the optimizer has no states. trained: the training's options."""
     if STATES in roles and trained.get("optimizer") == "sgd" and trained.get("momentum") == 0:
         raise ValueError(
             "Got 'states' among the roles, and SGD without momentum has none. Use task_options={'momentum': 0.9}, or "
@@ -301,7 +307,7 @@ def _require_states(roles: Sequence[str], trained: Mapping[str, Any]) -> None:
         )
 
 
-# Arguments of `search` that the command line may set, with those that it passes on to the execution.
+# The arguments of `search` that the command line may set, including those that it passes on to the execution.
 SETTABLE = [name for name in inspect.signature(search).parameters if name not in ("show_progress", "options")]
 SETTABLE += [f.name for f in fields(Execution) if f.name not in SETTABLE]
 
@@ -322,10 +328,11 @@ def _task_of(task: str | MakeTask | None) -> Any:
 
 
 def _sample(optuna: Any, trials_done: _Trials, most_wide: int, count: int, at_once: int, seed: int) -> None:
-    """The first stage: Optuna proposes `count` policies, some at once, and each is tried."""
+    """Run the first stage: Optuna proposes `count` policies, several at once, and each is tried."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    # In memory, as the sampler proposes the same again for one seed. With a stored study it would continue, and a
-    # search that is resumed would not go the same way. constant_liar: proposals of one round must differ.
+    # The study is in memory, so that the sampler proposes the same policies again for a seed. With a stored study it
+    # would continue, and a resumed search would take other steps. With constant_liar, the proposals of one round
+    # differ.
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=True))
     for first in range(0, count, at_once):
         asked = [study.ask() for _ in range(min(at_once, count - first))]
@@ -333,7 +340,8 @@ def _sample(optuna: Any, trials_done: _Trials, most_wide: int, count: int, at_on
         trials_done.phase = f"trials, {count - first} left at most"
         trials_done.evaluate(proposed)
         for trial, point in zip(asked, proposed):
-            # A constraint, not a penalty in the value: the sampler learns how far a policy is from being kept.
+            # This is a constraint, not a penalty in the value: the sampler learns how far a policy is from keeping the
+            # metric.
             trial.set_constraint("tolerance", trials_done.violation(point))
             study.tell(trial, trials_done.space.size(point))
 
@@ -347,7 +355,7 @@ def _check(tolerance: Any, trials: Any) -> None:
 
 @contextmanager
 def _kept_open(execution: Execution) -> Iterator[Execution]:
-    """The same execution for many sweeps: a local cluster is started once, and used by its address."""
+    """Yield an execution for many sweeps: a local cluster is started only once, and reached by its address."""
     if execution.chosen_engine == "local":
         with open_engine(execution) as opened:
             yield replace(execution, engine=opened.name)
@@ -358,9 +366,10 @@ def _kept_open(execution: Execution) -> Iterator[Execution]:
 class _Trials:
     """The policies that were tried, with their metric by seed.
 
-    run: trains formats with a scaling method and seeds; returns the metrics of each format with each seed.
-    results: returns the results of the folder now.
-    The others are those of `search`.
+    run: a function that trains formats with a scaling method and seeds, and returns the metrics of each format with
+        each seed.
+    results: a function that returns the current results of the folder.
+    The other arguments are those of `search`.
     """
 
     def __init__(
@@ -374,7 +383,7 @@ class _Trials:
         results: Callable[[], Results],
     ) -> None:
         self.run, self.space, self.scaling, self.seeds, self.tolerance = run, space, scaling, [*seeds], tolerance
-        # A description of the current phase.
+        # The current phase in words.
         self.phase = "float32"
         self.tried: dict[Point, list[float]] = {}
         self.stored: StoredStudy | None = None
@@ -387,7 +396,7 @@ class _Trials:
         if self.metric not in metrics[0]:
             raise ValueError(refuse(f"Unknown metric {metric!r}", metrics[0], word=metric))
         self.metric = results().shown(self.metric)
-        # Only after float32 was trained: its task may state a goal.
+        # The direction is known only after float32 was trained, because its task may state a goal.
         self.sign = results().directions.sign(self.metric)
         if not self.sign:
             raise ValueError(
@@ -404,7 +413,7 @@ class _Trials:
         return len(self.tried[point]) == len(self.seeds)
 
     def violation(self, point: Point) -> float:
-        """Distance of the mean beyond the tolerance; 0 or less where the metric is kept."""
+        """Return by how much the mean is beyond the tolerance; 0 or less if the metric is kept."""
         mean = self.mean(point)
         return self.sign * (self.baseline - mean) - self.tolerance if math.isfinite(mean) else 1e9
 
@@ -425,10 +434,10 @@ class _Trials:
         return {**self.space.formats(point), **wide, **words, **settled}
 
     def evaluate(self, wanted: Sequence[Point]) -> None:
-        """Train the new policies with the first seed, and with the others unless the first already rejects them."""
+        """Train new policies with the first seed, and with the other seeds unless the first already rejects them."""
         new = [point for point in dict.fromkeys(wanted) if point not in self.tried]
         self._train(new, self.seeds[:1])
-        # The rounding of the difference must not reject a policy at exactly the border.
+        # A rounding error of the difference must not reject a policy that is exactly at the border.
         hopeful = [p for p in new if self.violation(p) <= (HOPELESS - 1) * self.tolerance + 1e-12]
         if len(self.seeds) > 1:
             self._train(hopeful, self.seeds)
@@ -436,12 +445,12 @@ class _Trials:
             self.stored.add(point, self.row(point))  # type: ignore[union-attr]
 
     def smallest(self) -> Point:
-        """The smallest policy that keeps the metric, of those that were tried and, where none does, of the widest."""
+        """Return the smallest tried policy that keeps the metric; if none does, the widest formats."""
         kept = [point for point in self.tried if self.keeps(point)] or [self.widest()]
         return min(kept, key=lambda point: (self.space.size(point), -self.sign * self.mean(point)))
 
     def widest(self) -> Point:
-        """The widest formats, with as few modules in float32 as keep the metric. Raises ValueError where none do."""
+        """Return the widest formats with the fewest modules in float32 that keep the metric, or raise ValueError."""
         self.phase = "the widest formats"
         for widest in self.space.widest():
             self.evaluate([widest])
@@ -462,11 +471,11 @@ class _Trials:
             self.tried |= {point: self._values(metrics) for point, metrics in zip(wanted, trained)}
 
     def _values(self, metrics: Sequence[Mapping[str, float]]) -> list[float]:
-        """The metric by seed; NaN where a training failed or diverged."""
+        """Return the metric by seed; NaN if a training failed or diverged."""
         return [of_seed.get(self.metric, math.nan) for of_seed in metrics]
 
     def descend(self, best: Point) -> Point:
-        """The second stage: take one bit or one module at a time away while some removal keeps the metric."""
+        """Run the second stage: take away one bit or one module at a time while some removal keeps the metric."""
         while True:
             self.phase = f"taking away, {self.space.most_trials(best)} trials left at most"
             for smaller in self.space.smaller(best):
@@ -483,7 +492,7 @@ FILE = "optuna.db"
 
 
 def require_optuna() -> Any:
-    """The library. Raises ImportError without it."""
+    """Return the package optuna. Raises ImportError if it is not installed."""
     try:
         import optuna
     except ImportError:
@@ -492,21 +501,21 @@ def require_optuna() -> Any:
 
 
 class StoredStudy:
-    """Stored study with every policy that a search tried, and two values: its bits and the metric.
+    """A stored study with every policy that a search tried, and two values for each: its bits and its metric.
 
-    A search that goes on tries the same again, and writes the study again.
+    A resumed search tries the same policies again, and writes the study again.
 
     It holds a connection to its file until `close`.
 
-    folder: of the search.
-    metric, sign: the metric, and 1 where larger is better, -1 where smaller is.
+    folder: the folder of the search.
+    metric, sign: the metric, and 1 if larger is better, -1 if smaller is better.
     """
 
     def __init__(self, folder: Path, space: Space, metric: str, sign: int) -> None:
         self._optuna, self.space, self.metric = require_optuna(), space, metric
         path = folder / FILE
-        # SQLite would wait for the other end of a pipe beside the file, and apply a journal of the old file to the new
-        # one.
+        # Otherwise SQLite would wait for the other end of a pipe next to the file, or apply a journal of the old file
+        # to the new file.
         for suffix in ("", *BESIDE):
             path.with_name(FILE + suffix).unlink(missing_ok=True)
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
@@ -519,14 +528,14 @@ class StoredStudy:
         self.study.set_user_attr("values", ["bits", metric])
 
     def close(self) -> None:
-        """Close the file. Optuna does not, and Python 3.13 warns of connections that are never closed."""
+        """Close the file. Optuna does not close it, and Python 3.13 warns of connections that are never closed."""
         self._storage.remove_session()
         self._storage.engine.dispose()
 
     def add(self, point: Point, row: Mapping[str, Any]) -> None:
-        """Keep a policy that was tried with all seeds; one without a number has failed.
+        """Store a policy that was tried with all seeds; a policy without a number is stored as failed.
 
-        row: with "bits", "accuracy", "deviation", "seeds" and "kept".
+        row: a mapping with "bits", "accuracy", "deviation", "seeds" and "kept".
         """
         trials, ranges = self._optuna.trial, self._optuna.distributions
         numbers = self.space.numbers(point)

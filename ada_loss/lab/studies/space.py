@@ -1,4 +1,4 @@
-"""Space of a search: exponent and mantissa bits of each role, and modules that stay in float32."""
+"""The space of a search: exponent and mantissa bits of each role, and modules that stay in float32."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fpsim.checks import is_whole, shown
 __all__ = ["STATES", "Point", "Space", "update_of"]
 
 FLOAT32_BITS = 32
-# Not a role of a model: the states of its optimizer, each at one scale.
+# This is not a role of a model: it means the states of its optimizer, each with one scale.
 STATES = "states"
 
 
 def update_of(states: str) -> dict[str, Any]:
-    """The fields of a `fpsim.Update` of states in a format, at the largest power of two under which nothing saturates.
+    """Return the fields of a `fpsim.Update` of states in a format, at the largest scale with which nothing saturates.
 
     >>> update_of("e4m3 per tensor"), update_of("e8m7")
     ({'states': 'e4m3 per tensor', 'scale': 'power_of_two'}, {'states': 'e8m7'})
@@ -40,10 +40,10 @@ class Point(NamedTuple):
 class Space:
     """The points of a search.
 
-    roles: those that have bits, in order; "states" are those of the optimizer.
-    exponent_bits, mantissa_bits: the least and the largest number.
-    modules: those that may stay in float32.
-    ranked: whether they are in the order of their costs, the largest first.
+    roles: the roles that have bits, in order; "states" are the optimizer's states.
+    exponent_bits, mantissa_bits: the least and the largest number of bits.
+    modules: the modules that may stay in float32.
+    ranked: whether the modules are in the order of their costs, the largest first.
     Raises ValueError for unknown roles, for invalid numbers of bits, for modules that are not names, and for modules
     together with states.
 
@@ -82,7 +82,7 @@ class Space:
                     f"{name}={shown(span)} is invalid. Expected: least and most, within {least} and {most}."
                 )
         for e, m in itertools.product(self.exponent_bits, self.mantissa_bits):
-            # Only for its error: not every format fits into float32.
+            # This call is only for its error: not every format fits into float32.
             fpsim.as_format(f"e{e}m{m}")
         names = self.modules
         if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
@@ -95,7 +95,7 @@ class Space:
             raise ValueError("Got modules with 'states' among the roles. Search one after the other.")
 
     def require_modules(self, model: nn.Module) -> None:
-        """Raise ValueError where a name matches no module of the model, and where two match the same one."""
+        """Raise ValueError if a name matches no module of the model, or if two names match the same module."""
         seen: dict[str, str] = {}
         for pattern in self.modules:
             policies = Policy(weight="fp16", overrides={pattern: None}).for_modules(model)
@@ -109,23 +109,23 @@ class Space:
 
     def formats(self, point: Point) -> dict[str, str]:
         names = {role: f"e{e}m{m}" for role, (e, m) in zip(self.roles, point.bits)}
-        # With 8 exponent bits states have float32's range, and need no scale.
+        # With 8 exponent bits states have float32's range, so they need no scale.
         has_scale = STATES in names and not names[STATES].startswith("e8")
         return {**names, STATES: f"{names[STATES]} per tensor"} if has_scale else names
 
     def numbers(self, point: Point) -> dict[str, int]:
-        """A point as named numbers: the bits of each role, and which modules are in float32."""
+        """Return a point as named numbers: the bits of each role, and which modules are in float32."""
         bits = {f"{role} exponent": e for role, (e, _) in zip(self.roles, point.bits)}
         bits |= {f"{role} mantissa": m for role, (_, m) in zip(self.roles, point.bits)}
         return bits | {f"{name} in float32": int(name in point.wide) for name in self.modules}
 
     def spans(self, point: Point) -> dict[str, tuple[int, int]]:
-        """The least and the largest value of each of `numbers`."""
+        """Return the least and the largest value of each of `numbers`."""
         spans = {"exponent": self.exponent_bits, "mantissa": self.mantissa_bits}
         return {name: tuple(spans.get(name.rpartition(" ")[2], (0, 1))) for name in self.numbers(point)}  # type: ignore[misc]
 
     def fields(self, point: Point) -> dict[str, Any]:
-        """Entry for a point among the formats of a sweep: fields of a Policy, with an update for states."""
+        """Return a point as an entry of a sweep's formats: the fields of a Policy, with an update for states."""
         overrides = {"overrides": dict.fromkeys(point.wide)} if point.wide else {}
         formats = self.formats(point)
         states = formats.pop(STATES, None)
@@ -135,14 +135,14 @@ class Space:
         return {"format": policy or "fp32", "update": update_of(states)}
 
     def size(self, point: Point) -> float:
-        """Bits of one number, added over the roles; the mean over the modules where some are in float32."""
+        """Return the bits per number, summed over the roles; the mean over the modules if some may be in float32."""
         small, count = sum(1 + e + m for e, m in point.bits), len(point.wide)
         if not count:
             return small
         return small + (FLOAT32_BITS * len(self.roles) - small) * count / len(self.modules)
 
     def proposal(self, trial: Any, most: int) -> Point:
-        """Point that Optuna proposes: the costliest of ranked modules in float32, at most `most`, or any of others."""
+        """Return a point that Optuna proposes. Of ranked modules, only the `most` costliest may be in float32."""
         bits = tuple(
             (
                 trial.suggest_int(f"{role} exponent", *self.exponent_bits),
@@ -156,22 +156,22 @@ class Space:
         return Point(bits, tuple(wide))
 
     def widest(self) -> list[Point]:
-        """Points of the widest formats to begin from, from no module in float32 to all of them."""
+        """Return points with the widest formats, from no module in float32 to all modules."""
         bits = tuple((self.exponent_bits[1], self.mantissa_bits[1]) for _ in self.roles)
         count = len(self.modules)
-        # Doubled, so that the number of modules that have to stay is found in few trainings.
+        # The number of modules is doubled, so that the necessary number is found in few trainings.
         doubled = [2**k for k in range(count.bit_length()) if 2**k < count] if self.ranked else []
         return [Point(bits, tuple(self.modules[:k])) for k in dict.fromkeys([0, *doubled, count])]
 
     def smaller(self, point: Point) -> list[list[Point]]:
-        """The points with one bit less, or one module less in float32; a later list is for when the earlier fail.
+        """Return points with one bit less, or one module less in float32; later lists are for when earlier ones fail.
 
-        Together the lists have every such point: where none keeps the metric, `point` is a local minimum.
+        Together the lists contain every such point: if none of them keeps the metric, `point` is a local minimum.
         """
         reduced = []
         for i, (e, m) in enumerate(point.bits):
             for e2, m2 in ((e, m - 1), (e - 1, m)):
-                # e1m0 has only zero and infinity, and is no format of a float32.
+                # e1m0 has only zero and infinity, and cannot hold a rounded float32.
                 if e2 >= self.exponent_bits[0] and m2 >= self.mantissa_bits[0] and (e2, m2) != (1, 0):
                     reduced.append(point._replace(bits=(*point.bits[:i], (e2, m2), *point.bits[i + 1 :])))
         taken = [point._replace(wide=tuple(n for n in point.wide if n != name)) for name in point.wide]
@@ -180,6 +180,6 @@ class Space:
         return [[*reduced, *taken]]
 
     def most_trials(self, point: Point) -> int:
-        """The largest number of trials on the way down from a point."""
+        """Return the largest number of trials in the descent from a point."""
         steps = sum(e - self.exponent_bits[0] + m - self.mantissa_bits[0] for e, m in point.bits) + len(point.wide)
         return steps * (2 * len(point.bits) + len(point.wide))

@@ -1,1 +1,1 @@
-"""The sweep: cells are planned, computed by an engine and written to the ledger."""
+"""The sweep: it plans cells, an engine computes them, and their results are written to the ledger."""

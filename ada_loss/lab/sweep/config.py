@@ -30,12 +30,12 @@ KEYS = [name for name in inspect.signature(sweep).parameters if name != "show_pr
 MOST_BYTES = 1 << 24
 # The deepest nesting and the most values of a sweep's file.
 DEEPEST, MOST_VALUES = 20, 100_000
-# A file has one key of each group.
+# A file must have exactly one key of each group.
 REQUIRED = (("task", "train"), ("formats",))
 
 
 def text_of(name: str | Path) -> str:
-    """Return the text of a sweep's file, or of one that comes with the library, to edit for a sweep of your own.
+    """Return the text of a sweep's file, of yours or of the library, which you can edit for a sweep of your own.
 
     >>> text_of("digits").splitlines()[2]
     'task: digits'
@@ -46,12 +46,12 @@ def text_of(name: str | Path) -> str:
 def read_sweep(name: str | Path) -> dict[str, Any]:
     """Read the arguments for `sweep` from a file. `sweep` itself checks the values.
 
-    The file is YAML 1.2: `1e-3` is a number, `off` and `none` are words, a duplicate key is an error. The folder of a
-    file whose task is "module:function" is put on Python's path, at its end: the module may lie beside the file.
+    The file is YAML 1.2: `1e-3` is a number, `off` and `none` are words, a duplicate key is an error. If the task is
+    "module:function", the module may lie next to the file: the file's folder is appended to Python's path.
 
     name: the path of a YAML file, or the name of a sweep that comes with the library.
-    Raises FileNotFoundError without such a file; ValueError for a file that is not YAML, that is nested too deep, and
-    for an unknown or a missing key.
+    Raises FileNotFoundError if there is no such file; ValueError for a file that is not YAML or is nested too deeply,
+    and for an unknown or a missing key.
 
     >>> read_sweep("digits")["task"]
     'digits'
@@ -63,7 +63,7 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
         _require_small(content)
     except RecursionError:
         raise ValueError(f"{path} is nested too deep. {DEEPEST} levels are possible.") from None
-    # Everything is caught: the parser raises TypeError, IndexError and others for text that is not YAML.
+    # All exceptions are caught: the parser raises TypeError, IndexError and others for text that is not YAML.
     except Exception as error:
         raise ValueError(f"{path} is not YAML: {_one_line(error)}. Write `key: value` lines.") from None
     if not isinstance(content, dict):
@@ -77,7 +77,8 @@ def read_sweep(name: str | Path) -> dict[str, Any]:
         if not any(key in content for key in keys):
             needed = " and ".join(" or ".join(keys) for keys in REQUIRED)
             raise ValueError(f"{path}: the key {' or '.join(keys)} is missing. A sweep needs {needed}.")
-    # The module of a task may lie beside the file. At the end of the path, so that it hides no other module.
+    # The module of a task may lie next to the file. The folder is put at the end of the path, so that it hides no other
+    # module.
     if ":" in str(content.get("task")) or "train" in content:
         add_to_path(path.parent)
     if isinstance(content.get("out"), str):
@@ -107,7 +108,7 @@ def with_settings(arguments: Mapping[str, Any], settings: Sequence[str], keys: S
     """Return the arguments with some of them changed. `sweep` itself checks the values.
 
     settings: "key=value" or "key.inner=value"; the value is YAML, as in a file.
-    keys: the known ones.
+    keys: the known keys.
     Raises ValueError for text that is not a setting, for an unknown key, and for a value that is not YAML.
 
     >>> with_settings({"task": "digits", "task_options": {"epochs": 6}}, ["task_options.epochs=3", "seeds=[1, 2]"])
@@ -141,8 +142,8 @@ def with_settings(arguments: Mapping[str, Any], settings: Sequence[str], keys: S
 def _require_small(content: Any) -> None:
     """Raise RecursionError for deep or endless nesting, ValueError for too many values."""
     parts = [(content, 0)]
-    # The list grows while it is gone through, without recursion. Aliases multiply values: a few lines can mean
-    # billions.
+    # The list grows during the loop, which needs no recursion. Aliases multiply values: a few lines can mean billions
+    # of values.
     for part, depth in parts:
         if depth > DEEPEST:
             raise RecursionError
@@ -155,7 +156,7 @@ def _require_small(content: Any) -> None:
 def _one_line(error: Exception) -> str:
     if isinstance(error, MarkedYAMLError):
         where = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        # The text of this error shows lists and mappings as empty.
+        # The text of this error shows lists and mappings as if they were empty.
         if isinstance(error, DuplicateKeyError):
             return f"{str(error.problem).partition(' with value')[0][: 5 * SHOWN]}{where}"
         return f"{str(error.problem)[: 5 * SHOWN]}{where}"

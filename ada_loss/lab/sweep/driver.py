@@ -1,6 +1,6 @@
 """The driver of a sweep: it plans cells, runs those that are not done, and keeps their results.
 
-It knows nothing of formats, scaling methods or tasks: `cells.py` checks them, and `work.py` trains a cell.
+The driver does not depend on formats, scaling methods or tasks: `cells.py` checks them, and `work.py` trains a cell.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ except ImportError as error:
     raise ImportError(f"A sweep needs {error.name}, which is not installed: {pip_install('lab')}.") from None
 
 
-# A cell fails after this many deaths of workers that ran it.
+# A cell fails after this number of workers died while they ran it.
 MOST_DEATHS = 3
-# Letters of an error that are printed.
+# The number of letters of an error that are printed.
 MOST_LETTERS = 200
-# Kinds of failures, and cells of each kind, that are printed.
+# The numbers of kinds of failures, and of cells of each kind, that are printed.
 MOST_SAID = 5
 
 
 def _an_option(name: str) -> str:
-    """Advice for an option of the training that was given as an argument, for `known_arguments`."""
+    """Return advice for a training option that was given as an argument, for `known_arguments`."""
     return f" It is an option of the training: task_options={{{name!r}: ...}}." if name in OPTIONS else ""
 
 
@@ -96,10 +96,11 @@ def sweep(
 ) -> Results:
     """Train the task once for each format, scaling method, rounding and seed, and return the results.
 
-    Run it again to resume: cells that are done in `out` do not run again, and those that failed
-    only with `retry_failed`. A cell is its configuration: with any difference it is another cell. A training that
-    diverges is a result; one that raises, hangs or kills its worker is a failure, and the others go on. A cell that was
-    interrupted resumes from its checkpoint in `out`, to the same bits.
+    Run it again to resume: cells that are done in `out` do not run again, and failed cells run again only with
+    `retry_failed`. A cell is identified by its whole configuration: any difference makes it another cell. A training
+    that diverges is a result. A training that raises an error, hangs or kills its worker is a failure, and the other
+    cells go on. An interrupted cell resumes from its checkpoint in `out`, with the same bits as without the
+    interruption.
 
     Args:
         task: the name of a task (`ada-loss tasks` lists them), "module:function", or a function from a seed to a
@@ -144,10 +145,10 @@ def sweep(
         out: the folder of the sweep, with its ledger, telemetry and report.
         track: the trackers that log the cells while they train: "tensorboard", "mlflow" and "wandb", which write to the
             folder, or tracker objects.
-        minimize: the metrics whose smaller values are better, if their names do not show this; stored in `out`. They
+        minimize: the metrics whose smaller values are better, if their names do not tell; stored in `out`. They
             override `Task.goal`.
-        maximize: the metrics whose larger values are better, if their names do not show this; stored in `out`. They
-            override `Task.goal`.
+        maximize: the metrics whose larger values are better, if their names do not tell; stored in `out`. They override
+            `Task.goal`.
         why: whether to explain failures: the workers train again each cell that diverged, and one cell of each setting
             that falls short of float32. They stop at the failing step and call `fpsim.why` there. The reason is in the
             column "reason" of rows, and in the verdict.
@@ -157,7 +158,7 @@ def sweep(
         ValueError: for invalid arguments, and for a folder with numbers of another version of this library, before any
             work.
         TypeError: for arguments of another type, before any work.
-        RuntimeError: if it cannot continue; the message names the remedy.
+        RuntimeError: if the sweep cannot continue; the message names the remedy.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)
@@ -201,13 +202,13 @@ def resume(
 
     Args:
         out: the folder of the sweep.
-        trust: whether a task or an operand that is not of this library is imported and run because the ledger names it.
-            Without it, such code is refused unless you have run it into this folder: the author of the file would
-            choose the code that runs here.
+        trust: whether to import and run tasks and operands that the ledger names and that are not of this library. If
+            False, such code is refused unless you have run it into this folder before: otherwise the author of the
+            ledger would choose the code that runs here.
 
     Raises:
         ValueError: for a ledger whose cells cannot be read, or have the numbers of another version, for a task that is
-            not trusted, and where a task is a function that was passed to `sweep`: only that call knows it.
+            not trusted, and for a task that is a function which was passed to `sweep`, because only that call has it.
     """
     execution = _execution(locals())
     require_flag("show_progress", show_progress)
@@ -215,7 +216,7 @@ def resume(
     folder = folder_at(out)
     with Ledger(folder / "ledger.sqlite", readonly=True) as ledger:
         cells = [stored_cell(row["id"], row["config"]) for row in ledger.rows()]
-    # Before anything runs: a ledger may come from someone else, and importing its task would run their code.
+    # This check comes before anything runs: a ledger may be foreign, and importing its task would run foreign code.
     for name in dict.fromkeys(cell.config["task"] for cell in cells):
         if is_local(name):
             raise ValueError(
@@ -233,13 +234,13 @@ def resume(
 
 
 def _offer_the_report(results: Results, show_progress: bool) -> None:
-    """Suggest the report, which a sweep from Python does not write; the command line does."""
+    """Suggest the report, because a sweep from Python does not write it; the command line does."""
     if show_progress and results.counts["done"]:
         offer(f"results.report() writes {results.out / 'report.html'}: verdict, tables, pictures and every cell.")
 
 
 def _require_trust(kind: str, name: str, folder: Path, trust: bool) -> None:
-    """Raise ValueError where the ledger alone names code that would run."""
+    """Raise ValueError if only the ledger, and not the user, names code that would run."""
     if not trust and not is_trusted(folder, name):
         raise ValueError(
             f"The ledger names the {kind} {name!r}, which is code from outside of this library, and resuming would "
@@ -249,12 +250,12 @@ def _require_trust(kind: str, name: str, folder: Path, trust: bool) -> None:
 
 
 def _functions_of(cells: Sequence[Cell]) -> list[str]:
-    """The import paths of operands of these cells."""
+    """Return the import paths of these cells' operands."""
     return [*dict.fromkeys(path for cell in cells for path in operand_functions(cell.config["format"]))]
 
 
 def _execution(arguments: Mapping[str, Any]) -> Execution:
-    """The execution that the arguments of `sweep` or `resume` describe."""
+    """Return the execution that the arguments of `sweep` or `resume` describe."""
     return Execution(**{field.name: arguments[field.name] for field in fields(Execution)})
 
 
@@ -271,18 +272,19 @@ def run_cells(
 ) -> Results:
     """Run the cells that are not done in a folder, and return the results of the whole folder.
 
-    make_task: the task or the training of the cells, where it is a function that was passed to `sweep`.
+    make_task: the task or the training of the cells, if it is a function that was passed to `sweep`.
     out, execution, track, show_progress: as in `sweep`.
-    title: the purpose of these cells, in front of the progress.
+    title: the purpose of these cells, printed before the progress.
     goals: the directions of metrics, as stated; see `ada_loss.lab.directions`.
-    Raises SweepStopped where the folder is in use or cannot be written, or where the engine takes no more work.
+    Raises SweepStopped if the folder is in use or cannot be written, or if the engine takes no more work.
     """
     refuse_in_a_starting_worker()
     functions = _functions_of(cells)
-    # For its error, before any work: a function that cannot be imported would fail in every cell.
+    # Functions are imported for the error, before any work: a function that cannot be imported would fail in every
+    # cell.
     for path in functions:
         ImportedOperand(path).function  # noqa: B018
-    # A second of patience, since `is_driven` of a reader holds the lock for a moment.
+    # The driver waits up to a second, because `is_driven` of a reader holds the lock for a moment.
     lock = FileLock(lock_path(out), timeout=1)
     try:
         require_lockable(out)
@@ -298,7 +300,7 @@ def run_cells(
         raise _stopped(out, error) from error
     try:
         with Ledger(out / "ledger.sqlite", bits=None if execution.keep_old else fpsim.BITS) as ledger:
-            # Only now, with the lock held and the numbers' version checked, is anything else in the folder written.
+            # Nothing else in the folder is written before the lock is held and the version of the numbers is checked.
             keep_directions(out, goals)
             own = (name for cell in cells if not is_of_library(name := cell.config["task"]))
             remember(out, (*own, *functions))
@@ -322,7 +324,8 @@ def run_cells(
             f"folder as it is need neither."
         ) from None
     except (OSError, CannotWrite) as error:
-        # A scheduler's, which is an OSError too, and says more than that the folder cannot be written.
+        # The scheduler's ConnectionError is an OSError too, but its own message is better than the one about the
+        # folder.
         if isinstance(error, ConnectionError):
             raise
         raise _stopped(out, error) from error
@@ -336,8 +339,8 @@ def run_cells(
 
 
 def _say_what_is_decidable(cells: Sequence[Cell]) -> None:
-    """Say for each task that runs with its own options what so many seeds and settings can decide."""
-    # Imported late: it needs SciPy, which a sweep without progress does not need.
+    """Say, for each task that runs with its own options, which tolerance so many seeds and settings can decide."""
+    # It is imported late, because it needs SciPy, and a sweep without progress does not.
     from ada_loss.lab.results.deciding import decidable
 
     for task in dict.fromkeys(cell.config["task"] for cell in cells):
@@ -345,7 +348,7 @@ def _say_what_is_decidable(cells: Sequence[Cell]) -> None:
         if not is_of_library(task):
             continue
         own = {**OPTIONS, **getattr(find_task(task), "options", {})}
-        # The spread was measured with the task's own options; others may have another.
+        # The spread was measured with the task's own options; with other options it may differ.
         if any(one["options"] != own for one in chosen):
             continue
         seeds = {one["seed"] for one in chosen}
@@ -370,7 +373,7 @@ def _say_failures(results: Results, cells: Sequence[Cell]) -> None:
 
 
 def _stopped(out: Path, error: Exception) -> SweepStopped:
-    # Its message names the remedy.
+    # The message of the error names the remedy.
     if isinstance(error, ChangedFolder):
         return SweepStopped(f"The sweep stopped: {error} What was done is kept.")
     return SweepStopped(
@@ -380,14 +383,15 @@ def _stopped(out: Path, error: Exception) -> SweepStopped:
 
 
 class _Driver:
-    """Driver that keeps as many cells running as the engine has slots. Only this process writes results.
+    """A driver that keeps as many cells running as the engine has slots. Only this process writes results.
 
-    ledger, out, engine, notifier: where results are written, where cells run, and the trackers of finished cells.
+    ledger, out, engine, notifier: the ledger and the folder of the results, the engine that runs cells, and the
+        notifier of trackers.
     order: instructions for every worker, in addition to a cell's configuration.
-    running: the cells that were submitted, with the time at which they were.
-    deaths: how many workers died while they ran a cell, by its id.
+    running: the submitted cells, with the time of their submission.
+    deaths: how many workers died while they ran a cell, by the cell's id.
     progress: the display, which counts every cell.
-    branches: states that cells share; a cell waits while another computes the state from which it can begin.
+    branches: states that cells share; a cell waits while another cell computes the state from which it can begin.
     """
 
     def __init__(
@@ -413,7 +417,7 @@ class _Driver:
                 while waiting or self.running:
                     while len(self.running) < self.engine.slots() and (cell := self._next(waiting)):
                         self._submit(cell)
-                    # With a timeout, as the engine may get more slots: workers of a cluster come and go.
+                    # The wait has a timeout, because the engine may get more slots: workers of a cluster come and go.
                     finished, _ = wait(self.running, timeout=1, return_when=FIRST_COMPLETED)
                     for future in finished:
                         cell, started = self.running.pop(future)
@@ -424,7 +428,7 @@ class _Driver:
                             self.branches.finish(cell.id, (left.id for left in [*waiting, *self._cells()]))
                         else:
                             waiting.appendleft(cell)
-            # Also after Ctrl-C and on a full disk. Cells that were running are planned again.
+            # This also runs after Ctrl-C and on a full disk. Cells that were running are planned again.
             finally:
                 for future in self.running:
                     future.cancel()
@@ -432,7 +436,7 @@ class _Driver:
                 self.notifier.close()
 
     def _next(self, waiting: deque[Cell]) -> Cell | None:
-        """Take the first cell that need not wait for one that runs; None where all of them do."""
+        """Take the first cell that need not wait for a running cell; return None if all of them have to wait."""
         running = [cell.id for cell in self._cells()]
         for place, cell in enumerate(waiting):
             if not self.branches.is_held(cell.id, running):
@@ -444,9 +448,9 @@ class _Driver:
         return [cell for cell, _ in self.running.values()]
 
     def _submit(self, cell: Cell) -> None:
-        # Asked before each cell: a link may have been put there since.
+        # This is checked before each cell, because the folder may have been replaced by a link since the last check.
         require_own(self.out / "checkpoints")
-        # The ledger first: a driver that dies after it leaves a cell that counts as running, and is planned again.
+        # The ledger is written first: if the driver dies afterwards, the cell counts as running and is planned again.
         self._write(cell, "planned", lambda: self.ledger.start(cell.id))
         self.progress.start(cell.id)
         self.notifier.start(cell.id, cell.config)
@@ -476,14 +480,15 @@ class _Driver:
             ) from error
         except BrokenExecutor as error:
             raise self._refused(error) from error
-        # Exceptions of the transport, such as a result that cannot be pickled: `work` returns those of the cell.
+        # These are exceptions of the transport, such as a result that cannot be pickled: `work` returns exceptions of
+        # the cell.
         except Exception as error:
             result, telemetry, trace = {"error": said(error)}, b"", traceback.format_exc()
         if trace:
             self._fail(cell, result["error"], trace)
             return True
         self.ledger.require_the_same()
-        # The file before the row: a row that is done has its telemetry, whenever the driver dies.
+        # The file is written before the row, so that a row that is done has its telemetry, even if the driver dies.
         write_atomically(telemetry_path(self.out, cell.id), telemetry, is_own=True)
         written = {"telemetry_bytes": len(telemetry), "telemetry_sha256": telemetry_digest(telemetry)}
         self._write(cell, "running", lambda: self.ledger.finish(cell.id, {**result, **written}))
@@ -496,7 +501,7 @@ class _Driver:
         self._write(cell, "running", lambda: self.ledger.fail(cell.id, error, trace))
 
     def _write(self, cell: Cell, state: str, change: Callable[[], None]) -> None:
-        """Change the row of a cell; one that something else changed is written again first: no result is lost."""
+        """Change the row of a cell. A row that was damaged is first written again, so that no result is lost."""
         try:
             change()
         except RowChanged as error:
@@ -508,7 +513,8 @@ class _Driver:
         """Count the death of a cell's worker after some seconds. Returns False if the cell has to run again."""
         self.deaths[cell.id] += 1
         limit = self.order.time_limit
-        # The worker ends itself GRACE seconds after its limit: a death near that time is the limit, not a crash.
+        # The worker ends itself GRACE seconds after its limit, so a death near that time is due to the limit, not a
+        # crash.
         if limit is not None and seconds >= limit + GRACE / 2:
             self._fail(cell, f"It did not end by its time limit of {limit:g} s: its worker was ended.")
             return True
@@ -522,20 +528,21 @@ class _Driver:
         return True
 
     def _try_to_release(self) -> None:
-        """Plan all cells again that are running in the ledger."""
+        """Plan again all cells that are running in the ledger."""
         try:
-            # From the ledger: a cell interrupted between the ledger and self.running is in only one of them.
+            # The ledger is asked: if the driver was interrupted between writing the ledger and self.running, the cell
+            # is only in the ledger.
             running = self.ledger.rows("running")
             self.ledger.release([row["id"] for row in running])
         except (CannotWrite, ChangedFolder):
-            # On a full disk they stay running in the ledger, and the next driver plans them again.
+            # On a full disk the cells stay "running" in the ledger, and the next driver plans them again.
             return
 
 
 def _file(out: Path) -> Path:
     """Return the file with the tasks of a folder. XDG Base Directory 0.8: $XDG_STATE_HOME, or ~/.local/state."""
-    # `resume` may import these tasks, since their user named them before. The list is stored outside of the folder: a
-    # folder from someone else could bring any list.
+    # `resume` may import these tasks, because the user has named them before. The list is stored outside of the folder,
+    # because a foreign folder could contain any list.
     given = os.environ.get("XDG_STATE_HOME", "")
     home = Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state"
     return home / "ada-loss" / f"{hashlib.sha256(os.fsencode(out.resolve())).hexdigest()[:32]}.json"
@@ -544,7 +551,7 @@ def _file(out: Path) -> Path:
 def _known(out: Path) -> list[str]:
     try:
         kept = json.loads(content_of(_file(out)))
-    # RuntimeError: of a user without a home.
+    # RuntimeError comes if the user has no home folder.
     except (OSError, ValueError, RuntimeError, RecursionError):
         return []
     is_ours = isinstance(kept, dict) and kept.get("folder") == str(out.resolve())

@@ -1,4 +1,4 @@
-"""Engines: they compute cells in this process, in processes of this machine, or on a cluster."""
+"""Engines, which compute cells in this process, in processes of this machine, or on a cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fpsim.checks import pip_install
 
 __all__ = ["Engine", "keep_freed_memory", "open_engine", "refuse_in_a_starting_worker"]
 
-# The certificates of the clusters that this process started, by address: nobody else can connect to them.
+# The certificates of the clusters that this process started, by address. Without them nobody else can connect.
 _CERTIFICATES: dict[str, Any] = {}
 # Constants of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -33,10 +33,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 class Engine:
     """An executor, and its properties for the driver.
 
-    name: for the ledger.
-    executor: takes the cells.
-    slots: returns the number of cells that it computes at once.
-    worker_died: the exceptions by which it tells that a worker died.
+    name: the name of the engine, for the ledger.
+    executor: the executor that takes the cells.
+    slots: a function that returns the number of cells that the executor computes at once.
+    worker_died: the exceptions that mean that a worker died.
     own_processes: whether a worker may end its process without ending the driver.
     """
 
@@ -48,7 +48,7 @@ class Engine:
 
 
 class Here(Executor):
-    """Executor that computes at once in the submitting thread, where Ctrl-C arrives."""
+    """Executor that computes immediately, in the submitting thread, where Ctrl-C arrives."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -61,7 +61,8 @@ class Here(Executor):
 
 def refuse_in_a_starting_worker() -> None:
     """End a process that multiprocessing has started and that is still importing the main script."""
-    # Asked as multiprocessing itself does. SystemExit prints one line, an error would print a traceback in each worker.
+    # The test is that of multiprocessing itself. SystemExit prints one line; an error would print a traceback in each
+    # worker.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SystemExit(
             "A worker that is starting reached sweep(), because it imports the script that calls it. "
@@ -71,9 +72,9 @@ def refuse_in_a_starting_worker() -> None:
 
 @cache
 def keep_freed_memory() -> None:
-    """Let the allocator of a worker keep freed memory for the next tensors, as it does by default. Needs glibc."""
-    # Dask starts workers with MALLOC_TRIM_THRESHOLD_=65536. Then every large tensor gets new memory, page by page, and
-    # the digits took twice the time.
+    """Let a worker's allocator keep freed memory for the next tensors, as glibc does by default. Needs glibc."""
+    # Dask starts workers with MALLOC_TRIM_THRESHOLD_=65536. Every large tensor would then get new memory, page by page;
+    # the task digits took twice as long.
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
@@ -84,14 +85,15 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def open_engine(execution: Execution) -> Iterator[Engine]:
-    """Open the engine of an execution. One that is started here is closed in the end.
+    """Open the engine of an execution. An engine that is started here is closed at the end.
 
-    Raises ConnectionError for a scheduler that does not answer, that has no worker or none with the resources, and for
-    local workers that do not start; ValueError where no worker has the device; ImportError without Dask.
+    Raises ConnectionError if a scheduler does not answer, or has no worker with the resources, and if local workers do
+    not start; ValueError if no worker has the device; ImportError without Dask.
     """
     engine = execution.chosen_engine
     if isinstance(engine, Executor):
-        # ThreadPoolExecutor and ProcessPoolExecutor have this attribute; of others only the caller knows the size.
+        # ThreadPoolExecutor and ProcessPoolExecutor have this attribute; only the caller knows the size of other
+        # executors.
         slots = max(execution.workers, getattr(engine, "_max_workers", 0) or 0)
         yield Engine(type(engine).__name__, engine, lambda: slots, (), own_processes=False)
     elif engine == "here":
@@ -117,11 +119,11 @@ def _distributed() -> Any:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Hide Ctrl-C from threads and processes that are started in this block; this thread gets it behind the block."""
+    """Hide Ctrl-C from threads and processes that are started in this block; this thread gets it after the block."""
     # A terminal sends SIGINT to every process of the sweep, and each worker would print its traceback. A blocked signal
-    # stays blocked in the threads and processes started here (not on Windows, where the mask does nothing). It may
-    # still arrive in another thread of this process, and Python would then raise in the main thread: so its handler
-    # waits, too.
+    # stays blocked in the threads and processes that are started here (not on Windows, where the mask does nothing).
+    # The signal may still arrive in another thread of this process, and Python would then raise KeyboardInterrupt in
+    # the main thread. Therefore the handler waits too.
     arrived: list[Any] = []
     handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if callable(handler):
@@ -142,7 +144,8 @@ def _masked() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    # Started now: multiprocessing's tracker would unblock the signal in the thread that starts the first process.
+    # multiprocessing's resource tracker is started now, because it would later unblock the signal in the thread that
+    # starts the first process.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -153,9 +156,9 @@ def _masked() -> Iterator[None]:
 
 @contextmanager
 def _closed_at_the_end(start: Callable[[], Any]) -> Iterator[Any]:
-    """Start something and close it behind the block. Ctrl-C never comes in the middle of either."""
-    # A client of Dask that is half closed closes itself once more when it is deleted, and waits for an event loop that
-    # has ended: a minute later it printed a traceback.
+    """Start an object and close it after the block. Ctrl-C never interrupts the start or the end."""
+    # A client of Dask that is half closed closes itself again when it is deleted. It then waits for an event loop that
+    # has ended, and printed a traceback a minute later.
     with ExitStack() as stack:
         with _interrupts_held():
             started = start()
@@ -174,8 +177,8 @@ def _local_cluster(execution: Execution) -> Iterator[str]:
     distributed = _distributed()
     import dask
 
-    # Encrypted, with certificates that only this process and its workers have: any user of the machine can reach a
-    # port of the loopback, and a client of a scheduler can run code.
+    # The connection is encrypted, with certificates that only this process and its workers have: any user of the
+    # machine can reach a port of the loopback interface, and a client of a scheduler can run code.
     try:
         security = distributed.Security.temporary()
     except ImportError:
@@ -186,18 +189,19 @@ def _local_cluster(execution: Execution) -> Iterator[str]:
     settings = {
         # The driver itself counts deaths of workers, and reports them.
         "distributed.scheduler.allowed-failures": 0,
-        # A paused worker would wait for free memory forever if the cell leaks. Beyond the limit it is replaced.
+        # If the cell leaks memory, a paused worker would wait for free memory forever. A worker beyond the limit is
+        # replaced instead.
         "distributed.worker.memory.pause": False,
         "distributed.worker.memory.spill": False,
         "distributed.worker.memory.target": False,
         "distributed.admin.log-length": 0,
-        # By default workers check their event loops every 20 ms, which the training would pay for.
+        # By default workers check their event loops every 20 ms, which would slow the training down.
         "distributed.admin.tick.interval": "1s",
         "distributed.admin.system-monitor.interval": "10s",
-        # HTTP routes are open to any user of the machine: they ask for no certificate.
+        # HTTP routes require no certificate, so they would be open to any user of the machine.
         "distributed.scheduler.http.routes": [],
         "distributed.worker.http.routes": [],
-        # The profiler would sample the training every 10 ms.
+        # The profiler is off, because it would sample the training every 10 ms.
         "distributed.worker.profile.enabled": False,
         "distributed.nanny.environ": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
     }
@@ -244,7 +248,8 @@ def _client(address: str, execution: Execution) -> Iterator[Engine]:
 
     with ExitStack() as stack:
         try:
-            # First, outside of the block that holds Ctrl-C back: it ends the wait for a silent scheduler.
+            # This comes first, outside of the block that holds Ctrl-C back, so that Ctrl-C can end the wait for a
+            # silent scheduler.
             _shake_hands(distributed, address, security, timeout)
             client = stack.enter_context(_closed_at_the_end(started))
         # TimeoutError is an OSError, too.
@@ -286,20 +291,20 @@ def _client(address: str, execution: Execution) -> Iterator[Engine]:
 
 
 def _shake_hands(distributed: Any, address: str, security: Any, timeout: float) -> None:
-    """Raise OSError where no scheduler answers in time. Dask itself waits forever for a silent port."""
+    """Raise OSError if no scheduler answers in time. Dask itself would wait forever for a silent port."""
 
     async def connect() -> None:
         secrets = security.get_connection_args("client")
         comm = await asyncio.wait_for(distributed.core.connect(address, timeout=timeout, **secrets), timeout)
         comm.abort()
 
-    # In another thread, since that of a notebook already runs an event loop.
+    # This runs in another thread, because a notebook's thread already runs an event loop.
     with ThreadPoolExecutor(1) as thread:
         thread.submit(asyncio.run, connect()).result()
 
 
 def _offering(client: Any, resources: Mapping[str, float], timeout: float) -> list[str]:
-    """Return the addresses of workers with the resources of a cell; waits for the first for some seconds."""
+    """Return the addresses of workers with the resources of a cell; wait some seconds for the first worker."""
     end = time.monotonic() + timeout
     while True:
         workers = client.scheduler_info(n_workers=-1)["workers"]

@@ -17,7 +17,7 @@ from fpsim.checks import is_finite_number, is_number, is_whole, shown
 __all__ = ["Execution"]
 
 MOST_WORKERS = 10_000
-# Bytes of a worker's memory. With less no worker starts.
+# The least memory of a worker, in bytes. With less memory no worker starts.
 LEAST_MEMORY = 2**20
 ADDRESS_FORMS = "tcp://HOST:PORT or tls://HOST:PORT"
 ENGINES = ("here", "local", ADDRESS_FORMS, "a concurrent.futures.Executor")
@@ -26,27 +26,24 @@ ADDRESS = re.compile(r"(tcp|tls)://(\[[^\]]+\]|[^\s:/@]+):(?P<port>[0-9]+)")
 
 @dataclass(frozen=True)
 class Execution:
-    """Execution of a sweep's cells. It is not part of their identity: results do not depend on it.
+    """How a sweep's cells are executed. This is not part of a cell's identity: results do not depend on it.
 
-    workers: the number of processes of a local engine, and of cells at once in an executor of unknown size.
-    engine: it computes the cells:
-        "here": this process, one cell at a time;
-        "local": as many processes of this machine as there are workers;
-        "tcp://HOST:PORT" or "tls://HOST:PORT": the workers of a Dask scheduler;
-        an executor of concurrent.futures;
-        None: "here" for one worker without a time limit, else "local".
+    workers: the number of processes of a local engine; for an executor of unknown size, the number of cells in flight.
+    engine: the engine that computes the cells: "here": this process, one cell at a time; "local": as many processes of
+        this machine as there are workers; "tcp://HOST:PORT" or "tls://HOST:PORT": the workers of a Dask scheduler; an
+        executor of concurrent.futures; None: "here" for one worker without a time limit, else "local".
     device: where a cell computes, "cpu", "cuda" or one GPU such as "cuda:1".
     time_limit: the seconds that one cell may take; None for no limit.
-    memory_limit: of one local worker, beyond which it is replaced: "auto" divides the machine's memory among them, a
-        number of bytes such as "4 GiB", 0 for no limit.
-    resources: those that a cell needs of a Dask worker, such as {"GPU": 1}; each local worker has them.
+    memory_limit: the memory beyond which a local worker is replaced: "auto" divides the machine's memory among the
+        workers; otherwise a number of bytes such as "4 GiB", or 0 for no limit.
+    resources: the Dask resources that a cell requires of its worker, such as {"GPU": 1}; each local worker has them.
     engine_timeout: the seconds to wait for a scheduler, and for its first worker.
     retry_failed: whether cells that failed run again.
-    keep_states: whether the states at which formats change are kept in the folder, so that cells that are added later
-        begin from them; each is as large as a checkpoint.
-    keep_old: whether a folder is gone on with whose cells have the numbers of another version of this library; see
+    keep_states: whether the folder keeps the training states at which formats change, so that cells that are added
+        later begin from them; each state is as large as a checkpoint.
+    keep_old: whether to continue a folder whose cells have the numbers of another version of this library; see
         `fpsim.BITS`.
-    Raises ValueError for an invalid value, and for a device that this machine lacks if cells compute here.
+    Raises ValueError for an invalid value, and, if cells compute on this machine, for a device that it lacks.
 
     >>> Execution(workers=2).chosen_engine
     'local'
@@ -97,12 +94,12 @@ class Execution:
 
     @property
     def chosen_engine(self) -> str | Executor:
-        """The engine, or its default: a time limit needs a process that can be ended."""
+        """Return the engine, or the default engine: a time limit needs a process that can be ended."""
         return self.engine or ("here" if self.workers == 1 and self.time_limit is None else "local")
 
     @property
     def words(self) -> str:
-        """Description of the start, for the first line of the progress.
+        """Return a description of the start, for the first line of the progress.
 
         >>> Execution(workers=2).words, Execution().words
         ('starting 2 workers', 'one at a time in this process')
@@ -115,7 +112,7 @@ class Execution:
 
     @property
     def is_on_this_machine(self) -> bool:
-        """True if cells compute on this machine for sure; an executor of another kind may compute elsewhere."""
+        """True if cells certainly compute on this machine; an executor of another kind may compute elsewhere."""
         return self.chosen_engine in ("here", "local") or type(self.engine) in (ThreadPoolExecutor, ProcessPoolExecutor)
 
 
@@ -145,13 +142,13 @@ def _is_memory(value: object) -> bool:
             return True
         size = _bytes(value)
         return (isinstance(value, str) or is_number(value)) and (0 <= size <= 1 or LEAST_MEMORY <= size < math.inf)
-    # RuntimeError: of a tensor with several elements.
+    # RuntimeError comes from a tensor with several elements.
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return False
 
 
 def _bytes(value: Any) -> float:
-    """As Dask reads it: numbers up to 1 are a share of the machine's memory."""
+    """Return a memory limit in bytes, as Dask reads it: numbers up to 1 are a share of the machine's memory."""
     with suppress(ValueError):
         if not isinstance(value, bool):
             return float(value)
@@ -160,6 +157,6 @@ def _bytes(value: Any) -> float:
     try:
         from dask.utils import parse_bytes
     except ImportError:
-        # Without Dask no local worker starts, which has an error of its own.
+        # Without Dask no local worker starts, and this has an error of its own.
         return 0.0
     return float(parse_bytes(value))

@@ -1,4 +1,4 @@
-"""Reasons why cells diverged or fell short: each is trained again up to the failing step, where `fpsim.why` runs."""
+"""Reasons why cells diverged or fell short: each cell trains again up to the failing step, where `fpsim.why` runs."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ NOTHING = "fpsim.why finds nothing that is wrong with the step"
 
 
 def explain(out: Path, execution: Execution, make_task: MakeTask | TrainFunction | None) -> dict[str, str]:
-    """Return the reasons of a folder by cell. New ones are found, and written beside the ledger.
+    """Return the reasons of a folder by cell. New reasons are found, and written next to the ledger.
 
-    For a cell that diverged, `fpsim.why` examines the step whose loss is not finite and the one before, which may have
-    spoilt the parameters; for a setting that falls short, the last step or else the first, of one seed. A failure is a
-    warning, and is tried again the next time: the results are worth more than the reason.
+    For a cell that diverged, `fpsim.why` examines the step whose loss is not finite, and the step before, which may
+    have spoilt the parameters. For a setting that falls short, it examines the last step of one seed, or else the
+    first. If this fails, a warning is printed, and it is tried again the next time: the results are worth more than the
+    reason.
 
-    execution: where the cells train again, and how long each may take.
+    execution: the execution of the new trainings, with their time limit.
     """
     results, reasons = Results(out), read_reasons(out)
     configs = {cell["id"]: cell["config"] for cell in results.cells}
@@ -69,7 +70,7 @@ def explain(out: Path, execution: Execution, make_task: MakeTask | TrainFunction
         with open_engine(execution) as engine:
             order = order_of((configs[cell]["task"] for cell, _ in waiting), make_task, execution, engine)
             for cell, future in _as_they_end(engine, order, configs, waiting):
-                # A worker that died, for instance: the exceptions of the cell itself are in the result.
+                # For example, a worker died. The exceptions of the cell itself are in the result.
                 error = future.exception()
                 reason, told = ("", said(error)) if error is not None else future.result()
                 if told:
@@ -84,7 +85,7 @@ def explain(out: Path, execution: Execution, make_task: MakeTask | TrainFunction
 def _as_they_end(
     engine: Engine, order: WorkOrder, configs: Mapping[str, Any], waiting: deque[tuple[str, list[int]]]
 ) -> Iterator[tuple[str, Future[Any]]]:
-    """Yield cells with their finished futures; as many run at once as the engine has slots."""
+    """Yield cells with their finished futures; run as many at once as the engine has slots."""
     running: dict[Future[Any], str] = {}
     try:
         while waiting or running:
@@ -99,18 +100,18 @@ def _as_they_end(
 
 
 def _ask(config: Mapping[str, Any], order: WorkOrder, steps: Sequence[int]) -> tuple[str, str]:
-    """Return, in a worker, the reason of a cell, and an exception of the task or of `why` in words ("" without one)."""
+    """Return, in a worker, the reason of a cell, and an exception of the task or of `why` in words, or ""."""
     try:
         return obey(order, partial(_reason, config, order.device, order.make_task, steps)), ""
     except KeyboardInterrupt:
         raise
-    # Everything is caught, even SystemExit of a task: the results of the sweep stay.
+    # All exceptions are caught, even a task's SystemExit, because the results of the sweep must stay.
     except BaseException as error:
         return "", said(error)
 
 
 def _asked(results: Results) -> list[str]:
-    """Return the cells that need a reason: those that diverged, and one of each setting that falls short."""
+    """Return the cells that need a reason: all that diverged, and one cell of each setting that falls short."""
     cells = [row["id"] for row in results.rows() if row["diverged"]]
     done = {row["id"] for row in results.rows()}
     if any(row["metrics"] for row in results.cells):
@@ -124,27 +125,27 @@ def _asked(results: Results) -> list[str]:
 def _steps(losses: Sequence[float]) -> list[int]:
     """Return the steps to examine, counted from 0, the most telling first."""
     bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
-    # The last step first. A network that learned nothing may have no gradient left there, in float32 either: then the
-    # first step tells.
+    # The last step comes first. If a network learned nothing, its gradient may have vanished there, also in float32.
+    # Then the first step tells the reason.
     if bad is None:
         return [*dict.fromkeys((len(losses) - 1, 0))] if losses else []
     return [i for i in (bad - 1, bad) if i >= 0]
 
 
 class _ReachedError(Exception):
-    """Raised when the last step to examine was reached."""
+    """Raised when the last step to examine is reached."""
 
 
 def _reason(
     config: Mapping[str, Any], device: str, make_task: MakeTask | TrainFunction | None, steps: Sequence[int]
 ) -> str:
     function: Any = make_task or find_task(path_of(config["task"]))
-    # `why` does not examine a model that is being recorded, and evaluations only take time.
+    # Recording is off, because `why` cannot examine a model that is being recorded. Evaluations would only take time.
     unseen = {"record_every": 0, "evaluate_every": 0}
     options = {name: unseen.get(name, value) for name, value in config["options"].items()}
     found: dict[int, list[str]] = {}
     threads = torch.get_num_threads()
-    # One thread, as in the cell's training: the same sums in the same order lead to the same step.
+    # One thread is used, as in the cell's training: the same sums in the same order lead to the same step.
     torch.set_num_threads(1)
     try:
         with kept_generators([device] if device.startswith("cuda") else []), suppress(_ReachedError, Stopped):
@@ -174,10 +175,10 @@ def _headline(training: Training, x: Tensor, y: Tensor) -> list[str]:
         training.optimizer.zero_grad()
         loss = backward(training.task, training.forward, scaler, x, y, training.options.micro_batches)
         scaler.step(training.optimizer)
-        # Raised where the scale can fall no further, which is the very failure to explain.
+        # This is raised if the scale can fall no further, which is the very failure to explain.
         with suppress(FloatingPointError):
             scaler.update()
-        # `why` calls this several times, and each call must begin with the same scale.
+        # `why` calls this function several times, and each call must begin with the same scale.
         scaler.load_state_dict(state)
         return loss
 

@@ -1,6 +1,7 @@
-"""Preparation of a sweep: its cells are planned, damaged and lost ones are planned again, leftovers are deleted.
+"""Prepare a sweep: plan its cells, plan damaged and lost cells again, delete leftovers.
 
-Trainings whose formats begin alike are trained once until they part, and each goes on from that state: `Branches`.
+Trainings whose formats begin alike are trained once until their formats differ, and each continues from that state
+(`Branches`).
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from ada_loss.lab.training.rollouts import ROLLOUT
 
 __all__ = ["Branches", "prepare"]
 
-# Ids of lost cells that are printed.
+# The number of lost cells whose ids are printed.
 MOST_NAMED = 5
-NAME = re.compile(r"[0-9a-f]{16}\.branch")  # of a file, made by `digest`
+NAME = re.compile(r"[0-9a-f]{16}\.branch")  # the name of a file, made by `digest`
 
 
 def prepare(ledger: Ledger, out: Path, cells: Sequence[Cell], retry_failed: bool) -> list[Cell]:
     """Plan the cells, and return those that have to run.
 
-    Cells that a dead driver left running, and cells whose rows or files are lost or damaged, are planned again. Those
-    of another sweep into the folder stay as they are. Raises ChangedFolder, before anything is planned, where a folder
-    of the sweep is a link.
+    Cells that a dead driver left running, and cells whose rows or files are lost or damaged, are planned again. Cells
+    of another sweep into the folder stay unchanged. Raises ChangedFolder, before anything is planned, if a folder of
+    the sweep is a link.
     """
     folders = out / "telemetry", out / "checkpoints"
-    # First of all: behind a link that leads nowhere, every result would count as lost.
+    # This is checked first, because behind a broken link every result would count as lost.
     for folder in folders:
         require_own(folder)
     asked = {cell.id: cell for cell in cells}
@@ -111,14 +112,14 @@ def _has_telemetry(out: Path, row: Mapping[str, Any]) -> bool:
 def _remove_leftovers(out: Path, folders: Sequence[Path], states: Mapping[str, str]) -> None:
     """Delete leftovers of a driver that died: unfinished files, telemetry without a result, old checkpoints.
 
-    Only files with a sweep's own names are deleted, and none behind a link.
+    Only files with a sweep's own names are deleted, and no file behind a link.
     """
 
     def is_old(name: str) -> bool:
         cell, kind = os.path.splitext(name)
         was_running = kind in (".steps", ".live") and CELL_ID.fullmatch(cell) is not None
         state = states.get(cell)
-        # A cell without a result has no telemetry to keep, and one with a result needs no checkpoint.
+        # A cell without a result has no telemetry to keep, and a cell with a result needs no checkpoint.
         is_over = state is not None and (kind, state == "done") in ((".npz", False), (".pt", True))
         return was_running or is_over or is_leftover(name)
 
@@ -128,13 +129,13 @@ def _remove_leftovers(out: Path, folders: Sequence[Path], states: Mapping[str, s
 
 
 class Branches:
-    """States that cells share, as files in a folder: the first cell that reaches one writes it.
+    """States that cells share, as files in a folder. The first cell that reaches a state writes it.
 
-    Cells share a state if they differ in nothing but their formats from there on. Their results are those of cells that
-    share nothing, to the bit. A training function of the user's own shares none.
+    Cells share a state if they differ only in their formats from this state on. Their results have the same bits as the
+    results of cells that share nothing. Cells of a user's training function share no states.
 
-    cells: the ones to run.
-    folder: of the files.
+    cells: the cells to run.
+    folder: the folder of the files.
     keep: whether files are kept, and also written for later cells. Otherwise files that no cell needs are deleted.
     """
 
@@ -148,16 +149,16 @@ class Branches:
         self._remove_all_but({path for files in self._of.values() for path in files.values()})
 
     def of(self, cell: str) -> dict[Start, Path]:
-        """The files of a cell, by its id, in the order of their starts."""
+        """Return the files of a cell, by the cell's id, in the order of their starts."""
         return dict(sorted(self._of.get(cell, {}).items()))
 
     def is_held(self, cell: str, running: Collection[str]) -> bool:
-        """True if a cell has to wait for a running one, on the way to a state from which this one can begin."""
+        """True if a cell has to wait for a running cell, which will write a state from which this cell can begin."""
         wanted = self._ahead(cell)
         return any(not wanted.isdisjoint(self._ahead(other)) for other in running) if wanted else False
 
     def finish(self, cell: str, left: Iterable[str]) -> None:
-        """Handle the end of a cell: nothing waits for states that it has not written, and unneeded states are deleted.
+        """Handle the end of a cell: no cell waits for states that it did not write, and unneeded states are deleted.
 
         left: the cells that run or wait.
         """
@@ -167,7 +168,7 @@ class Branches:
         self._remove_all_but({path for other in left for path in self.of(other).values()})
 
     def _ahead(self, cell: str) -> set[Path]:
-        """Return the files behind the last existing one: a cell that begins now writes them."""
+        """Return the files after the last existing file: a cell that begins now writes them."""
         ahead: set[Path] = set()
         for path in self.of(cell).values() if cell in self._of else ():
             ahead = set() if path.exists() else {*ahead, path}
@@ -179,14 +180,14 @@ class Branches:
             remove_from(self.folder, lambda name: NAME.fullmatch(name) is not None and name not in names)
 
     def _shared(self, cells: Sequence[Cell]) -> list[tuple[Path, Start, list[str]]]:
-        """Return file, start and cells of each state that is shared, exists already, or is to be kept."""
+        """Return file, start and cells of each state that is shared, already exists, or should be kept."""
         alike: dict[str, list[tuple[str, FormatSchedule]]] = {}
         has_schedules = any(SCHEDULE in split(cell.config["format"])[0] for cell in cells)
         for cell in cells if has_schedules else ():
             if not is_own(cell.config["task"]):
                 fmt, update = split(cell.config["format"])
-                # Cells share a state if they differ in nothing but later formats: an update or a rollout counts from
-                # the start.
+                # Cells share a state if they differ only in later formats. An update or a rollout applies from the
+                # start.
                 others = {name: value for name, value in cell.config.items() if name != "format"}
                 others |= {} if update is None else {UPDATE: update}
                 others |= {ROLLOUT: cell.config["format"][ROLLOUT]} if ROLLOUT in cell.config["format"] else {}
@@ -199,8 +200,8 @@ class Branches:
                     if _is_ordered(schedule, start):
                         name = digest([rest, schedule.before(start).stages, start])
                         path = self.folder / f"{name}.branch"
-                        # The next format as text, to count how many differ: cells that go on alike part at a later
-                        # start.
+                        # The next formats are compared as text: cells that continue with the same format part at a
+                        # later start.
                         parting.setdefault(path, {})[cell_id] = json.dumps(_format_from(schedule, start))
                 for path, formats in parting.items():
                     if len({*formats.values()}) > 1 or path.exists() or self.keep:
@@ -209,10 +210,10 @@ class Branches:
 
 
 def _is_ordered(schedule: FormatSchedule, start: Start) -> bool:
-    """True if a start can be compared with those of a schedule: a fraction and a step cannot without the length."""
+    """True if a start can be compared with a schedule's: fractions cannot be compared with steps without the length."""
     return all(type(stage.start) is type(start) for stage in schedule.stages[1:])
 
 
 def _format_from(schedule: FormatSchedule, start: Start) -> Any:
-    """The format that a schedule has from a start on."""
+    """Return the format that a schedule has from a start on."""
     return [stage.fmt for stage in schedule.stages if stage.start <= start][-1]

@@ -23,21 +23,22 @@ __all__ = ["Progress", "StepFile", "steps_path"]
 
 WRITTEN_EVERY = 0.5  # seconds
 READ_EVERY = 1.0
-# Seconds until the first line, and the longest pause: it doubles from line to line up to that.
+# The seconds until the first line, and the longest pause between lines: the pause doubles with each line up to this
+# limit.
 FIRST_LINE, LINE_EVERY = 2.0, 10.0
-MOST_SHOWN = 4  # cells whose steps are shown
+MOST_SHOWN = 4  # the number of cells whose steps are shown
 
 
 def steps_path(checkpoint: Path) -> Path:
-    """Path of the file, beside a cell's checkpoint, with the number of its steps so far."""
+    """Return the path of the file with the number of a cell's steps so far, next to the cell's checkpoint."""
     return checkpoint.with_suffix(".steps")
 
 
 class StepFile:
-    """Progress callback that writes the number of steps from time to time. A file that cannot be written is skipped.
+    """Progress callback that writes the number of steps from time to time, if the file can be written.
 
-    path: of the file; its folder is made.
-    total: the number of steps; 0 if unknown.
+    path: the path of the file; its folder is created.
+    total: the number of steps; 0 if it is unknown.
     """
 
     def __init__(self, path: Path, total: int = 0) -> None:
@@ -57,13 +58,13 @@ class StepFile:
 
 
 class Progress:
-    """Display of the finished cells, the steps of the running ones, and the best mean so far.
+    """Display of the finished cells, the steps of the running cells, and the best mean so far.
 
-    total, done: the number of cells, and of those that are done already.
+    total, done: the number of cells, and of cells that are already done.
     out: the folder of the sweep, where workers write their steps.
     title: a description of the work; "" for none.
-    is_shown: whether anything is.
-    goals: the directions of metrics, as stated; those of a task come with its results.
+    is_shown: whether anything is shown.
+    goals: the directions of metrics, as stated; a task's own goals come with its results.
     """
 
     def __init__(
@@ -74,11 +75,11 @@ class Progress:
         self.running: dict[str, None] = {}
         self.goals = dict(goals)
         self._metric, self._told = "", set[str]()
-        # By setting: its words, whether it is float32, and its values.
+        # For each setting: its words, whether it is float32, and its values.
         self._values: dict[str, tuple[str, bool, list[float]]] = {}
         self._bar, self._pause = None, FIRST_LINE
         self._over = threading.Event()
-        # A daemon: it must not keep a process alive whose driver was killed by an exception.
+        # The thread is a daemon: it must not keep the process alive if an exception killed the driver.
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def begin(self, words: str) -> None:
@@ -97,7 +98,7 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._over.set()
-        # Not started where nothing is shown.
+        # The thread was not started if nothing is shown.
         if self._thread.is_alive():
             self._thread.join()
         if self._bar is not None:
@@ -120,12 +121,12 @@ class Progress:
     def compare(self, cell: str, result: Mapping[str, Any], setting: str = "", is_baseline: bool = False) -> None:
         """Add a cell to the mean of its setting, by its first metric; store the goals that its task states.
 
-        Without a direction of the metric no setting is best, nor is one of which a training diverged. The metric is
-        that of the first cell: values of two metrics are not compared.
+        If the direction of the metric is unknown, no setting is best. A setting with a diverged training is never best.
+        The metric is the first cell's metric: values of two metrics are not compared.
 
-        cell: in words, "fp16 nearest_even none seed 0".
-        setting: a name that only the cells of other seeds share; its words without the seed if "".
-        is_baseline: whether it is float32's, which stands beside the best.
+        cell: the cell in words, "fp16 nearest_even none seed 0".
+        setting: a name that cells share if they differ only in the seed; "" for the cell's words without the seed.
+        is_baseline: whether the cell is float32, which is shown next to the best setting.
         """
         told = {name: goal for name, goal in result.get("goals", {}).items() if name not in self.goals}
         if told:
@@ -147,7 +148,7 @@ class Progress:
             say(words)
 
     def _best_so_far(self) -> str:
-        """The setting with the best mean so far, and float32's mean, each with its number of seeds."""
+        """Return the setting with the best mean so far, and float32's mean, each with its number of seeds."""
         sign = Directions(self.goals).sign(self._metric) if self._metric else 0
         parts = []
         for wanted in (False, True):
@@ -176,14 +177,14 @@ class Progress:
         self._said = time.monotonic()
         seconds = time.monotonic() - self._began
         words = [f"{self.title + ': ' if self.title else ''}{self.done}/{self.total} cells", f"{seconds:.0f} s"]
-        # From the cells of this run alone: those done before took none of these seconds.
+        # Only the cells of this run count, because earlier cells took none of these seconds.
         if self._first < self.done < self.total:
             left = seconds / (self.done - self._first) * (self.total - self.done)
             words.append(f"about {left:.0f} s left")
         say("; ".join(filter(None, (", ".join(words), self._steps(), self.best))))
 
     def _steps(self) -> str:
-        """The steps of the running cells, in words."""
+        """Return the steps of the running cells, in words."""
         steps = []
         for cell in [*self.running]:
             with suppress(OSError, ValueError):
@@ -194,6 +195,6 @@ class Progress:
 
 
 def _shows_bars() -> bool:
-    """True if a bar can be redrawn in place: on a terminal, and in a notebook with widgets."""
+    """True if a progress bar can be redrawn in place: on a terminal, and in a notebook with widgets."""
     in_a_notebook = any(base.__name__ == "tqdm_notebook" for base in tqdm.__mro__)
     return in_a_notebook or (sys.stderr.isatty() and os.environ.get("TERM") != "dumb")

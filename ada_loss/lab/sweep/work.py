@@ -1,6 +1,6 @@
-"""Work of a worker: it trains one cell, and returns its result and its telemetry.
+"""The work of a worker: train one cell, and return its result and its telemetry.
 
-A time limit raises an exception first, and then ends the process.
+After the time limit an exception is raised; if this does not help, the process is ended.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ __all__ = [
 
 Result = TypeVar("Result")
 
-# torch's thread count and random numbers belong to the process: two cells in its threads would disturb each other.
+# torch's thread count and random numbers are global to the process: two cells in threads would disturb each other.
 ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True)
 class WorkOrder:
-    """Instructions for a worker in addition to a cell's configuration; it is pickled.
+    """Instructions for a worker, in addition to a cell's configuration. They are pickled.
 
-    make_task: the function of the task or of the training, where its name is not enough.
+    make_task: the function of the task or of the training, if its name is not enough.
     device: where the cell computes.
-    time_limit: in seconds; None for no limit.
+    time_limit: the time limit in seconds; None for no limit.
     ends_process: whether the worker may end its process to keep the time limit.
-    folders: from which the driver imported tasks; the worker looks there too.
-    is_live: whether the worker writes how the curves of a cell go, for trackers.
+    folders: the folders from which the driver imported tasks; the worker looks there too.
+    is_live: whether the worker writes the curves of a cell while it trains, for trackers.
     """
 
     make_task: MakeTask | TrainFunction | None
@@ -80,7 +80,7 @@ def order_of(
     engine: Engine,
     is_live: bool = False,
 ) -> WorkOrder:
-    """Return the instructions for cells with these tasks: a task by its name, if workers can import it."""
+    """Return the instructions for cells with these tasks. A task that workers can import is passed by its name."""
     names = [*dict.fromkeys(tasks)]
     is_importable = not any(map(is_local, names))
     folders = dict.fromkeys(folder for name in names if is_importable and (folder := folder_of(path_of(name))))
@@ -89,7 +89,7 @@ def order_of(
 
 
 def obey(order: WorkOrder, job: Callable[[], Result]) -> Result:
-    """Call a job of a worker, one at a time in a process, within the time limit; beyond it TimeLimit is raised."""
+    """Call a worker's job, one at a time in a process. TimeLimit is raised if it exceeds the time limit."""
     if order.ends_process:
         keep_freed_memory()
     for folder in order.folders:
@@ -101,9 +101,9 @@ def obey(order: WorkOrder, job: Callable[[], Result]) -> Result:
 def work(
     config: Mapping[str, Any], order: WorkOrder, checkpoint: Path, branches: Mapping[Start, Path] | None = None
 ) -> tuple[dict[str, Any], bytes, str]:
-    """Return the result of a cell, its telemetry, and the traceback of an exception ("" without one).
+    """Return the result of a cell, its telemetry, and the traceback of an exception ("" if there is none).
 
-    An exception of the cell is returned, not raised: its traceback would be lost on the way. Ctrl-C is raised.
+    An exception of the cell is returned, not raised, because its traceback would be lost on the way. Ctrl-C is raised.
 
     config, checkpoint, branches: as in `run_cell`.
     """
@@ -112,13 +112,13 @@ def work(
         return (*obey(order, train), "")
     except KeyboardInterrupt:
         raise
-    # Everything is caught, even SystemExit: it is this cell's failure, and other cells go on.
+    # All exceptions are caught, even SystemExit: only this cell fails, and other cells go on.
     except BaseException as error:
         return {"error": said(error)}, b"", traceback.format_exc()
 
 
 def said(error: BaseException) -> str:
-    """An exception in a line: its class and its text.
+    """Return an exception as one line: its class and its text.
 
     >>> said(ValueError("no"))
     'ValueError: no'
@@ -141,19 +141,19 @@ def run_cell(
 ) -> tuple[dict[str, Any], bytes]:
     """Train a cell; return its result for the ledger, and its telemetry as the content of an .npz file.
 
-    A training whose loss ends as inf or NaN, or whose loss scale can fall no further, has diverged: that is a result.
+    A training whose last loss is inf or NaN, or whose loss scale can fall no further, has diverged. This is a result.
 
     config: the cell's configuration.
     make_task: the function of the task or of the training; None finds it by the name in the configuration.
     device: where the cell computes.
-    checkpoint: a file from which an interrupted training goes on; see `Training.run`.
-    branches: files that this cell shares with others; see `Training.run`. A training function of the user's has none.
-    is_live: whether the curves are written beside the checkpoint while it trains.
+    checkpoint: a file from which an interrupted training continues; see `Training.run`.
+    branches: files that this cell shares with other cells; see `Training.run`. A user's training function has none.
+    is_live: whether the curves are written next to the checkpoint during the training.
     Raises TypeError if the task's function does not return a Task.
     """
     threads = torch.get_num_threads()
     steps, goals = None, {}
-    # One thread: cells share a machine, and sums must not depend on the number of its cores.
+    # One thread is used: cells share a machine, and sums must not depend on the number of its cores.
     torch.set_num_threads(1)
     try:
         function: Any = make_task or find_task(path_of(config["task"]))
@@ -164,7 +164,7 @@ def run_cell(
             run, error = _run_own(_job(config, device, checkpoint, steps, live), function)
         else:
             with kept_generators([device] if device.startswith("cuda") else []):
-                # For a task that does not seed itself.
+                # This is for a task that does not seed itself.
                 seed_generators(config["seed"])
                 training = training_of(config, function, device)
                 goals = training.task.goals
@@ -185,7 +185,7 @@ def run_cell(
 
 
 def _both(steps: StepFile | None, live: Path | None, run: Callable[[], Run]) -> Callable[[int], object] | None:
-    """Combine the callbacks of a training: one writes the number of steps, the other the curves so far."""
+    """Combine the callbacks of a training: one writes the number of steps, and the other writes the curves so far."""
     if steps is None or live is None:
         return steps
     file = LiveFile(live, run)
@@ -208,10 +208,10 @@ def training_of(config: Mapping[str, Any], make_task: MakeTask, device: str) -> 
 
 
 def _run_own(job: Job, train: TrainFunction) -> tuple[Run, str | None]:
-    """Call a training function. A checkpoint behind which it fails at once is deleted: a retry would fail again."""
+    """Call a training function. If it fails at once after resuming, its checkpoint is deleted: a retry would fail."""
     try:
         return run_job(job, train)
-    # The checkpoint is not to blame for these.
+    # The checkpoint is not the cause of these exceptions.
     except (TimeLimit, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -234,13 +234,13 @@ def _job(
 
 
 def _result(run: Run, error: str | None) -> tuple[dict[str, Any], bytes]:
-    """The result of a cell for the ledger, and its telemetry."""
+    """Return the result of a cell for the ledger, and its telemetry."""
     for name in run.metrics:
         if not isinstance(name, str):
             raise TypeError(f"The task names a metric {name!r}. Expected: a string.")
         require_storable(name)
-    # The last loss alone: an inf on the way is a skipped step. A user's training may log no loss; then its metrics
-    # count.
+    # Only the last loss counts, because an earlier inf is a skipped step. If a user's training logs no loss, its
+    # metrics count.
     last = run.losses[-1:] or [*run.metrics.values()]
     diverged = error is not None or not all(map(math.isfinite, last))
     result = {"metrics": run.metrics, "seconds": run.seconds, "diverged": diverged, "skipped": run.skipped}
@@ -252,16 +252,17 @@ GRACE = 10.0  # seconds from the exception to the end of the process
 
 
 class TimeLimit(Exception):
-    """A cell ran for longer than its time limit."""
+    """Raised if a cell runs for longer than its time limit."""
 
 
 def within_time(
     seconds: float | None, work: Callable[[], Result], *, end_process: bool = False, grace: float = GRACE
 ) -> Result:
-    """Call `work` and return its result. After `seconds` it raises TimeLimit, between two instructions of Python code.
+    """Call `work` and return its result. After `seconds`, TimeLimit is raised between two instructions of Python.
 
     seconds: the time limit; None for no limit.
-    end_process: end the process where the exception does not help: a call into C that never returns does not see it.
+    end_process: whether to end the process if the exception does not help: a call into C that never returns does not
+        notice it.
     grace: the seconds from the exception to the end of the process.
     Raises TimeLimit.
 
@@ -280,7 +281,7 @@ def within_time(
 
     timer = threading.Timer(seconds, interrupt)
     timer.daemon = True
-    # One frame and no context manager: the exception may come at any line, and must find its handler.
+    # There is only one frame and no context manager: the exception may come at any line, and must find its handler.
     try:
         if end_process:
             faulthandler.dump_traceback_later(seconds + grace, exit=True, file=2)
@@ -290,7 +291,7 @@ def within_time(
         finally:
             with lock:
                 over[0] = True
-            # The exception may still be pending, and would be raised in some later line.
+            # The exception may still be pending, and would otherwise be raised in some later line.
             if fired[0]:
                 _let_come()
     except TimeLimit:
@@ -302,12 +303,12 @@ def within_time(
 
 
 def _let_come() -> None:
-    """Let an exception that is pending for this thread be raised here, and end it."""
-    # Setting None instead would clear it, but Python would then look for an exception at every call from there on
-    # (https://github.com/python/cpython/blob/v3.11.7/Python/ceval.c, `_PyEval_SignalAsyncExc`): it is slower, and in
-    # Python 3.11 a debugger or a trace of opcodes never ends.
+    """Let an exception that is pending for this thread be raised here, and catch it."""
+    # Setting None instead would clear the exception, but from then on Python would look for an exception at every call
+    # (https://github.com/python/cpython/blob/v3.11.7/Python/ceval.c, `_PyEval_SignalAsyncExc`). This is slower, and in
+    # Python 3.11 a debugger or a trace of opcodes would never end.
     try:
-        # The interpreter looks for a pending exception in each turn of a loop.
+        # The interpreter looks for a pending exception in each iteration of a loop.
         for _ in range(3):
             pass
     except TimeLimit:

@@ -1,7 +1,7 @@
-"""Tasks by name: functions from a seed to a model, data, a loss and metrics. Only CIFAR needs a network for its data.
+"""Tasks by name: functions from a seed to a model, data, a loss and metrics. Only CIFAR downloads its data.
 
-A name may have a file or a folder of the user's own, with its hash, and settings: "chars=book.txt", "cifar10,depth=56",
-"pictures=FOLDER#0a1b2c3d,model=resnet18".
+A name may contain the path of the user's own file or folder, its hash, and settings: "chars=book.txt",
+"cifar10,depth=56", "pictures=FOLDER#0a1b2c3d,model=resnet18".
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ TASKS: dict[str, Callable[[int], Task]] = {
 }
 
 
-# At the end of a name, and with these words only: a path may have commas.
+# Settings stand at the end of a name, and only these words are settings, because a path may contain commas.
 SETTING = re.compile(r",\s*(depth|version|model|size)=([\w.-]+)$")
 HASH_DIGITS = 8
-CHUNK = 1 << 20  # bytes that are read at once
+CHUNK = 1 << 20  # the number of bytes that are read at once
 
 
 def find_task(name: str) -> Callable[[int], Task]:
-    """The function of a task.
+    """Return the function of a task.
 
-    name: that of a task of the library, or an import path "package.module:function". A task that takes data of the
-        user's own is "chars=book.txt"; one with settings, "cifar10,depth=56".
-    Raises ValueError for an unknown name, and for a path that leads to no function; TypeError for another type.
+    name: the name of a task of the library, or an import path "package.module:function". A task may be given the user's
+        own data, "chars=book.txt", or settings, "cifar10,depth=56".
+    Raises ValueError for an unknown name, and for an import path without a function; TypeError for another type.
 
     >>> find_task("digits") is digits
     True
@@ -110,15 +110,15 @@ def find_task(name: str) -> Callable[[int], Task]:
 
 
 def imported(kind: str, path: str) -> Any:
-    """Import the object of a path "module:name". kind: its description, for the error.
+    """Import the object at a path "module:name". kind: the object's description, for the error.
 
-    Raises ValueError for a path that leads nowhere.
+    Raises ValueError for a path at which there is no object.
     """
     module, _, name = path.partition(":")
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        # The module itself may be fine, with a misspelt function: then its functions make the hint.
+        # If the module exists and only the function is misspelt, the hint names one of the module's functions.
         there = vars(sys.modules[module]) if module in sys.modules else {}
         hint = did_you_mean(name, [word for word, value in there.items() if callable(value)])
         raise ValueError(
@@ -128,7 +128,7 @@ def imported(kind: str, path: str) -> Any:
 
 
 def is_of_library(name: str) -> bool:
-    """True if the name of a task is one of this library's, with data of the user's own or without.
+    """True if a name belongs to a task of this library, with or without the user's own data.
 
     >>> is_of_library("chars"), is_of_library("chars=book.txt"), is_of_library("mine:task")
     (True, True, False)
@@ -138,17 +138,17 @@ def is_of_library(name: str) -> bool:
 
 
 def add_to_path(folder: str | os.PathLike[str]) -> None:
-    """Let modules of a folder be imported, behind those that can be imported already."""
+    """Append a folder to the path of imports, after the folders that are already there."""
     place = str(Path(folder).absolute())
     if place not in sys.path:
-        # At the end: a file beside a user's task must not hide an installed module.
+        # It is appended at the end, because a file next to a user's task must not hide an installed module.
         sys.path.append(place)
 
 
 def folder_of(name: str) -> str | None:
-    """The folder from which the module of a task was imported; None for a task of the library.
+    """Return the folder from which the module of a task was imported; None for a task of the library.
 
-    name: that of a task that was found.
+    name: the name of a task that `find_task` has found.
 
     >>> folder_of("digits") is None, folder_of("ada_loss.lab.tasks:digits") == str(Path(__file__).parents[3])
     (True, True)
@@ -159,7 +159,7 @@ def folder_of(name: str) -> str | None:
     file = getattr(module, "__file__", None)
     if ":" not in name or file is None:
         return None
-    # The file of a package is its __init__.py, one level deeper than that of a module.
+    # The file of a package is its __init__.py, which lies one level deeper than the file of a module.
     is_package = hasattr(module, "__path__")
     return str(Path(file).absolute().parents[name.partition(":")[0].count(".") + is_package])
 
@@ -177,7 +177,7 @@ def _parted(name: str) -> tuple[str, dict[str, str]]:
 
 
 def _settled(make_task: Callable[..., Task], name: str, settings: Mapping[str, str]) -> Callable[[int], Task]:
-    """The function of a task, bound to the settings in its name. Raises ValueError for those that it does not have."""
+    """Return the function of a task, bound to the settings in its name. Raises ValueError for unknown settings."""
     kinds: dict[str, type] = getattr(make_task, "settings", {})
     values = {}
     for word, text in settings.items():
@@ -194,7 +194,7 @@ def _settled(make_task: Callable[..., Task], name: str, settings: Mapping[str, s
 
 
 def is_of_own_data(name: str) -> bool:
-    """True if the name of a task has a path.
+    """True if the name of a task contains a path.
 
     >>> is_of_own_data("chars=book.txt"), is_of_own_data("chars"), is_of_own_data("mine:task")
     (True, False, False)
@@ -204,12 +204,12 @@ def is_of_own_data(name: str) -> bool:
 
 
 def _on_data(make_task: Callable[..., Task], name: str) -> Callable[[int], Task]:
-    """The function of a task, bound to the path in its name.
+    """Return the function of a task, bound to the path in its name.
 
     make_task: the function of the task without a path.
-    name: such as "chars=book.txt", or "chars=book.txt#0a1b2c3d" with the hash of the content.
-    Raises ValueError for a task that takes no path, and for content with another hash; FileNotFoundError for a missing
-    path.
+    name: a name such as "chars=book.txt", or "chars=book.txt#0a1b2c3d" with the hash of the content.
+    Raises ValueError for a task that takes no path, and for content with another hash; FileNotFoundError if the path
+    does not exist.
     """
     argument = getattr(make_task, "made_of", None)
     task, _, rest = name.partition("=")
@@ -218,7 +218,7 @@ def _on_data(make_task: Callable[..., Task], name: str) -> Callable[[int], Task]
         raise ValueError(f"The task {task} takes no data of your own. Got {shown(name)}. Use {task!r}.")
     if not path:
         raise ValueError(f"The task {shown(name)} has no path behind '='. Use '{task}=PATH', or {task!r}.")
-    # A sweep that is resumed on other data would mix the results of both in one table.
+    # A sweep that is resumed with other data would mix results of both data in one table.
     if known and (digest := _digest(path)) != known:
         raise ValueError(
             f"What is in {shown(path)} has changed since the sweep began: its hash is {digest}, and that of the cells "
@@ -231,9 +231,9 @@ def _on_data(make_task: Callable[..., Task], name: str) -> Callable[[int], Task]
 
 
 def with_hash(name: str) -> str:
-    """Name of a task with data of the user's own and the data's hash, so that changed data make other cells.
+    """Return a task's name with the hash of the user's own data, so that changed data result in other cells.
 
-    Raises FileNotFoundError for a missing path.
+    Raises FileNotFoundError if the path does not exist.
     """
     base, _ = _parted(name)
     task, _, rest = base.partition("=")
@@ -242,21 +242,21 @@ def with_hash(name: str) -> str:
 
 
 def _parts(rest: str) -> tuple[str, str]:
-    """A path, and the hash behind it or ""."""
+    """Split text into a path and the hash that follows it, or ""."""
     path, sign, known = rest.rpartition("#")
     is_hash = sign and len(known) == HASH_DIGITS and not set(known) - set("0123456789abcdef")
     return (path, known) if is_hash else (rest, "")
 
 
 def _digest(path: str) -> str:
-    """The hash of a file, or of the files of a folder with their names."""
+    """Return the hash of a file, or of the files of a folder with their names."""
     place = Path(path)
     if not place.exists():
         raise FileNotFoundError(f"There is no {shown(path)}. Give the path of an existing file or folder.")
     digest = hashlib.sha256()
     for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
         if file.is_file():
-            # Names too: the folder of a picture is its class.
+            # Names are hashed too, because the folder of a picture is its class.
             digest.update(f"{file.relative_to(place).as_posix()}\0".encode())
             with open(file, "rb") as content:
                 while chunk := content.read(CHUNK):

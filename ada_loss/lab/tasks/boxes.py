@@ -10,20 +10,20 @@ from torch.nn import functional as F
 
 __all__ = ["LARGEST_OVERLAP", "Anchors", "anchors_on", "corners", "iou", "predictions", "with_glorot_weights"]
 
-# An anchor belongs to an object from this IoU on.
+# An anchor whose IoU with an object is at least this belongs to the object.
 MATCHED = 0.5
-NEGATIVES = 3  # negative anchors for each positive one
+NEGATIVES = 3  # the number of negative anchors for each positive anchor
 VARIANCES = (0.1, 0.2)  # scales of offsets and of logarithms of extents, as in SSD
-# The least score of a detection, and the largest IoU of two that count as different objects.
+# The least score of a detection, and the largest IoU at which two detections count as different objects.
 LEAST_SCORE, LARGEST_OVERLAP = 0.05, 0.45
-RIGHT = 0.5  # a box is right from this IoU on
-LEVELS = 11  # levels of recall in the metric of VOC 2007
+RIGHT = 0.5  # the least IoU of a right box
+LEVELS = 11  # the number of levels of recall in the metric of VOC 2007
 
 
 def anchors_on(
     grid: int, step: float, extents: Iterable[tuple[float, float]]
 ) -> list[tuple[float, float, float, float]]:
-    """Anchors of a grid, centre, width and height: all extents in each cell, row by row as `predictions` has them."""
+    """Return anchors of a grid (centre, width, height): all extents in each cell, in the order of `predictions`."""
     return [
         (step * (column + 0.5), step * (row + 0.5), width, height)
         for row in range(grid)
@@ -33,7 +33,7 @@ def anchors_on(
 
 
 def predictions(maps: Sequence[Tensor], classes: nn.ModuleList, boxes: nn.ModuleList, labels: int) -> Tensor:
-    """Outputs of a detector, (batch, anchors, labels + 4), by one head for classes and one for boxes on each map."""
+    """Return a detector's outputs, (batch, anchors, labels + 4), from two heads on each map, for classes and boxes."""
     logits, offsets = (
         [_by_anchor(head(x), numbers) for head, x in zip(heads, maps)]
         for heads, numbers in ((classes, labels), (boxes, 4))
@@ -42,12 +42,12 @@ def predictions(maps: Sequence[Tensor], classes: nn.ModuleList, boxes: nn.Module
 
 
 def _by_anchor(x: Tensor, numbers: int) -> Tensor:
-    """(batch, anchors of a cell * numbers, height, width) -> (batch, anchors, numbers)."""
+    """Reshape (batch, anchors of a cell * numbers, height, width) to (batch, anchors, numbers)."""
     return x.permute(0, 2, 3, 1).reshape(len(x), -1, numbers)
 
 
 def with_glorot_weights(model: nn.Module) -> None:
-    """Draw the weights of all convolutions as Glorot and Bengio 2010 do; their biases are zero."""
+    """Initialise all convolutions as Glorot and Bengio 2010 do, with zero biases."""
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.xavier_uniform_(layer.weight)
@@ -55,12 +55,12 @@ def with_glorot_weights(model: nn.Module) -> None:
 
 
 def corners(boxes: Tensor) -> Tensor:
-    """Boxes (..., 4) by centre and extents -> by left, top, right and bottom."""
+    """Convert boxes (..., 4) from centre and extents to left, top, right and bottom."""
     return torch.cat([boxes[..., :2] - boxes[..., 2:] / 2, boxes[..., :2] + boxes[..., 2:] / 2], dim=-1)
 
 
 def iou(a: Tensor, b: Tensor) -> Tensor:
-    """Intersection over union of boxes by their corners, (m, 4) and (n, 4) -> (m, n).
+    """Return the intersections over unions, (m, n), of boxes (m, 4) and (n, 4), given by their corners.
 
     >>> iou(torch.tensor([[0.0, 0, 2, 2]]), torch.tensor([[0.0, 0, 2, 2], [1, 0, 3, 2], [5, 5, 6, 6]]))
     tensor([[1.0000, 0.3333, 0.0000]])
@@ -72,24 +72,24 @@ def iou(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Anchors:
-    """The anchors of a detector, and what follows from them.
+    """The anchors of a detector, with the targets, the loss and the metrics that they define.
 
     Outputs are (batch, anchors, classes + 4): logits and offsets. Targets are (batch, 5 * anchors + 5 * most): the
-    class and the offsets that each anchor is to give, and the true classes and corners.
+    class and the offsets that each anchor should predict, and the true classes and corners.
 
     boxes: (anchors, 4): centre, width and height in pixels, in the order of the network's outputs.
-    classes: with the background, which is 0.
-    most: objects of one image; where there are fewer, classes are 0.
+    classes: the number of classes, including the background, which is class 0.
+    most: the largest number of objects in one image; for missing objects classes are 0.
     """
 
     def __init__(self, boxes: Tensor, classes: int, most: int) -> None:
         self.boxes, self.classes, self.most = boxes, classes, most
 
     def matched(self, boxes: Tensor, classes: Tensor) -> Tensor:
-        """Targets of the anchors for one image, (anchors, 5): the class, and the offsets of the box.
+        """Return the targets of the anchors for one image, (anchors, 5): the class, and the offsets of the box.
 
-        An anchor belongs to the object with which its IoU is largest, if that is 0.5 or more, or if the anchor is that
-        object's best one.
+        An anchor belongs to the object with which its IoU is largest, if this IoU is 0.5 or more, or if the anchor is
+        the best anchor of the object.
         """
         anchors, there = self.boxes, classes > 0
         boxes, classes = boxes[there], classes[there]
@@ -98,7 +98,7 @@ class Anchors:
         overlaps = iou(corners(anchors), boxes)
         largest, owner = overlaps.max(dim=1)
         best = overlaps.argmax(dim=0)
-        # Each object keeps its best anchor, however small the overlap: otherwise some objects would not be learnt at
+        # Each object keeps its best anchor, even if the overlap is small: otherwise some objects would not be learnt at
         # all.
         owner[best], largest[best] = torch.arange(len(boxes)), 1.0
         own = boxes[owner]
@@ -108,9 +108,9 @@ class Anchors:
         return torch.cat([labels[:, None].float(), offsets, extents], dim=1)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross entropy of the classes and smooth L1 of the boxes, over the number of positive anchors (eq. 1).
+        """Return cross entropy of classes plus smooth L1 of boxes, divided by the number of positive anchors (eq. 1).
 
-        Only the worst negative anchors of an image count, three times as many as it has positive ones.
+        Of an image's negative anchors only the worst count, three times as many as the image has positive anchors.
         """
         anchors = outputs.shape[1]
         targets = targets[:, : 5 * anchors].view(-1, anchors, 5)
@@ -118,47 +118,47 @@ class Anchors:
         positive = classes > 0
         each = F.cross_entropy(outputs[..., : self.classes].flatten(0, 1), classes.flatten(), reduction="none")
         each = each.view(-1, anchors)
-        # The rank of each anchor: argsort of an argsort. Positive ones rank last, as they count anyway.
+        # The argsort of an argsort is the rank of each anchor. Positive anchors rank last, because they count anyway.
         hard = each.detach().masked_fill(positive, -torch.inf).argsort(dim=1, descending=True).argsort(dim=1)
         counts = positive | (hard < NEGATIVES * positive.sum(dim=1, keepdim=True))
         box = F.smooth_l1_loss(outputs[..., self.classes :], targets[..., 1:], reduction="none").sum(dim=2)
         return ((each * counts).sum() + (box * positive).sum()) / positive.sum().clamp(min=1)
 
     def mean_average_precision(self, outputs: Tensor, targets: Tensor) -> float:
-        """Mean over the classes of the area under precision by recall, where a box is right from an IoU of 0.5 on.
+        """Return the mean over the classes of the area under the precision-recall curve; a right box has an IoU >= 0.5.
 
-        NaN outputs find nothing.
+        NaN outputs detect nothing.
         """
         curves = self._curves(outputs, targets)
         return sum(_area(*curve) for curve in curves) / len(curves)
 
     def voc07_average_precision(self, outputs: Tensor, targets: Tensor) -> float:
-        """The same in the metric of VOC 2007: the mean of the precisions at recalls of 0, 0.1, ... 1."""
+        """Return the mean average precision of VOC 2007, from the precisions at recalls of 0, 0.1, ... 1."""
         curves = self._curves(outputs, targets)
         return sum(_at_levels(*curve) for curve in curves) / len(curves)
 
     def _curves(self, outputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Recall and precision of each class, detection by detection."""
+        """Return recall and precision of each class, detection by detection."""
         outputs, targets = outputs.float().cpu(), targets.float().cpu()
         truths = targets[:, 5 * outputs.shape[1] :].view(len(targets), self.most, 5)
         scores = outputs[..., : self.classes].softmax(dim=2)
         anchors = self.boxes
         centres = anchors[:, :2] + VARIANCES[0] * outputs[..., self.classes : self.classes + 2] * anchors[:, 2:]
-        # Clamped: a network that diverges would give boxes of infinite size.
+        # The outputs are clamped, because a network that diverges would predict boxes of infinite size.
         extents = anchors[:, 2:] * torch.exp((VARIANCES[1] * outputs[..., self.classes + 2 :]).clamp(max=8))
         boxes = corners(torch.cat([centres, extents], dim=2))
         return [_curve(scores[..., k], boxes, truths, k) for k in range(1, self.classes)]
 
 
 def _curve(scores: Tensor, boxes: Tensor, truths: Tensor, label: int) -> tuple[Tensor, Tensor]:
-    """Recall and precision of one class, with every found box that is not a double, in the order of their scores.
+    """Return recall and precision of one class after each detected box that is no duplicate, in the order of scores.
 
-    A true object of the class -label is a difficult one: finding it counts neither as right nor as wrong.
+    A true object with the class -label is a difficult object: detecting it counts neither as right nor as wrong.
     """
     detections: list[tuple[float, bool]] = []
     total = int((truths[..., 0] == label).sum())
     for score, box, truth in zip(scores, boxes, truths):
-        # Comparisons with NaN are false: such an anchor finds nothing.
+        # Comparisons with NaN are false, so an anchor with NaN detects nothing.
         chosen = (score > LEAST_SCORE).nonzero().flatten()
         order = chosen[score[chosen].argsort(descending=True)]
         own = truth[truth[:, 0].abs() == label]
@@ -182,7 +182,7 @@ def _curve(scores: Tensor, boxes: Tensor, truths: Tensor, label: int) -> tuple[T
     detections.sort(key=lambda one: -one[0])
     right = torch.tensor([float(is_right) for _, is_right in detections]).cumsum(dim=0)
     precision = right / torch.arange(1, len(detections) + 1)
-    # The largest precision at this recall or a larger one, as VOC interpolates.
+    # VOC interpolates: the precision at a recall is the largest precision at this or any larger recall.
     precision = precision.flip(0).cummax(dim=0).values.flip(0)
     return right / total, precision
 
@@ -192,8 +192,8 @@ def _area(recall: Tensor, precision: Tensor) -> float:
 
 
 def _at_levels(recall: Tensor, precision: Tensor) -> float:
-    """The mean precision at the levels of recall; 0 at those that are not reached."""
-    # A little less than each level, against rounding: 3 of 10 objects must reach the recall 0.3.
+    """Return the mean precision at the levels of recall; it is 0 at levels that are not reached."""
+    # The levels are a little lower, because of rounding: 3 of 10 objects must reach the recall 0.3.
     steps = [level / (LEVELS - 1) - 1e-6 for level in range(LEVELS)]
     return (
         sum(float(precision[recall >= step].max()) if bool((recall >= step).any()) else 0.0 for step in steps) / LEVELS

@@ -23,13 +23,13 @@ __all__ = ["SegNetBasic", "camvid"]
 CLASSES = 11  # sky to cyclist
 # The label of pixels without a class, in SegNet's version of CamVid.
 VOID = 11
-IGNORED = -1  # their target, which the loss ignores
-BATCH = 12  # pictures, as in the original
+IGNORED = -1  # the target of these pixels, which the loss ignores
+BATCH = 12  # the number of pictures, as in the original
 SUFFIXES = (".jpeg", ".jpg", ".png")
 
 
 class SegNetBasic(nn.Module):
-    """Four convolutions of 7 x 7 with pooling, and four behind the unpooling: (batch, 3, h, w) -> (batch, 11, h, w)."""
+    """Four convolutions of 7 x 7 with pooling, and four after unpooling: (batch, 3, h, w) -> (batch, 11, h, w)."""
 
     def __init__(self, classes: int = CLASSES, width: int = 64) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class SegNetBasic(nn.Module):
         for block in self.encoder:
             x = torch.relu(block(x))
             shape = x.shape[2:]
-            # Rounded up, as 45 rows are odd: they become 23, and 45 again by the shape that is kept.
+            # Pooling rounds up, because sizes may be odd: 45 rows become 23, and the stored shape makes them 45 again.
             x, place = F.max_pool2d(x, 2, ceil_mode=True, return_indices=True)
             places.append((place, shape))
         for block, (place, shape) in zip(self.decoder, reversed(places)):
@@ -61,8 +61,8 @@ def _block(inputs: int, outputs: int) -> nn.Sequential:
 class CamVid(Dataset[tuple[Tensor, Tensor]]):
     """Pictures and the classes of their pixels, read when they are needed.
 
-    files: the picture and its labels.
-    flips: whether to flip every second picture, by torch's random numbers, as the original does.
+    files: pairs of a picture and its labels.
+    flips: whether to flip pictures with probability 1/2, by torch's random numbers, as the original does.
     """
 
     def __init__(self, files: list[tuple[Path, Path]], flips: bool) -> None:
@@ -86,10 +86,11 @@ class CamVid(Dataset[tuple[Tensor, Tensor]]):
 
 
 def camvid(seed: int, path: str | os.PathLike[str], metrics: dict[str, Callable[[Tensor, Tensor], float]]) -> Task:
-    """CamVid by SegNet-Basic in the size of its paper: trained on train, tested on val, classes weighted by frequency.
+    """Return CamVid with SegNet-Basic in its paper's size: trained on train, tested on val, with weights by frequency.
 
-    seed: of the weights, and of the order of the pictures.
-    path: the folder, in the layout of SegNet's authors: train, trainannot, val and valannot, with files of one name.
+    seed: the seed of the weights, and of the order of the pictures.
+    path: the folder, in the layout of SegNet's authors: train, trainannot, val and valannot; a picture and its labels
+        have the same file name.
     Raises FileNotFoundError for a folder that is not CamVid's, ValueError for damaged files.
     """
     parts = {part: _files_of(Path(path), part) for part in ("train", "val")}
@@ -106,9 +107,9 @@ def _loss(weight: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _median_frequencies(files: list[Path]) -> Tensor:
-    """Weights of the classes: the median frequency over the class's frequency (Eigen and Fergus 2015); 0 if absent.
+    """Return the classes' weights: median frequency / the class's frequency (Eigen and Fergus 2015); 0 if absent.
 
-    A class's frequency is its share of the pixels of the pictures that have it.
+    A class's frequency is its share of the pixels in the pictures where it occurs.
     """
     pixels, there = np.zeros(CLASSES), np.zeros(CLASSES)
     for file in files:
@@ -121,7 +122,7 @@ def _median_frequencies(files: list[Path]) -> Tensor:
 
 
 def _files_of(path: Path, part: str) -> list[tuple[Path, Path]]:
-    """The pictures of a part, each with the file of its labels."""
+    """Return the pictures of a part, each with the file of its labels."""
     inner, annotated = path / part, path / f"{part}annot"
     pictures = sorted(f for f in inner.glob("*") if f.suffix.lower() in SUFFIXES) if inner.is_dir() else []
     if not pictures:

@@ -1,4 +1,4 @@
-"""A small GPT that learns the characters of a text: of Python's own documentation, unless another is named."""
+"""A small GPT that learns the characters of a text: Python's own documentation, or a text that the user names."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fpsim.checks import shown
 __all__ = ["chars", "drawn", "log_likelihood"]
 
 CONTEXT = 64
-LEAST = 10  # least number of sequences in a text
+LEAST = 10  # the least number of sequences in a text
 
 
 class Block(nn.Module):
-    """Causal attention and a feed-forward layer, Radford et al. 2019. (batch, time, width) -> the same."""
+    """Causal attention and a feed-forward layer, Radford et al. 2019. It keeps the shape (batch, time, width)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class SmallGPT(nn.Module):
-    """Indices of characters, (batch, time) int64 -> logits of the next ones, (batch, time, characters)."""
+    """A GPT: indices of characters, (batch, time) int64 -> logits of the next ones, (batch, time, characters)."""
 
     def __init__(self, characters: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class SmallGPT(nn.Module):
 
 
 def next_character(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy over all positions, in nats."""
+    """Return the mean cross entropy over all positions, in nats."""
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
 def bits_per_character(outputs: Tensor, targets: Tensor) -> float:
-    """Mean cross entropy over all positions, in bits."""
+    """Return the mean cross entropy over all positions, in bits."""
     return next_character(outputs, targets).item() / math.log(2)
 
 
@@ -73,20 +73,20 @@ def drawn(model: nn.Module, text: Tensor, length: int) -> Tensor:
     with torch.no_grad():
         while text.shape[1] < length:
             last = torch.softmax(model(text)[:, -1].double(), dim=-1)
-            # Drawn on the host, so that a seed gives the same text on any device.
+            # Characters are drawn on the host, so that a seed yields the same text on any device.
             text = torch.cat([text, torch.multinomial(last.cpu(), 1).to(text.device)], dim=1)
     return text
 
 
 def log_likelihood(model: nn.Module, text: Tensor) -> Tensor:
-    """The log-probability of each character but the first, in nats. (batch, time) -> (batch, time - 1), float64."""
+    """Return log-probabilities of all characters but the first, in nats: (batch, time) -> (batch, time - 1) float64."""
     with torch.no_grad():
         given = torch.log_softmax(model(text[:, :-1]).double(), dim=-1)
     return given.gather(-1, text[:, 1:, None])[..., 0]
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Share of the characters that were predicted; NaN outputs are wrong."""
+    """Return the share of the characters that were predicted; NaN outputs are wrong."""
     right = (outputs.argmax(dim=-1) == targets) & ~outputs.isnan().any(dim=-1)
     return float(right.float().mean())
 
@@ -94,20 +94,20 @@ def accuracy(outputs: Tensor, targets: Tensor) -> float:
 @made_of("text")
 @trained_with(optimizer="adamw", learning_rate=3e-3, warmup=20, weight_decay=0.01, epochs=1, batch_size=32)
 def chars(seed: int = 0, text: str | os.PathLike[str] | None = None) -> Task:
-    """A text in sequences of 64 characters, the last tenth for the test; judged by bits per character.
+    """Learn a text in sequences of 64 characters; the last tenth is the test; the metric is bits per character.
 
-    Bits per character see all of a prediction, accuracy only which character is first: of two trainings with the same
-    accuracy one can be 0.7 bits worse.
+    Bits per character depend on the whole predicted distribution, and accuracy only on its most likely character: of
+    two trainings with the same accuracy, one can be worse by 0.7 bits.
 
-    In float32 one epoch of the library's text gives 3.3 bits and 40 % of the characters (Python 3.11, seed 0), in 7 s
-    on two cores. That text comes with the Python that runs, so results of different versions cannot be compared.
+    In float32 one epoch of the library's text reaches 3.3 bits and 40 % of the characters (Python 3.11, seed 0), in 7 s
+    on two cores. The text comes with the running Python, so results of different versions cannot be compared.
 
     Args:
-        seed: of the weights.
+        seed: the seed of the weights.
         text: a file in UTF-8; None for the 465,000 characters of `pydoc_data.topics`. In a sweep: "chars=book.txt".
 
     Raises:
-        FileNotFoundError: without such a file.
+        FileNotFoundError: if there is no such file.
         ValueError: for a file that is not UTF-8, or too short for a training.
 
     >>> task = chars()
@@ -117,11 +117,11 @@ def chars(seed: int = 0, text: str | os.PathLike[str] | None = None) -> Task:
     'bits_per_character'
     """
     content = "\n".join(pydoc_data.topics.topics.values()) if text is None else _read(Path(text))
-    # Sorted, as the order of a set of strings differs from process to process.
+    # The characters are sorted, because the order of a set of strings differs between processes.
     known = {character: number for number, character in enumerate(sorted(set(content)))}
     numbers = torch.tensor([known[character] for character in content])
     stretches = numbers[: (len(numbers) - 1) // CONTEXT * CONTEXT].view(-1, CONTEXT)
-    # The same text, one character later: the target of each character is the next one.
+    # The targets are the same text, one character later: the target of each character is the next character.
     following = numbers[1 : 1 + stretches.numel()].view(-1, CONTEXT)
     split = len(stretches) * 9 // 10
     model = seeded(seed, lambda: SmallGPT(len(known)))
@@ -130,7 +130,7 @@ def chars(seed: int = 0, text: str | os.PathLike[str] | None = None) -> Task:
 
 
 def _read(path: Path) -> str:
-    """A text that is long enough."""
+    """Read a text. Raises ValueError if it is too short."""
     try:
         content = path.read_text(encoding="utf-8")
     except FileNotFoundError:

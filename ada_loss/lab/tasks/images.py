@@ -1,4 +1,4 @@
-"""ResNets on 32x32 colour images: CIFAR, and patches of photographs that come with libraries."""
+"""ResNets on colour images of 32x32 pixels: CIFAR, and patches of photographs that are part of Python packages."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "hubble_deep_field", "immunohis
 SIDE, STRIDE = 32, 12
 # The default depth of the ResNet.
 DEPTH = 20
-TRAINING_SHARE = 0.7  # share of an image's width, from the left
-# Of 255. Patches of a plain background look the same in every photograph.
+TRAINING_SHARE = 0.7  # the share of an image's width for the training, from the left
+# The largest range of pixels, out of 255, in a plain patch. Plain patches are left out, because a plain background
+# looks the same in every photograph.
 MOST_PLAIN = 8
-TRAINED, TESTED = 200, 60  # patches of each photograph
+TRAINED, TESTED = 200, 60  # the numbers of patches of each photograph
 
 
 def _task(
@@ -43,7 +44,7 @@ def _task(
     version: int | None = None,
     model: str | None = None,
 ) -> Task:
-    """A task of uint8 images, (n, 3, 32, 32), each channel normalised by mean and deviation of the training images."""
+    """Return a task of uint8 images, (n, 3, 32, 32), normalised by the training images' mean and deviation."""
     if model is not None and (depth is not None or version is not None):
         raise ValueError(f"model={shown(model)} was given with the depth or version of a ResNet. Give one of them.")
     x = train[0].float()
@@ -59,13 +60,15 @@ def _task(
 @settled_by(depth=int, version=int, model=str)
 @trained_with(epochs=8, learning_rate=0.1, weight_decay=1e-4)
 def patches(seed: int = 0, depth: int | None = None, version: int | None = None, model: str | None = None) -> Task:
-    """32x32 patches of the nine colour photographs in scikit-image and scikit-learn; the class is the photograph.
+    """Tell from which of nine photographs in scikit-image and scikit-learn a 32x32 patch comes.
 
-    Training patches come from the left 70 % of a photograph and test patches from the rest, so that none overlap: the
-    network has to learn the subject, not the position. In float32 0.77 (seed 0), in a minute on a slow core.
+    Training patches come from the left 70 % of a photograph and test patches from the rest, so that they do not
+    overlap: the network has to learn the subject, not the position. Float32 reaches 0.77 (seed 0), in a minute on a
+    slow core.
 
-    depth, version: of the ResNet, 20 and 1. In a sweep: "patches,depth=56,version=2".
-    model: another network, "vgg16", "mobilenet", "wrn28_10", "fixup20"; see `networks`. "patches,model=vgg16".
+    depth, version: depth and version of the ResNet; by default 20 and 1. In a sweep: "patches,depth=56,version=2".
+    model: the name of another network, "vgg16", "mobilenet", "wrn28_10", "fixup20"; see `networks`. In a sweep:
+        "patches,model=vgg16".
 
     >>> task = patches()
     >>> task.train[0].shape, task.test[0].shape
@@ -78,7 +81,7 @@ def patches(seed: int = 0, depth: int | None = None, version: int | None = None,
         raise ImportError(f"The task patches needs photographs of {error.name}: {pip_install('lab')}.") from None
     photographs = [getattr(data, name)() for name in PHOTOGRAPHS] + list(load_sample_images().images)
     chosen: dict[str, list[Any]] = {"train": [], "test": []}
-    # One choice of patches for all seeds.
+    # All seeds have the same patches.
     draw = np.random.default_rng(0)
     for photograph in photographs:
         height, width = photograph.shape[:2]
@@ -102,9 +105,9 @@ def patches(seed: int = 0, depth: int | None = None, version: int | None = None,
 class Cifar:
     """The files of a CIFAR data set, Krizhevsky 2009, in the version for Python.
 
-    name: of the archive.
-    folder: in the archive.
-    md5: the sum of the archive.
+    name: the name of the archive.
+    folder: the folder in the archive.
+    md5: the MD5 sum of the archive.
     train, test: the files with the images.
     labels: the key of the labels in a file.
     """
@@ -118,11 +121,12 @@ class Cifar:
         return f"{self.name}-python.tar.gz"
 
     def read(self, root: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Training and test images, (n, 3, 32, 32) uint8, with their labels; downloaded unless they are in `root`.
+        """Return training and test images, (n, 3, 32, 32) uint8, with labels; download them if they are not in `root`.
 
         The files are pickles, as CIFAR is distributed.
 
-        Raises FileNotFoundError where they cannot be found or downloaded, ValueError where they hold something else.
+        Raises FileNotFoundError if the files can be neither found nor downloaded, ValueError if they hold something
+        else.
         """
         if not (root / self.folder).is_dir():
             self._unpack(root)
@@ -146,7 +150,7 @@ class Cifar:
             write_atomically(archive, content)
         try:
             with tarfile.open(archive) as packed:
-                # The filter refuses devices, and paths and links that lead out of the folder.
+                # The filter refuses devices, and also paths and links that lead out of the folder.
                 packed.extractall(root, filter="data")
         except (tarfile.TarError, EOFError, OSError) as error:
             raise ValueError(f"{archive} cannot be unpacked ({error}). Remove it: it is downloaded again.") from None
@@ -158,7 +162,8 @@ class Cifar:
         for name in names:
             path = root / self.folder / name
             try:
-                # A pickle can run code. It comes from an archive with a known digest, or from the user's own folder.
+                # A pickle can run code. This one comes from an archive with a known digest, or from the user's own
+                # folder.
                 batch = pickle.loads(path.read_bytes(), encoding="bytes")
                 images.append(np.asarray(batch[b"data"], dtype=np.uint8).reshape(-1, 3, SIDE, SIDE))
                 labels.extend(batch[self.labels])
@@ -193,10 +198,14 @@ def _cifar(classes: int, seed: int, depth: int | None, version: int | None, mode
 @settled_by(depth=int, version=int, model=str)
 @trained_with(epochs=30, batch_size=128, learning_rate=0.1, weight_decay=1e-4)
 def cifar10(seed: int = 0, depth: int | None = None, version: int | None = None, model: str | None = None) -> Task:
-    """CIFAR-10's 60,000 images, without augmentation, in the folder ADA_LOSS_DATA ("data"); downloaded if need be.
+    """Classify CIFAR-10's 60,000 images, without augmentation.
 
-    depth, version: of the ResNet: 20, 56, 110 and others; 2 for its second paper's. In a sweep: "cifar10,depth=56".
-    model: another network, as in `patches`. In a sweep: "cifar10,model=wrn28_10".
+    They are in the folder that the environment variable ADA_LOSS_DATA names ("data" by default), and are downloaded if
+    they are missing.
+
+    depth, version: depth and version of the ResNet: 20, 56, 110 and others; version 2 is that of the second paper. In a
+        sweep: "cifar10,depth=56".
+    model: the name of another network, as in `patches`. In a sweep: "cifar10,model=wrn28_10".
     """
     return _cifar(10, seed, depth, version, model)
 
@@ -204,5 +213,5 @@ def cifar10(seed: int = 0, depth: int | None = None, version: int | None = None,
 @settled_by(depth=int, version=int, model=str)
 @trained_with(epochs=30, batch_size=128, learning_rate=0.1, weight_decay=1e-4)
 def cifar100(seed: int = 0, depth: int | None = None, version: int | None = None, model: str | None = None) -> Task:
-    """CIFAR-100's 60,000 images with the hundred fine labels, likewise."""
+    """Classify CIFAR-100's 60,000 images with the hundred fine labels; arguments as for `cifar10`."""
     return _cifar(100, seed, depth, version, model)

@@ -1,4 +1,4 @@
-"""Networks for CIFAR's sizes: ResNets of any depth, and by name VGG, MobileNet, wide ResNets and Fixup's ResNets."""
+"""Networks for CIFAR's sizes: ResNets of any depth, and VGG, MobileNet, wide ResNets and Fixup's ResNets by name."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from fpsim.checks import is_whole, shown
 
 __all__ = ["BasicBlock", "Bottleneck", "FixupBlock", "WideBlock", "network", "resnet"]
 
-# Channels of the convolutions; M halves the side. Simonyan and Zisserman 2014, table 1, columns A, B, D and E.
+# The channels of the convolutions; M is a pooling that halves the side. Simonyan and Zisserman 2014, table 1, columns
+# A, B, D and E.
 VGG = {
     11: "64 M 128 M 256 256 M 512 512 M 512 512 M",
     13: "64 64 M 128 128 M 256 256 M 512 512 M 512 512 M",
     16: "64 64 M 128 128 M 256 256 256 M 512 512 512 M 512 512 512 M",
     19: "64 64 M 128 128 M 256 256 256 256 M 512 512 512 512 M 512 512 512 512 M",
 }
-# Outputs and stride of the depthwise separable convolutions. Howard et al. 2017, table 1, from 32 x 32 on.
+# Output channels and stride of the depthwise separable convolutions: Howard et al. 2017, table 1, from the size 32 x 32
+# on.
 MOBILENET = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *((512, 1),) * 5, (1024, 2), (1024, 1))
-STAGES = 3  # stages of a ResNet; each but the first halves the side
-EXPANSION = 4  # outputs of a bottleneck for each of its inner channels
+STAGES = 3  # the number of stages of a ResNet; each stage but the first halves the side
+EXPANSION = 4  # the number of outputs of a bottleneck for each of its inner channels
 KNOWN = "vgg11, vgg13, vgg16, vgg19; mobilenet; wrn28_10 (6 n + 4 layers, 10 times as wide); fixup20 (6 n + 2 layers)"
 
 
 def network(name: str, classes: int) -> nn.Module:
-    """A network for CIFAR's sizes: (batch, 3, 32, 32) -> (batch, classes).
+    """Return a network for CIFAR's sizes: (batch, 3, 32, 32) -> (batch, classes).
 
     name: "vgg11" to "vgg19" of Simonyan and Zisserman 2014, with normalisation and one linear layer; "mobilenet" of
         Howard et al. 2017; "wrn28_10", a wide ResNet of Zagoruyko and Komodakis 2016, without dropout; "fixup20", a
@@ -51,7 +53,7 @@ def network(name: str, classes: int) -> nn.Module:
 
 
 def _convolution(inputs: int, outputs: int, size: int = 3, stride: int = 1, groups: int = 1) -> list[nn.Module]:
-    """A convolution, normalised, and ReLU."""
+    """Return a convolution, a normalisation and a ReLU."""
     convolution = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, groups=groups, bias=False)
     return [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
 
@@ -77,7 +79,7 @@ def _mobilenet(classes: int) -> nn.Sequential:
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions beside a shortcut without parameters, He et al. 2016, option A."""
+    """Two convolutions, and a shortcut without parameters: He et al. 2016, option A."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions, each behind its normalisation, and nothing after the sum: He et al. 2016b, figure 1 (b).
+    """Three convolutions, each after its normalisation, and no operation after the sum: He et al. 2016b, figure 1 (b).
 
     The shortcut is a convolution of the normalised input where the shape changes, as in their code.
     """
@@ -117,13 +119,13 @@ class Bottleneck(nn.Module):
 
 
 def resnet(depth: int, classes: int, version: int = 1, width: int = 16) -> nn.Sequential:
-    """A ResNet for CIFAR's sizes: (batch, 3, side, side) -> (batch, classes).
+    """Return a ResNet for CIFAR's sizes: (batch, 3, side, side) -> (batch, classes).
 
     depth: the number of layers with weights: 6 n + 2 for version 1 (20, 32, 44, 56, 110, 1202), 9 n + 2 for version 2
         (20, 56, 110, 164, 1001).
-    version: 1 for He et al. 2016 (CVPR), with two convolutions a block; 2 for He et al. 2016b (ECCV), with bottlenecks
-        and normalisations in front of convolutions.
-    width: channels of the first stage.
+    version: 1 for He et al. 2016 (CVPR), with two convolutions in each block; 2 for He et al. 2016b (ECCV), with
+        bottlenecks and normalisations before convolutions.
+    width: the number of channels of the first stage.
     Raises ValueError for a depth that the version does not have.
 
     >>> sum(p.numel() for p in resnet(20, 10).parameters())
@@ -140,7 +142,7 @@ def resnet(depth: int, classes: int, version: int = 1, width: int = 16) -> nn.Se
         )
     blocks = (depth - 2) // step
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False)]
-    # Blocks of version 2 begin with these themselves, and the last ones follow behind all blocks.
+    # In version 2 each block begins with normalisation and ReLU, and the last of them follow after all blocks.
     if version == 1:
         layers += [nn.BatchNorm2d(width), nn.ReLU()]
     inputs = width
@@ -155,7 +157,7 @@ def resnet(depth: int, classes: int, version: int = 1, width: int = 16) -> nn.Se
 
 
 class WideBlock(nn.Module):
-    """Two convolutions, each behind its normalisation: Zagoruyko and Komodakis 2016, figure 1 (c), without dropout.
+    """Two convolutions, each after its normalisation: Zagoruyko and Komodakis 2016, figure 1 (c), without dropout.
 
     The shortcut is a convolution of the normalised input where the shape changes, as in their code.
     """
@@ -186,7 +188,7 @@ def _wide(blocks: int, times: int, classes: int) -> nn.Sequential:
 
 
 class Shift(nn.Module):
-    """One number that is added to all elements, at first 0."""
+    """A single number, initially 0, that is added to all elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,10 +199,11 @@ class Shift(nn.Module):
 
 
 class FixupBlock(nn.Module):
-    """Two convolutions without normalisation beside a shortcut: Zhang et al. 2019, figure 1 (right).
+    """Two convolutions without normalisation, and a shortcut: Zhang et al. 2019, figure 1 (right).
 
-    The second convolution begins as zero, so that the block is its shortcut at first; the first is by `shrink` smaller
-    than He's initialisation. A number is added in front of each convolution and ReLU, and one is multiplied.
+    The second convolution is initialised with zeros, so that the block initially equals its shortcut. The first
+    convolution has He's initialisation times `shrink`. A number is added before each convolution and ReLU, and the
+    result is multiplied by another number.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int, shrink: float) -> None:
@@ -218,19 +221,19 @@ class FixupBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shifted = self.bias1a(x)
         y = self.conv2(self.bias2a(torch.relu(self.bias1b(self.conv1(shifted)))))
-        # A shortcut of the shifted input, as in their code.
+        # The shortcut takes the shifted input, as in the authors' code.
         if self.padding:
             x = F.pad(shifted[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.padding))
         return torch.relu(x + self.bias2b(y * self.scale))
 
 
 def _fixup(blocks: int, classes: int) -> nn.Sequential:
-    """He's ResNet, with blocks of Fixup; the last layer begins as zero."""
+    """Return He's ResNet with blocks of Fixup; the last layer is initialised with zeros."""
     first, last = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.Linear(64, classes)
     nn.init.kaiming_normal_(first.weight, mode="fan_out", nonlinearity="relu")
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
-    # L^(-1 / (2 m - 2)) for L blocks with m = 2 convolutions: their section 3.
+    # The factor is L^(-1 / (2 m - 2)) for L blocks with m = 2 convolutions: section 3 of the paper.
     shrink = (STAGES * blocks) ** -0.5
     layers: list[nn.Module] = [first, Shift(), nn.ReLU()]
     inputs = 16

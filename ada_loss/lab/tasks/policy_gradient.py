@@ -1,7 +1,7 @@
 """Policy gradients: sampling, the loss with importance weights, and the divergence of two engines.
 
-One engine samples (the rollout), another computes the gradient. Both have the same weights, but round at different
-places, so the probabilities of the samples differ, and the gradient is off-policy.
+One engine samples (the rollout), and another computes the gradient. Both have the same weights, but they round at
+different places. The probabilities of the samples therefore differ, and the gradient is off-policy.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Targets(NamedTuple):
     """Targets for sampled tokens, each of shape (samples, tokens).
 
     tokens: the tokens.
-    advantages: of the whole sample: its reward less the mean of its group.
-    drawn: the log-probability of the token in the engine that drew it.
-    rewards: of the whole sample.
+    advantages: the advantage of the whole sample, which is its reward less the mean reward of its group.
+    drawn: the log-probabilities of the tokens in the engine that drew them.
+    rewards: the reward of the whole sample.
     """
 
     tokens: Tensor
@@ -45,8 +45,8 @@ class Targets(NamedTuple):
     rewards: Tensor
 
     def packed(self) -> Tensor:
-        """One tensor, (samples, tokens, 4), as a batch of a training has it."""
-        # Tokens are exact in it: float32 holds integers up to 2^24.
+        """Return all fields as one tensor, (samples, tokens, 4), because a batch of a training has one."""
+        # Tokens stay exact: float32 holds all integers up to 2^24.
         return torch.stack([part.to(self.drawn.dtype) for part in self], dim=-1)
 
     @classmethod
@@ -56,18 +56,18 @@ class Targets(NamedTuple):
 
 
 def drawn(forward: Callable[[Tensor], Tensor], prompts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Draw `count` tokens behind each prompt, one by one at temperature 1; return the texts and log-probabilities.
+    """Draw `count` tokens after each prompt, one by one, at temperature 1; return texts and log-probabilities.
 
-    The random numbers are torch's of the CPU, so that every device draws the same tokens. Without a cache: the text is
-    computed again for each token.
+    The random numbers come from torch's generator on the CPU, so that every device draws the same tokens. There is no
+    cache of keys and values: the whole text is computed again for each token.
 
-    forward: tokens, (samples, time) -> logits of the next ones.
-    Returns (samples, time + count), and (samples, count) float64.
+    forward: a function from tokens, (samples, time), to the logits of the next tokens.
+    Returns texts of shape (samples, time + count) and log-probabilities of shape (samples, count), in float64.
     """
     text, known = prompts, []
     with torch.no_grad():
         for _ in range(count):
-            # In float64, so that two engines differ by their own rounding only, not by that of the softmax.
+            # In float64, so that two engines differ only by their own rounding, and not by the rounding of the softmax.
             last = torch.log_softmax(forward(text)[:, -1].double(), dim=-1)
             token = torch.multinomial(last.exp().cpu(), 1).to(text.device)
             known.append(last.gather(-1, token))
@@ -76,7 +76,7 @@ def drawn(forward: Callable[[Tensor], Tensor], prompts: Tensor, count: int) -> t
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probabilities of tokens under the last logits, of which there may be more; (samples, tokens)."""
+    """Return the log-probabilities of tokens, (samples, tokens), from the last logits; earlier logits are ignored."""
     return torch.log_softmax(logits[:, -tokens.shape[1] :], dim=-1).gather(-1, tokens[..., None])[..., 0]
 
 
@@ -87,14 +87,14 @@ def play(
     reward: Callable[[Tensor, Tensor], Tensor],
     group: int,
 ) -> tuple[Tensor, Tensor]:
-    """Draw samples of a policy as a batch from which it learns.
+    """Draw samples of a policy, and return them as a batch from which the policy learns.
 
-    forward: of the engine that draws.
-    prompts, answers: (batch, time) and (batch, tokens).
-    reward: drawn tokens and answers, (samples, tokens) each -> (samples,).
-    group: samples of each prompt. The mean reward of the others and itself is the baseline (Shao et al. 2024, GRPO);
-        it is not divided by the deviation, which would weigh prompts by how hard they are (Liu et al. 2025).
-    Returns the inputs of the trainer, (batch * group, time + tokens - 1), and `Targets.packed`.
+    forward: the forward pass of the engine that draws.
+    prompts, answers: tokens of shape (batch, time) and (batch, tokens).
+    reward: a function from drawn tokens and answers, each (samples, tokens), to rewards, (samples,).
+    group: the number of samples of each prompt. The baseline is the mean reward of the group (Shao et al. 2024, GRPO).
+        The advantage is not divided by the deviation, which would weigh prompts by how hard they are (Liu et al. 2025).
+    Returns the inputs of the trainer, (batch * group, time + tokens - 1), and the packed targets (`Targets.packed`).
     """
     count = answers.shape[1]
     text, known = drawn(forward, prompts.repeat_interleave(group, 0), count)
@@ -107,10 +107,11 @@ def play(
 
 
 def policy_gradient(outputs: Tensor, targets: Tensor, weights: str = "none") -> Tensor:
-    """The loss whose gradient is that of the expected reward, of samples that another engine may have drawn.
+    """Return the loss whose gradient is the policy gradient, for samples that another engine may have drawn.
 
     weights: "none"; "token", the ratio of the trainer's probability of a token to that of the engine that drew it; or
-        "truncated", the same, at most 2 (Yao et al. 2025). They are constants: no gradient flows through them.
+        "truncated", the same ratio, but at most 2 (Yao et al. 2025). Weights are constants: no gradient flows through
+        them.
 
     >>> outputs = torch.zeros(1, 1, 2)  # both tokens at 1/2; the one that was drawn had 1/4 in the other engine
     >>> targets = Targets(*(torch.tensor([[x]]) for x in (0.0, 1.0, -2 * 0.6931472, 1.0))).packed()
@@ -125,12 +126,12 @@ def policy_gradient(outputs: Tensor, targets: Tensor, weights: str = "none") -> 
 
 
 def expected_reward(outputs: Tensor, targets: Tensor) -> float:
-    """The probability that the policy draws the whole of the right answer: its expected reward, without drawing."""
+    """Return the probability that the policy draws the whole right answer: its expected reward, without sampling."""
     return log_probabilities(outputs.double(), targets).sum(1).exp().mean().item()
 
 
 def _change(outputs: Tensor, targets: Tensor) -> Tensor:
-    """log p - log q of each token: the trainer's, less that of the engine that drew it."""
+    """Return log p - log q of each token: p in the trainer, q in the engine that drew the token."""
     parts = Targets.of(targets)
     return log_probabilities(outputs.double(), parts.tokens) - parts.drawn
 
@@ -146,9 +147,9 @@ def dlogp(outputs: Tensor, targets: Tensor) -> float:
 
 
 def kl(outputs: Tensor, targets: Tensor) -> float:
-    """The estimate of KL(q | p) from tokens that q drew, r - 1 - log r (k3 of fpsim.mismatch)."""
+    """Estimate KL(q | p) from tokens that q drew, as the mean of r - 1 - log r, r = p / q (k3 of fpsim.mismatch)."""
     change = _change(outputs, targets)
-    # expm1, as the ratio is near 1: exp(x) - 1 would cancel.
+    # expm1, because the ratio is near 1: exp(x) - 1 would cancel digits.
     return (change.expm1() - change).mean().item()
 
 

@@ -15,15 +15,15 @@ from ada_loss.lab.tasks.task import Task, seeded, trained_with
 __all__ = ["rl"]
 
 PLUS, EQUALS, SYMBOLS = 10, 11, 12
-DIGITS = 2  # digits of each number
+DIGITS = 2  # the number of digits of each number
 TRAIN, TEST = 512, 512
-GROUP = 8  # samples for each prompt
-# The supervised training before: steps, sums in a step, learning rate.
+GROUP = 8  # the number of samples for each prompt
+# The supervised training before it: steps, sums in a step, learning rate.
 TAUGHT, BATCH, RATE = 300, 128, 3e-3
 
 
 def sums(count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return prompts such as "12+34=", and answers: the digits of the sum, last one first, as in column addition."""
+    """Return prompts such as "12+34=", and answers: the digits of the sum, last digit first, as in column addition."""
     parts = torch.randint(10, (count, 2, DIGITS), generator=draw)
     total = (parts * 10 ** torch.arange(DIGITS - 1, -1, -1)).sum((1, 2))
     signs = [torch.full((count, 1), sign) for sign in (PLUS, EQUALS)]
@@ -32,20 +32,20 @@ def sums(count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def is_right(tokens: Tensor, answers: Tensor) -> Tensor:
-    """Reward of answers: 1 where all of it is right, else 0; (samples,)."""
+    """Return the reward of each answer, (samples,): 1 if all digits are right, else 0."""
     return (tokens == answers).all(dim=1).double()
 
 
-# Cached: all settings of a seed begin with the same model.
+# The result is cached, because all settings of a seed begin with the same model.
 @lru_cache(maxsize=64)
 def taught(seed: int, steps: int) -> nn.Module:
-    """Train the initial policy in float32, supervised, on sums from a random stream of its own."""
+    """Train the initial policy, supervised, in float32, on sums from its own random stream."""
     threads = torch.get_num_threads()
-    # One thread, so that sums have one order and a seed gives one model.
+    # One thread is used, so that sums have a fixed order and a seed yields the same model.
     torch.set_num_threads(1)
     try:
         learner = seeded(seed, lambda: SmallGPT(SYMBOLS))
-        # Shifted by 2: 0 and 1 are the seeds of the data.
+        # The seed is shifted by 2, because 0 and 1 are the seeds of the data.
         draw = torch.Generator().manual_seed(seed + 2)
         optimizer = torch.optim.AdamW(learner.parameters(), lr=RATE)
         for _ in range(steps):
@@ -62,15 +62,15 @@ def taught(seed: int, steps: int) -> nn.Module:
 
 @trained_with(optimizer="adamw", learning_rate=6e-4, schedule="constant", warmup=5, epochs=1, batch_size=16)
 def rl(seed: int = 0) -> Task:
-    """Sums of two numbers of two digits, by policy gradient; the reward is 1 if all digits of an answer are right.
+    """Learn to add two numbers of two digits by policy gradient; the reward is 1 if all digits of an answer are right.
 
-    The policy is taught by 300 supervised steps first, so that it earns something. Then it draws eight answers to each
-    prompt of a batch, in the format of its rollouts, and learns from them. It is judged by the reward that it is
-    expected to have on 512 sums that are drawn apart from those of its steps, in the trainer's format. There are 10,000
-    sums in all: it is optimization that is seen, not generalization.
+    First, 300 supervised steps train the policy, so that it gets some rewards. Then it draws eight answers to each
+    prompt of a batch, in the format of its rollouts, and learns from them. The metric is the policy's expected reward
+    on 512 sums, in the trainer's format; these sums are drawn independently of the training's sums. There are only
+    10,000 sums in all, so the metric shows optimization, not generalization.
 
     Args:
-        seed: of the weights, and of the sums that teach.
+        seed: the seed of the weights, and of the sums in supervised steps.
     """
     train, (prompts, answers) = (
         sums(count, torch.Generator().manual_seed(own)) for own, count in enumerate((TRAIN, TEST))

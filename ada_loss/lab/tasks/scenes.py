@@ -1,4 +1,4 @@
-"""Scenes: drawn shapes on a background with noise, with the box of each shape and the class of each pixel."""
+"""Scenes: drawn shapes on a noisy background, with the box of each shape and the class of each pixel."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["MOST_SHAPES", "SHAPES", "SIDE", "Scenes", "drawn_scenes"]
 SIDE = 32  # pixels
 SHAPES = ("ellipse", "rectangle", "triangle")  # classes 1, 2 and 3; 0 is the background
 MOST_SHAPES = 3
-LEAST_EXTENT, MOST_EXTENT = 8, 18  # sides of a shape, in pixels
-NOISE = 0.1  # its standard deviation; colours are between 0 and 1
-TRIES = 20  # most tries to find a free place
+LEAST_EXTENT, MOST_EXTENT = 8, 18  # the least and the largest side of a shape, in pixels
+NOISE = 0.1  # the standard deviation of the noise; colours are between 0 and 1
+TRIES = 20  # the largest number of tries to find a free place
 
 
 class Scenes(NamedTuple):
     """Drawn scenes.
 
-    images: (n, 3, 32, 32) float32, about 0.
+    images: (n, 3, 32, 32) float32, centred at 0.
     pixels: (n, 32, 32) int64, the class of each pixel.
-    boxes: (n, 3, 4) float32, left, top, right and bottom in pixels; 0 without a shape.
-    classes: (n, 3) int64, of the boxes; 0 without a shape.
+    boxes: (n, 3, 4) float32, left, top, right and bottom in pixels; 0 if there is no shape.
+    classes: (n, 3) int64, the classes of the boxes; 0 if there is no shape.
     """
 
     images: Tensor
@@ -37,7 +37,7 @@ class Scenes(NamedTuple):
 
 @lru_cache(maxsize=4)
 def drawn_scenes(count: int, seed: int) -> Scenes:
-    """Scenes of one to three shapes whose boxes do not overlap; the same for a seed.
+    """Draw scenes of one to three shapes whose boxes do not overlap; the same scenes for the same seed.
 
     >>> scenes = drawn_scenes(2, seed=0)
     >>> scenes.images.shape, sorted(set(scenes.pixels[0].flatten().tolist()) - {0}) == sorted(
@@ -53,14 +53,14 @@ def drawn_scenes(count: int, seed: int) -> Scenes:
         taken = np.zeros((SIDE, SIDE), bool)
         for place in range(rng.integers(1, MOST_SHAPES + 1)):
             box = _free_box(rng, taken)
-            # A full scene keeps fewer shapes: none is drawn over another, as each pixel has one class.
+            # A full scene keeps fewer shapes: no shape is drawn over another, because each pixel has one class.
             if box is None:
                 continue
             taken[box[1] : box[3], box[0] : box[2]] = True
             shape = int(rng.integers(len(SHAPES)))
             inside = _inside(SHAPES[shape], box)
             pixels[i][inside] = shape + 1
-            # Added, so that every shape is brighter than the background.
+            # The colour is added, so that every shape is brighter than the background.
             images[i][:, inside] += rng.uniform(0.2, 0.8, (3, 1))
             boxes[i, place], classes[i, place] = box, shape + 1
     images = (images - 0.45) / 0.35
@@ -68,7 +68,7 @@ def drawn_scenes(count: int, seed: int) -> Scenes:
 
 
 def _free_box(rng: np.random.Generator, taken: NDArray[np.bool_]) -> tuple[int, int, int, int] | None:
-    """A box that no other overlaps; None where none was found."""
+    """Return a box that overlaps no other; None if no place was found."""
     for _ in range(TRIES):
         width, height = rng.integers(LEAST_EXTENT, MOST_EXTENT + 1, 2)
         left, top = rng.integers(0, SIDE - width + 1), rng.integers(0, SIDE - height + 1)
@@ -78,7 +78,7 @@ def _free_box(rng: np.random.Generator, taken: NDArray[np.bool_]) -> tuple[int, 
 
 
 def _inside(shape: str, box: tuple[int, int, int, int]) -> NDArray[np.bool_]:
-    """Mask of the pixels in the shape that fills a box."""
+    """Return the mask of the pixels in the shape that fills a box."""
     left, top, right, bottom = box
     y, x = np.mgrid[:SIDE, :SIDE] + 0.5
     across, down = (x - left) / (right - left), (y - top) / (bottom - top)  # 0 to 1 inside of the box

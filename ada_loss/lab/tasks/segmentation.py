@@ -1,4 +1,4 @@
-"""The class of each pixel: of drawn scenes by a small SegNet, of CamVid's pictures by SegNet-Basic."""
+"""Predict the class of each pixel: of drawn scenes with a small SegNet, of CamVid's pictures with SegNet-Basic."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ada_loss.lab.tasks.task import Task, made_of, seeded, trained_with
 
 __all__ = ["segmentation"]
 
-TRAINED, TESTED = 768, 256  # scenes
+TRAINED, TESTED = 768, 256  # numbers of scenes
 CLASSES = len(SHAPES) + 1
-# The weight of the background's pixels, of which there are three or four for each pixel of a shape.
+# The weight of the background's pixels: there are three or four of them for each pixel of a shape.
 BACKGROUND = 0.3
 
 
 class SmallSegNet(nn.Module):
-    """Badrinarayanan et al. 2017, with three levels: max pooling whose places tell the decoder where to put what.
+    """SegNet (Badrinarayanan et al. 2017), with three levels: the decoder unpools to the places of the maxima.
 
     (batch, 3, 32, 32) -> (batch, classes, 32, 32) logits.
     """
@@ -49,30 +49,30 @@ def _block(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def balanced_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean over the pixels, the background's with a smaller weight: SegNet's balancing by frequency, in two classes."""
+    """Return the mean over the pixels, with a smaller weight for the background, as in SegNet's class balancing."""
     weight = torch.ones(CLASSES, device=outputs.device, dtype=outputs.dtype)
     weight[0] = BACKGROUND
     return F.cross_entropy(outputs, targets, weight)
 
 
 def mean_iou(outputs: Tensor, targets: Tensor) -> float:
-    """Intersection over union of the predicted and the true pixels, mean over the classes that either has.
+    """Return the mean intersection over union, over the classes that the predicted or the true pixels have.
 
-    NaN outputs are in no class, and pixels with targets below 0 do not count.
+    A pixel with NaN outputs has no predicted class. Pixels with targets below 0 do not count.
     """
     predicted = torch.where(outputs.isnan().any(dim=1), -1, outputs.argmax(dim=1))
     predicted = torch.where(targets < 0, -1, predicted)
     shares = []
     for k in range(outputs.shape[1]):
         union = int(((predicted == k) | (targets == k)).sum())
-        # A class that neither has would be 0 / 0, and is left out of the mean.
+        # A class that neither the prediction nor the target has would be 0 / 0, and is left out of the mean.
         if union:
             shares.append(int(((predicted == k) & (targets == k)).sum()) / union)
     return sum(shares) / max(len(shares), 1)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Share of the pixels whose class is right, of those that have one; those with NaN outputs are wrong."""
+    """Return the share of the labelled pixels whose class is right; a pixel with NaN outputs is wrong."""
     right = (outputs.argmax(dim=1) == targets) & ~outputs.isnan().any(dim=1)
     return float(right.sum() / (targets >= 0).sum().clamp(min=1))
 
@@ -83,13 +83,13 @@ METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {"mean_iou": mean_iou, "
 @made_of("path")
 @trained_with(optimizer="adam", learning_rate=0.01, warmup=30, epochs=6, batch_size=16)
 def segmentation(seed: int = 0, path: str | os.PathLike[str] | None = None) -> Task:
-    """The pixels of 768 drawn scenes, by a small SegNet, tested on 256 others; judged by the mean IoU of four classes.
+    """Classify the pixels of 768 drawn scenes with a small SegNet; the metric is the mean IoU on 256 others.
 
-    The loss is the mean over all pixels of a batch, as SegNet's is: the gradient of each is divided by 10,000, and
-    small formats lose it without scaling.
+    The loss is the mean over all pixels of a batch, as SegNet's is. The gradient of each pixel is therefore divided by
+    about 10,000, and small formats lose it without scaling.
 
     Args:
-        seed: of the weights.
+        seed: the seed of the weights.
         path: the folder of CamVid, for SegNet-Basic in the size of its paper. In a sweep: "segmentation=CamVid".
 
     >>> task = segmentation()

@@ -16,7 +16,7 @@ from fpsim.checks import did_you_mean, require_callable, require_mapping, shown
 __all__ = ["Task", "accuracy", "is_pair", "made_of", "seeded", "settled_by", "trained_with", "types_of_pair"]
 
 
-# Iterables of something else than batches.
+# Iterables whose items are not batches.
 NO_BATCHES = (tuple, list, dict, Tensor, np.ndarray, str, bytes, bytearray, range, set, frozenset)
 
 
@@ -25,24 +25,26 @@ class Task:
     """A model with its data, loss and metrics, ready to be trained.
 
     Args:
-        name: for errors and titles.
-        model: is copied before it is trained.
-        train, test: inputs and targets, two tensors of one length each; or an iterable of batches that can be iterated
-            repeatedly, such as a torch DataLoader, each batch two tensors.
-        loss: takes outputs and targets, and returns a 0-d tensor.
-        metrics: {name: a function of outputs and targets that returns a float}; tables show the first. Batches of an
-            iterable are concatenated first.
-        goal: "minimize" or "maximize", of the first metric, or {metric: "minimize" or "maximize"}, where the names of
-            the metrics do not tell: "accuracy" and "bleu" are to be large, "loss" and "mse" small.
-        augment: changes the inputs of each training batch, and may draw torch's random numbers; None leaves them.
-        play: for a model that learns from its own samples: takes the forward of the engine that draws, and inputs and
-            targets of a training batch, and returns those from which the model learns. None learns from the batch.
+        name: the name of the task, for errors and titles.
+        model: the model; it is copied before it is trained.
+        train, test: inputs and targets, two tensors of equal length; or an iterable of batches that can be iterated
+            repeatedly, such as a torch DataLoader, where each batch is two tensors.
+        loss: a function from outputs and targets to a 0-d tensor.
+        metrics: {name: a function of outputs and targets that returns a float}; tables show the first metric. The
+            batches of an iterable are concatenated before.
+        goal: "minimize" or "maximize" for the first metric, or {metric: "minimize" or "maximize"}. It is needed only if
+            the names of the metrics do not tell: "accuracy" and "bleu" should be large, "loss" and "mse" small.
+        augment: a function that changes the inputs of each training batch, and may draw torch's random numbers; None
+            leaves the inputs unchanged.
+        play: a function for a model that learns from its own samples. It takes the forward pass of the engine that
+            draws, and inputs and targets of a training batch; it returns the inputs and targets from which the model
+            learns. With None the model learns from the batch itself.
         curves: {name: a function of outputs and targets of a training batch that returns a float}, measured in each
             step; the mean over the steps is a metric too.
 
     Raises:
-        TypeError: for data that are neither.
-        ValueError: for tensors of different or no length.
+        TypeError: for data of another kind.
+        ValueError: for tensors of different lengths, or without elements.
     """
 
     name: str
@@ -58,12 +60,12 @@ class Task:
 
     @property
     def goals(self) -> dict[str, str]:
-        """The goal as {metric: "minimize" or "maximize"}. Raises ValueError or TypeError for another goal."""
+        """Return the goal as {metric: "minimize" or "maximize"}. Raises ValueError or TypeError for another goal."""
         return goals_of(self.goal, next(iter(self.metrics), None))
 
     def __post_init__(self) -> None:
         self._check_words()
-        # A goal for a misspelt metric would never be used, and the verdict would be missing without a reason.
+        # The goal of a misspelt metric would never be used, and the verdict would be missing for no visible reason.
         for metric in self.goals:
             known = [*self.metrics, *self.curves]
             if metric not in known:
@@ -123,7 +125,7 @@ class Task:
 
 
 def types_of_pair(data: Any) -> str:
-    """Types of an object given instead of two tensors, for an error: of its two parts, or of the whole."""
+    """Return, for an error, the types of an object's two parts, or its own type, if it is not two tensors."""
     is_two = isinstance(data, tuple | list) and len(data) == 2
     return " and ".join(type(part).__name__ for part in data) if is_two else type(data).__name__
 
@@ -134,14 +136,14 @@ def is_pair(data: Any) -> TypeGuard[tuple[Tensor, Tensor]]:
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Share of the samples whose largest output is the target's; NaN outputs are wrong."""
-    # argmax takes NaN for the largest output, which could be the target's.
+    """Return the share of the samples whose largest output is the target's; NaN outputs are wrong."""
+    # argmax takes NaN as the largest output, which could be the target's.
     right = (outputs.argmax(dim=1) == targets) & ~outputs.isnan().any(dim=1)
     return float(right.float().mean())
 
 
 def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
-    """Make a model with initial weights from the seed. torch's random numbers go on as if it had not been made."""
+    """Create a model with initial weights from the seed, without changing the state of torch's random numbers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
@@ -161,9 +163,9 @@ def trained_with(**options: Any) -> Callable[[Make], Make]:
 
 
 def made_of(argument: str) -> Callable[[Make], Make]:
-    """Let a task be made of a file or a folder of the user's own, by a name such as "chars=book.txt".
+    """Let a task's name contain the path of the user's own file or folder, as in "chars=book.txt".
 
-    argument: of the task's function, which takes the path.
+    argument: the name of the argument of the task's function that takes the path.
     """
 
     def with_argument(make_task: Make) -> Make:
@@ -174,9 +176,9 @@ def made_of(argument: str) -> Callable[[Make], Make]:
 
 
 def settled_by(**kinds: type) -> Callable[[Make], Make]:
-    """Let arguments of a task's function be given in its name, as in "cifar10,depth=56".
+    """Let a task's name contain arguments of its function, as in "cifar10,depth=56".
 
-    kinds: int or str for each argument.
+    kinds: the type of each argument, int or str.
     """
 
     def with_settings(make_task: Make) -> Make:

@@ -24,16 +24,17 @@ NAMES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable", "dog"),
     *("horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
-CLASSES = len(NAMES) + 1  # 0 is the background
-MOST = 64  # objects of one picture: VOC has at most 56
+CLASSES = len(NAMES) + 1  # class 0 is the background
+MOST = 64  # the largest number of objects in one picture: VOC has at most 56
 # Means of red, green and blue, which are subtracted for VGG-16 (Simonyan and Zisserman 2015).
 MEANS = (123.0, 117.0, 104.0)
-BATCH = 8  # pictures: the smaller of the two of the originals
+BATCH = 8  # the number of pictures: the originals use two batch sizes, and this is the smaller one
 # The initial scale of the features of conv4_3 after their normalisation (Liu et al. 2016, 3.1).
 SCALE = 20.0
 
-# Of each size: the grid, the step between centres, the ratios, and the extents of the boxes of each feature map, as in
-# the authors' code. The last extent is the next one's.
+# For each size: the grid, the step between centres, the aspect ratios, and the extents of the boxes of each feature
+# map, as in the authors' code. A map's second square box needs the extent of the next map; the last number is for the
+# last map.
 GRIDS = {300: (38, 19, 10, 5, 3, 1), 512: (64, 32, 16, 8, 4, 2, 1)}
 STEPS = {300: (8, 16, 32, 64, 100, 300), 512: (8, 16, 32, 64, 128, 256, 512)}
 RATIOS = {300: ((2,), (2, 3), (2, 3), (2, 3), (2,), (2,)), 512: ((2,), (2, 3), (2, 3), (2, 3), (2, 3), (2,), (2,))}
@@ -41,7 +42,7 @@ EXTENTS = {
     300: (30.0, 60.0, 111.0, 162.0, 213.0, 264.0, 315.0),
     512: (35.84, 76.8, 153.6, 230.4, 307.2, 384.0, 460.8, 537.6),
 }
-# Of each size: inner channels, channels, kernel, stride and padding of the pairs of convolutions behind VGG-16.
+# For each size: inner channels, channels, kernel, stride and padding of the pairs of convolutions after VGG-16.
 EXTRAS = {
     300: ((256, 512, 3, 2, 1), (128, 256, 3, 2, 1), (128, 256, 3, 1, 0), (128, 256, 3, 1, 0)),
     512: ((256, 512, 3, 2, 1), *((128, 256, 3, 2, 1),) * 3, (128, 256, 4, 1, 1)),
@@ -49,7 +50,7 @@ EXTRAS = {
 
 
 def anchors_of(size: int) -> Anchors:
-    """The default boxes of SSD: 8,732 for 300 pixels, 24,564 for 512.
+    """Return the default boxes of SSD: 8,732 for 300 pixels, 24,564 for 512.
 
     >>> [len(anchors_of(size).boxes) for size in (300, 512)]
     [8732, 24564]
@@ -67,12 +68,12 @@ def anchors_of(size: int) -> Anchors:
 
 
 class SSD(nn.Module):
-    """SSD on VGG-16: (batch, 3, size, size) -> (batch, anchors, 21 + 4). Weights are random: none are downloaded."""
+    """SSD on VGG-16: (batch, 3, size, size) -> (batch, anchors, 21 + 4). Its weights are random, not downloaded."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         layers = _vgg16()
-        # Up to the ReLU of conv4_3.
+        # The first part ends with the ReLU of conv4_3.
         self.conv4 = nn.Sequential(*layers[:23])
         self.scale = nn.Parameter(torch.full((512,), SCALE))
         self.conv7 = nn.Sequential(
@@ -103,7 +104,7 @@ class SSD(nn.Module):
 
 
 def _vgg16() -> list[nn.Module]:
-    """The thirteen convolutions of VGG-16. Pooling rounds sides up: 75 pixels become 38."""
+    """Return the thirteen convolutions of VGG-16. Pooling rounds sides up: 75 pixels become 38."""
     layers: list[nn.Module] = []
     inputs = 3
     for stage, (channels, count) in enumerate(((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))):
@@ -116,10 +117,10 @@ def _vgg16() -> list[nn.Module]:
 
 
 class Voc(Dataset[tuple[Tensor, Tensor]]):
-    """Pictures and the targets of their anchors, read when they are needed.
+    """Pictures and the targets of the anchors, read when they are needed.
 
-    names: (folder of a year, name of a picture).
-    flips: whether to flip every second picture, by torch's random numbers, as the originals do.
+    names: pairs of a year's folder and the name of a picture.
+    flips: whether to flip pictures with probability 1/2, by torch's random numbers, as the originals do.
     """
 
     def __init__(self, names: list[tuple[Path, str]], size: int, flips: bool) -> None:
@@ -145,7 +146,7 @@ class Voc(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _objects(file: Path, size: int) -> tuple[Tensor, Tensor]:
-    """The classes of a picture's objects, negative of difficult ones, and their corners in its new size."""
+    """Return the classes of a picture's objects (negative for difficult objects), and their corners in its new size."""
     try:
         root = ElementTree.fromstring(file.read_bytes())
         width, height = (float(root.findtext(f"size/{name}", "")) for name in ("width", "height"))
@@ -156,7 +157,7 @@ def _objects(file: Path, size: int) -> tuple[Tensor, Tensor]:
                 float(found.findtext(f"bndbox/{name}", "")) for name in ("xmin", "ymin", "xmax", "ymax")
             )
             classes.append(-label if found.findtext("difficult", "0").strip() == "1" else label)
-            # VOC counts pixels from 1, and the last one belongs to the box.
+            # VOC counts pixels from 1, and a box includes its last pixel.
             boxes.append(((left - 1) / width, (top - 1) / height, right / width, bottom / height))
     except (ElementTree.ParseError, OSError, ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{file} is not an annotation of VOC ({error}). Remove its picture from ImageSets.") from None
@@ -166,13 +167,13 @@ def _objects(file: Path, size: int) -> tuple[Tensor, Tensor]:
 
 
 def voc(seed: int, path: str | os.PathLike[str], size: int = 300) -> Task:
-    """PASCAL VOC by SSD in the size of its paper: trained on trainval of every year, tested on test.
+    """Return PASCAL VOC with SSD in the size of its paper, trained on trainval of every year, tested on test.
 
-    It begins with random weights, where the paper takes VGG-16 from ImageNet, and flips pictures without cutting them.
+    The weights are initially random, while the paper takes VGG-16 from ImageNet. Pictures are flipped, but not cropped.
 
-    seed: of the weights, and of the order of the pictures.
-    path: "VOCdevkit", which has VOC2007 and perhaps VOC2012; or the folder of one year.
-    size: 300 or 512.
+    seed: the seed of the weights, and of the order of the pictures.
+    path: the folder "VOCdevkit", which contains VOC2007 and perhaps VOC2012; or the folder of one year.
+    size: the input size of SSD, 300 or 512.
     Raises FileNotFoundError for a folder that is not VOC's, ValueError for another size and for damaged files.
     """
     if size not in GRIDS or isinstance(size, bool):
@@ -192,7 +193,7 @@ def voc(seed: int, path: str | os.PathLike[str], size: int = 300) -> Task:
 
 
 def _names_of(path: Path, part: str) -> list[tuple[Path, str]]:
-    """The pictures of a part of every year that has it."""
+    """Return the pictures of a part, from every year that has this part."""
     years = sorted(path.glob("VOC[0-9][0-9][0-9][0-9]")) or [path]
     lists = [year / "ImageSets" / "Main" / f"{part}.txt" for year in years]
     names = [

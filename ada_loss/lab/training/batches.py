@@ -26,7 +26,8 @@ class TensorBatches:
 
     def __init__(self, inputs: Tensor, targets: Tensor, size: int, seed: int) -> None:
         self.inputs, self.targets, self.size = inputs, targets, size
-        # Its own: the order of the batches must not depend on how much noise the rounding of a format draws.
+        # A generator of its own, because the order of the batches must not depend on how much noise the rounding of a
+        # format draws.
         self.generator = torch.Generator().manual_seed(seed)
         self.length: int | None = -(-len(inputs) // size)
 
@@ -50,20 +51,20 @@ class TensorBatches:
 
 
 class LoadedBatches:
-    """Batches of an iterable, whose random numbers of torch follow the training's seed.
+    """Batches of an iterable. The random numbers that it draws from torch follow the training's seed.
 
-    To resume an interrupted epoch, torch's generator and a DataLoader's own ones are set to their states at the
+    To resume an interrupted epoch, torch's generator and a DataLoader's own generators are set to their states at the
     beginning of the epoch, the iterable starts again, and the finished batches are skipped. Then the generators of
     torch, NumPy and Python are set to the states at which the epoch was interrupted.
 
-    length: that of the iterable; None if it has no length.
+    length: the length of the iterable; None if it has no length.
     """
 
     def __init__(self, loader: Iterable[Any], device: str, container: torch.dtype) -> None:
         self.loader, self.device, self.container = loader, device, container
         self._begun: Tensor | None = None
         self._generators = _generators_of(loader)
-        # To read them for the identity of a checkpoint would draw an epoch.
+        # The tensors are not read for the identity of a checkpoint, because reading them would draw an epoch.
         self.tensors: dict[str, Tensor] = {}
         try:
             self.length: int | None = len(loader)  # type: ignore[arg-type]
@@ -71,7 +72,7 @@ class LoadedBatches:
             self.length = None
 
     def order(self) -> Tensor:
-        """Return the states from which the next epoch is drawn: of torch's generator, and of the loader's own ones."""
+        """Return the states of torch's generator and of the loader's own, from which the next epoch is drawn."""
         begun = torch.get_rng_state() if self._begun is None else self._begun
         return torch.cat([begun, *(generator.get_state() for generator in self._generators)])
 
@@ -106,7 +107,8 @@ def _generators_of(loader: Iterable[Any]) -> list[torch.Generator]:
     if not isinstance(loader, DataLoader):
         return []
     sampler, batches = loader.sampler, loader.batch_sampler
-    # A DataLoader hands its generator to the sampler that it makes, but a sampler of the user's may have another one.
+    # A DataLoader hands its generator to the sampler that it creates, but a sampler of the user may have another
+    # generator.
     holders = (loader, sampler, batches, getattr(batches, "sampler", None))
     by_id = {id(own): own for holder in holders if (own := getattr(holder, "generator", None)) is not None}
     return [generator for generator in by_id.values() if isinstance(generator, torch.Generator)]
@@ -119,7 +121,7 @@ def batches_of(data: Any, size: int, seed: int, device: str, container: torch.dt
     """Return the batches of a task's data, on a device.
 
     data: two tensors, or an iterable of batches.
-    size, seed: of batches of two tensors; an iterable has its own.
+    size, seed: the size and the seed of batches of two tensors; an iterable has its own.
     """
     if is_pair(data):
         return TensorBatches(*placed(data, device, container), size, seed)

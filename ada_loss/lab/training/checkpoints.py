@@ -1,4 +1,4 @@
-"""Checkpoints: files from which an interrupted training resumes, to the same bits."""
+"""Checkpoints: files from which an interrupted training resumes with the same bits as without the interruption."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ DIGEST = hashlib.sha256().digest_size
 
 
 class DelayedScaling:
-    """State of a model's delayed scaling, which its state_dict does not have.
+    """State of a model's delayed scaling, which the model's state_dict does not contain.
 
-    prepare: called before a state is loaded, to switch the model to the formats of that state.
+    prepare: a function that is called before a state is loaded, to switch the model to the formats of that state.
     """
 
     def __init__(self, model: nn.Module, prepare: Callable[[], None] | None = None) -> None:
@@ -47,15 +47,15 @@ class DelayedScaling:
 class Checkpoints:
     """The checkpoint file of one training: the state of its objects, and of torch's, NumPy's and Python's generators.
 
-    The file holds tensors, numbers and strings, and is read by torch's unpickler for those: it cannot run code.
+    The file holds tensors, numbers and strings. torch's unpickler for these types reads it, so it cannot run code.
 
     path: the file.
-    stateful: the objects with `state_dict` and `load_state_dict`, by name; their states are of that kind.
-    identity: the training, in words and numbers. A file with another identity is ignored with a warning, and so is an
-        unreadable one.
+    stateful: the objects with `state_dict` and `load_state_dict`, by name; their states hold only these types.
+    identity: the description of the training, in words and numbers. A file that has another identity or cannot be read
+        is ignored with a warning.
     seconds: the time between two checkpoints.
-    cuda_devices: the CUDA devices that draw random numbers besides the CPU.
-    is_own: whether a sweep makes the file's folder, which must not be a link then.
+    cuda_devices: the CUDA devices that draw random numbers in addition to the CPU.
+    is_own: whether a sweep creates the file's folder, which then must not be a link.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Checkpoints:
         is_own: bool = False,
     ) -> None:
         self.path, self.stateful, self.seconds = path, stateful, seconds
-        # A training must not compute its second half with a release whose numbers differ from those of the first.
+        # A training must not compute its first and second half with releases whose numbers differ.
         self.identity = {**identity, "bits": fpsim.BITS}
         self.cuda_devices, self.is_own = cuda_devices, is_own
         self._last = time.monotonic()
@@ -78,23 +78,24 @@ class Checkpoints:
         return time.monotonic() - self._last >= self.seconds
 
     def save(self) -> None:
-        """Write a checkpoint, whole or not at all."""
+        """Write a checkpoint, either completely or not at all."""
         content = io.BytesIO()
         states = {name: thing.state_dict() for name, thing in self.stateful.items()}
         torch.save({"identity": self.identity, "states": states, **generator_states(self.cuda_devices)}, content)
-        # The digest is for damage: a flipped bit in a weight would load, and train on unnoticed.
+        # The digest detects damage: otherwise a weight with a flipped bit would be loaded, and the training would go on
+        # unnoticed.
         packed = content.getvalue()
         write_atomically(self.path, hashlib.sha256(packed).digest() + packed, is_own=self.is_own)
         self._last = time.monotonic()
 
     def load(self) -> bool:
-        """Restore the objects and the random numbers. Returns False without a usable file.
+        """Restore the objects and the random numbers. Returns False if there is no usable file.
 
         Raises ValueError for an undamaged file of this training whose states do not fit, as after an edit by hand.
         """
         if not self.path.exists():
             return False
-        # A checkpoint only saves time. An unusable one costs this time again, and a warning: not the training.
+        # A checkpoint only saves time. If it is unusable, a warning is printed and the training starts again.
         try:
             saved = self._read()
             identity = saved["identity"]
@@ -102,7 +103,7 @@ class Checkpoints:
             words = "it holds more than tensors, numbers and strings, or is of an older version"
             warnings.warn(f"The checkpoint {self.path} cannot be read: {words}. Training starts over.", stacklevel=5)
             return False
-        except Exception as error:  # a damaged one may raise anything
+        except Exception as error:  # a damaged file may raise anything
             warnings.warn(
                 f"The checkpoint {self.path} cannot be read ({printable(error)}). Training starts over.", stacklevel=5
             )
@@ -112,7 +113,7 @@ class Checkpoints:
             return False
         try:
             self._restore(saved)
-        except Exception as error:  # half of it may be restored, so that the training cannot begin
+        except Exception as error:  # half of the state may be restored, so the training cannot begin
             raise ValueError(
                 f"The checkpoint {self.path} is of this training, but not as this library writes it "
                 f"({type(error).__name__}: {error}). Remove it: training starts over."
@@ -129,7 +130,8 @@ class Checkpoints:
             if (size := file.seek(0, os.SEEK_END)) > MOST_BYTES:
                 raise ValueError(f"it has {size:,} bytes, more than {MOST_BYTES:,}")
             file.seek(0)
-            # Before a byte is unpickled. The size above bounds the memory that a made-up file can take.
+            # The digest is checked before a byte is unpickled. The check of the size above bounds the memory that a
+            # forged file can take.
             if file.read(DIGEST) != hashlib.file_digest(file, "sha256").digest():
                 raise ValueError("it is damaged")
             file.seek(DIGEST)

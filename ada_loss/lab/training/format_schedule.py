@@ -19,7 +19,7 @@ from fpsim.checks import is_finite_number, is_whole, shown
 
 __all__ = ["SCHEDULE", "FormatSchedule", "FormatSwitch", "Stage", "Start", "as_schedule", "quantized", "step_of"]
 
-SCHEDULE = "schedule"  # the key of a mapping that stands where a format may stand
+SCHEDULE = "schedule"  # the key in a mapping that takes the place of a format
 POSSIBLE = "{'schedule': {0: 'fp16', 0.8: 'bf16'}}"
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -30,7 +30,7 @@ class Stage(NamedTuple):
     """A format of a training, with its first step and its rounding.
 
     start: a step, counted from 0 (an integer), or a fraction of all steps (a float below 1).
-    fmt, rounding: as `fpsim.quantize` takes them.
+    fmt, rounding: the format and the rounding, as `fpsim.quantize` takes them.
     """
 
     start: Start
@@ -46,7 +46,7 @@ class Stage(NamedTuple):
 class FormatSchedule:
     """Formats of one training, one after the other. `as_schedule` makes a schedule from a user's words and checks it.
 
-    stages: in the order of the steps. The first starts at 0, the others either all at steps or all at fractions.
+    stages: the stages in order. The first starts at 0; the others start either all at steps or all at fractions.
 
     >>> print(FormatSchedule((Stage(0, "fp16"), Stage(0.8, "bf16", "stochastic"))))
     fp16 then bf16 stochastic from 0.8
@@ -88,21 +88,22 @@ class FormatSchedule:
 def step_of(start: Start, total: int) -> int:
     """Return the step of a start, in a training of `total` steps.
 
-    A fraction starts at the first step before which at least this share of the steps lies.
+    A start that is a fraction means the first step before which at least this share of all steps lies.
 
     >>> step_of(0.8, 15), step_of(0.5, 15), step_of(12, 15)
     (12, 8, 12)
     """
-    # The decimal as the user wrote it, by repr: the float 0.8 is a little more than 0.8, and ceil would add a step.
+    # repr yields the decimal that the user wrote. The float 0.8 is slightly more than 0.8, and ceil would add a step.
     return start if isinstance(start, int) else math.ceil(Fraction(repr(start)) * total)
 
 
 def as_schedule(fmt: Any, rounding: str | None = None) -> FormatSchedule:
     """Return the schedule that a user wrote. A format alone is a schedule with one stage.
 
-    fmt: {"schedule": {start: format}}, or anything else, which is taken for a format and is not checked here. Starts
-        are 0, and either steps (integers) or fractions of all steps (floats below 1). Pairs (start, format) will do.
-    rounding: of every format; None leaves it to each.
+    fmt: {"schedule": {start: format}}, or anything else, which is taken as a format and is not checked here. The first
+        start is 0; the others are either steps (integers) or fractions of all steps (floats below 1). A list of pairs
+        (start, format) may replace the inner mapping.
+    rounding: the rounding of every format; None leaves the rounding to each format.
     Raises ValueError and TypeError for an invalid schedule.
 
     >>> print(as_schedule({"schedule": {0: "fp16", 0.8: "recipe:bf16"}}), "|", as_schedule("fp16"))
@@ -179,11 +180,12 @@ def quantized(model: Model, schedule: FormatSchedule, *, inplace: bool = False) 
             f"The format {shown(first.fmt)} trains in real float16, and quantises no model. Use "
             f"torch.autocast(device, dtype=torch.float16) and ada_loss.GradScaler(layers=model) in a loop of your own."
         )
-    # The warning of a last layer in 4 bits: here the user trains to measure what it costs.
+    # The warning about a last layer in 4 bits is suppressed, because here the user trains to measure the cost of this.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The gradient of .* is rounded to nearest", UserWarning)
         emulated = fpsim.quantize(model, first.fmt, rounding=first.rounding, inplace=inplace)
-    # Each format once, for its errors: a later one must not fail after hours. The first one last, to begin with it.
+    # Each format is set once to raise its errors now: a later format must not fail after hours. The first format is set
+    # last, because the training begins with it.
     for stage in (*others, first) if others else ():
         fpsim.set_policy(emulated, stage.fmt, rounding=stage.rounding)
     return emulated
@@ -192,20 +194,20 @@ def quantized(model: Model, schedule: FormatSchedule, *, inplace: bool = False) 
 class FormatSwitch:
     """Switch a quantised model to the format that a schedule has for a step.
 
-    model: from `quantized`, in the first format.
-    schedule: the same as for `quantized`.
+    model: a model from `quantized`, in the first format.
+    schedule: the same schedule as for `quantized`.
     """
 
     def __init__(self, model: nn.Module, schedule: FormatSchedule) -> None:
         self.model, self.schedule, self.stage = model, schedule, 0
 
     def enter(self, step: int, total: int) -> None:
-        """Switch to the format of a step, counted from 0, of `total`, unless the model has it."""
+        """Switch to the format of a step, counted from 0, of `total` steps, unless the model already has it."""
         if len(self.schedule.stages) > 1:
             self.enter_stage(bisect_right(self.schedule.steps(total), step) - 1)
 
     def enter_stage(self, stage: int) -> None:
-        """Switch to a format by its place in the schedule, unless the model has it."""
+        """Switch to a format by its index in the schedule, unless the model already has it."""
         if stage != self.stage:
             _, fmt, rounding = self.schedule.stages[stage]
             fpsim.set_policy(self.model, fmt, rounding=rounding)

@@ -17,7 +17,7 @@ __all__ = ["generator_states", "kept_generators", "restore_generators", "seed_ge
 
 @contextmanager
 def kept_generators(cuda_devices: Sequence[str] = ()) -> Iterator[None]:
-    """Restore the generators, that of fpsim's noise included, at the end of the block.
+    """Restore the generators, including the one of fpsim's noise, at the end of the block.
 
     cuda_devices: the devices whose generators are restored, in addition to the CPU's.
     """
@@ -30,18 +30,18 @@ def kept_generators(cuda_devices: Sequence[str] = ()) -> Iterator[None]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed all of them.
+    """Seed all global generators.
 
     seed: an integer that torch takes; NumPy's generator gets it modulo 2**32.
     """
-    seed = int(seed)  # Python's takes no integer of NumPy's
+    seed = int(seed)  # Python's generator takes no NumPy integer
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002  # the global one is what data sets draw from
     random.seed(seed)
 
 
 def generator_states(cuda_devices: Sequence[str]) -> dict[str, Any]:
-    """Return the states of the generators as tensors, numbers and strings; torch's, by device, under "noise"."""
+    """Return the generators' states as tensors, numbers and strings; "noise" has torch's states, by device."""
     noise = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in cuda_devices)]
     return {"noise": noise, **_states_beside_torch()}
 

@@ -1,4 +1,4 @@
-"""`Job` gives a training function of the user's own its cell's format and scaling, and records the training."""
+"""`Job`: passes a cell's format and scaling to a training function of the user, and records the training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ __all__ = ["Job", "JobScaler", "require_storable", "run_job"]
 AnOptimizer = TypeVar("AnOptimizer", bound=Optimizer)
 RECORD_EVERY = 100
 MOST_STEPS = 2**53
-# The number of steps is not known, so the points of the history lie further and further apart: each by a quarter.
+# The number of steps is not known, so the points of the history lie further and further apart: each comes after a
+# quarter more steps.
 FIRST_POINT, POINT_FACTOR = 10, 1.25
 GATHERED = ("scales", "skipped", "curves", "history", "layer_scales")
 
@@ -59,16 +60,16 @@ class JobScaler(GradScaler):
 
 
 class Job:
-    """One cell of a sweep, for a training function of your own: it trains, and returns its metrics.
+    """One cell of a sweep, for a training function of your own, which trains and returns its metrics.
 
     Args:
-        fmt, rounding: the format of the cell and its rounding, as `fpsim.quantize` takes them; or a schedule of
-            formats, which `quantize` and `begin_step` follow.
+        fmt, rounding: the format of the cell and its rounding, as `fpsim.quantize` takes them. The format may be a
+            schedule of formats, which `quantize` and `begin_step` follow.
         scaling: the scaling method, "none", a number, "torch", "adaptive" ...
-        seed: seeds the generators of torch, NumPy and Python; use it for all other randomness too.
+        seed: the seed of the generators of torch, NumPy and Python; use it for all other randomness too.
         device: where the training runs, "cpu", "cuda" or "cuda:1".
         options: the `task_options` of the sweep.
-        update: the storage of the optimizer, a fpsim.Update or the name of one; `optimizer` follows it.
+        update: how the optimizer stores weights and states, a fpsim.Update or its name; `optimizer` follows it.
 
     >>> job = Job("fp16", scaling=1024.0)
     >>> model = job.quantize(nn.Linear(2, 1))
@@ -98,7 +99,7 @@ class Job:
         self.update = None if as_update(update).is_float32 else as_update(update)
         self.fmt, self.rounding, self.scaling, self.seed, self.device = fmt, rounding, scaling, seed, device
         if rounding is not None:
-            fpsim.Policy(weight="fp16", rounding=rounding)  # which raises for an unknown one
+            fpsim.Policy(weight="fp16", rounding=rounding)  # raises ValueError for an unknown rounding
         if not isinstance(scaling, str) and not is_number(scaling):
             raise TypeError(f"scaling={shown(scaling)} is not a scaling method. Expected: a name or a number.")
         require_method(scaling)
@@ -123,10 +124,10 @@ class Job:
         self.history: list[tuple[int, list[dict[str, Any]]]] = []
         self.layer_scales: list[tuple[int, dict[str, int]]] = []
         self._path, self.progress, self._told = checkpoint, progress, 0
-        # The number of finished steps, as given to `checkpoint`, and the last step that was logged or scaled, from 0:
-        # a training function may leave out either.
+        # The number of finished steps, as given to `checkpoint`, and the last step that was logged or scaled, counted
+        # from 0. A training function may leave out one of them.
         self._done, self._last = 0, 0
-        self._before, self._since = 0.0, time.perf_counter()  # seconds of the attempts before, and when this one began
+        self._before, self._since = 0.0, time.perf_counter()  # seconds of earlier attempts, and the start of this one
         self._recording: Recording | None = None
         self._scaler: JobScaler | None = None
         self._model: nn.Module | None = None
@@ -139,16 +140,16 @@ class Job:
 
     @property
     def format(self) -> str:
-        """The format in words."""
+        """Return the format in words."""
         return str(self._schedule) if len(self._schedule.stages) > 1 else str(self.fmt or "fp32")
 
     def quantize(self, model: nn.Module, *, inplace: bool = False, record_every: int = RECORD_EVERY) -> Any:
         """Return the model in the cell's format, on the cell's device, with a scale per layer if the method has them.
 
-        A job has one model. The effect of its rounding at every site is recorded for the report.
+        A job has only one model. The effect of rounding at each of the model's sites is recorded for the report.
 
-        model: copied unless `inplace`, which is for code that holds the model already.
-        record_every: tally each n-th call of every site; 0 records nothing.
+        model: the model; it is copied unless `inplace`, which is for code that already holds the model.
+        record_every: the interval of calls that are tallied at every site; 0 records nothing.
         Raises ValueError for a second model.
         """
         if self._model is not None:
@@ -170,10 +171,10 @@ class Job:
     def scaler(self, optimizer: Optimizer | None = None) -> GradScaler:
         """Return the loss scaler of the cell's method, with torch's methods: scale, unscale_, step, update.
 
-        Under every method it skips a step whose gradients are not finite. With adaptive scaling its scale is 1.
+        With every method the scaler skips a step whose gradients are not finite. With adaptive scaling its scale is 1.
 
         optimizer: optional, for code with one scaler per optimizer; it is not stored.
-        Raises ValueError before `quantize`: layers' scales belong to a model.
+        Raises ValueError before `quantize`, because layers' scales belong to a model.
         """
         if optimizer is not None:
             require_optimizer(optimizer)
@@ -188,7 +189,7 @@ class Job:
         tenth step. In a sweep without updates, nothing changes.
 
         model: the model whose names the update's overrides use; None for the model of `quantize`.
-        Raises TypeError for anything but an optimizer, ValueError for one that lacks the states of the update.
+        Raises TypeError for anything but an optimizer, ValueError for an optimizer that lacks the states of the update.
 
         >>> model = nn.Linear(1, 1)
         >>> optimizer = Job(update="bf16_sr").optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -207,8 +208,8 @@ class Job:
         """Switch the model to the schedule's format for a step. Call it before each step of a cell with a schedule.
 
         step: counted from 0.
-        steps: of the whole training.
-        Raises ValueError before `quantize`, and where a format of the schedule would have no step.
+        steps: the number of steps of the whole training.
+        Raises ValueError before `quantize`, and if a format of the schedule would have no step.
         """
         for name, value, least in (("step", step, 0), ("number of steps", steps, 1)):
             if not is_whole(value, least):
@@ -221,11 +222,11 @@ class Job:
         self._switch.enter(step, steps)
 
     def log(self, step: int, **numbers: Any) -> None:
-        """Log numbers at a step: curves of the report and of `Results.curves`. "loss" shows divergence.
+        """Log numbers at a step, for curves of the report and of `Results.curves`. "loss" reveals a divergence.
 
         step: counted from 0.
         numbers: floats, or tensors of one element.
-        Raises TypeError for anything but a number, ValueError for a name that is not Unicode.
+        Raises TypeError for anything but a number, ValueError for a name that is not valid Unicode.
         """
         if not is_whole(step, least=0) or step > MOST_STEPS:
             raise TypeError(f"The step {shown(step)} is not a count. Expected: an integer, 0 or more.")
@@ -245,7 +246,8 @@ class Job:
 
     def _tell(self) -> None:
         done = self._last + 1
-        # From the history alone, which a checkpoint stores: a resumed training has the points of an uninterrupted one.
+        # The next point depends only on the history, which a checkpoint stores: a resumed training has the same points
+        # as an uninterrupted one.
         if done >= (math.ceil(POINT_FACTOR * self.history[-1][0]) if self.history else FIRST_POINT):
             self._record_point()
         if self.progress is not None and done > self._told:
@@ -253,7 +255,7 @@ class Job:
             self._told = done
 
     def _record_point(self) -> None:
-        """Add a point to the history, and the scales of the layers. A point of the same step is replaced."""
+        """Add a point to the history, with the scales of the layers. A point of the same step is replaced."""
         if self._recording is None:
             return
         done = self._last + 1
@@ -265,19 +267,19 @@ class Job:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training, including interrupted attempts up to their checkpoints."""
+        """Return the seconds of training, including interrupted attempts up to their checkpoints."""
         return self._before + time.perf_counter() - self._since
 
     def checkpoint(self, step: int = 0, **stateful: Any) -> int:
-        """Restore the named objects, once; then, called without names, save them now and then. Returns the next step.
+        """Restore the named objects on the first call; later calls, without names, save them. Returns the next step.
 
-        start = job.checkpoint(model=model, optimizer=optimizer) restores both if the cell was interrupted, with the
-        scaler and all that was logged and recorded. At the end of each step, job.checkpoint(step + 1) saves them again
-        if half a minute has passed.
+        start = job.checkpoint(model=model, optimizer=optimizer) restores both if the cell was interrupted, together
+        with the scaler and all logged and recorded numbers. At the end of each step, job.checkpoint(step + 1) saves all
+        of this if half a minute has passed.
 
         step: the number of finished steps.
         stateful: objects with `state_dict` and `load_state_dict`, such as schedules and data loaders.
-        Raises ValueError where there is nothing to save.
+        Raises ValueError if there is nothing to save.
         """
         require_whole("step", step, 0, MOST_STEPS)
         for name, thing in stateful.items():
@@ -287,8 +289,8 @@ class Job:
             states = {**stateful, "job": self, "scaler": self._scaler, "adaptive": self._adaptive}
             states["recording"] = self._recording
             states |= {f"updates {i}": lost for i, lost in enumerate(self._lost)}
-            # States are loaded in this order: "job" switches the model to its format, for which the state of delayed
-            # scaling is meant.
+            # States are loaded in this order: "job" first switches the model to the format to which the state of
+            # delayed scaling belongs.
             present = {name: thing for name, thing in states.items() if thing is not None}
             if self._model is not None:
                 present["delayed scaling"] = DelayedScaling(self._model)
@@ -328,7 +330,7 @@ class Job:
             setattr(self, name, state[name])
 
     def result(self, metrics: Mapping[str, Any], seconds: float) -> Run:
-        """Return the result of the cell, as a built-in training returns it.
+        """Return the result of the cell in the same form as a built-in training.
 
         metrics: the return value of the training function.
         Raises TypeError for anything but a mapping from names to numbers.
@@ -375,8 +377,8 @@ class Job:
         self._held.close()
 
     def drop_checkpoint(self) -> bool:
-        """Delete the checkpoint if the training resumed from it and finished no step since. Returns True if so."""
-        # The training would fail again at every retry, and never get past this step.
+        """Delete the checkpoint if the training resumed from it and finished no step since. Returns whether it did."""
+        # Otherwise the training would fail again at every retry, and never get past this step.
         is_at_fault = self._resumed_at is not None and self._resumed_at == (self._done, self._last)
         if is_at_fault:
             self.over()
@@ -398,7 +400,7 @@ def run_job(job: Job, train: Callable[[Job], Mapping[str, Any]]) -> tuple[Run, s
     metrics: Mapping[str, Any] = {}
     with kept_generators(cuda), float32_in_full(job.device):
         seed_generators(job.seed)
-        # A loss rule that gives up raises this one. The cell has diverged then, which is a result and no failure.
+        # A loss rule that gives up raises this error. The cell has then diverged, which is a result and not a failure.
         try:
             metrics = train(job)
         except FloatingPointError as stopped:
@@ -423,7 +425,7 @@ def require_storable(name: str) -> None:
 def _number(name: str, value: Any) -> float:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    # float() of a larger int raises OverflowError, which would not say which number it was.
+    # float() of a larger int raises OverflowError, which would not name the number.
     if not is_number(value) or (isinstance(value, int) and abs(value) > sys.float_info.max):
         raise TypeError(f"{name} is {shown(value)}. Expected: a number, or a tensor of one element.")
     return float(value)

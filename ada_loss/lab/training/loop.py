@@ -44,10 +44,11 @@ from fpsim.scaling import as_update
 
 __all__ = ["Training", "TrainingState", "backward", "make_optimizer", "train"]
 
-# A point of the history takes 3 ms: a long training has HISTORY points, a short one a point for SAMPLES tallied calls.
+# A point of the history takes 3 ms. A long training has HISTORY points; a short training has a point for every SAMPLES
+# tallied calls.
 HISTORY = 20
 SAMPLES = 5
-EVALUATED = 256  # samples at once
+EVALUATED = 256  # the number of samples that are evaluated at once
 Forward = Callable[[Tensor], Tensor]
 
 
@@ -63,18 +64,18 @@ def train(
     progress: Callable[[int], object] | None = None,
     **options: Any,
 ) -> Run:
-    """Train a copy of the task's model in a format. All other arguments are those of `TrainOptions`.
+    """Train a copy of the task's model in a format. All further arguments are those of `TrainOptions`.
 
-    task: the model, its data, its loss and its metrics, which are computed in the format too.
+    task: the model, its data, its loss and its metrics; the evaluation is computed in the format too.
     fmt: a format for every role, a recipe ("recipe:nvfp4"), a Policy, or None for plain float32; or several in turn,
         {"schedule": {0: "fp16", 0.8: "bf16"}}: the last fifth of the steps in bf16; see `as_schedule`. {"native":
         "fp16"} is real float16, under torch.autocast, without emulation.
-    rounding: of every role; None leaves it to the policy, or to nearest-even.
-    update: the storage of the optimizer, a fpsim.Update or the name of one ("bf16_sr"); None for float32.
+    rounding: the rounding of every role; None for the policy's rounding, or nearest-even.
+    update: how the optimizer stores weights and states, a fpsim.Update or its name ("bf16_sr"); None for float32.
     rollout: the format of the engine that draws the samples of a task with a `play`, such as `rl`, or {"format": ...,
         "weights": ...}; None for the trainer's format, without importance weights.
     checkpoint, checkpoint_seconds, progress: see `Training.run`.
-    Raises ValueError for invalid options, Stopped where the loss rule stops the training.
+    Raises ValueError for invalid options, Stopped if the loss rule stops the training.
 
     >>> from ada_loss.lab.tasks import digits
     >>> run = train(digits(), "bf16", epochs=1)
@@ -92,7 +93,7 @@ class TrainingState:
 
     order: the state of the batches' generator at the beginning of the epoch.
     batches: the number of finished batches of the epoch.
-    The others are those of `Run`.
+    The other fields are those of `Run`.
     """
 
     order: Tensor
@@ -117,7 +118,7 @@ class TrainingState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state. Raises ValueError for other fields, or values of another type."""
-        # Versions are told apart by the checkpoint's identity: only a file that was edited by hand fails here.
+        # The checkpoint's identity tells versions apart, so only a file that was edited by hand fails here.
         kinds = {name: type(value) for name, value in vars(self).items()}
         if {name: type(value) for name, value in state.items()} != kinds or state["batches"] < 0:
             raise ValueError(
@@ -159,7 +160,7 @@ class Training:
             if self.recording is not None:
                 scaler.record(self.recording, self.model)
         else:
-            # float32 is a policy without roles: every emulated training takes the same path
+            # float32 is a policy without roles, so that every emulated training takes the same path
             self.model = quantized(task.model, self.schedule).to(options.device, container)
             self.scaler, self.adaptive = make_scaling(options.scaling, self.model)
         self.forward = in_float16(self.model, options.device) if self.is_native else self.model
@@ -173,12 +174,12 @@ class Training:
         self.batches = batches_of(task.train, options.batch_size, options.seed, options.device, container)
         self.test = batches_of(task.test, EVALUATED, 0, options.device, container)
         self.total = options.steps or options.epochs * self._epoch_length("epochs")
-        # Called for its error: a format without a step should stop the training now, not when its turn comes.
+        # This is called for its error: a format without a step should stop the training now, not when its turn comes.
         self.schedule.steps(self.total)
         self.state = TrainingState(self.batches.order())
         self.lost = self._lost()
         self.point_every = max(SAMPLES * options.record_every, self.total // HISTORY)
-        # Dropout draws from the generator of the card.
+        # Dropout draws from the generator of the GPU.
         self.cuda_devices = [options.device] if options.device.startswith("cuda") else []
         self.checkpoints: Checkpoints | None = None
         self.branches: dict[int, Checkpoints] = {}
@@ -193,30 +194,34 @@ class Training:
         progress: Callable[[int], object] | None = None,
         branches: Mapping[Start, Path] | None = None,
     ) -> Run:
-        """Train to the end; the same bits for a seed, also after an interruption.
+        """Train to the end. The same seed leads to the same bits, even after an interruption.
 
-        checkpoint: a file from which an interrupted training resumes, deleted at the end; None for no checkpoints. The
-            checkpoint of another model, other data, options or versions is ignored with a warning.
+        checkpoint: a file from which an interrupted training resumes; it is deleted at the end. None for no
+            checkpoints. A checkpoint of another model, or of other data, options or versions, is ignored with a
+            warning.
         checkpoint_seconds: the time between two checkpoints.
-        progress: called with 1 after every step, and before the first with the number of steps of the checkpoint.
-        branches: files of the states at which formats begin, shared with trainings that are equal up to there. Without
-            a checkpoint, the training starts from the latest file that exists. Missing files are written.
-        Raises Stopped where the loss rule stops the training.
+        progress: a function that is called with 1 after every step, and before the first step with the number of steps
+            in the checkpoint.
+        branches: files of the states at which formats begin, which are shared with trainings that are equal up to these
+            states. Without a checkpoint, the training starts from the latest file that exists. Missing files are
+            written.
+        Raises Stopped if the loss rule stops the training.
         """
         self._open_checkpoints(checkpoint, checkpoint_seconds, branches)
         self.progress = progress or self.progress
         with (
-            kept_generators(self.cuda_devices),  # fpsim's own stream follows no seed of ours and is in no checkpoint
+            kept_generators(self.cuda_devices),  # fpsim's own stream follows no seed of ours, and no checkpoint has it
             float32_in_full(self.options.device),
             self.adaptive or nullcontext(),
         ):
             torch.manual_seed(self.options.seed)  # the noise of stochastic rounding
             own = [] if self.checkpoints is None else [self.checkpoints]
-            # Its own checkpoint is further than any shared state, and a later shared state further than an earlier one.
+            # The training's own checkpoint is further than any shared state, and later shared states are further than
+            # earlier ones.
             if any(kept.load() for kept in (*own, *reversed(self.branches.values()))):
                 self.progress(self.state.steps)
                 self.batches.restore(self.state.order)
-                self._enter_last()  # an evaluation may come before a step
+                self._enter_last()  # an evaluation may come before the next step
             self.model.train()
             self._since = time.perf_counter()
             while self.state.steps < self.total:
@@ -257,9 +262,11 @@ class Training:
     def _run_epoch(self) -> None:
         """Run the rest of an epoch, at most to the last step."""
         state, every = self.state, self.options.evaluate_every
-        # Read before the epoch draws: a resumed epoch is drawn again from here, and its finished batches are skipped.
+        # The state is read before the epoch draws: a resumed epoch is drawn again from this state, and its finished
+        # batches are skipped.
         state.order = self.batches.order()
-        # The scaler of a native training tells the recording itself. Evaluations are outside, and are not tallied.
+        # The scaler of a native training passes tallies to the recording itself. Evaluations are outside of this block,
+        # and are not tallied.
         is_recorded = self.recording is not None and not self.is_native
         with fpsim.record(self.model, into=self.recording) if is_recorded else nullcontext():
             for x, y in islice(self.batches.epoch(state.batches), self.total - state.steps):
@@ -292,7 +299,8 @@ class Training:
     def _step(self, x: Tensor, y: Tensor) -> None:
         options, state, done = self.options, self.state, self.state.steps
         self._enter(done)
-        # By hand: torch's schedules warn if the first step is skipped, which is usual with a large loss scale.
+        # The rate is set by hand, because torch's schedules warn if the first step is skipped, which is usual with a
+        # large loss scale.
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate_at(options, done, self.total)
         if self.sampler is not None:
@@ -312,7 +320,7 @@ class Training:
             self.lost.step(done, lambda: self.scaler.step(self.optimizer))
         else:
             self.scaler.step(self.optimizer)
-        # Before update(), which forgets what the checks of this step found.
+        # This comes before update(), which deletes the results of this step's checks.
         if self.scaler.overflowed(self.optimizer):
             state.skipped_steps.append(done)
         try:
@@ -321,7 +329,7 @@ class Training:
             raise self._stopped(error) from None
 
     def _record_point(self) -> None:
-        """Add a point to the history, and the scales of the layers, if one is due."""
+        """Add a point to the history, with the scales of the layers, if a point is due."""
         state = self.state
         if self.recording is not None and (state.steps % self.point_every == 0 or state.steps == self.total):
             state.history.append((state.steps, [*self.recording.rows()]))
@@ -330,7 +338,7 @@ class Training:
                 state.layer_scales.append((state.steps, layers.log2_scales()))
 
     def _evaluate(self) -> dict[str, float]:
-        self._add_seconds()  # the clock stops for the evaluation: `Run.seconds` is the time of training alone
+        self._add_seconds()  # the clock stops for the evaluation: `Run.seconds` is only the time of training
         metrics = evaluate(self.task, self.model, self.forward, self.test, self.options.seed, self.cuda_devices)
         metrics |= {name: statistics.fmean(v for _, v in points) for name, points in self.state.curves.items()}
         self._since = time.perf_counter()
@@ -346,7 +354,7 @@ class Training:
         if self.recording is not None:
             self.state.history.append((self.state.steps, [*self.recording.rows()]))
         self._add_seconds()
-        if self.checkpoints is not None:  # a resumed training would only stop again
+        if self.checkpoints is not None:  # it is removed, because a resumed training would only stop again
             self.checkpoints.remove()
         return Stopped(str(error), self._result({}))
 
@@ -367,14 +375,14 @@ class Training:
         stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "adaptive": self.adaptive}
         stateful |= {"training": self.state, "recording": self.recording, "updates": self.lost}
         present = {name: thing for name, thing in stateful.items() if thing is not None}
-        # States are loaded in this order. Delayed scaling needs the format of the last step, and so comes after
+        # States are loaded in this order. Delayed scaling needs the format of the last step, so it comes after
         # "training", which counts the steps.
         if not self.is_native:
             present["delayed scaling"] = DelayedScaling(self.model, self._enter_last)
         if self.sampler is not None and not self.sampler.is_native:
             present["rollouts"] = DelayedScaling(self.sampler.model, self._enter_last)
         tensors = {**self.batches.tensors, **dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        # A task is code, so its name does not identify it: the bytes of its data and of its first weights do.
+        # A task is code, so its name does not identify it. The bytes of its data and of its initial weights do.
         identity = {**asdict(self.options), "versions": versions(), "tensors": _fingerprint(tensors)}
         identity["state"] = [f.name for f in fields(TrainingState)]
         identity["update"] = "" if self.update is None else str(self.update)
@@ -400,7 +408,7 @@ def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 def make_optimizer(options: TrainOptions, model: nn.Module) -> torch.optim.Optimizer:
-    """Make torch's optimizer of the model's parameters."""
+    """Create torch's optimizer for the model's parameters."""
     common: dict[str, Any] = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
     if options.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), momentum=options.momentum, **common)
@@ -440,13 +448,13 @@ def backward(
     forward: the model, or its forward pass in real float16.
     x, y: the inputs and the targets of the batch.
     micro_batches: the number of parts.
-    measured: gets the numbers of the task's curves.
+    measured: a mapping to which the numbers of the task's curves are added.
     """
     total, parts = 0.0, min(micro_batches, len(x))
     for inputs, targets in zip(x.tensor_split(parts), y.tensor_split(parts)):
         outputs = forward(inputs)
         loss = task.loss(outputs, targets)
-        if micro_batches > 1:  # losses are means, and the parts of an uneven split differ in size
+        if micro_batches > 1:  # losses are means, and the parts of an uneven split have different sizes
             loss = loss * (len(inputs) / len(x))
         scaler.scale(loss).backward()
         total += loss.item()
@@ -464,10 +472,11 @@ def evaluate(
 
     forward: the model, or its forward pass in real float16.
     data: the test data; the outputs of an iterable's batches are concatenated.
-    seed, cuda_devices: of the noise of the evaluation.
+    seed, cuda_devices: the seed and the CUDA devices of the evaluation's noise.
     """
     model.eval()
-    # With noise of its own, a training draws the same bits whether or not it is evaluated in between.
+    # The evaluation has noise of its own, so that a training draws the same bits whether or not it is evaluated in
+    # between.
     with torch.no_grad(), torch.random.fork_rng(devices=cuda_devices):
         torch.manual_seed(seed)
         if isinstance(data, TensorBatches):

@@ -20,7 +20,7 @@ __all__ = [
     "scales_by_layer",
 ]
 
-# Without jmp, whose first scale has no default.
+# jmp is left out, because its first scale has no default.
 DYNAMIC = tuple(name for name, rule in SYSTEMS.items() if rule.dynamic and name != "jmp")
 
 
@@ -78,8 +78,8 @@ def make_scaling(
         "none": no scaling.
         a number: that loss scale throughout.
         a loss rule's name ("torch", "nnabla", ...): that system's dynamic loss scale, with its defaults.
-        "adaptive" or a layer rule's name ("approx_range", "exact", ...): a scale for each layer; followed by " normal",
-            one that keeps gradients above the smallest normal number.
+        "adaptive" or a layer rule's name ("approx_range", "exact", ...): a scale for each layer; with " normal"
+        appended, a scale that keeps gradients above the smallest normal number.
     model: a quantised model.
     kind: the class of the scaler.
     Raises ValueError for an unknown method.
@@ -106,13 +106,13 @@ def require_native_method(method: str | float) -> None:
 
 
 def make_native_scaling(method: str | float, model: nn.Module) -> NativeScaler:
-    """Return the loss scaler of a method for a model that trains in real float16; layers' scales are its `layers`.
+    """Return the loss scaler of a method for a model in real float16; scales of layers are in the scaler's `layers`.
 
-    The words have the meaning that they have for `make_scaling`: "adaptive" keeps gradients above the smallest number,
-    and "adaptive normal" above the smallest normal one, which `ada_loss.GradScaler(layers=model)` does by default.
+    The methods are named as for `make_scaling`: "adaptive" keeps gradients above the smallest number, and "adaptive
+    normal" above the smallest normal number. The latter is the default of `ada_loss.GradScaler(layers=model)`.
 
-    model: not quantised.
-    Raises ValueError for an unknown method, and for one that needs the emulation.
+    model: a model that is not quantised.
+    Raises ValueError for an unknown method, and for a method that needs the emulation.
     """
     require_method(method)
     require_native_method(method)
@@ -125,5 +125,5 @@ def make_native_scaling(method: str | float, model: nn.Module) -> NativeScaler:
 
 
 def _constant(scale: float) -> LossRule:
-    """Return the rule of a constant scale, which skips overflows as dynamic rules do."""
+    """Return the rule of a constant scale. It skips overflows, as dynamic rules do."""
     return loss_rule("static", scale=number_of("scaling", scale), skip_overflow=True)

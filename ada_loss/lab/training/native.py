@@ -1,4 +1,4 @@
-"""Native cells, which train in real float16 under torch.autocast: their notation, their scaler and its recording."""
+"""Native cells, which train in real float16 under torch.autocast: their notation, scaler and recording."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = [
     "unquantized",
 ]
 
-NATIVE = "native"  # the key of a mapping that stands where a format may stand
-FORMAT = "fp16"  # its only value: the format that torch.autocast computes in and that a scale helps
+NATIVE = "native"  # the key in a mapping that takes the place of a format
+FORMAT = "fp16"  # its only value: the only format of torch.autocast that needs a scale
 EXAMPLE = f"{{'{NATIVE}': '{FORMAT}'}}"
-ROUNDING = "nearest_even"  # of the hardware
+ROUNDING = "nearest_even"  # the rounding of the hardware
 APART = f"Give {EXAMPLE} in a grid of its own, under `also`"
 WRONG = {"accumulation": "float64", "master_weights": "none"}  # values of options that ask for emulation
 
@@ -54,7 +54,7 @@ def native_label(fmt: Mapping[str, Any]) -> str:
 
 
 def canonical_native(fmt: Mapping[str, Any]) -> dict[str, str]:
-    """Return the canonical form of a native format. Raises ValueError for another format, and for fields of a policy.
+    """Return the canonical form of a native format. Raises ValueError for other formats and for fields of a policy.
 
     >>> canonical_native({"native": "half"})
     {'native': 'fp16'}
@@ -87,11 +87,12 @@ def refused_with_native(given: str, reason: str, remedy: str) -> ValueError:
 
 
 def require_native(rounding: str | None, options: Mapping[str, Any], update: object = None) -> None:
-    """Raise ValueError for settings of an emulated cell that a native one refuses.
+    """Raise ValueError for settings of an emulated cell that a native cell refuses.
 
-    rounding: of the cell, None for the usual one. options: of the training. update: the storage of the optimizer.
+    rounding: the rounding of the cell; None for the usual rounding. options: the options of the training. update: how
+        the optimizer stores weights and states.
     """
-    # Refused, not ignored: two cells with different settings must not be one training under two names.
+    # Such settings are refused, not ignored: otherwise two cells with different settings would be the same training.
     if rounding not in (None, ROUNDING):
         raise refused_with_native(
             f"The rounding {shown(rounding)}",
@@ -115,7 +116,7 @@ def require_native(rounding: str | None, options: Mapping[str, Any], update: obj
 
 
 def unquantized(model: nn.Module) -> nn.Module:
-    """Return a copy of a model for native training. Raises ValueError for a quantised one, which would be emulated."""
+    """Return a copy of a model for native training. Raises ValueError for a quantised model: it would be emulated."""
     try:
         listeners(model)
     except ValueError:
@@ -133,7 +134,7 @@ def in_float16(model: nn.Module, device: str) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         with torch.autocast(kind, dtype=torch.float16):
             outputs = model(x)
-        # The loss is computed in float32, as that of an emulated model: its outputs are rounded, and its loss is not.
+        # The loss is computed in float32, as with an emulated model, whose outputs are rounded and whose loss is not.
         return outputs.float() if outputs.dtype is torch.float16 else outputs
 
     return forward
@@ -142,17 +143,17 @@ def in_float16(model: nn.Module, device: str) -> Callable[[Tensor], Tensor]:
 class NativeScaler(GradScaler):
     """A `GradScaler` that tallies the gradients which the products of its backward passes send on.
 
-    It does so under every method, so that native cells can be compared with each other and with emulated ones.
+    It does so with every method, so that native cells can be compared with each other and with emulated cells.
     Recording changes no bit of a training.
     """
 
     _sent: _Sent | None = None
 
     def record(self, recording: Recording, model: nn.Module) -> None:
-        """Tally from now on as the role "error": every n-th backward pass, as the recording says."""
+        """From now on tally gradients under the role "error", in every n-th backward pass, as the recording says."""
         self._sent = _Sent(recording, model)
         if self.layers is not None:
-            self.layers.observer = self._sent  # type: ignore[assignment]  # it has the methods of one that are called
+            self.layers.observer = self._sent  # type: ignore[assignment]  # it has all methods that are called
 
     def scale(self, outputs: Any) -> Any:
         scaled = super().scale(outputs)
@@ -161,8 +162,9 @@ class NativeScaler(GradScaler):
         return scaled
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state, as `GradScaler` does, but refuse one that lacks the scales of layers."""
-        # `GradScaler` would warn and choose the scales again: the resumed cell would not have the bits of a whole one.
+        """Continue from a state, as `GradScaler` does, but refuse a state that lacks the scales of layers."""
+        # `GradScaler` would warn and choose the scales again. The resumed cell would then not have the bits of an
+        # uninterrupted cell.
         if self.layers is not None and "layers" not in state_dict:
             raise ValueError(
                 "The state of the scaler has no scales of layers, and this training has some. Expected: a state that "
@@ -174,7 +176,7 @@ class NativeScaler(GradScaler):
 class _Sent:
     """Tally the gradients that products send on, before and after rounding to float16, by the site of the sender.
 
-    With scales of layers it is their observer, instead of a `Recorder`.
+    If layers have scales, this object is their observer, in the place of a `Recorder`.
     """
 
     def __init__(self, recording: Recording, model: nn.Module) -> None:
@@ -192,12 +194,13 @@ class _Sent:
         self, step: int, site: str, role: str, spec: RoundingSpec, gradient: Tensor, log2_scale: Tensor, chosen: Tensor
     ) -> None:
         """Tally a gradient, given in its true size with log2 of the scale at which the hardware rounds it."""
-        # Scaled, as float16 sees it. The container is float64, which has the exponents for every scale.
+        # The gradient is scaled, as the float16 hardware sees it, in a float64 container, whose exponents suffice for
+        # every scale.
         self._tally(site, to_float64(gradient, log2_scale))
 
     def watch(self, loss: Tensor) -> None:
-        """Tally the backward pass of a loss without scales of layers."""
-        if not self.wants(0) or loss.grad_fn is None:  # torch's own error in backward() explains a missing graph
+        """Tally the backward pass of a loss if layers have no scales."""
+        if not self.wants(0) or loss.grad_fn is None:  # if the graph is missing, torch's error in backward() says so
             return
         names = {id(p): name for name, p in self.model.named_parameters()}
         for entry in plan_of(loss.grad_fn, names, HALF).entries:

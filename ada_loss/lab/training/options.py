@@ -11,7 +11,7 @@ from fpsim.checks import did_you_mean, is_finite_number, is_whole, known_argumen
 
 __all__ = ["TrainOptions", "hint", "is_allowed", "possible"]
 
-MOST = 2**53  # the largest integer option: up to here a float64, and so JSON, holds every integer
+MOST = 2**53  # the largest integer option: up to this number float64, and therefore JSON, holds every integer
 
 
 def _word(default: str, *others: str) -> Any:
@@ -25,25 +25,25 @@ def _number(default: float, least: int = 0) -> Any:
 @known_arguments()
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of a training. Equal options, on the same task and format, give the same training to the bit.
+    """Options of a training. Equal options, with the same task and format, lead to the same training, bit for bit.
 
     scaling: the scaling method of the gradients; see `make_scaling`.
     optimizer: "sgd" (with momentum), "adam" or "adamw".
-    epochs: passes over the training data.
-    steps: the number of steps; 0 leaves it to `epochs`.
-    batch_size: samples of a step.
-    micro_batches: parts of a batch over which gradients are accumulated.
+    epochs: the number of passes over the training data.
+    steps: the number of steps; 0 to train for `epochs`.
+    batch_size: the number of samples in a step.
+    micro_batches: the number of parts of a batch over which gradients are accumulated.
     learning_rate: the peak learning rate.
     schedule: the learning rate after the warmup: "cosine" or "linear" decay to zero, or "constant".
-    warmup: steps in which the learning rate rises linearly to its peak.
+    warmup: the number of steps in which the learning rate rises linearly to its peak.
     momentum: the momentum of "sgd".
     weight_decay: as torch's optimizers define it.
     max_gradient_norm: the global norm to which gradients are clipped; 0 for no limit.
-    master_weights: "float32", or "none", where parameters are rounded to their format after each step.
+    master_weights: "float32", or "none" to round parameters to their format after each step.
     accumulation: the dtype in which an operation accumulates before it rounds, "float32" or "float64".
-    seed: of the order of the batches and of the noise of stochastic rounding.
-    record_every: tally each n-th call of every site; 0 records nothing.
-    evaluate_every: compute the test metrics after each n-th epoch too; 0 only at the end.
+    seed: the seed of the order of the batches and of the noise of stochastic rounding.
+    record_every: the interval of calls that are tallied at every site; 0 records nothing.
+    evaluate_every: the interval, in epochs, at which the test metrics are computed; 0 to compute them only at the end.
     device: where the training runs, "cpu" or "cuda".
     Raises ValueError for an unknown word or scaling method and for a number out of range; TypeError for an unknown
     option.
@@ -83,7 +83,7 @@ class TrainOptions:
                     raise ValueError(f"{words} Known: {possible(option.name)}.")
                 words = f"{option.name} is {shown(value)}.{hint(option.name, value)}"
                 raise ValueError(f"{words} Expected: {possible(option.name)}.")
-            # The options are part of a cell's identity, in which 1 and 1.0 must be one learning rate.
+            # The options are part of a cell's identity, in which 1 and 1.0 must be the same learning rate.
             kind: Any = type(option.default)
             object.__setattr__(self, option.name, kind(value))
         require_method(self.scaling)
@@ -116,7 +116,7 @@ def possible(name: str) -> str:
 
 
 def hint(name: str, value: object) -> str:
-    """Return a hint at the value that was probably meant, for an error; "" without one.
+    """Return a hint at the value that was probably meant, for an error; "" if there is no such value.
 
     >>> hint("optimizer", "sdg")
     " Did you mean 'sgd'?"

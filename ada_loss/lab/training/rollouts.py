@@ -28,7 +28,8 @@ EXPECTED = "Expected: a format, or {'format': 'recipe:fp8_tile', 'weights': 'tok
 class Rollout:
     """Format and importance weights of rollouts.
 
-    fmt: the format of the engine that draws them, as `fpsim.quantize` takes it, or a schedule; None for the trainer's.
+    fmt: the format of the engine that draws samples, as `fpsim.quantize` takes it, or a schedule; None for the
+        trainer's format.
     weights: the importance weights in the trainer's loss: "none", "token" or "truncated"; see `policy_gradient`.
     """
 
@@ -37,9 +38,9 @@ class Rollout:
 
 
 def as_rollout(given: Any) -> Rollout:
-    """Return the rollout that a user wrote as a format, or as a mapping of "format", "weights" or both.
+    """Return the rollout that a user wrote as a format, or as a mapping with "format", "weights" or both.
 
-    The format is not checked here. Raises ValueError for unknown weights and for a mapping with other names as well.
+    The format is not checked here. Raises ValueError for unknown weights, and for a mapping that has other names too.
 
     >>> as_rollout("e4m3fn").weights, as_rollout({"weights": "token"}).fmt is None
     ('none', True)
@@ -82,19 +83,20 @@ class Sampler:
         self.task, self._play = weighted(task, rollout.weights), task.play
         own = schedule if rollout.fmt is None else as_schedule(rollout.fmt)
         self.is_native = is_native(own.stages[0].fmt)
-        # A copy: the trainer's model is recorded, has hooks, and keeps the state of delayed scaling.
+        # A copy is used, because the trainer's model is recorded, has hooks, and keeps the state of delayed scaling.
         copy: nn.Module = unquantized(task.model) if self.is_native else quantized(task.model, own)
         self.model = copy.to(device, container).eval()
         self._forward = in_float16(self.model, device) if self.is_native else self.model
         self._switch = FormatSwitch(self.model, own)
 
     def enter(self, step: int, total: int) -> None:
-        """Switch to the format of a step, if there are several."""
+        """Switch to the format of a step, if the schedule has several formats."""
         self._switch.enter(step, total)
 
     def draw(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Draw a batch for the trainer, with the current weights of its model."""
-        # Only the numbers are taken over: the copy keeps its format, and the state of its delayed scaling.
+        # Only the weights' values are copied: the copy of the model keeps its format and the state of its delayed
+        # scaling.
         with torch.no_grad():
             ours, theirs = ([*m.parameters(), *m.buffers()] for m in (self.model, model))
             for mine, other in zip(ours, theirs, strict=True):
@@ -106,7 +108,7 @@ def weighted(task: Task, weights: str) -> Task:
     """Return the task with these importance weights in its loss."""
     if weights == Rollout.weights:
         return task
-    # The loss may be the user's, who need not know of importance weights: its signature says whether it takes them.
+    # The loss may be the user's own, and need not take importance weights: its signature says whether it does.
     if WEIGHTS_KEY not in inspect.signature(task.loss).parameters:
         raise ValueError(
             f"The loss of the task {task.name!r} takes no weights, and {weights!r} were given. Expected: a loss of "

@@ -16,17 +16,17 @@ __all__ = ["Run", "Stopped", "is_of_role", "underflow_share"]
 class Run:
     """The result of one training.
 
-    metrics: the task's metrics on its test data; empty where the training was stopped.
+    metrics: the task's metrics on its test data; empty if the training was stopped.
     losses: the loss of every step.
-    rows: the tallies of every site, over the whole training; empty without a recording.
+    rows: the tallies of every site over the whole training; empty without a recording.
     seconds: the time of training, without evaluations.
     scales: the loss scale before every step.
     skipped_steps: the steps that were skipped because a gradient was not finite.
-    history: (steps so far, rows up to there), at some 20 steps of a long training.
-    layer_scales: (steps so far, {site: log2_scale of its gradient}) at the same steps, with adaptive scaling.
+    history: (steps so far, rows up to this step), at some 20 steps of a long training.
+    layer_scales: (steps so far, {site: log2_scale of its gradient}) at the same steps, for adaptive scaling.
     evaluations: (steps so far, metrics), in the order of the steps.
     curves: {name: (step, number)} of the task's curves, and of the numbers that a training function logged.
-    updates: {"step", "lost", "edq"} at recorded steps, counted from 0, as of `fpsim.LostUpdates.steps`.
+    updates: {"step", "lost", "edq"} at recorded steps, counted from 0, as in `fpsim.LostUpdates.steps`.
     parameters: the rows of `fpsim.LostUpdates.table` at the end.
     """
 
@@ -56,7 +56,7 @@ class Run:
         return str(Rows([numbers]))
 
     def to_frame(self) -> Any:
-        """A pandas.DataFrame with the loss and the loss scale of each step."""
+        """Return a pandas.DataFrame with the loss and the loss scale of each step."""
         return Rows({"step": k, "loss": loss, "scale": scale} for k, (loss, scale) in self._steps()).to_frame()
 
     def _steps(self) -> Iterator[tuple[int, tuple[float, float | None]]]:
@@ -64,7 +64,7 @@ class Run:
         return enumerate(zip_longest(self.losses, self.scales[: len(self.losses)]))
 
     def plot(self) -> Any:
-        """A figure: the loss of every step; needs matplotlib."""
+        """Return a figure with the loss of every step; needs matplotlib."""
         from fpsim.insight.pictures import new_axes
 
         picture, axes = new_axes(7.2, 3.2)
@@ -78,14 +78,14 @@ class Run:
 
     @property
     def skipped(self) -> int:
-        """The number of skipped steps."""
+        """Return the number of skipped steps."""
         return len(self.skipped_steps)
 
 
 class Stopped(FloatingPointError):
-    """The loss rule stopped the training, because its scale cannot fall further.
+    """Raised if the loss rule stops the training, because its scale cannot fall further.
 
-    run: the training up to then.
+    run: the training up to this step.
     """
 
     def __init__(self, message: str, run: Run) -> None:
@@ -94,7 +94,7 @@ class Stopped(FloatingPointError):
 
 
 def is_of_role(name: str, role: str) -> bool:
-    """Return True if a tally is of a role's tensors. "error" includes gradients of activations as operands.
+    """Return True if a tally belongs to a role's tensors. "error" includes gradients of activations as operands.
 
     >>> [is_of_role(name, "error") for name in ("error", "dgrad.dy", "wgrad.dy", "wgrad.x", "weight_grad")]
     [True, True, True, False, False]

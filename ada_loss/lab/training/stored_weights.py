@@ -14,7 +14,8 @@ from fpsim.scaling import UpdateCounts
 
 __all__ = ["RECORD_UPDATES_EVERY", "RoundedWeights", "every_of", "steps_together", "stored"]
 
-# Recording a step takes about as long as a small model's step: at most every tenth is recorded, and about 100 in all.
+# Recording a step takes about as long as a step of a small model. At most every tenth step is recorded, and about 100
+# in all.
 RECORD_UPDATES_EVERY = 10
 MOST_RECORDED = 100
 
@@ -22,7 +23,7 @@ MOST_RECORDED = 100
 def stored(
     optimizer: torch.optim.Optimizer, update: Update, model: nn.Module, seed: int, total: int, records: bool
 ) -> LostUpdates | None:
-    """Make the optimizer store weights and states as an update says. Returns the record of lost updates, if wanted.
+    """Make the optimizer store weights and states as an update says. Returns the record of lost updates, if `records`.
 
     total: the number of steps.
     """
@@ -56,7 +57,7 @@ def _mean(rows: Sequence[dict[str, Any]], name: str, weight: str) -> float | Non
 class RoundedWeights:
     """Round the weights after each step of an optimizer, by `fpsim.round_parameters_`, and record lost updates.
 
-    rows: {"step", "lost", "edq"}, as of `LostUpdates.steps`.
+    rows: {"step", "lost", "edq"}, as in `LostUpdates.steps`.
     """
 
     def __init__(self, model: nn.Module, every: int) -> None:
@@ -65,7 +66,7 @@ class RoundedWeights:
 
     @torch.no_grad()
     def step(self, number: int, run: Callable[[], object]) -> None:
-        """Run a step of the optimizer, and round the weights."""
+        """Run a step of the optimizer, and then round the weights."""
         if self.every == 0 or number % self.every:
             run()
             fpsim.round_parameters_(self.model)

@@ -4,7 +4,7 @@ A rule is a frozen value. `rule.scale` is the scale of the coming step, `rule.ad
 Parameters have the names and defaults of their system. Each family of systems has a file:
 
 base: no scaling, or a constant scale.
-counting: growth after a number of good steps, a smaller scale after every overflow, or after some.
+counting: growth after a number of good steps, and a smaller scale after every overflow, or after several.
 tolerance: a smaller scale only when the share of overflows is too large.
 every_step: a new scale at every step.
 
@@ -67,9 +67,9 @@ def loss_rule(system: str, **params: Any) -> LossRule:
     """Create the loss-scale rule of a system.
 
     Args:
-        system: its name: "torch", "nnabla", ..., or "static" for a constant scale, "off" for none.
-        params: parameters under the system's own names. As in these systems, `loss_scale` of cerebras and
-            apex and `scale` of chainer may be a number, which fixes the scale.
+        system: the name of the system: "torch", "nnabla", ...; "static" for a constant scale; "off" for no scaling.
+        params: parameters under the system's own names. As in the systems themselves, a number for `loss_scale` of
+            cerebras and apex, or for `scale` of chainer, fixes the scale.
 
     Raises:
         ValueError: for an unknown system or an invalid value.
@@ -85,7 +85,7 @@ def loss_rule(system: str, **params: Any) -> LossRule:
     if rule is None:
         near = did_you_mean(system, SYSTEMS, most=3)
         raise ValueError(f"Unknown system {shown(system)}.{near} Known: {', '.join(SYSTEMS)}.")
-    # The system has this parameter, and the rule has not: a number here replaces the dynamic scale.
+    # The system has this parameter, but the rule class does not: a number here replaces the dynamic scale.
     fixed = params.pop(rule.fixed_by, None) if rule.fixed_by else None
     known = {f.name: f.default for f in sorted(fields(rule), key=lambda f: bool(f.kw_only))}
     for name in params:
@@ -99,7 +99,7 @@ def loss_rule(system: str, **params: Any) -> LossRule:
                 f"The rule {system!r} was given without {name!r}, which has no default. "
                 f"It is a scale, a finite number above 0. Give it: loss_rule({system!r}, {name}=2.0**15)."
             )
-    # Made even if the scale is fixed, so that other parameters are checked all the same.
+    # The rule is created even if the scale is fixed, so that the other parameters are checked in this case too.
     dynamic = rule(**params)
     return dynamic if fixed is None or fixed == "dynamic" else Static(fixed)
 

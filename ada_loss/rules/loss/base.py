@@ -41,7 +41,7 @@ FLOAT32 = number("a number above 0 that float32 holds", lambda v: 0 < v <= FLOAT
 def state(default: Any, possible: Possible) -> Any:
     """Declare a field that steps change: keyword-only, to resume from the state of another run.
 
-    default: the value before the first step, or None where the parameters determine it (see `_initial_state`).
+    default: the value before the first step, or None if the parameters determine it (see `_initial_state`).
     possible: the values that it may have.
     """
     return field(default=default, kw_only=True, metadata={"possible": possible})
@@ -49,7 +49,7 @@ def state(default: Any, possible: Possible) -> Any:
 
 @dataclass(frozen=True)
 class LossRule:
-    """A loss scale and how it changes: `scale` is the scale of the coming step, `adjust(ok)` the rule after it.
+    """A loss scale and how it changes: `scale` is the scale of the coming step, `adjust(ok)` the rule after that step.
 
     Two rules are equal if their parameters and their states are equal.
     """
@@ -69,7 +69,7 @@ class LossRule:
         return True
 
     def adjust(self, ok: bool, largest: float | None = None) -> Self:
-        """The rule after a step.
+        """Return the rule after a step.
 
         ok: whether all gradients were finite.
         largest: the largest magnitude of the unscaled gradients, for rules with `needs_largest`.
@@ -79,11 +79,11 @@ class LossRule:
         return self
 
     def _start(self) -> float:
-        """The scale of the first step."""
+        """Return the scale of the first step."""
         return self.scale
 
     def _initial_state(self) -> dict[str, Any]:
-        """The state before the first step, of the fields whose default is None."""
+        """Return the initial values of the state's fields whose default is None."""
         return {"scale": self._start()}
 
     def __post_init__(self) -> None:
@@ -96,11 +96,11 @@ class LossRule:
                     f"{names} of the rule {self.system!r} are {floor!r} and {ceiling!r}. "
                     f"The floor may be at most the ceiling. Lower it, or exchange the two."
                 )
-        # After the checks, because the first state follows from the parameters.
+        # This comes after the checks, because the initial state follows from the parameters.
         for name, first in self._initial_state().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, first)
-        # A system that keeps its scale in float32 starts from the rounded value too.
+        # A system that keeps its scale in float32 also rounds its initial scale.
         scale = float32(self.scale) if self.single else float(self.scale)
         if not 0 < scale < math.inf:
             raise ValueError(
@@ -110,15 +110,15 @@ class LossRule:
         object.__setattr__(self, "scale", scale)
 
     def evolve(self, **changes: Any) -> Self:
-        """Copy this rule with another state, unchecked: a scale may become 0 or inf, but not start there."""
-        # Under 1 us, once a step. dataclasses.replace repeats all checks, 8 us.
+        """Copy this rule with another state, unchecked: a scale may become 0 or inf, but must not start with these."""
+        # This takes less than 1 us in each step. dataclasses.replace would repeat all checks and take 8 us.
         after = object.__new__(type(self))
         after.__dict__.update(self.__dict__, **changes)
         return after
 
 
 def float32(x: float) -> float:
-    """The float32 nearest to x, or inf if that is beyond the largest.
+    """Return the float32 nearest to x, or inf if x exceeds the largest float32.
 
     >>> float32(0.1), float32(1e300)
     (0.10000000149011612, inf)
@@ -127,12 +127,12 @@ def float32(x: float) -> float:
 
 
 def finite_or(new: float, old: float) -> float:
-    """The new scale, or the old one if the new one is inf."""
+    """Return the new scale, or the old scale if the new one is inf."""
     return new if math.isfinite(new) else old
 
 
 def trajectory(rule: LossRule, oks: Iterable[bool]) -> list[float]:
-    """The scales before each step and after the last one.
+    """Return the scales before each step and after the last step.
 
     Args:
         rule: the rule before the first step.
@@ -156,7 +156,7 @@ def trajectory(rule: LossRule, oks: Iterable[bool]) -> list[float]:
 
 
 def stopped(system: str, scale: float, floor: str, value: float) -> FloatingPointError:
-    """The error of a system that stops the training at its smallest scale.
+    """Return the error of a system that stops the training at its smallest scale.
 
     system: the system's name.
     scale: the scale at which gradients overflowed.
@@ -195,7 +195,8 @@ class Static(LossRule):
     """A constant scale.
 
     scale: the scale.
-    skip_overflow: skip steps with a gradient that is not finite. Without it such gradients reach the parameters.
+    skip_overflow: whether to skip steps with a gradient that is not finite. If not, such gradients reach the
+        parameters.
 
     >>> Static(128.0).adjust(ok=False).scale
     128.0

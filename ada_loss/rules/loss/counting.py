@@ -102,13 +102,14 @@ class Torch(CountingRule):
 
 @dataclass(frozen=True)
 class Nnabla(CountingRule):
-    """NNabla `DynamicLossScalingUpdater`: grows after N + 2 good steps, and then after every N + 1.
+    """NNabla `DynamicLossScalingUpdater`: grows after N + 2 good steps, and then after every N + 1 good steps.
 
-    The count is tested before the step is counted, and the step of a growth is counted. The scale has no bounds.
+    The count is tested before the step is counted, and the step at which the scale grows is counted. The scale has no
+    bounds.
 
     scale: the initial scale.
     scaling_factor: the factor by which the scale grows and shrinks.
-    N: the number of good steps that is exceeded before the scale grows; with 0 it grows at every good step but the
+    N: the scale grows when the count of good steps exceeds this number; with 0 it grows at every good step but the
         first.
 
     >>> from ada_loss import trajectory
@@ -288,7 +289,7 @@ class OpenSeq2Seq(CountingRule):
     scale_max: the largest scale, and the initial one.
     step_factor: the factor by which the scale grows and shrinks.
     step_window: good steps before the scale grows; the count continues after a growth.
-    increment_first: count the step before the test, so that the first growth comes one step earlier.
+    increment_first: whether the step is counted before the test, so that the first growth comes one step earlier.
 
     >>> from ada_loss import trajectory
     >>> trajectory(OpenSeq2Seq(scale_max=4.0, step_window=2), [False, True, True, True, True])
@@ -340,7 +341,7 @@ class HystereticRule(CountingRule):
         return after.evolve(spare=self._reserve()) if self._refills() else after
 
     def _overflow(self) -> Self:
-        # Once nothing is spare, every overflow backs off: `spare` stays 0 until `_refills`.
+        # Once `spare` is 0, every overflow backs off; `spare` stays 0 until a good step restores it.
         return self.evolve(good=0, spare=self.spare - 1) if self.spare else super()._overflow()
 
     def _reserve(self) -> int:
@@ -363,7 +364,7 @@ class ApexHysteresis(HystereticRule, Torch):
 
     system: ClassVar[str] = "apex_hysteresis"
 
-    # 1 is possible, unlike in torch: apex tests with it.
+    # A growth interval of 1 is allowed, unlike in torch, because apex's own tests use it.
     growth_factor: float = param(2.0, AT_LEAST_ONE)
     hysteresis: int = param(1, STEPS)
 
@@ -378,7 +379,7 @@ class ApexHysteresis(HystereticRule, Torch):
 class Megatron(HystereticRule):
     """Megatron-LM `DynamicGradScaler`: shrinks at each overflow but the first `hysteresis` - 1 since the last growth.
 
-    growth_interval: good steps before the scale grows; a fraction is possible, and means never.
+    growth_interval: good steps before the scale grows; with a fractional value, which Megatron allows, it never grows.
 
     >>> from ada_loss import trajectory
     >>> trajectory(Megatron(initial_scale=8.0), [False, True, False, False])
@@ -416,11 +417,11 @@ class Megatron(HystereticRule):
 class DeepSpeed(HystereticRule):
     """DeepSpeed `DynamicLossScaler`: grows at a good step that follows a multiple of scale_window good steps.
 
-    scale_window: that number of good steps; the count continues after a growth.
+    scale_window: this number of good steps; the count continues after a growth.
     min_scale: the smallest scale.
-    delayed_shift: the scale backs off from this overflow on, counted since the last growth.
-    consecutive_hysteresis: count overflows since the last good step instead.
-    raise_error_at_min_scale: stop the training at an overflow with the smallest scale.
+    delayed_shift: the number of the first overflow at which the scale backs off, counted since the last growth.
+    consecutive_hysteresis: whether overflows are counted since the last good step instead.
+    raise_error_at_min_scale: whether an overflow at the smallest scale stops the training.
 
     >>> from ada_loss import trajectory
     >>> trajectory(DeepSpeed(init_scale=8.0, scale_window=2), [True, True, True, False])
@@ -448,7 +449,8 @@ class DeepSpeed(HystereticRule):
         return self.scale * self.scale_factor
 
     def _backed_off(self) -> float:
-        # At the floor before the overflow, as in DeepSpeed: the backoff to the floor itself is no error.
+        # As in DeepSpeed, it is an error only if the scale was at the floor before the overflow; backing off to the
+        # floor is no error.
         if self.scale == self.min_scale and self.raise_error_at_min_scale:
             raise stopped(self.system, self.scale, "min_scale", self.min_scale)
         return max(self.scale / self.scale_factor, self.min_scale)

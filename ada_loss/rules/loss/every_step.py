@@ -21,7 +21,7 @@ class Chainer(LossRule):
 
     An overflow halves the scale. It stays between 1 and `loss_scale_max`. Zhao et al. 2020 use interval=10.
 
-    interval: good steps that double the scale, each by the same factor.
+    interval: the number of good steps that together double the scale, each by the same factor.
     loss_scale_max: the largest scale.
 
     >>> from ada_loss import trajectory
@@ -34,7 +34,7 @@ class Chainer(LossRule):
 
     interval: int = param(1000, STEPS)
     loss_scale_max: float = param(65504.0, AT_LEAST_ONE)
-    overflowed: bool = state(False, FLAG)  # in any earlier step
+    overflowed: bool = state(False, FLAG)  # whether any earlier step overflowed
 
     def _start(self) -> float:
         return 1.0
@@ -60,7 +60,7 @@ class LogMax(LossRule):
     log_max: log2 of the value at which the format overflows, 16 for fp16.
     beta1: the decay of the running mean m.
     beta2: the decay of the running deviation s.
-    overflow_std_dev: how many deviations the largest gradient stays below 2^log_max.
+    overflow_std_dev: the number of deviations by which the largest gradient stays below 2^log_max.
 
     >>> LogMax().adjust(ok=True, largest=2.0**4).scale
     4096.0
@@ -77,9 +77,9 @@ class LogMax(LossRule):
     beta1: float = param(0.99, BELOW_ONE)
     beta2: float = param(0.999, BELOW_ONE)
     overflow_std_dev: float = param(3.09, NOT_NEGATIVE)
-    mean: float = state(0.0, FINITE)  # of log2 of the largest gradient
+    mean: float = state(0.0, FINITE)  # the running mean of log2 of the largest gradient
     slow_mean: float = state(0.0, FINITE)  # the same with beta2
-    variance: float = state(0.0, NOT_NEGATIVE)  # with beta2
+    variance: float = state(0.0, NOT_NEGATIVE)  # the running variance, with beta2
     seen: int = state(0, COUNT)  # steps whose gradients were not all zero
 
     def _start(self) -> float:
@@ -96,8 +96,8 @@ class LogMax(LossRule):
         finite = ok and largest is not None and math.isfinite(largest)
         x = math.log2(largest) if finite else self.log_max  # type: ignore[arg-type]
         seen = self.seen + 1
-        # In a bias-corrected running mean the newest value has the weight (1 - beta) / (1 - beta^seen), and in a
-        # variance too (West 1979), which avoids the cancellation of a difference of squares.
+        # In a bias-corrected running mean the newest value has the weight (1 - beta) / (1 - beta^seen). The running
+        # variance uses the same weight (West 1979), which avoids the cancellation in a difference of squares.
         newest1, newest2 = ((1 - beta) / (1 - beta**seen) for beta in (self.beta1, self.beta2))
         mean = self.mean + newest1 * (x - self.mean)
         shift = newest2 * (x - self.slow_mean)

@@ -28,9 +28,9 @@ class Fairseq(CountingRule):
     Growth sets the number of steps in that share to 0, but not the number of overflows, as in fairseq.
 
     scale_window: good steps in a row before the scale grows.
-    tolerance: the share of overflows at which the scale backs off; 0 for every overflow.
+    tolerance: the share of overflows at which the scale backs off; 0 to back off at every overflow.
     threshold: the scale does not back off below it.
-    min_loss_scale: an overflow whose scale is this or less afterwards stops the training.
+    min_loss_scale: the training stops if an overflow leaves the scale at this value or below.
 
     >>> from ada_loss import trajectory
     >>> trajectory(Fairseq(init_scale=8.0, scale_window=2, tolerance=0.5), [True, True, False, True, False])
@@ -47,7 +47,7 @@ class Fairseq(CountingRule):
     threshold: float | None = param(None, POSITIVE.or_none())
     min_loss_scale: float = param(1e-4, NOT_NEGATIVE)
     steps: int = state(0, COUNT)  # since the last change of the scale
-    overflows: int = state(0, COUNT)  # among them, and before a growth
+    overflows: int = state(0, COUNT)  # since the scale last backed off
 
     def _start(self) -> float:
         return self.init_scale
@@ -72,7 +72,7 @@ class Fairseq(CountingRule):
         return seen._at_floor(self.scale)
 
     def _at_floor(self, scale_before: float) -> Self:
-        """This rule; raises FloatingPointError if its scale is too small."""
+        """Return this rule; raises FloatingPointError if its scale is too small."""
         if self.scale <= self.min_loss_scale:
             raise stopped(self.system, scale_before, "min_loss_scale", self.min_loss_scale)
         return self
@@ -83,7 +83,7 @@ class Metaseq(Fairseq):
     """metaseq `DynamicLossScaler`: like fairseq, but the window grows and shrinks with the scale.
 
     scale_window: the first window: good steps in a row before the scale grows.
-    min_loss_scale: the smallest scale; where the scale cannot shrink, the window still does.
+    min_loss_scale: the smallest scale; at this scale an overflow still shrinks the window.
 
     >>> from ada_loss import trajectory
     >>> trajectory(Metaseq(init_scale=8.0, scale_window=1), [True, True, True, True])
@@ -136,7 +136,8 @@ class _CerebrasRule(LossRule):
     def __post_init__(self) -> None:
         for name in ("initial_loss_scale", "min_loss_scale", "max_loss_scale"):
             given = getattr(self, name)
-            # 2e15 would be cut to the ceiling 2**15, and nobody would see that the page means another number.
+            # Without this error 2e15 would be clipped to the ceiling 2**15, and nobody would notice that Cerebras' page
+            # means another number.
             if is_number(given) and given in CEREBRAS_MISPRINTS:
                 printed, meant = CEREBRAS_MISPRINTS[given]
                 raise ValueError(
