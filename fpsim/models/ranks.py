@@ -134,10 +134,17 @@ class Ranks:
         One rank runs at a time, in their order, up to the next batch norm that is synchronised. Each rank has the CPU's
         random numbers to itself: a seed that a step sets holds for its rank only.
 
-        step: a function that runs forward and backward passes, such as `model(batch).sum().backward()`.
-        Returns the results of `step`, in the order of ranks. `reduce` then sums the gradients.
-        Raises RuntimeError if there are ranks that ran and were not reduced, or if ranks meet at different batch norms.
-            An error of a step is raised too. After any error, gradients and buffers are those of before.
+        An error of a step is raised. After any error, gradients and buffers are those of before.
+
+        Args:
+            step: a function that runs forward and backward passes, such as `model(batch).sum().backward()`.
+            batches: the batch of each rank.
+
+        Returns:
+            The results of `step`, in the order of ranks. `reduce` then sums the gradients.
+
+        Raises:
+            RuntimeError: if there are ranks that ran and were not reduced, or if ranks meet at different batch norms.
 
         >>> model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
         >>> ranks = Ranks(model, synchronised=["0"])
