@@ -382,7 +382,7 @@ class WandB(TrackerOfRuns):
 
     def add(self, cell: str, curves: Curves) -> None:
         run, _, seen = self._open[cell]
-        seen |= curves.keys()
+        seen.update(curves)
         # There is a separate column "step", because wandb drops numbers whose step is smaller than the last.
         rows: dict[tuple[float, int], dict[str, float]] = {}
         for name, (steps, values) in curves.items():
