@@ -162,7 +162,7 @@ def _scaling() -> list[Claim]:
     claims.append(_points("digits.e4m3fn.torch", page, large, Setting("digits", "e4m3fn", "torch"), (-25.0, -3.0)))
     young = "NNabla's first value, 8, is too small for so short a training"
     claims.append(_points("digits.e4m3fn.nnabla", page, young, Setting("digits", "e4m3fn", "nnabla"), (-85.0, -30.0)))
-    fits = "A constant that fits and adaptive scaling are within a point of float32 there"
+    fits = "In e4m3fn, adaptive scaling and a constant that fits are within a point of float32"
     for scaling in (1024, "adaptive"):
         setting = Setting("digits", "e4m3fn", scaling)
         claims.append(_points(f"digits.e4m3fn.{scaling}", page, fits, setting, NOTHING_LOST, seeds=10))

@@ -58,11 +58,11 @@ class BackwardRounding:
         return self._apart(observer, gradient, gradient, None)
 
     def _scale_of(self, gradient: Tensor) -> Tensor | None:
-        """Return log2 of the scale of a gradient that is not to be rounded in place; None for a scale of 1."""
+        """Return log2 of the gradient's scale, without rounding the gradient in place; None for a scale of 1."""
         return None
 
     def _unusual(self, gradient: Tensor | None) -> Tensor | None:
-        """Return the rounded gradient if it is None, sparse, traced, seen by a transform, or differentiated again."""
+        """Round a gradient that is None, sparse, traced, seen by a transform, or differentiated again."""
         # The gradient is None for an unused output of an operation whose other output was used.
         if gradient is None:
             return None
@@ -114,7 +114,7 @@ class ScaledBackwardRounding(BackwardRounding):
     """Tensor hook that rounds the gradient at a scale, which is found when the gradient arrives.
 
     scale: function that returns log2 of the scale, see `Scaling`. If nobody else holds the gradient, the function may
-        round it at once.
+        also round it in place.
     """
 
     __slots__ = ("scale",)

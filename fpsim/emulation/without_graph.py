@@ -1,9 +1,10 @@
-"""The shortest way of a call: under `torch.no_grad`, with weights and tensors that such calls have made as operands.
+"""The shortest way of a call: under `torch.no_grad`, if the operands are weights and results of earlier such calls.
 
-No gradient has a place then, so that three questions of the short way are left: is the format of each operand known, is
-nobody observing, and does the result lie in memory of its own? A token of a small model takes some three hundred calls,
-many of which take less time than the other questions. Each way here does what `short_way`, `conversions` and
-`product_calls` do for such a call, in their order. A call that does not fit is left to them, before anything is done.
+Without a graph no gradient has to be rounded. Of the checks in `short_way`, three are left: the format of each operand
+is known, nobody observes, and the result lies in memory of its own. A token of a small model takes some three hundred
+calls, many of which take less time than the checks that are left out. Each way here does what `short_way`,
+`conversions` and `product_calls` do for such a call, in their order. A call that does not fit is left to them, before
+anything is done.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Way:
 def way_of(scope: Scope, call: Call, is_computed: bool, rounds: Rounds, scales: bool) -> Way | None:
     """Return the way of a function's calls; None if they need the short way or the long one.
 
-    is_computed: whether the function's short way is `_computed` or `_moved`.
+    is_computed: whether the function has a short way that computes or moves numbers (`_computed`, `_moved`).
     rounds, scales: as in the short way's plan.
     """
     specs = scope.specs
@@ -127,7 +128,7 @@ def way_of(scope: Scope, call: Call, is_computed: bool, rounds: Rounds, scales: 
 
 
 def _is_seen(scope: Scope) -> bool:
-    """True if somebody observes each rounding, or tensors have a role in this one call only."""
+    """True if each rounding is observed, or the scope has state of this one call, such as weights that stand in."""
     if scope.weights or scope.listeners.observer is not None:
         return True
     return scope.made is not None or scope.errors is not None

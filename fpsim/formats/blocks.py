@@ -1,4 +1,4 @@
-"""Formats that share a scale: an element format, how many elements share, and the rule that computes the scale."""
+"""Block formats: the elements' format, the number of elements that share a scale, and the rule for the scale."""
 
 from __future__ import annotations
 
@@ -99,12 +99,13 @@ class Choose:
     Args:
         candidates: two to eight scale rules of a format: ("amax/6", "amax/4") in NVFP4 is 4 over 6 (arXiv 2512.02010);
             ("floor", "ceil") in MXFP4 takes the nearer of two exponents.
-        error: the error of a block, from its elements after and before: "mse" for the sum of squares, "mae" for the sum
-            of magnitudes, "max" for the largest magnitude.
+        error: the error of a block, from the differences that rounding makes in its elements: "mse" for the sum of
+            squares, "mae" for the sum of magnitudes, "max" for the largest magnitude.
         ties: which of two equally near candidates is kept: the "first" or the "last".
-        top: beneath a tensor's own scale, the block scale of the tensor's amax under the candidate that lands highest.
-            None: the largest power of two at which the scale of every candidate fits (256 for 4 over 6 in e4m3fn). With
-            448, the other candidate saturates.
+        top: in a format with a `tensor_scale`, the block scale to which the block with the tensor's amax is brought,
+            under the candidate with the largest element for an amax. None is the largest power of two with which the
+            block scales of all candidates fit the scale's format (256 for 4 over 6 in e4m3fn). With 448, the other
+            candidate's block scale saturates.
 
     >>> print(BlockFormat("e2m1fn", 32, scale_rule=Choose(("floor", "ceil"))))
     e2m1fn per 32 mse(floor,ceil)
@@ -134,7 +135,7 @@ class Choose:
             raise ValueError(f"top={shown(self.top)} is no scale. Expected: a number above 0, or None.")
 
     def __str__(self) -> str:
-        """Return its word in a format's name, or its `repr` if that word does not say everything."""
+        """Return the rule's word in a format's name, or the rule's `repr` if that word does not say everything."""
         word = f"{self.error}({','.join(self.candidates)})"
         return word if self == Choose(self.candidates, self.error) else repr(self)
 
@@ -149,25 +150,25 @@ class BlockFormat:
         element: the format of the elements, or its name. An integer is symmetric: "int8" is -127 to 127.
         block: how many elements along one axis share a scale; (rows, columns) for a tile; "row" for all along the axis;
             "tensor" for all elements. If the axis is not a multiple of it, the last block is shorter.
-        scale: the format of the scales: "e8m0fnu" for powers of two, "fp32", or any other format whose subnormals do no
-            harm, such as "e4m3fn".
+        scale: the format of the scales: "e8m0fnu" for powers of two, "fp32", or another such as "e4m3fn".
         scale_rule: how a scale follows from amax, the largest magnitude of its block: see SCALE_RULES. Powers of two:
             "floor", "ceil", "even", "nearest", "floor_plus1", "ceil_amax", "mid_max", "uos(0.375)". Any other scale:
-            "amax", "amax/4" for another number than the largest, or Delayed() for a tensor. Only float32: "absmax", the
-            default of code books, which divides elements by the scale. "amax" multiplies them by largest / amax, which
-            differs in the last bit. Choose(("floor", "ceil")) takes the best rule for each block.
+            "amax", "amax/4", under which amax becomes 4 instead of the largest element, or Delayed() for a tensor. Only
+            float32: "absmax", the default of code books, which divides elements by the scale. "amax" multiplies them by
+            largest / amax, which differs in the last bit. Choose(("floor", "ceil")) takes the best rule for each block.
         tensor_scale: whether a float32 for the whole tensor multiplies the scales, which brings the largest block's
-            scale to the top of the scale's format (NVFP4). "row": a float32 for each row along the axis, as for each
-            token. A number, which is a multiple of `block`: a float32 for so many elements (128 in arXiv 2510.27527).
-            The last two are for blocks along one axis.
+            scale to the top of the scale's format (NVFP4). "row": a float32 for each row along the axis, such as each
+            token. A number, a multiple of `block`: a float32 for each run of that many elements (128 in arXiv
+            2510.27527). The last two are for blocks along one axis.
         gain: elements are rounded at this multiple of their size, and divided by it afterwards: 3/4 in MXFP4 as in
             arXiv 2502.20586, so that nothing saturates under the rule "floor".
         least_amax: under "absmax", the value that replaces a smaller amax: 1e-12 in torchao. With 0, a block of zeros
             has a scale of 0, and stays zero even in formats without a zero.
         nonfinite: the effect of an infinity or NaN on its block. "nan": the scale is NaN, and so is every element
             (with a tensor_scale, of the whole tensor). "saturate": an infinity saturates at `scale_of_infinity`, which
-            hides the overflow, and only NaN stays NaN, as in TransformerEngine. Delayed() scales are older: only the
-            infinity itself becomes NaN if the element's format has a NaN, and it saturates otherwise.
+            hides the overflow, and only NaN stays NaN, as in TransformerEngine. Under Delayed() the
+            scale comes from earlier steps, so that only the infinity itself becomes NaN, or saturates in an element's
+            format without NaN.
 
     Plus and minus float32's largest number are masks: they stay as they are, and no scale follows from them. In a block
     whose scale is NaN they become NaN too.
@@ -206,7 +207,7 @@ class BlockFormat:
         return _BLOCK_NAMES.get(self) or _systematic_name(self) or repr(self)
 
     def __repr__(self) -> str:
-        """Return the `repr` of a dataclass without a default `nonfinite`: ids of stored cells contain such words."""
+        """Return a dataclass's `repr`, without `nonfinite` at its default: ids of stored cells contain this text."""
         given = [f.name for f in fields(self) if f.name != "nonfinite" or self.nonfinite != "nan"]
         return f"BlockFormat({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
 
@@ -250,7 +251,7 @@ class BlockFormat:
 
     @property
     def tensor_lands_on(self) -> float:
-        """Value to which a `tensor_scale` brings the tensor's amax: the top block scale times the element there.
+        """Value to which a `tensor_scale` brings the tensor's amax: the top block scale times the element of the amax.
 
         >>> as_format("nvfp4").tensor_lands_on, as_format("nvfp4_4over6").tensor_lands_on
         (2688.0, 1536.0)
@@ -288,7 +289,7 @@ class BlockFormat:
 
     @property
     def rounds_up_from(self) -> int:
-        """Float32 mantissa field from which an amax counts as one more power of two; 2**23 if none does.
+        """Float32 mantissa field of an amax from which the scale is one power of two larger; 2**23 if it never is.
 
         >>> f"{1 + as_format('e2m1fn per 32 mid_max').rounds_up_from / 2**23:.6f}"  # 6 / 4 is 1.5
         '1.750000'
@@ -335,7 +336,7 @@ def _require_block(block: object) -> None:
 
 
 def has_room_for_scales(element: Element) -> bool:
-    """Return whether float32 holds every value of an element, other than a code book, times a scale."""
+    """Return whether float32 holds the product of every element and scale. The element is no code book."""
     # Every format that 32 bits can round has room: see kernels.core.needs_wider_container.
     return element.min_ulp_exponent >= -94 and element.mantissa_bits <= 22
 

@@ -1,7 +1,8 @@
-"""Stand-in for a module's `forward`: it runs the true forward under the module's scope, and is found behind wrappers.
+"""Stand-in for a module's `forward`: it runs the true forward under the module's scope.
 
-Other libraries wrap `forward` too. Some keep the function that they found as an attribute of the module, and some in a
-closure. Some bind its `__func__` again, and follow `__wrapped__` back to the original.
+Other libraries wrap `forward` too, and fpsim has to find its stand-in behind their wrappers. Some libraries store the
+former `forward` in an attribute of the module, and some in a closure. Some bind its `__func__` again, and follow
+`__wrapped__` back to the original.
 """
 
 from __future__ import annotations
