@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fpsim.formats.blocks import as_format
+from fpsim.insight.engines.sides import is_beginning
 from fpsim.models.installed import emulated_forwards
 from fpsim.policies.policy import ROLES, Policy
 from fpsim.policies.products import Products
@@ -88,11 +89,10 @@ def remedies_for(
     if head is not None:
         found.append((f"the head, {head}, in float32", wide(lambda name: name == head)))
     if routers:
-        inside = {*routers}
         found.append(
             (
                 f"routers ({', '.join(sorted(routers)[:2])}{' ...' if len(routers) > 2 else ''}) in float32",
-                wide(lambda name: any(name == r or name.startswith(f"{r}.") for r in inside)),
+                wide(lambda name: any(is_beginning(r, name) for r in routers)),
             )
         )
     found.append(("fp16 in the place of bf16", lambda name, policy: _in_fp16(policy)))

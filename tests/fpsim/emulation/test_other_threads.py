@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from emulated_cases import randn
+from module_blocks import Function
 from tiers import parametrize
 from torch import Tensor, nn
 from torch.nn.parallel import parallel_apply
@@ -101,15 +102,6 @@ class Elsewhere(nn.Module):
         return WAYS[self.way](self.function, x)
 
 
-class Calls(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @parametrize("fmt", ["bf16", "recipe:mxfp8"], keep={"bf16"})
 def test_an_operation_in_a_thread_that_a_forward_gave_work_to_warns_once(way: str, fmt: str) -> None:
@@ -184,7 +176,7 @@ def test_a_thread_that_has_ended_is_kept_by_nothing() -> None:
     try:
         start(randn(2))
         with pytest.warns(UserWarning, match="not emulated"):
-            quantize(Calls(start), "bf16")(randn(2))
+            quantize(Function(start), "bf16")(randn(2))
         assert [thread() for thread in threads] == [None, None]
     finally:
         gc.enable()

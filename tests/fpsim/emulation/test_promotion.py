@@ -11,6 +11,7 @@ import pytest
 import tiers
 import torch
 import torch.nn.functional as F
+from module_blocks import Function
 from operand_kinds import EXCEPTIONS, faults, rows
 from tiers import parametrize
 from torch import Tensor, nn
@@ -22,15 +23,6 @@ NATIVE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = pytest.mark.parametrize("fmt", NATIVE)
 N = torch.tensor([257, 1001, 2049, 70001])
 X = torch.tensor([1.0, -2.0, 0.5, 3.0])
-
-
-class Calls(nn.Module):
-    def __init__(self, run: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.run = run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(x)
 
 
 def written(x: Tensor) -> Tensor:
@@ -103,7 +95,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 def test_integers_beside_numbers_of_the_format_become_numbers_of_it(name: str, fmt: str) -> None:
     run = INTEGERS[name]
     native = run(X.to(NATIVE[fmt]))
-    emulated = quantize(Calls(run), fmt)(X.clone())
+    emulated = quantize(Function(run), fmt)(X.clone())
     assert same(native, emulated)
 
 
@@ -123,7 +115,7 @@ OF_E4M3FN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor]
 @pytest.mark.parametrize("name", OF_E4M3FN)
 def test_a_format_that_torch_does_not_compute_in_has_the_same_rule(name: str) -> None:
     run, expected = OF_E4M3FN[name]
-    assert torch.equal(quantize(Calls(run), "e4m3fn")(X.clone()), in_e4m3fn(expected(X, in_e4m3fn(N))))
+    assert torch.equal(quantize(Function(run), "e4m3fn")(X.clone()), in_e4m3fn(expected(X, in_e4m3fn(N))))
 
 
 def sure(x: Tensor) -> Tensor:
@@ -134,8 +126,8 @@ def sure(x: Tensor) -> Tensor:
 
 def test_integers_are_rounded_to_nearest_and_draw_no_noise() -> None:
     options = {"fmt": "e5m2", "rounding": "stochastic"}
-    model = quantize(Calls(lambda x: torch.cat([x * N, x * 1.1])), **options)  # type: ignore[arg-type]
-    drawn = quantize(Calls(lambda x: torch.cat([x * 4, x * 1.1])), **options)  # type: ignore[arg-type]
+    model = quantize(Function(lambda x: torch.cat([x * N, x * 1.1])), **options)  # type: ignore[arg-type]
+    drawn = quantize(Function(lambda x: torch.cat([x * 4, x * 1.1])), **options)  # type: ignore[arg-type]
     nearest = N.float().to(torch.float8_e5m2).float()
     ones = torch.tensor([1.0, -1.0, 1.0, 1.0])
     for seed in range(5):
@@ -171,7 +163,7 @@ INDICES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", INDICES)
 def test_indices_and_labels_stay_integers(name: str, fmt: str) -> None:
     run = INDICES[name]
-    assert same(run(TABLE.to(NATIVE[fmt])), quantize(Calls(run), fmt)(TABLE))
+    assert same(run(TABLE.to(NATIVE[fmt])), quantize(Function(run), fmt)(TABLE))
 
 
 def test_integers_and_weighted_counts_in_fp32_are_those_of_the_model() -> None:
@@ -183,7 +175,7 @@ def test_integers_and_weighted_counts_in_fp32_are_those_of_the_model() -> None:
         lambda x: x < 16777217,
         lambda x: torch.bincount(torch.arange(4) % 2, weights=x * 1.003),
     ):
-        plain, emulated = run(X), quantize(Calls(run), "fp32")(X)
+        plain, emulated = run(X), quantize(Function(run), "fp32")(X)
         assert plain.dtype is emulated.dtype
         assert torch.equal(plain, emulated)
 
@@ -280,7 +272,7 @@ def test_float32_beside_the_format_stays_float32_where_native_code_has_it(name: 
         kinds.append(y.dtype)
         return y
 
-    emulated = quantize(Calls(run), fmt)(x.float())
+    emulated = quantize(Function(run), fmt)(x.float())
     assert kinds == [native.dtype]
     assert same(native, emulated)
 
@@ -331,7 +323,7 @@ def test_nextafter_of_float32_on_purpose_is_that_of_float32() -> None:
 )
 def test_a_view_of_the_bits_of_a_number_of_the_format_is_refused(run: Callable[[Tensor], Tensor], fmt: str) -> None:
     with pytest.raises(NotImplementedError, match=r"asks for the bits .* held in float32 here.*Use x\.to\("):
-        quantize(Calls(run), fmt)(X)
+        quantize(Function(run), fmt)(X)
 
 
 @FORMATS
@@ -340,5 +332,5 @@ def test_bits_of_float32_on_purpose_and_a_view_as_the_own_dtype_are_given(fmt: s
         return wide(x).view(torch.int32), (x * 1.1).view(x.dtype)
 
     x = X.to(NATIVE[fmt])
-    native, emulated = run(x), quantize(Calls(run), fmt)(x.float())  # type: ignore[arg-type]
+    native, emulated = run(x), quantize(Function(run), fmt)(x.float())  # type: ignore[arg-type]
     assert all(map(same, native, emulated))

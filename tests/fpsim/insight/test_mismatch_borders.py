@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from module_blocks import Function
 from torch import Tensor, nn
 
 import fpsim
@@ -22,23 +23,12 @@ IDS = torch.randint(0, WORDS, (3, 8), generator=torch.Generator().manual_seed(0)
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 
-class Between(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
 class Net(nn.Module):
     def __init__(self, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(WORDS, 32), nn.Linear(32, WORDS)
-        self.first, self.second = Between(first), Between(second)
+        self.first, self.second = Function(first), Function(second)
 
     def forward(self, ids: Tensor) -> Tensor:
         logits: Tensor = self.head(self.second(self.first(self.embed(ids))))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from module_blocks import Function
 from planted_cases import step_named
 from planted_grid import CAUSES
 from planted_models import Planted
@@ -41,17 +42,8 @@ def test_a_step_whose_scaler_is_not_given_is_refused_and_told_so() -> None:
         fpsim.why(planted.model, planted.step, planted.optimizer)
 
 
-class Act(nn.Module):
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)
-
-
 def border_step(fmt: str, at: float, function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[nn.Module, Any]:
-    model: Any = nn.Sequential(nn.Linear(2, 2), Act(function))
+    model: Any = nn.Sequential(nn.Linear(2, 2), Function(function))
     with torch.no_grad():
         model[0].weight.zero_()
         model[0].bias.fill_(at)
@@ -508,7 +500,7 @@ def test_a_gradient_that_overflows_beside_a_zero_is_not_blamed_on_a_slope_withou
     function: Callable[[torch.Tensor], torch.Tensor], weights: list[float], factor: float
 ) -> None:
     """The slopes are 10^4, and 0 and 15: what arrives is beyond 65504 with its factor."""
-    model = Act(function).half()
+    model = Function(function).half()
     model.w = nn.Parameter(torch.tensor(weights).half())
     found = fpsim.why(model, lambda: (model(model.w).float() * factor).sum().backward())
     assert found.cause is not None
