@@ -36,6 +36,13 @@ import ada_loss
 import fpsim
 
 RESULTS = Path(__file__).parent / "results"
+MODELS = ("recipes", "training", "watching", "scaling", "compile")
+PEERS = {  # the packages without which a section cannot run
+    **dict.fromkeys(MODELS, ("transformers",)),
+    "peers": ("gfloat", "ml_dtypes", "qtorch"),
+    "blocks": ("gfloat",),
+    "training": ("qtorch", "transformers"),
+}
 PAIRS = {"resnet20": 6, "gpt2": 3}  # for each repeat: the pairs differ by some 5 % from one another
 
 
@@ -777,9 +784,14 @@ def main() -> None:
         "compile": lambda: compiled(report, 5 if options.quick else 21),
         "memory": lambda: memory(report, 1 if options.quick else 3),
     }
-    for name, section in sections.items():
-        if options.only is None or name in options.only:
-            section()
+    chosen = [name for name in sections if options.only is None or name in options.only]
+    # Asked before the first section: an import that fails in the sixth would lose what the first five measured.
+    needed = sorted({package for name in chosen for package in PEERS.get(name, ())})
+    missing = [package for package in needed if importlib.util.find_spec(package) is None]
+    if missing:
+        parser.error(f"{', '.join(missing)} not installed, which this compares with. Run: pip install '.[compare]'")
+    for name in chosen:
+        sections[name]()
     save(report, target)
 
 
