@@ -279,7 +279,9 @@ def accumulators(report: Report, repeats: int) -> None:
         (fpsim.Accumulator("fp16", product="fp16"), None),
         (stochastic, None),
     ):
-        ours = partial(fpsim.matmul, a, b, accumulator)
+        is_fp8 = accumulator == "hopper_fp8"  # its operands are FP8 numbers, the others take any
+        operands = [fpsim.round_to(x, "e4m3fn") if is_fp8 else x for x in (a, b)]
+        ours = partial(fpsim.matmul, *operands, accumulator)
         theirs = partial(numpy_running_sum, a.numpy(), b.numpy())
         _, seconds, ratio = paired(theirs, ours, repeats)
         report.add("accumulators", f"{accumulator}, {m} x {k} x {n}", billions / seconds, "G terms/s", goal)
@@ -785,13 +787,17 @@ def main() -> None:
         "memory": lambda: memory(report, 1 if options.quick else 3),
     }
     chosen = [name for name in sections if options.only is None or name in options.only]
-    # Asked before the first section: an import that fails in the sixth would lose what the first five measured.
+    # Checked before the first section, because an import that fails in the sixth would end half an hour of measuring.
     needed = sorted({package for name in chosen for package in PEERS.get(name, ())})
     missing = [package for package in needed if importlib.util.find_spec(package) is None]
     if missing:
         parser.error(f"{', '.join(missing)} not installed, which this compares with. Run: pip install '.[compare]'")
-    for name in chosen:
-        sections[name]()
+    try:
+        for name in chosen:
+            sections[name]()
+    except BaseException:
+        save(report, target.with_suffix(".partial.json"))  # never over a whole report
+        raise
     save(report, target)
 
 
